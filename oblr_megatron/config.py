@@ -1,0 +1,364 @@
+"""The configuration of a run: one documented field a line, TOML files, dotted overrides. Imports no torch.
+
+    config = load_config("examples/tiny_cpu/config.toml", ["optimizer.lr=1e-3", "parallel.tensor_model_parallel_size=2"])
+
+An unknown key, a wrong type or a value out of its bounds raises `UserError` with the key, the value and the remedy. What
+depends on the model (heads, layers, vocabulary) or on the number of ranks is checked in `checks.py`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from oblr_megatron.errors import UserError
+
+BaselineName = Literal["none", "group_mean", "grpo", "rloo", "opo", "length_loo", "optimal", "optimal_prior"]
+DtypeName = Literal["float64", "float32", "bfloat16"]
+
+LEAVE_ONE_OUT = ("rloo", "length_loo", "optimal", "optimal_prior")
+
+
+class Section(BaseModel):
+    """A table of the TOML file: unknown keys fail, docstrings under the fields are their documentation."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+
+
+class ModelConfig(Section):
+    """The policy: a Qwen3 checkpoint and how it is held in memory."""
+
+    path: Path
+    """Hugging Face model directory (config.json, *.safetensors, tokenizer files)."""
+    dtype: DtypeName = "float32"
+    """Dtype of the trained weights; bfloat16 keeps fp32 master weights in the optimizer. float64 is for tests."""
+    make_vocab_size_divisible_by: int = Field(128, ge=1)
+    """The vocabulary is padded to a multiple of this times tensor_model_parallel_size (Megatron's name)."""
+    attention: Literal["sdpa", "local"] = "sdpa"
+    """Core attention without Transformer Engine: torch's scaled_dot_product_attention, or megatron-core's own."""
+
+
+class DataConfig(Section):
+    """Where prompts come from and how a row becomes a prompt."""
+
+    train: Path
+    """JSONL file of training rows."""
+    question_column: str = "question"
+    """Column that holds the question."""
+    answer_column: str = "answer"
+    """Column that holds the gold answer."""
+    template: str = "{question}"
+    """Prompt text; {question} is replaced. Ignored when chat_template is true."""
+    chat_template: bool = False
+    """Wrap the question as one user turn with the tokenizer's own chat template."""
+    system_prompt: str = ""
+    """System turn put first when chat_template is true and this is not empty."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Rows whose prompt is longer are skipped and counted."""
+    shuffle: bool = True
+    """Shuffle every epoch by the run's seed."""
+
+
+class RolloutConfig(Section):
+    """How responses are sampled by vLLM."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer's log-probs are those of the same distribution."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus filter; below 1 the rollout log-probs are renormalised over the nucleus and the trainer's are not."""
+    top_k: int = Field(-1, ge=-1)
+    """Top-k filter, -1 for none; the same caution as for top_p."""
+    max_response_tokens: int = Field(512, ge=1)
+    """A response that reaches this length is cut (finish_reason "length")."""
+    num_engines: int | None = Field(None, ge=1)
+    """vLLM engines; by default one for each block of tensor_parallel_size ranks on GPUs, one in all on a CPU."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs of one engine."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the engine's weights; "auto" takes the trainer's (float64 becomes float32)."""
+    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
+    """vLLM's share of GPU memory."""
+    kv_cache_gib: float = Field(0.5, gt=0)
+    """KV cache of a CPU engine, GiB."""
+    max_num_seqs: int = Field(256, ge=1)
+    """Sequences a vLLM engine decodes at once."""
+    num_threads: int | None = Field(None, ge=1)
+    """Threads of a CPU engine; by default all cores divided by the engines."""
+    correction: Literal["none", "token", "sequence"] = "token"
+    """Truncated importance sampling against the trainer/rollout mismatch, on token or sequence level."""
+    correction_cap: float = Field(2.0, ge=1)
+    """Importance ratios are cut at this value (and counted)."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Deadline for an engine to be ready, seconds."""
+    generate_timeout_s: float = Field(1800.0, gt=0)
+    """Deadline for one generate call, seconds."""
+    push_timeout_s: float = Field(300.0, gt=0)
+    """Deadline for one weight push, seconds."""
+
+
+class RewardConfig(Section):
+    """How responses are judged."""
+
+    name: str = "math"
+    """"exact_match", "math", or your own "package.module:function"."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Deadline for judging one response, seconds; past it the sample scores 0 and is counted."""
+    num_workers: int = Field(2, ge=1)
+    """Worker processes that judge responses."""
+
+
+class GradnormConfig(Section):
+    """Exact squared gradient norms of single responses."""
+
+    mode: Literal["two_pass"] = "two_pass"
+    """How they are computed; two_pass: a pass of one sample a microbatch before the policy-gradient pass."""
+    always: bool = False
+    """Measure them even when the baseline does not need them, for the metrics."""
+
+
+class SnrConfig(Section):
+    """The learning rate's signal-to-noise schedule (OBLR-PO, Theorem 4)."""
+
+    num_folds: int = Field(4, ge=1)
+    """Folds of whole prompts the batch is split into; a multiple of the data-parallel size."""
+    horizon: float = Field(150.0, gt=0)
+    """Steps over which signal and noise are averaged (exponentially, separately)."""
+    warmup_steps: int = Field(10, ge=0)
+    """Steps of linear warm-up; the averages are collected meanwhile."""
+    floor: float = Field(0.1, gt=0, le=1)
+    """Lower clamp of the averaged shrink factor."""
+    exponent: float | None = Field(None, gt=0)
+    """alpha in (shrink / reference)^alpha; by default 1 for SGD and 0.5 for Adam."""
+    reference: Literal["one", "warmup"] = "warmup"
+    """"one": the paper's rule. "warmup": divide by the shrink at the end of warm-up, so that lr keeps its meaning."""
+    max_change: float = Field(1.1, gt=1)
+    """The rate changes by at most this factor a step, up or down."""
+
+
+class AlgoConfig(Section):
+    """The estimator: baseline, aggregation, learning-rate schedule."""
+
+    baseline: BaselineName = "optimal_prior"
+    """What is subtracted from the reward; "optimal" is OBLR-PO's leave-one-out estimate of Theorem 7."""
+    prior_strength: float = Field(1.0, ge=0)
+    """lambda of optimal_prior: weight of the other prompts' mean reward, in units of the group's mean norm."""
+    length_exponent: float = Field(1.0, ge=0)
+    """p of length_loo: weights are response length ** p."""
+    aggregation: Literal["constant", "token_mean", "sample_mean"] = "constant"
+    """Divisor of the loss. Only "constant" (1 / (Q G)) keeps the gradient unbiased; the others are for comparison."""
+    schedule: Literal["constant", "cosine", "snr"] = "snr"
+    """Learning-rate schedule."""
+    snr: SnrConfig = SnrConfig()
+    """Settings of the "snr" schedule; its estimates are logged for every schedule."""
+
+
+class OptimizerConfig(Section):
+    """megatron-core's optimizer."""
+
+    name: Literal["adam", "sgd"] = "adam"
+    """Optimizer."""
+    lr: float = Field(1e-6, gt=0)
+    """eta_0, the rate at full signal (or of the constant schedule)."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Where the cosine schedule ends, as a share of lr."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Adam's first moment decay."""
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    """Adam's second moment decay."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """Adam's epsilon."""
+    sgd_momentum: float = Field(0.0, ge=0, lt=1)
+    """SGD's momentum."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Clip the global gradient norm here, after it was measured; 0 turns it off."""
+
+
+class ParallelConfig(Section):
+    """Layout, in Megatron's names; data parallelism is what is left of the world size."""
+
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that share each layer."""
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    """Stages the layers are cut into."""
+    sequence_parallel: bool = False
+    """Split norms and residuals over the sequence inside a tensor-parallel group."""
+    micro_batch_tokens: int = Field(8192, ge=1)
+    """Padded tokens of one microbatch in the policy-gradient pass; a longer sample goes alone."""
+    distributed_timeout_s: float = Field(1800.0, gt=0)
+    """Deadline of a collective, seconds."""
+
+
+class CheckpointConfig(Section):
+    """What a run leaves behind."""
+
+    export_hf: bool = True
+    """Write RUN_DIR/hf, a Hugging Face directory, at the end."""
+
+
+class EvaluateConfig(Section):
+    """Held-out accuracy during training."""
+
+    data: dict[str, Path] = {}
+    """Named JSONL files, e.g. {gsm8k = "gsm8k_test.jsonl"}; the same columns and template as data."""
+    every_steps: int = Field(0, ge=0)
+    """Evaluate every so many steps (and before the first and after the last); 0 turns it off."""
+    num_prompts: int | None = Field(None, ge=1)
+    """Use only the first so many rows of every file."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """k: sampled responses a prompt, for mean@k and pass@k."""
+    temperature: float = Field(1.0, gt=0)
+    """Temperature of the sampled responses; greedy accuracy is reported beside it."""
+
+
+class LogConfig(Section):
+    """Where figures go, beside metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write RUN_DIR/tensorboard."""
+    console: Literal["auto", "live", "plain"] = "auto"
+    """"live": a rich progress display; "plain": a line a step; "auto": live on a terminal."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run_dir: Path
+    """Directory the run writes; must be empty or absent."""
+    num_steps: int = Field(100, ge=1)
+    """Optimizer steps."""
+    seed: int = Field(0, ge=0)
+    """Seeds data order and sampling."""
+    num_prompts: int = Field(128, ge=1)
+    """Q, prompts a step."""
+    group_size: int = Field(8, ge=1)
+    """G, responses a prompt."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    gradnorm: GradnormConfig = GradnormConfig()
+    algo: AlgoConfig = AlgoConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    log: LogConfig = LogConfig()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply `section.key=value` overrides, validate.
+
+    Relative paths inside the file are taken from the current directory, as on the command line.
+
+    Raises:
+        UserError: the file cannot be read, an override is malformed, a key is unknown, a value is out of bounds.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"cannot read the config: {error.strerror}", where=str(path), mend="give an existing TOML file"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"not a TOML file: {error}", where=str(path), mend="correct the line named") from error
+    for override in overrides:
+        _apply_override(table, override)
+    return parse_config(table, where=str(path))
+
+
+def parse_config(table: dict[str, Any], where: str = "config") -> Config:
+    """Validate a plain dict, e.g. the config.json of a finished run.
+
+    Raises:
+        UserError: naming the first key that is wrong, its value and the bound.
+    """
+    try:
+        config = Config.model_validate(table)
+    except ValidationError as error:
+        raise _first_error(error, where) from None
+    _check_together(config, where)
+    return config
+
+
+def _apply_override(table: dict[str, Any], override: str) -> None:
+    """Set one dotted key; the value is read as TOML, and as a plain string where that fails (paths, names)."""
+    key, sign, text = override.partition("=")
+    if not sign or not key.strip():
+        raise UserError(
+            f"override {override!r} is not section.key=value", where="command line", mend="write e.g. optimizer.lr=1e-6"
+        )
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, leaf = key.strip().split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise UserError(
+                f"{parent!r} is a value, not a section", where=f"override {override}", mend="name a key of a section"
+            )
+    table[leaf] = value
+
+
+def _first_error(error: ValidationError, where: str) -> UserError:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return UserError(f"unknown key {key!r}", where=where, mend=_nearest(first["loc"]))
+    if first["type"] == "missing":
+        return UserError(f"{key!r} is missing", where=where, mend="set it in the file or as an override")
+    return UserError(f"{key} = {first['input']!r}: {first['msg']}", where=where, mend="correct the value")
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    """The remedy for an unknown key: the closest known one, or the list of all."""
+    import difflib
+
+    section: Any = Config
+    for part in location[:-1]:
+        section = section.model_fields[str(part)].annotation
+    names = list(section.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(names)}"
+
+
+def _check_together(config: Config, where: str) -> None:
+    """Bounds that hold between fields of different sections."""
+    if config.group_size == 1 and config.algo.baseline in LEAVE_ONE_OUT:
+        raise UserError(
+            f"group_size is 1, but baseline {config.algo.baseline!r} needs the other responses of the group",
+            where=where,
+            mend='set group_size to 2 or more, or algo.baseline to "none"',
+        )
+    if config.algo.baseline == "optimal_prior" and config.num_prompts == 1:
+        raise UserError(
+            "num_prompts is 1, but baseline 'optimal_prior' takes its prior from the other prompts of the batch",
+            where=where,
+            mend='set num_prompts to 2 or more, or algo.baseline to "optimal"',
+        )
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        raise UserError(
+            "sequence_parallel needs tensor_model_parallel_size of 2 or more",
+            where=where,
+            mend="set parallel.sequence_parallel to false",
+        )
+    if config.num_prompts % config.algo.snr.num_folds:
+        raise UserError(
+            f"num_prompts {config.num_prompts} does not divide into algo.snr.num_folds {config.algo.snr.num_folds} equal folds",
+            where=where,
+            mend="make num_prompts a multiple of num_folds",
+        )
+    if not config.data.chat_template and "{question}" not in config.data.template:
+        raise UserError(
+            f"data.template {config.data.template!r} has no {{question}}",
+            where=where,
+            mend="put {question} where the question goes",
+        )

