@@ -1,9 +1,9 @@
 """The configuration of a run: one documented field a line, TOML files, dotted overrides. Imports no torch.
 
-    config = load_config("examples/tiny_cpu/config.toml", ["optimizer.lr=1e-3", "parallel.tensor_model_parallel_size=2"])
+    config = load_config("examples/tiny_cpu/config.toml", ["optimizer.lr=1e-3", "algo.baseline=rloo"])
 
-An unknown key, a wrong type or a value out of its bounds raises `UserError` with the key, the value and the remedy. What
-depends on the model (heads, layers, vocabulary) or on the number of ranks is checked in `checks.py`.
+An unknown key, a wrong type or a value out of its bounds raises `UserError` with the key, the value and the remedy.
+What depends on the model (heads, layers, vocabulary) or on the number of ranks is checked in `checks.py`.
 """
 
 from __future__ import annotations
@@ -352,9 +352,9 @@ def _check_together(config: Config, where: str) -> None:
         )
     if config.num_prompts % config.algo.snr.num_folds:
         raise UserError(
-            f"num_prompts {config.num_prompts} does not divide into algo.snr.num_folds {config.algo.snr.num_folds} equal folds",
+            f"num_prompts {config.num_prompts} is not a multiple of algo.snr.num_folds {config.algo.snr.num_folds}",
             where=where,
-            mend="make num_prompts a multiple of num_folds",
+            mend="change one of them: folds are of whole prompts and of equal size",
         )
     if not config.data.chat_template and "{question}" not in config.data.template:
         raise UserError(

@@ -38,7 +38,7 @@ class RunError(RuntimeError):
 class DeadlineError(RunError):
     """A wait ran past its deadline.
 
-    `who` waited for `what`; `seconds` is the deadline. Example: DeadlineError("trainer rank 0", "weights push 12", 60.0).
+    `who` waited for `what`; `seconds` is the deadline. Example: DeadlineError("rank 0", "weights push 12", 60.0).
     """
 
     def __init__(self, who: str, what: str, seconds: float) -> None:

@@ -50,6 +50,18 @@ class Sample:
 
 
 @dataclass(slots=True)
+class Judged:
+    """A step's rewards, on every rank.
+
+    Example for Q = 1, G = 2: Judged(rewards=[[1., 0.]], lengths=[[5, 7]], failures=0)
+    """
+
+    rewards: Tensor  # [Q, G] fp64
+    lengths: Tensor  # [Q, G] int64, response tokens
+    failures: int  # responses that could not be judged (exception, deadline) and scored 0
+
+
+@dataclass(slots=True)
 class MicroBatch:
     """Right-padded samples that go through the model together.
 

@@ -1,0 +1,55 @@
+"""Held-out accuracy of a Hugging Face model, by transformers' own `generate`: no code of the package takes part.
+
+The same function judges the warm start (prepare.py) and the export (check_export.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
+
+MAX_NEW_TOKENS = 6  # three digits and the end token, with some room for answers that run on
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a JSONL file."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def accuracy(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[dict[str, str]],
+    *,
+    samples: int = 0,
+    seed: int = 0,
+    batch_size: int = 512,
+) -> float:
+    """Share of responses equal to the gold answer, in [0, 1]: greedy when `samples` is 0, else sampled at temperature 1.
+
+    Prompts are padded on the left, so that every response begins at the same column.
+    """
+    tokenizer.padding_side = "left"
+    torch.manual_seed(seed)
+    repeated = [row for row in rows for _ in range(max(samples, 1))]
+    right = 0
+    for start in range(0, len(repeated), batch_size):
+        batch = repeated[start : start + batch_size]
+        inputs = tokenizer([row["question"] for row in batch], return_tensors="pt", padding=True)
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            do_sample=samples > 0,
+            temperature=1.0 if samples else None,
+            top_k=0 if samples else None,
+            top_p=1.0 if samples else None,
+            max_new_tokens=MAX_NEW_TOKENS,
+        )
+        texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        right += sum(text == row["answer"] for text, row in zip(texts, batch, strict=True))
+    return right / len(repeated)

@@ -1,0 +1,57 @@
+"""The policy-gradient loss: its gradient is minus the estimator g = sum_i c_i sum_t rho_t grad log pi(o_t).
+
+Samples with c_i = 0 may be left out of the pass; the divisors below still count them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+Aggregation = Literal["constant", "token_mean", "sample_mean"]
+
+
+def sample_coefficients(
+    advantages: Tensor, lengths: Tensor, num_prompts: int, group_size: int, aggregation: Aggregation = "constant"
+) -> Tensor:
+    """c_i [N]: what multiplies sum_t rho_t log pi(o_t) of each of the step's N = Q * G samples.
+
+        constant     A_i / (Q G)           unbiased
+        token_mean   A_i / sum_j L_j       biased: the divisor moves with o_i's own length (DAPO, arXiv 2503.14476)
+        sample_mean  A_i / (Q G L_i)       biased, and more: E[s_i / L_i] is not 0, so that even a constant reward
+                                           pushes; long wrong answers are punished less (GRPO; see arXiv 2503.20783)
+
+    Args:
+        advantages: [N] of all samples of the step.
+        lengths: [N] response tokens; an empty response counts as one token where it divides.
+        num_prompts: Q, prompts of the step, skipped groups included.
+        group_size: G.
+        aggregation: one of the three above.
+    """
+    num_samples = num_prompts * group_size
+    assert advantages.shape == lengths.shape == (num_samples,), (
+        f"[Q * G] = [{num_samples}] expected: advantages {tuple(advantages.shape)}, lengths {tuple(lengths.shape)}"
+    )
+    lengths = lengths.to(advantages.dtype).clamp(min=1)
+    match aggregation:
+        case "constant":
+            return advantages / num_samples
+        case "token_mean":
+            return advantages / lengths.sum()
+        case "sample_mean":
+            return advantages / (num_samples * lengths)
+    raise ValueError(f"aggregation {aggregation!r} is none of constant, token_mean, sample_mean")
+
+
+def policy_gradient_loss(logprobs: Tensor, mask: Tensor, coefficients: Tensor, ratios: Tensor) -> Tensor:
+    """-sum_i c_i sum_t rho_t log pi(o_t), a scalar; nothing in it divides.
+
+    Args:
+        logprobs: [b, t] with gradient; whatever stands outside the mask has no say, not even a NaN.
+        mask: [b, t] bool, True at response tokens.
+        coefficients: [b] of `sample_coefficients`.
+        ratios: [b, t] importance ratios rho, detached here: they weigh the score, they are not differentiated.
+    """
+    logprobs, ratios = logprobs.masked_fill(~mask, 0.0), ratios.detach().masked_fill(~mask, 0.0)
+    return -(coefficients.to(logprobs.dtype) * (ratios * logprobs).sum(-1)).sum()

@@ -1,0 +1,204 @@
+"""Signal and noise of the gradient, and the learning rate that follows from them.
+
+OBLR-PO (arXiv 2511.23310, Theorem 4): eta = (1/C) N SNR / (1 + N SNR), SNR = ||grad J||^2 / tr(H), H the covariance of
+one prompt's gradient. That factor is shrink = ||grad J||^2 / E||g||^2, in [0, 1]; it equals 1 / (1 + B_simple / N) of
+McCandlish et al. (arXiv 1812.06162). C is not known; eta_0 stands for 1/C.
+
+The obvious estimate, ||g||^2 in place of ||grad J||^2, sits near 1/2 under pure noise. Folds of the batch take the
+noise out; what is left is averaged over steps, numerator and denominator apart, because the mean of clamped ratios is
+biased too. Everything is measured on the unclipped gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from oblr_megatron.config import OptimizerConfig, SnrConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.types import GradientStats
+
+ScheduleState = dict[str, str | float | int | bool | None]
+
+
+@dataclass(frozen=True, slots=True)
+class FoldEstimate:
+    """One step's estimates; NaN where there is nothing to estimate. signal <= 0 is common when noise prevails."""
+
+    signal: float  # of ||grad J||^2
+    noise: float  # of tr(H), the covariance of one prompt's gradient
+    shrink_raw: float  # signal / B
+
+    @property
+    def defined(self) -> bool:
+        """False with one fold, without any active group (B = 0), or when a norm overflowed."""
+        return math.isfinite(self.shrink_raw)
+
+
+def fold_estimate(sq_norm: float, fold_sq_norm_mean: float, num_folds: int, num_prompts: int) -> FoldEstimate:
+    """Unbiased estimates of signal and noise from R equal folds of whole prompts.
+
+        signal = (R B - M) / (R - 1),   noise = (M - B) R / (R - 1) * Q / R,   shrink_raw = signal / B
+
+    since E[B] = signal + noise / Q and E[M] = signal + noise R / Q. They need independent folds: exact for every
+    within-group baseline; `optimal_prior` couples them through the other prompts' mean reward, to order 1 / (Q G)^2.
+
+    Args:
+        sq_norm: B = ||g||^2, g the mean of the fold gradients.
+        fold_sq_norm_mean: M = mean_f ||g_f||^2.
+        num_folds: R.
+        num_prompts: Q, of the whole batch.
+
+    Example: R = 2 orthogonal fold gradients of norm 1, Q = 2: B = 0.5, M = 1 -> signal 0, noise 1, shrink_raw 0.
+    """
+    if num_folds < 2 or not (0 < sq_norm < math.inf and math.isfinite(fold_sq_norm_mean)):
+        return FoldEstimate(math.nan, math.nan, math.nan)
+    signal = (num_folds * sq_norm - fold_sq_norm_mean) / (num_folds - 1)
+    noise = (fold_sq_norm_mean - sq_norm) * num_prompts / (num_folds - 1)
+    return FoldEstimate(signal, noise, signal / sq_norm)
+
+
+class SnrAverages:
+    """Bias-corrected exponential averages of signal and B, kept apart and divided last."""
+
+    def __init__(self, horizon: float, num_prompts: int) -> None:
+        self.last = FoldEstimate(math.nan, math.nan, math.nan)
+        self._decay = max(0.0, 1.0 - 1.0 / horizon)
+        self._num_prompts = num_prompts
+        self._count = 0
+        self._signal_sum = self._sq_norm_sum = 0.0  # decayed sums of (1 - decay) * value
+
+    def observe(self, stats: GradientStats) -> bool:
+        """Take in one step's gradient; an undefined estimate leaves the averages as they were and returns False."""
+        self.last = fold_estimate(stats.sq_norm, stats.fold_sq_norm_mean, stats.num_folds, self._num_prompts)
+        if not self.last.defined:
+            return False
+        self._count += 1
+        self._signal_sum += (1 - self._decay) * (self.last.signal - self._signal_sum)
+        self._sq_norm_sum += (1 - self._decay) * (stats.sq_norm - self._sq_norm_sum)
+        return True
+
+    @property
+    def signal(self) -> float:
+        """Average signal; NaN before the first observation."""
+        return self._signal_sum / self._correction if self._count else math.nan
+
+    @property
+    def sq_norm(self) -> float:
+        """Average B; NaN before the first observation."""
+        return self._sq_norm_sum / self._correction if self._count else math.nan
+
+    @property
+    def shrink(self) -> float:
+        """Ratio of the averages, neither clamped nor rounded: below 0 or NaN are for the caller to handle."""
+        return self.signal / self.sq_norm
+
+    @property
+    def _correction(self) -> float:
+        """Weight that `count` observations have in the decayed sums."""
+        return 1 - self._decay**self._count
+
+    def figures(self) -> dict[str, float]:
+        """The last step's raw estimates and the averaged ratio; an undefined one is left out."""
+        values = {
+            "snr/signal_sq": self.last.signal,
+            "snr/noise_trace": self.last.noise,
+            "snr/shrink_raw": self.last.shrink_raw,
+            "snr/shrink_ema": self.shrink,
+        }
+        return {name: value for name, value in values.items() if math.isfinite(value)}
+
+    def state_dict(self) -> ScheduleState:
+        """Plain numbers, fit for JSON."""
+        return {"count": self._count, "signal_sum": self._signal_sum, "sq_norm_sum": self._sq_norm_sum}
+
+    def load_state_dict(self, state: ScheduleState) -> None:
+        """Go on from `state_dict`."""
+        self._count = int(state["count"] or 0)
+        self._signal_sum = float(state["signal_sum"] or 0.0)
+        self._sq_norm_sum = float(state["sq_norm_sum"] or 0.0)
+
+
+class SnrSchedule:
+    """eta_t = eta_0 * warmup(t) * (shrink / shrink_ref)^alpha, from averages over the steps before t.
+
+    - Warm-up: eta_0 times a linear ramp, (t + 1) / warmup_steps; the averages are collected, not yet used.
+    - shrink is the ratio of the averages, clamped to [floor, 1].
+    - shrink_ref is 1, or the shrink found when warm-up ends, so that eta_0 is the rate at that point.
+    - alpha is 1 for SGD and 0.5 for Adam, which divides by sqrt(v) already.
+    - After warm-up the rate changes by at most max_change a step, and holds when a step gave no estimate.
+
+    The rate of step t must not depend on g_t, or the update is biased: `rate(t)` is drawn first, `observe` comes after,
+    and drawing the same step again gives the same rate.
+    """
+
+    def __init__(self, config: SnrConfig, optimizer: OptimizerConfig, num_prompts: int) -> None:
+        self._config, self._lr = config, optimizer.lr
+        self._exponent = config.exponent or (1.0 if optimizer.name == "sgd" else 0.5)
+        self._averages = SnrAverages(config.horizon, num_prompts)
+        self._reference = 1.0 if config.reference == "one" else None
+        self._factor = 1.0  # (shrink / shrink_ref)^alpha, rate-limited
+        self._fresh = False  # the averages have moved since the factor did
+        self._latest: tuple[int, float] | None = None  # the step drawn last and its rate
+        self._awaiting = False  # that step's gradient has not been observed yet
+
+    def rate(self, step: int) -> float:
+        """Learning rate of step `step`, counted from 0; steps are drawn in order."""
+        if self._latest is not None and self._latest[0] == step:
+            return self._latest[1]
+        warmup = self._config.warmup_steps
+        if step >= warmup and self._fresh:
+            self._move_factor()
+        self._fresh = False
+        ramp = min(1.0, (step + 1) / warmup) if warmup else 1.0
+        self._latest, self._awaiting = (step, self._lr * ramp * self._factor), True
+        return self._latest[1]
+
+    def observe(self, stats: GradientStats) -> None:
+        """Take in the gradient of the step whose rate was drawn last."""
+        assert self._awaiting, "observe() before rate(): a step's rate would depend on its own gradient"
+        self._awaiting = False
+        self._fresh = self._averages.observe(stats)
+
+    def figures(self) -> dict[str, float]:
+        """What is logged each step, after `observe`."""
+        return self._averages.figures()
+
+    def state_dict(self) -> ScheduleState:
+        """Everything the next rate depends on, as plain numbers."""
+        own: ScheduleState = {"factor": self._factor, "reference": self._reference, "fresh": self._fresh}
+        return {"schedule": "snr", **own, **self._averages.state_dict()}
+
+    def load_state_dict(self, state: ScheduleState) -> None:
+        """Go on from `state_dict`.
+
+        Raises:
+            UserError: the state is another schedule's.
+        """
+        check_schedule(state, "snr")
+        self._averages.load_state_dict(state)
+        self._factor, self._fresh = float(state["factor"] or 1.0), bool(state["fresh"])
+        self._reference = None if state["reference"] is None else float(state["reference"])
+        self._latest, self._awaiting = None, False
+
+    def _move_factor(self) -> None:
+        shrink = min(max(self._averages.shrink, self._config.floor), 1.0)
+        if self._reference is None:
+            self._reference = shrink
+        target = (shrink / self._reference) ** self._exponent
+        step = self._config.max_change
+        self._factor = min(max(target, self._factor / step), self._factor * step)
+
+
+def check_schedule(state: ScheduleState, name: str) -> None:
+    """Refuse to resume from the state of another schedule.
+
+    Raises:
+        UserError: it is another's.
+    """
+    if state.get("schedule") != name:
+        raise UserError(
+            f"the checkpoint holds the state of schedule {state.get('schedule')!r}, the run is set to {name!r}",
+            where="algo.schedule",
+            mend="resume with the checkpoint's schedule, or start a new run from its weights",
+        )

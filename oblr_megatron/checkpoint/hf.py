@@ -1,0 +1,238 @@
+"""Weights from a Hugging Face directory into a policy, and from a policy into a new one.
+
+    load_hf_weights(policy, path)
+    export_hf(policy, source_dir=path, target_dir=run_dir / "hf")
+
+A round trip gives back the source's tensors bit for bit, with their names, shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.weights.export import MegatronWeights, TensorMeta
+from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape, Sliceable, entry, split, table
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_SHARD_BYTES = 5_000_000_000
+COPIED = (  # from the source, where it has them
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class HFTensors:
+    """The tensors of a directory's safetensors files, read only where they are sliced."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._open = {
+            file: stack.enter_context(safe_open(path / file, framework="pt", device="cpu"))
+            for file in _weight_files(path)
+        }
+        self._files = {name: file for file, tensors in self._open.items() for name in tensors.keys()}  # noqa: SIM118
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor there is."""
+        return list(self._files)
+
+    def __getitem__(self, name: str) -> Sliceable:
+        return self._open[self._files[name]].get_slice(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """From the file's header."""
+        return _DTYPES[self._open[self._files[name]].get_slice(name).get_dtype()]
+
+
+@contextmanager
+def open_hf_tensors(path: Path) -> Iterator[HFTensors]:
+    """Open a directory's weights, one file or several with an index."""
+    with ExitStack() as stack:
+        yield HFTensors(path, stack)
+
+
+def load_hf_weights(policy: Policy, path: Path) -> None:
+    """Fill this rank's parameters; each rank reads the slices it holds and nothing else.
+
+    Make the optimizer afterwards, or call its `reload_masters`: it copies bf16 weights into fp32 masters.
+
+    Raises:
+        UserError: a tensor is missing or unknown, or its shape is not what config.json says.
+    """
+    shape = ModelShape.of(policy.hf_config)
+    parallel = policy.parallel
+    with open_hf_tensors(path) as tensors, torch.no_grad():
+        _check_names(tensors, shape, path)
+        for name, parameter in policy.named_parameters():
+            item = entry(name, shape)
+            sources = [tensors[hf_name] for hf_name in item.hf]
+            shard = split(
+                item,
+                sources,
+                shape,
+                tp_rank=parallel.tp_rank,
+                tp_size=parallel.tp_size,
+                padded_vocab=policy.padded_vocab_size,
+            )
+            parameter.copy_(shard)
+
+
+def export_hf(
+    policy: Policy,
+    source_dir: Path,
+    target_dir: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a directory that transformers and vLLM load; collective, every rank takes part and rank 0 writes.
+
+    The directory appears whole or not at all: it is written under another name and renamed at the end.
+
+    Args:
+        policy: the weights, as they are now.
+        source_dir: the directory the policy was loaded from: its config, tokenizer and dtypes are kept.
+        target_dir: must not exist.
+        dtype: of all tensors; by default each keeps the dtype it has in the source.
+        max_shard_bytes: larger models are written as several files with an index. Rank 0 holds one file's tensors.
+
+    Raises:
+        UserError: target_dir exists.
+    """
+    _agree_on_absent(target_dir)
+    weights = MegatronWeights(policy)
+    if policy.parallel.rank == 0:
+        partial = target_dir.with_name(f".{target_dir.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # what an interrupted export left
+        partial.mkdir(parents=True)
+        _copy_files(source_dir, partial, dtype)
+        metadata = weights.metadata()
+        plan = _plan(metadata, source_dir, dtype)
+        stream = iter(weights) if len(plan) == len(metadata) else _with_output(weights)
+        _write(stream, _shards(plan, max_shard_bytes), partial)
+        partial.rename(target_dir)
+    else:
+        for _ in weights:
+            pass
+    dist.barrier()
+
+
+def _weight_files(path: Path) -> list[str]:
+    if (path / INDEX).is_file():
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        return sorted(set(index["weight_map"].values()))
+    return [SINGLE]
+
+
+def _check_names(tensors: HFTensors, shape: ModelShape, path: Path) -> None:
+    expected = {name: size for item in table(shape) for name, size in zip(item.hf, item.shapes, strict=True)}
+    allowed = {HF_OUTPUT} if shape.tied else set()  # some tied checkpoints store the output layer all the same
+    problems = {
+        "missing": [name for name in expected if name not in tensors.names],
+        "unknown": [name for name in tensors.names if name not in expected and name not in allowed],
+        "of another shape than config.json says": [
+            name
+            for name, size in expected.items()
+            if name in tensors.names and tuple(tensors[name].get_shape()) != size  # type: ignore[attr-defined]
+        ],
+    }
+    for what, names in problems.items():
+        if names:
+            raise UserError(
+                f"tensor {names[0]!r} is {what}" + (f", and {len(names) - 1} more" if len(names) > 1 else ""),
+                where=str(path),
+                mend="give a complete Qwen3 checkpoint whose config.json belongs to it",
+            )
+
+
+def _agree_on_absent(target_dir: Path) -> None:
+    """Rank 0 looks, and all ranks raise or none does."""
+    exists = [target_dir.exists()]
+    dist.broadcast_object_list(exists, src=0)
+    if exists[0]:
+        raise UserError("the export's target exists", where=str(target_dir), mend="name a new directory, or remove it")
+
+
+def _copy_files(source_dir: Path, target_dir: Path, dtype: torch.dtype | None) -> None:
+    for name in COPIED:
+        if (source_dir / name).is_file():
+            shutil.copyfile(source_dir / name, target_dir / name)
+    config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
+    if dtype is not None:
+        config.pop("torch_dtype", None)  # the key's name before transformers 5
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    (target_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _plan(metadata: Sequence[TensorMeta], source_dir: Path, dtype: torch.dtype | None) -> list[TensorMeta]:
+    """What is written, in order: the stream's tensors in the source's dtypes, and a tied output layer it stores."""
+    with open_hf_tensors(source_dir) as source:
+        plan = [TensorMeta(name, dtype or source.dtype(name), shape) for name, _, shape in metadata]
+        if HF_OUTPUT in source.names and HF_OUTPUT not in {meta.name for meta in metadata}:
+            plan.append(TensorMeta(HF_OUTPUT, dtype or source.dtype(HF_OUTPUT), plan[0].shape))
+    return plan
+
+
+def _with_output(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The stream of a tied model with the output layer at its end, a copy of the embedding."""
+    embedding: Tensor | None = None
+    for name, tensor in stream:
+        if name == HF_EMBEDDING:
+            embedding = tensor
+        yield name, tensor
+    assert embedding is not None
+    yield HF_OUTPUT, embedding.clone()
+
+
+def _shards(plan: Sequence[TensorMeta], max_shard_bytes: int) -> list[list[TensorMeta]]:
+    """Cut the plan into files, in order; a tensor larger than the limit has a file of its own."""
+    shards: list[list[TensorMeta]] = [[]]
+    size = 0
+    for meta in plan:
+        num_bytes = torch.Size(meta.shape).numel() * meta.dtype.itemsize
+        if shards[-1] and size + num_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(meta)
+        size += num_bytes
+    return shards
+
+
+def _write(stream: Iterator[tuple[str, Tensor]], shards: Sequence[Sequence[TensorMeta]], target_dir: Path) -> None:
+    count = len(shards)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shards, start=1):
+        file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        held = {}
+        for meta in shard:
+            name, tensor = next(stream)
+            assert name == meta.name, f"the stream yields {name}, its metadata says {meta.name}"
+            held[name] = tensor.to(device="cpu", dtype=meta.dtype)
+        save_file(held, target_dir / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(held, file)
+        total += sum(tensor.nbytes for tensor in held.values())
+    if count > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (target_dir / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,99 @@
+"""The `oblr-megatron` command: train, eval, report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_USER, RunError, UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    return guarded(lambda: options.function(options))
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command; a user's mistake ends in one line and status 2, a failed run in one line and status 1."""
+    try:
+        return command()
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":  # every rank finds the same mistake; one says so
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER
+    except RunError as error:
+        print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        return EXIT_RUN
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="oblr-megatron", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train from a TOML config")
+    train.add_argument("config", type=Path, help="TOML file")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
+    train.add_argument(
+        "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, started by torchrun"
+    )
+    train.set_defaults(function=_train)
+
+    evaluate = commands.add_parser("eval", help="accuracy of a Hugging Face model on a JSONL set")
+    evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
+    evaluate.add_argument("--data", type=Path, required=True, nargs="+", help="JSONL files")
+    evaluate.add_argument("--k", type=int, default=1, help="sampled responses a prompt, beside the greedy one")
+    evaluate.add_argument(
+        "--config", type=Path, help="TOML file of a run, for its template, reward and sampling settings"
+    )
+    evaluate.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
+    evaluate.add_argument("--json", type=Path, help="also write the figures here")
+    evaluate.set_defaults(function=_evaluate)
+
+    report = commands.add_parser("report", help="one self-contained HTML file about a run")
+    report.add_argument("run_dir", type=Path)
+    report.set_defaults(function=_report)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from oblr_megatron.config import load_config
+    from oblr_megatron.preflight import preflight
+    from oblr_megatron.train import run_training
+
+    config = load_config(options.config, options.overrides)
+    if options.nproc_per_node < 1:
+        raise UserError(f"--nproc-per-node {options.nproc_per_node} is not a number of ranks", mend="give 1 or more")
+    if options.nproc_per_node == 1:
+        return run_training(config)
+    preflight(config, options.nproc_per_node)  # before torchrun, so that a mistake starts nothing
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(options.nproc_per_node),
+    ]
+    command += ["-m", "oblr_megatron.train", str(options.config), *options.overrides]
+    return os.execv(sys.executable, command)
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from oblr_megatron.evaluate import evaluate_model
+
+    return evaluate_model(options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from oblr_megatron.report import write_report
+
+    print(write_report(options.run_dir))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

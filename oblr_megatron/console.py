@@ -1,0 +1,251 @@
+"""What a person sees while a run goes on: a live display on a terminal, one plain line a step elsewhere.
+
+    with open_display(config.log, config.num_steps, rank=parallel.rank) as display:
+        timer = PhaseTimer(on_phase=display.phase)
+        ...
+        display.step(step, record)
+
+Plain lines read
+    step 12/150  reward 0.53  len 6.1  lr 8.1e-4  shrink 0.42  grad 0.31  diff 2e-6  2.1 s
+    eval at step 50  sums accuracy 0.81  mean@k 0.79  pass@k 0.90
+    finished 150 of 150 steps in 5 min 12 s  sums accuracy 0.45 -> 0.93
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from oblr_megatron.config import LogConfig
+from oblr_megatron.formatting import duration, fixed, number, scientific
+
+Values = Mapping[str, float | None]
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+HISTORY = 32  # steps in a sparkline
+EVAL_LABELS = {"accuracy": "accuracy", "mean_at_k": "mean@k", "pass_at_k": "pass@k"}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A key figure of the step. Example: Figure("lr", "lr", "learning rate", scientific)."""
+
+    name: str  # in metrics.jsonl
+    short: str  # in plain lines
+    long: str  # in the live table
+    show: Callable[[float | None], str]
+
+
+FIGURES = (
+    Figure("reward/mean", "reward", "reward", lambda value: fixed(value, 2)),
+    Figure("response_length/mean", "len", "response length, tokens", lambda value: fixed(value, 1)),
+    Figure("lr", "lr", "learning rate", scientific),
+    Figure("snr/shrink_ema", "shrink", "shrink, averaged", lambda value: fixed(value, 2)),
+    Figure("grad_norm", "grad", "gradient norm", lambda value: number(value, 2)),
+    Figure("rollout/logprob_abs_diff", "diff", "trainer - rollout log-prob", lambda value: scientific(value, 1)),
+)
+
+
+def open_display(config: LogConfig, num_steps: int, *, rank: int = 0, console: Console | None = None) -> Display:
+    """The display the config asks for; a silent one on other ranks than 0.
+
+    Args:
+        console: rich's console, for the live display and for finding out whether this is a terminal.
+    """
+    if rank != 0:
+        return Display(num_steps)
+    terminal = console or Console(force_terminal=True if config.console == "live" else None)
+    if config.console == "live" or (config.console == "auto" and terminal.is_terminal):
+        return LiveDisplay(num_steps, terminal)
+    return PlainDisplay(num_steps)
+
+
+class Display:
+    """Keeps what the summary needs and shows nothing: the display of ranks other than 0, and the base of the others."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.last_step = 0
+        self.first_evaluation: dict[str, float | None] = {}
+        self.last_evaluation: dict[str, float | None] = {}
+        self._phase: str | None = None
+        self._start = time.monotonic()
+
+    def phase(self, name: str | None) -> None:
+        """A phase begins, or ends (None)."""
+        self._phase = name or self._phase
+
+    def step(self, step: int, values: Values) -> None:
+        """A step is done (or, with figures of an evaluation alone, an evaluation between steps)."""
+        evaluation = {name: value for name, value in values.items() if name.startswith("eval/")}
+        self.first_evaluation = evaluation | self.first_evaluation
+        self.last_evaluation |= evaluation
+        self.last_step = step
+        self._show_step(step, values, evaluation)
+
+    def message(self, text: str) -> None:
+        """A line of its own, e.g. an alarm."""
+
+    def summary(self) -> str:
+        """How the run went, in one line."""
+        parts = [f"{self.last_step} of {self.num_steps} steps in {duration(time.monotonic() - self._start)}"]
+        for name, after in self.last_evaluation.items():
+            if name.endswith("/accuracy"):
+                before = self.first_evaluation[name]
+                parts.append(f"{_eval_label(name)} {fixed(before, 2)} -> {fixed(after, 2)}")
+        return "  ".join(parts)
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._restore()
+        if kind is None:
+            self.message(f"finished {self.summary()}")
+        else:
+            phase = f"; last phase {self._phase}" if self._phase else ""
+            self.message(f"stopped by {kind.__name__} after {self.summary()}{phase}")
+
+    def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
+        """Put the step before the reader's eyes."""
+
+    def _restore(self) -> None:
+        """Give the terminal back as it was."""
+
+
+class PlainDisplay(Display):
+    """One line a step on standard output, flushed: for log files."""
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+    def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
+        if any(figure.name in values for figure in FIGURES):
+            self.message(step_line(step, self.num_steps, values))
+        if evaluation:
+            self.message(evaluation_line(step, evaluation))
+
+
+def step_line(step: int, num_steps: int, values: Values) -> str:
+    """The key figures of a step; those that were not measured are left out."""
+    parts = [f"step {step}/{num_steps}"]
+    parts += [f"{figure.short} {figure.show(values[figure.name])}" for figure in FIGURES if figure.name in values]
+    if "timing_s/step" in values:
+        parts.append(duration(values["timing_s/step"]))
+    return "  ".join(parts)
+
+
+def evaluation_line(step: int, evaluation: Values) -> str:
+    """All figures of an evaluation, set by set; the set is named before its first figure."""
+    parts, previous = [f"eval at step {step}"], None
+    for name, value in evaluation.items():
+        set_name, _, figure = name.removeprefix("eval/").rpartition("/")
+        prefix = "" if set_name == previous else f"{set_name} "
+        parts.append(f"{prefix}{EVAL_LABELS.get(figure, figure)} {fixed(value, 2)}")
+        previous = set_name
+    return "  ".join(parts)
+
+
+def _eval_label(name: str) -> str:
+    """ "eval/gsm8k/accuracy" -> "gsm8k accuracy"."""
+    set_name, _, figure = name.removeprefix("eval/").rpartition("/")
+    return f"{set_name} {EVAL_LABELS.get(figure, figure)}"
+
+
+class LiveDisplay(Display):
+    """A progress bar with the current phase, and a table of key figures with their recent course."""
+
+    def __init__(self, num_steps: int, console: Console) -> None:
+        super().__init__(num_steps)
+        self._console = console
+        self._history: dict[str, deque[float | None]] = {figure.name: deque(maxlen=HISTORY) for figure in FIGURES}
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=32),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            TextColumn("[cyan]{task.fields[phase]}"),
+            console=console,
+            speed_estimate_period=1800,  # a step may take minutes; the default of 30 s would never give an estimate
+        )
+        self._task = self._progress.add_task("steps", total=num_steps, phase="")
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
+
+    def __enter__(self) -> Display:
+        self._live.start()
+        return self
+
+    def phase(self, name: str | None) -> None:
+        super().phase(name)
+        self._progress.update(self._task, phase=name or "")
+
+    def message(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
+        for name, history in self._history.items():
+            if name in values:
+                history.append(values[name])
+        self._progress.update(self._task, completed=step)
+        if evaluation:
+            self.message(evaluation_line(step, evaluation))
+
+    def _restore(self) -> None:
+        self.phase(None)
+        self._live.stop()
+
+    def _render(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", min_width=26)
+        table.add_column(justify="right", min_width=8)
+        table.add_column()
+        table.add_column(style="cyan")
+        for figure in FIGURES:
+            history = list(self._history[figure.name])  # a copy: rich renders from a thread of its own
+            if history:
+                table.add_row(figure.long, figure.show(history[-1]), trend(history), sparkline(history))
+        for name, value in list(self.last_evaluation.items()):
+            before = self.first_evaluation[name]
+            table.add_row(_eval_label(name), fixed(value, 2), "", Text(f"from {fixed(before, 2)}", style="dim"))
+        return Group(self._progress, table)
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """Block characters from the smallest to the largest value; a blank where there is none.
+
+    >>> sparkline([0, 1, None, 2, 3.5])
+    '▁▃ ▅█'
+    """
+    known = [value for value in values if value is not None]
+    low = min(known, default=0.0)
+    span = max(known, default=0.0) - low
+    height = (len(BLOCKS) - 1) / span if span > 0 else 0.0
+    return "".join(" " if value is None else BLOCKS[round((value - low) * height)] for value in values)
+
+
+def trend(values: Sequence[float | None]) -> str:
+    """An arrow: the newest quarter's mean against that of the rest, beyond half the rest's spread."""
+    known = [value for value in values if value is not None]
+    recent = known[-max(1, len(known) // 4) :]
+    rest = known[: -len(recent)]
+    if len(rest) < 2:
+        return " "
+    mean = sum(rest) / len(rest)
+    spread = (sum((value - mean) ** 2 for value in rest) / len(rest)) ** 0.5
+    change = sum(recent) / len(recent) - mean
+    if abs(change) <= 0.5 * spread:
+        return "→"
+    return "↑" if change > 0 else "↓"

@@ -1,0 +1,72 @@
+"""The figures of a step, computed from its records: pure, no state."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from oblr_megatron.algo.baseline import baseline_values, variance_ratio_vs_rloo
+from oblr_megatron.config import AlgoConfig
+from oblr_megatron.types import GradientStats, Judged, Sample
+
+
+def of_baseline(algo: AlgoConfig, judged: Judged, norms_sq: Tensor) -> dict[str, float]:
+    """What the baseline did to the variance, as far as the norms [Q, G] at hand tell; empty without norms."""
+    measured = norms_sq.sum(-1) > 0  # groups whose passes were skipped have none
+    if not measured.any():
+        return {}
+    rewards, lengths = judged.rewards, judged.lengths
+    values = baseline_values(algo.baseline, rewards, norms_sq, lengths, algo)
+    flat = norms_sq[measured].flatten()
+    return {
+        "baseline/variance_ratio_vs_rloo": variance_ratio_vs_rloo(
+            rewards[measured], norms_sq[measured], values[measured]
+        ),
+        "gradnorm/sq_mean": float(flat.mean()),
+        "gradnorm/sq_max": float(flat.max()),
+        "gradnorm/length_corr": correlation(flat, lengths[measured].flatten()),
+    }
+
+
+def of_step(
+    samples: Sequence[Sample], judged: Judged, stats: GradientStats, timing: Mapping[str, float]
+) -> dict[str, float]:
+    """Rewards, lengths, gradient and speed of one step."""
+    tokens = int(judged.lengths.sum())
+    working = max(timing["timing_s/step"] - timing.get("timing_s/evaluate", 0.0), 1e-9)
+    mixed = judged.rewards.amax(-1) != judged.rewards.amin(-1)
+    return {
+        "reward/mean": float(judged.rewards.mean()),
+        "reward/std": float(judged.rewards.std(correction=0)),
+        "reward/failures": judged.failures,
+        "response_length/mean": float(judged.lengths.double().mean()),
+        "response_length/truncated_fraction": statistics.fmean(s.finish_reason == "length" for s in samples),
+        "groups/mixed_fraction": float(mixed.double().mean()),
+        "entropy": stats.entropy,
+        "rollout/logprob_abs_diff": stats.logprob_abs_diff,
+        "rollout/truncated_ratio_fraction": stats.truncated_ratio_fraction,
+        "loss": stats.loss,
+        "grad_norm": stats.sq_norm**0.5,
+        **timing,
+        "perf/tokens_per_s": tokens / working,
+        "perf/samples_per_s": len(samples) / working,
+        "perf/peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def correlation(x: Tensor, y: Tensor) -> float:
+    """Pearson's coefficient of two [n] tensors; NaN where one of them is constant."""
+    if len(x) < 2 or x.min() == x.max() or y.min() == y.max():
+        return float("nan")
+    return float(torch.corrcoef(torch.stack([x.double(), y.double()]))[0, 1])
+
+
+def peak_memory_bytes() -> int:
+    """Peak of this process: allocated GPU memory where there is a GPU, else resident memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB

@@ -1,0 +1,87 @@
+"""Numbers as people read them: shared by the console, the report and the command line."""
+
+from __future__ import annotations
+
+import math
+
+MISSING = "–"  # noqa: RUF001 (an en dash is the typographic sign for "no value")
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A value with so many significant digits, short enough for a table cell.
+
+    >>> number(0.53124), number(8.1e-4), number(12345.6), number(3), number(None), number(float("nan"))
+    ('0.531', '8.1e-4', '12,346', '3', '–', '–')
+    """
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not 1e-3 <= abs(value) < 1e7:
+        return scientific(value, digits)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def scientific(value: float | None, digits: int = 2) -> str:
+    """Mantissa and exponent without padding.
+
+    >>> scientific(8.13e-4), scientific(2e-6, 1), scientific(1e-3)
+    ('8.1e-4', '2e-6', '1e-3')
+    """
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return f"{mantissa}e{int(exponent)}"
+
+
+def fixed(value: float | None, decimals: int) -> str:
+    """A value with so many decimals, for columns that should not jump."""
+    return MISSING if value is None or not math.isfinite(value) else f"{value:.{decimals}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """A time span in the two units that matter.
+
+    >>> duration(0.063), duration(2.13), duration(312), duration(7500), duration(200000)
+    ('63 ms', '2.1 s', '5 min 12 s', '2 h 05 min', '2 d 7 h')
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return MISSING
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms" if seconds else "0 s"
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def size(num_bytes: float | None) -> str:
+    """Bytes in binary units.
+
+    >>> size(512), size(3 * 2**20), size(80 * 2**30)
+    ('512 B', '3 MiB', '80 GiB')
+    """
+    if num_bytes is None or not math.isfinite(num_bytes):
+        return MISSING
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"
+
+
+def quantity(value: float | None, unit: str) -> str:
+    """A value in the unit the metrics table declares for it; units that are words stand behind the number."""
+    if unit == "bytes":
+        return size(value)
+    if unit == "s":
+        return duration(value)
+    return number(value)

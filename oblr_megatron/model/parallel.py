@@ -1,0 +1,144 @@
+"""The parallel layout of one rank. The only module that imports megatron-core's `parallel_state`.
+
+parallel = initialize(config.parallel)      # under torchrun, or a single process that needs no port
+...
+shutdown()
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from oblr_megatron.checks import check_world_size
+from oblr_megatron.config import ParallelConfig
+from oblr_megatron.model import cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Where this rank stands, and the groups it talks to.
+
+    Example, rank 3 of 4 under TP2 x PP2:
+        Parallel(rank=3, world_size=4, tp_rank=1, tp_size=2, pp_rank=1, pp_size=2, dp_rank=0, dp_size=1, ...)
+    """
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    sequence_parallel: bool
+    tp_group: ProcessGroup
+    pp_group: ProcessGroup
+    dp_group: ProcessGroup
+    model_group: ProcessGroup  # the tp x pp ranks of one replica
+    embedding_group: ProcessGroup | None  # first and last stage; None on the stages between
+    device: torch.device
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    def stage_rank(self, stage: int) -> int:
+        """Global rank of the given pipeline stage, in this rank's own pipeline."""
+        return dist.get_global_rank(self.pp_group, stage)
+
+
+def rank_from_environment() -> tuple[int, int]:
+    """(rank, world size) as torchrun set them; (0, 1) without torchrun."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int = 0) -> Parallel:
+    """Join the process group (or use the one there is) and make megatron-core's groups.
+
+    Args:
+        config: the layout.
+        backend: of the process group; NCCL where CUDA is available, else gloo.
+        seed: of megatron-core's own random states, which nothing here draws from; torch's CPU generator is left alone.
+
+    Raises:
+        UserError: the number of ranks does not fit the layout; no process group was made.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    check_world_size(config, dist.get_world_size() if dist.is_initialized() else rank_from_environment()[1])
+    cpu.install()
+    timeout = timedelta(seconds=config.distributed_timeout_s)
+    if not dist.is_initialized():
+        _join(backend or ("nccl" if torch.cuda.is_available() else "gloo"), timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        distributed_timeout_minutes=max(1, round(config.distributed_timeout_s / 60)),
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return _describe(config)
+
+
+def shutdown(*, keep_process_group: bool = False) -> None:
+    """Drop megatron-core's groups and leave the process group; does nothing when there is none.
+
+    Args:
+        keep_process_group: stay in the process group, so that another layout can be made in the same processes.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if not dist.is_initialized():
+        return
+    if not keep_process_group:
+        dist.destroy_process_group()
+        return
+    # megatron-core only forgets its groups; each would go on holding sockets and threads (about fifty under gloo).
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "WORLD_SIZE" in os.environ:  # torchrun's rendezvous
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _describe(config: ParallelConfig) -> Parallel:
+    from megatron.core import parallel_state as state
+
+    embedding_group = state.get_embedding_group(check_initialized=False)
+    if embedding_group is not None and dist.get_rank() not in dist.get_process_group_ranks(embedding_group):
+        embedding_group = None
+    return Parallel(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_rank=state.get_tensor_model_parallel_rank(),
+        tp_size=state.get_tensor_model_parallel_world_size(),
+        pp_rank=state.get_pipeline_model_parallel_rank(),
+        pp_size=state.get_pipeline_model_parallel_world_size(),
+        dp_rank=state.get_data_parallel_rank(),
+        dp_size=state.get_data_parallel_world_size(),
+        sequence_parallel=config.sequence_parallel,
+        tp_group=state.get_tensor_model_parallel_group(),
+        pp_group=state.get_pipeline_model_parallel_group(),
+        dp_group=state.get_data_parallel_group(),
+        model_group=state.get_model_parallel_group(),
+        embedding_group=embedding_group,
+        device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
+    )

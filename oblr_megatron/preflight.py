@@ -1,0 +1,88 @@
+"""Everything that can be found wrong before a process is started: model directory, layout, data, reward, run directory.
+
+Called by the launcher before torchrun, and again by every rank before it joins the process group; each finding is a
+`UserError`, one line, exit status 2.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
+from oblr_megatron.checks import check_layout
+from oblr_megatron.data.packing import check_folds
+from oblr_megatron.data.prompts import PromptStream, load_prompts
+from oblr_megatron.errors import UserError
+from oblr_megatron.rewards.registry import check_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from oblr_megatron.config import Config
+
+
+def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> HFDir:
+    """Check a run as a whole; returns what is known of the model directory.
+
+    Args:
+        config: the resolved configuration.
+        world_size: ranks the run will have.
+        owns_run_dir: whether this process checks the run directory; one rank does, since it is about to write there.
+
+    Raises:
+        UserError: the first thing found wrong.
+    """
+    if owns_run_dir:
+        check_run_dir(config.run_dir)
+    model = check_hf_dir(config.model.path)
+    check_layout(model.config, config, world_size)
+    parallel = config.parallel
+    data_parallel = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    check_folds(config.num_prompts, config.algo.snr.num_folds, data_parallel)
+    check_reward(config.reward)
+    check_lengths(config, model)
+    return model
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Refuse to write into a directory that holds another run."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError("run_dir is a file", where=str(run_dir), mend="name a directory")
+    if run_dir.is_dir() and any(run_dir.iterdir()):
+        raise UserError("run_dir is not empty", where=str(run_dir), mend="name a new directory, or remove this one")
+
+
+def check_lengths(config: Config, model: HFDir) -> None:
+    """Refuse a prompt and response that together exceed the model's positions."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    positions = int(model.config.get("max_position_embeddings", longest))
+    if longest > positions:
+        raise UserError(
+            f"data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_response_tokens "
+            f"{config.rollout.max_response_tokens} = {longest} exceeds the model's max_position_embeddings {positions}",
+            where=str(config.model.path),
+            mend="lower one of the two",
+        )
+
+
+def open_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptStream, dict[str, list]]:
+    """The training stream and the evaluation sets, by name.
+
+    Raises:
+        UserError: a file is missing or has no usable row.
+    """
+    stream = PromptStream(config.data, tokenizer, seed=config.seed)
+    held_out = {
+        name: load_prompts(path, config.data, tokenizer, limit=config.evaluate.num_prompts)
+        for name, path in config.evaluate.data.items()
+    }
+    return stream, held_out
+
+
+def write_config(config: Config) -> None:
+    """Save the resolved configuration beside the run, as RUN_DIR/config.json."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(config.model_dump(mode="json"), indent=2)
+    (config.run_dir / "config.json").write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,296 @@
+"""Which figures a report shows, and what their captions say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from oblr_megatron.formatting import duration
+from oblr_megatron.report.axes import Axis
+from oblr_megatron.report.chart import Curve, Kind, Panel, Rule, draw_panel, draw_stack
+from oblr_megatron.report.history import Array, History
+from oblr_megatron.timing import PHASES
+
+
+@dataclass(frozen=True, slots=True)
+class CurveSpec:
+    """A curve before its values are known."""
+
+    metric: str
+    label: str
+    kind: Kind = "cloud"
+    colour: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PanelSpec:
+    """A panel before its values are known; left out when none of its curves was logged."""
+
+    unit: str
+    curves: Sequence[CurveSpec]
+    log: bool = False
+    include: tuple[float, ...] = ()
+    rules: Sequence[Rule | tuple[str, str]] = ()  # a Rule, or (config key, label)
+    short: bool = False
+    scale: float = 1.0  # from the metric's unit to the panel's
+
+
+@dataclass(frozen=True, slots=True)
+class FigureSpec:
+    """A figure: what it shows, and what in it would be a reason to look closer."""
+
+    title: str
+    caption: str
+    alarming: str
+    panels: Sequence[PanelSpec] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Figures under a heading."""
+
+    title: str
+    figures: Sequence[FigureSpec]
+
+
+def sections(history: History) -> Iterator[Section]:
+    """All sections of the report in order; the evaluation figures depend on the sets the run evaluated."""
+    evaluations = [_evaluation_figure(name) for name in history.evaluation_sets()] or [EVALUATION_MISSING]
+    yield Section("Learning", (REWARD, *evaluations, RESPONSE_LENGTH, ENTROPY))
+    yield Section("Signal, noise and learning rate", (SHRINK, LEARNING_RATE, SIGNAL, VARIANCE))
+    yield Section("Gradients, and agreement with vLLM", (GRADIENT, SAMPLE_NORMS, MISMATCH))
+    yield Section("Cost", (TIME, THROUGHPUT))
+
+
+REWARD = FigureSpec(
+    "Reward",
+    "Mean reward of each step's responses: dots are single steps, the line is their running average. The strip shows"
+    " the share of prompts whose responses did not all earn the same reward; only these carry a gradient.",
+    "A flat or falling line, or mixed groups near 0: the task is then solved already or out of reach.",
+    (
+        PanelSpec("", (CurveSpec("reward/mean", "mean reward"),), include=(0.0, 1.0)),
+        PanelSpec("", (CurveSpec("groups/mixed_fraction", "mixed groups", colour=3),), include=(0.0, 1.0), short=True),
+    ),
+)
+
+EVALUATION_MISSING = FigureSpec("Held-out accuracy", "", "")
+
+
+def _evaluation_figure(name: str) -> FigureSpec:
+    curves = (
+        CurveSpec(f"eval/{name}/accuracy", "greedy", "marks", 1),
+        CurveSpec(f"eval/{name}/mean_at_k", "sampled, mean@k", "marks", 2),
+        CurveSpec(f"eval/{name}/pass_at_k", "sampled, pass@k", "marks", 3),
+    )
+    return FigureSpec(
+        f"Held-out accuracy: {name}",
+        "Share of held-out prompts answered right: by the greedy response, by the average sampled response, and by "
+        "at least one of k sampled ones.",
+        "Held-out accuracy that stalls while the reward rises (memorising), or pass@k falling as mean@k rises "
+        "(narrowing).",
+        (PanelSpec("", curves, include=(0.0, 1.0)),),
+    )
+
+
+RESPONSE_LENGTH = FigureSpec(
+    "Response length",
+    "Mean length of the responses, and the share of them that were cut at the token limit.",
+    "A length that runs off while the reward does not move, or a truncated share that climbs: cut answers earn "
+    "nothing.",
+    (
+        PanelSpec("tokens", (CurveSpec("response_length/mean", "mean length"),), include=(0.0,)),
+        PanelSpec(
+            "",
+            (CurveSpec("response_length/truncated_fraction", "truncated", colour=2),),
+            include=(0.0, 0.1),
+            short=True,
+        ),
+    ),
+)
+
+ENTROPY = FigureSpec(
+    "Entropy",
+    "How undecided the policy is about the next token, averaged over response tokens. It falls as the policy grows "
+    "sure.",
+    "A sudden drop to near 0 while the reward is still low (collapse), or a steady climb (the policy dissolves).",
+    (PanelSpec("nats", (CurveSpec("entropy", "entropy"),), include=(0.0,)),),
+)
+
+SHRINK = FigureSpec(
+    "Shrink factor",
+    "Share of the squared gradient norm that is signal and not noise: near 0, the batch says little about where to "
+    "go; near 1, more responses would not help. Dots are single steps, which scatter widely and go below 0 by "
+    "nature; the line is the averaged, clamped value that governs the learning rate.",
+    "A line that rests on the floor for many steps: the learning rate has collapsed, take more prompts a step.",
+    (
+        PanelSpec(
+            "",
+            (
+                CurveSpec("snr/shrink_raw", "single steps", "dots", 5),
+                CurveSpec("snr/shrink_ema", "averaged", "line", 1),
+            ),
+            include=(0.0,),
+            rules=(("algo.snr.floor", "floor"),),
+        ),
+    ),
+)
+
+LEARNING_RATE = FigureSpec(
+    "Learning rate",
+    "The rate each step was taken with, after warm-up and, under the snr schedule, after scaling by the shrink factor.",
+    "A rate pinned to its lower end long before the reward has settled, or one that swings from step to step.",
+    (
+        PanelSpec(
+            "", (CurveSpec("lr", "learning rate", "line"),), include=(0.0,), rules=(("optimizer.lr", "optimizer.lr"),)
+        ),
+    ),
+)
+
+SIGNAL = FigureSpec(
+    "Signal and noise",
+    "Estimated squared norm of the true gradient; single steps go below 0 by nature, as an unbiased estimate must. The"
+    " strip shows the estimated variance of one prompt's gradient, the noise.",
+    "Noise growing by orders of magnitude, or signal vanishing while the reward is far from settled.",
+    (
+        PanelSpec("", (CurveSpec("snr/signal_sq", "signal, squared norm"),), rules=(Rule(0.0, "", forced=True),)),
+        PanelSpec("", (CurveSpec("snr/noise_trace", "noise, trace", colour=2),), log=True, short=True),
+    ),
+)
+
+VARIANCE = FigureSpec(
+    "Variance under the baseline, relative to RLOO",
+    "Gradient variance under this run's baseline divided by that under the plain leave-one-out mean, from the same "
+    "responses. Below 1 the baseline helps.",
+    "An average above 1 for long: the baseline then costs samples, and rloo would serve better.",
+    (
+        PanelSpec(
+            "",
+            (CurveSpec("baseline/variance_ratio_vs_rloo", "variance ratio"),),
+            rules=(Rule(1.0, "rloo", forced=True),),
+        ),
+    ),
+)
+
+GRADIENT = FigureSpec(
+    "Gradient norm",
+    "Norm of the whole gradient before clipping, and the loss. The loss of a policy gradient says little by itself: "
+    "only its gradient has a meaning.",
+    "Spikes that keep growing, or every step above the clipping threshold: the rate is then set by the clip.",
+    (
+        PanelSpec(
+            "", (CurveSpec("grad_norm", "gradient norm"),), include=(0.0,), rules=(("optimizer.clip_grad", "clip"),)
+        ),
+        PanelSpec("", (CurveSpec("loss", "loss", colour=3),), short=True),
+    ),
+)
+
+SAMPLE_NORMS = FigureSpec(
+    "Gradient norms of single responses",
+    "Mean and largest squared norm of the gradients of the step's single responses: the weights of the optimal "
+    "baseline. The strip shows how far plain response length would have foretold them (1: entirely).",
+    "A largest norm that pulls away from the mean by orders of magnitude: single responses then rule their groups.",
+    (
+        PanelSpec(
+            "",
+            (CurveSpec("gradnorm/sq_max", "largest", colour=2), CurveSpec("gradnorm/sq_mean", "mean", colour=1)),
+            log=True,
+        ),
+        PanelSpec(
+            "",
+            (CurveSpec("gradnorm/length_corr", "correlation with length", colour=3),),
+            include=(0.0, 1.0),
+            short=True,
+        ),
+    ),
+)
+
+MISMATCH = FigureSpec(
+    "Trainer against vLLM",
+    "Mean difference between the log-probabilities the trainer and vLLM give to the same sampled tokens. Around 1e-6"
+    " in float32 and 1e-2 in bfloat16 is rounding. The strip shows the share of importance ratios cut at the cap.",
+    "A sudden rise by orders of magnitude (vLLM serves other weights than the trainer holds) or growth from step to "
+    "step.",
+    (
+        PanelSpec("nats", (CurveSpec("rollout/logprob_abs_diff", "mean difference"),), log=True),
+        PanelSpec(
+            "",
+            (CurveSpec("rollout/truncated_ratio_fraction", "ratios cut", colour=2),),
+            include=(0.0, 0.01),
+            short=True,
+        ),
+    ),
+)
+
+TIME = FigureSpec(
+    "Time by phase",
+    "Seconds of each step by phase, stacked; the legend gives averages. Evaluation is left out here.",
+    "A phase that grows while response length does not: memory pressure, a slow disk, a waiting rank.",
+)
+
+THROUGHPUT = FigureSpec(
+    "Throughput and memory",
+    "Response tokens and responses per second over the whole step without evaluation; peak memory of rank 0's "
+    "trainer process.",
+    "Throughput that sinks at constant response length, or memory that climbs without end.",
+    (
+        PanelSpec("tokens/s", (CurveSpec("perf/tokens_per_s", "tokens per second"),), include=(0.0,)),
+        PanelSpec(
+            "samples/s",
+            (CurveSpec("perf/samples_per_s", "responses per second", colour=2),),
+            include=(0.0,),
+            short=True,
+        ),
+        PanelSpec(
+            "GiB",
+            (CurveSpec("perf/peak_memory_bytes", "peak memory", "line", 3),),
+            include=(0.0,),
+            short=True,
+            scale=2**-30,
+        ),
+    ),
+)
+
+
+def draw_figure(spec: FigureSpec, history: History, horizontal: Axis) -> str:
+    """The panels of a figure, from top to bottom; "" if nothing of it was logged."""
+    if spec is TIME:
+        return _draw_time(history, horizontal)
+    panels = [panel for panel in (_fill_panel(panel, history) for panel in spec.panels) if panel.curves]
+    return "".join(draw_panel(panel, horizontal, panel is panels[-1]) for panel in panels)
+
+
+def _fill_panel(spec: PanelSpec, history: History) -> Panel:
+    """The panel with the curves that have a value; on a logarithmic axis, a positive one."""
+    curves = []
+    for curve in spec.curves:
+        steps, values = history.points(curve.metric)
+        if len(values) and (not spec.log or (values > 0).any()):
+            curves.append(Curve(curve.label, steps, values * spec.scale, curve.kind, curve.colour))
+    rules = [rule for rule in (_fill_rule(rule, history) for rule in spec.rules) if rule is not None]
+    return Panel(spec.unit, curves, spec.log, spec.include, rules, spec.short)
+
+
+def _fill_rule(rule: Rule | tuple[str, str], history: History) -> Rule | None:
+    if isinstance(rule, Rule):
+        return rule
+    key, label = rule
+    value = history.setting(key)
+    return Rule(float(value), label) if isinstance(value, (int, float)) and value > 0 else None
+
+
+def _draw_time(history: History, horizontal: Axis) -> str:
+    """Phases of the training steps, and what is left of the step outside them."""
+    trained = np.isfinite(history.values("timing_s/step")) & (history.steps > 0)
+    if not trained.any():
+        return ""
+    layers: dict[str, Array] = {}
+    for phase in PHASES:
+        seconds = np.nan_to_num(history.values(f"timing_s/{phase}")[trained])
+        if seconds.any():
+            layers[phase] = np.maximum(seconds, 0.0)
+    rest = np.maximum(history.values("timing_s/step")[trained] - sum(layers.values()), 0.0)
+    layers.pop("evaluate", None)
+    layers["other"] = rest
+    return draw_stack(list(layers), history.steps[trained], np.stack(list(layers.values())), horizontal, show=duration)

@@ -1,0 +1,126 @@
+"""A run directory as arrays: metrics.jsonl by name, config.json and environment.json by dotted key."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.metrics import ENVIRONMENT_FILE, Record, read_metrics
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run has logged so far; nothing but the metrics has to be there."""
+
+    directory: Path
+    records: list[Record]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+
+    @cached_property
+    def steps(self) -> Array:
+        """[records] the step of each record."""
+        return self.values("step")
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps[-1])
+
+    def values(self, name: str) -> Array:
+        """[records] a metric, NaN where it was not logged or not finite."""
+        return np.array([record.get(name) for record in self.records], dtype=np.float64)
+
+    def points(self, name: str) -> tuple[Array, Array]:
+        """[n], [n] steps and values of a metric where it has a value."""
+        values = self.values(name)
+        known = np.isfinite(values)
+        return self.steps[known], values[known]
+
+    def total(self, name: str) -> float:
+        """Sum of a metric over all records that have it."""
+        return float(np.nansum(self.values(name)))
+
+    def evaluation_sets(self) -> list[str]:
+        """Names of the sets that were evaluated, in order of appearance."""
+        names = (name for record in self.records for name in record if name.startswith("eval/"))
+        return list(dict.fromkeys(name.removeprefix("eval/").rpartition("/")[0] for name in names))
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """A value of the resolved config by dotted key, e.g. "optimizer.lr"."""
+        table: Any = self.config
+        for part in key.split("."):
+            if not isinstance(table, dict) or part not in table:
+                return default
+            table = table[part]
+        return table
+
+    def num_null(self) -> int:
+        """Values that were logged as not finite."""
+        return sum(value is None for record in self.records for value in record.values())
+
+
+def load_history(run_dir: Path) -> History:
+    """Read what a finished, running or broken-off run has left so far.
+
+    Raises:
+        UserError: no metrics, not one step, or a file that is not JSON.
+    """
+    directory = Path(run_dir)
+    records = read_metrics(directory)
+    if not records:
+        raise UserError("no step is logged yet", where=str(directory), mend="wait for the run's first step")
+    config = _read_json(directory / "config.json")
+    return History(directory.resolve(), records, config, _read_json(directory / ENVIRONMENT_FILE))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An object; empty if the file is absent, since a report without it is still of use."""
+    if not path.exists():
+        return {}
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"not a JSON file: {error}", where=str(path), mend="restore or remove the file") from error
+    return table if isinstance(table, dict) else {}
+
+
+def smooth(values: Array) -> Array:
+    """Gaussian running average that does not lag; its deviation is 1/30 of the series, cut at the ends.
+
+    Series of fewer than 20 values are returned as they are.
+    """
+    count = len(values)
+    if count < 20:
+        return values
+    width = max(1.5, count / 30)
+    reach = int(3 * width)
+    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
+    weight = np.convolve(np.ones(count), kernel)[reach : reach + count]
+    return np.convolve(values, kernel)[reach : reach + count] / weight
+
+
+def thin_line(steps: Array, values: Array, limit: int = 400) -> tuple[Array, Array]:
+    """At most about `limit` points of a line, evenly, the last one kept."""
+    if len(steps) <= limit:
+        return steps, values
+    index = np.unique(np.linspace(0, len(steps) - 1, limit).round().astype(int))
+    return steps[index], values[index]
+
+
+def thin_points(steps: Array, values: Array, limit: int = 1200, extremes: int = 20) -> tuple[Array, Array]:
+    """A cloud in at most about `limit` points: evenly taken ones, and the largest and smallest of all."""
+    if len(steps) <= limit:
+        return steps, values
+    even = np.linspace(0, len(steps) - 1, limit - 2 * extremes).round().astype(int)
+    order = np.argsort(values)
+    index = np.unique(np.concatenate((even, order[:extremes], order[-extremes:])))
+    return steps[index], values[index]

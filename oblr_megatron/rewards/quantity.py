@@ -1,0 +1,157 @@
+r"""Numbers read exactly, and the marks around them: currency, percent, degrees, units, scale words, bases.
+
+Nothing is rounded: a number is a `Fraction` or it is not read at all.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_DIGITS = 1000  # longer numbers are left to computer algebra and its deadline
+
+_DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_PLAIN = re.compile(_DECIMAL)
+_E_NOTATION = re.compile(rf"({_DECIMAL})[eE]([+-]?[0-9]{{1,4}})")
+_POWER_OF_TEN = re.compile(
+    rf"(?:({_DECIMAL})\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*(?:\{{\s*([+-]?[0-9]{{1,4}})\s*\}}|([0-9]))"
+)
+_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\{([0-9]+)\}|\\dot\{([0-9])\})")
+_SPACED = re.compile(r"[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]*)?")
+_MIXED = re.compile(r"([0-9]+)\s*(\\frac.*)|([0-9]+) ([0-9]+/[0-9]+)")
+_FRAC_ARGUMENT = re.compile(r"\s*(?:\{([^{}]*)\}|([0-9]))")
+
+_SCALES = {
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+}  # fmt: skip
+_SHORT_UNITS = (
+    "cm mm km dm nm m in ft yd mi g kg mg lb lbs oz s sec min h hr hrs ms ml mL L cl l mph kmh kph Hz J kJ N W kW V A K C F "
+    "Pa mol cents cent rad radians usd USD eur EUR inches inch feet foot miles mile meters metres hours minutes seconds days "
+    "weeks months years dollars euros pounds units"
+).split()
+_UNIT_END = re.compile(
+    r"\s*(?:\\text\{([A-Za-z.,/()\s-]*)\}|(?<![A-Za-z\\{])(?<=[0-9}\s])([A-Za-z]{2,}(?:[ /][A-Za-z]+)*))"
+    r"\s*(?:\^\s*\{?\s*[23]\s*\}?)?$"
+)
+_UNIT_PREFIX = re.compile(r"^(?:USD|EUR|GBP|Rs\.?|INR)\s*(?=[0-9.])")
+_BASE = re.compile(r"\(?\s*(-?[0-9A-Za-z]+)\s*\)?\s*_\s*(?:\{\s*(?:\\text\{)?([0-9]{1,2})\}?\s*\}|([0-9]))")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    r"""An expression freed of what rule 4 ignores.
+
+    Example: read_marks(r"5.4\text{ million cm}^2") -> Quantity(core="5.4", scale=1000000).
+    """
+
+    core: str
+    scale: int = 1
+    percent: bool = False
+    degree: bool = False
+
+
+def read_marks(text: str) -> Quantity:
+    """Take units, percent and degree signs, currency and scale words off an expression (normalised text)."""
+    scale, percent, degree = 1, False, False
+    text = _UNIT_PREFIX.sub("", text.strip())
+    while True:
+        if text.endswith("%"):
+            text, percent = text[:-1].rstrip(), True
+        elif text.endswith("°"):
+            text, degree = text[:-1].rstrip(), True
+        elif (words := _unit_words(text)) is not None:
+            text = text[: words[1]].rstrip()
+            for word in words[0]:
+                scale *= _SCALES.get(word.lower(), 1)
+        else:
+            return Quantity(text, scale, percent, degree)
+
+
+def _unit_words(text: str) -> tuple[list[str], int] | None:
+    """(words, position where they begin) if the text ends in a unit that follows a number or expression."""
+    match = _UNIT_END.search(text)
+    if match is None or not text[: match.start()].strip():
+        return None
+    words = re.split(r"[^A-Za-z]+", (match.group(1) or match.group(2) or "").strip())
+    marked = match.group(1) is not None
+    if not marked and not all(word in _SHORT_UNITS or word.lower() in _SCALES for word in words):
+        after_space = text[match.start()].isspace() and text[: match.start()].rstrip()[-1:].isdigit()
+        if not (after_space and len(words[0]) >= 3):
+            return None
+    return words, match.start()
+
+
+def read_base(text: str) -> tuple[str, int] | None:
+    """(digits, base) of a number written with its base: "52_8" -> ("52", 8)."""
+    match = _BASE.fullmatch(text.strip())
+    if match is None:
+        return None
+    digits, base = match.group(1).upper(), int(match.group(2) or match.group(3))
+    try:
+        int(digits, base)
+    except ValueError:
+        return None  # a variable with an index, such as a_1, or no such base
+    return digits, base
+
+
+def read_number(text: str) -> Fraction | None:
+    r"""The exact value of a number, or None for anything else.
+
+    Examples: "1.50" -> 3/2; r"-\frac12" -> -1/2; "1 3/4" -> 7/4; "2.88e-3" -> 0.00288 exactly; r"0.\overline{3}" -> 1/3.
+    """
+    text = text.strip()
+    if not text or len(text) > MAX_DIGITS:
+        return None
+    if text[0] in "+-":
+        value = _unsigned(text[1:].strip())
+        return value if value is None or text[0] == "+" else -value
+    return _unsigned(text)
+
+
+def _unsigned(text: str) -> Fraction | None:
+    if text[:1] in "({" and text[-1:] in ")}" and text[1:-1].count(text[0]) == text[1:-1].count(text[-1]) == 0:
+        return read_number(text[1:-1])
+    if _PLAIN.fullmatch(text):
+        return Fraction(text)
+    if _SPACED.fullmatch(text):
+        return Fraction(text.replace(" ", ""))
+    if match := _E_NOTATION.fullmatch(text):
+        return Fraction(match.group(1)) * Fraction(10) ** int(match.group(2))
+    if match := _POWER_OF_TEN.fullmatch(text):
+        return Fraction(match.group(1) or 1) * Fraction(10) ** int(match.group(2) or match.group(3))
+    if match := _REPEATING.fullmatch(text):
+        return _repeating(match)
+    return _fraction(text) or _mixed(text)
+
+
+def _repeating(match: re.Match[str]) -> Fraction:
+    whole, fixed, block = match.group(1) or "0", match.group(2), match.group(3) or match.group(4)
+    return Fraction(f"{whole}.{fixed}0") + Fraction(int(block), (10 ** len(block) - 1) * 10 ** len(fixed))
+
+
+def _fraction(text: str) -> Fraction | None:
+    r"""\frac{a}{b} in every spelling, or a/b."""
+    if text.startswith("\\frac"):
+        first = _FRAC_ARGUMENT.match(text, 5)
+        second = _FRAC_ARGUMENT.match(text, first.end()) if first else None
+        if first is None or second is None or second.end() != len(text):
+            return None
+        above, below = ((match.group(1) or match.group(2) or "") for match in (first, second))
+    elif text.count("/") == 1:
+        above, below = text.split("/")
+    else:
+        return None
+    numerator, denominator = read_number(above), read_number(below)
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _mixed(text: str) -> Fraction | None:
+    """A whole number and a proper fraction: "1 3/4"."""
+    match = _MIXED.fullmatch(text)
+    if match is None:
+        return None
+    fraction = _fraction(match.group(2) or match.group(4))
+    if fraction is None or not 0 < fraction < 1:
+        return None
+    return int(match.group(1) or match.group(3)) + fraction

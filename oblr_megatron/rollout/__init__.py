@@ -1,0 +1,1 @@
+"""Sampling responses: vLLM engines in processes of their own, behind one protocol."""

@@ -1,0 +1,101 @@
+"""Messages between the trainer and an engine process: length, then a pickle, over a socket pair both sides inherited.
+
+Nothing here blocks for ever: a receiver that waits on a live peer looks every `CHECK_SECONDS` whether it still is one.
+Pickle is safe because the only writer at the other end is the process this one started (or was started by).
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+CHECK_SECONDS = 0.2
+_HEADER = struct.Struct(">Q")
+
+
+class PeerGone(ConnectionError):
+    """The process at the other end has closed its socket, or does not live any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request to the engine process. Example: Call("sleep", {"level": 1})"""
+
+    method: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Its answer: a value, or the reason why there is none. Example: Reply(error="weights are incomplete")"""
+
+    value: Any = None
+    error: str | None = None
+
+
+class Channel:
+    """One end of the socket pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def send(self, message: object, deadline: float | None = None) -> None:
+        """Write a message.
+
+        Args:
+            message: anything picklable.
+            deadline: time.monotonic() at which to give up; None waits as long as it takes.
+
+        Raises:
+            TimeoutError: the peer did not read in time.
+            PeerGone: there is no peer.
+        """
+        payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self._socket.settimeout(None if deadline is None else max(1e-3, deadline - time.monotonic()))
+        try:
+            self._socket.sendall(_HEADER.pack(len(payload)) + payload)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise PeerGone("the other end is closed") from error
+
+    def receive(self, deadline: float | None = None, alive: Callable[[], bool] | None = None) -> Any:
+        """Read the next message.
+
+        Args:
+            deadline: as for `send`.
+            alive: asked every CHECK_SECONDS; False ends the wait.
+
+        Raises:
+            TimeoutError: nothing complete arrived in time.
+            PeerGone: the peer closed its end or is not alive.
+        """
+        (size,) = _HEADER.unpack(self._read(_HEADER.size, deadline, alive))
+        return pickle.loads(self._read(size, deadline, alive))
+
+    def close(self) -> None:
+        """Close this end; the peer sees it at its next read."""
+        self._socket.close()
+
+    def _read(self, size: int, deadline: float | None, alive: Callable[[], bool] | None) -> bytearray:
+        buffer = bytearray(size)
+        view, filled = memoryview(buffer), 0
+        while filled < size:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError
+            self._socket.settimeout(None if deadline is None and alive is None else CHECK_SECONDS)
+            try:
+                count = self._socket.recv_into(view[filled:])
+            except TimeoutError:
+                if alive is not None and not alive():
+                    raise PeerGone("the other end is not alive") from None
+                continue
+            except ConnectionResetError as error:
+                raise PeerGone("the other end is closed") from error
+            if count == 0:
+                raise PeerGone("the other end is closed")
+            filled += count
+        return buffer

@@ -1,0 +1,152 @@
+"""One push, as every rank of the trainer runs it: gather in lockstep, and feed an engine where the rank owns one."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from oblr_megatron.errors import RunError
+from oblr_megatron.rollout.engine import PushStats
+from oblr_megatron.weights.manifest import Manifest, Source, manifest_of
+from oblr_megatron.weights.shm import DEFAULT_BUCKET_BYTES, bucket_capacity
+
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+
+    from oblr_megatron.rollout.vllm_local import VllmEngine
+
+FEEDING, LOOKING_ON = 0, 1
+"""vLLM's trainer engines take a rank, and rank 0 speaks to its engine; here every owner does, each to its own."""
+
+
+class Pusher:
+    """Sends sources to one engine, or, on a rank without one, takes part in gathering them."""
+
+    def __init__(
+        self, engine: VllmEngine | None, device: torch.device, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    ) -> None:
+        """Args:
+        engine: the one this rank owns.
+        device: of the trainer; a GPU's weights go by CUDA IPC, a CPU's through shared memory.
+        bucket_bytes: of one bucket; a larger tensor makes its bucket larger.
+        """
+        self._engine, self._device, self._bucket_bytes = engine, device, bucket_bytes
+        self._client = LockstepClient(engine)
+        self._manifest: Manifest = ()
+        self._sender: TrainerWeightTransferEngine[Any] | None = None
+
+    def push(self, source: Source, version: int) -> PushStats:
+        """Send all tensors. The source is iterated to its end whatever happens to the engine.
+
+        Args:
+            source: collective over the ranks that share its tensors.
+            version: of the weights.
+
+        Raises:
+            RunError: this rank's engine did not take them, and will refuse to generate.
+        """
+        begin = time.monotonic()
+        manifest = manifest_of(source)
+        self._client.begin(manifest, version, begin)
+        try:
+            self._send(source, manifest)
+        except BaseException as error:
+            self._client.abort(f"the trainer broke off: {error!r}")
+            raise
+        self._client.finish()
+        return PushStats(
+            bytes=sum(spec.num_bytes for spec in manifest),
+            seconds=time.monotonic() - begin,
+            tensors=len(manifest),
+            buckets=self._client.buckets,
+        )
+
+    def _send(self, source: Any, manifest: Manifest) -> None:
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+        from oblr_megatron.rollout.vllm_plugin import register_transfer_engines
+
+        if self._sender is None or manifest != self._manifest:
+            register_transfer_engines()
+            self._sender = WeightTransferTrainerFactory.trainer_init(
+                self._init_info(manifest), client=self._client, source=source
+            )
+            self._manifest = manifest
+        self._sender.source = source
+        self._sender.send_weights()
+
+    def _init_info(self, manifest: Manifest) -> TrainerInitInfo:
+        from oblr_megatron.weights.transfer import IpcTrainerInitInfo, ShmTrainerInitInfo
+
+        capacity = bucket_capacity(manifest, self._bucket_bytes)
+        rank = LOOKING_ON if self._engine is None else FEEDING
+        if self._device.type == "cuda":
+            return IpcTrainerInitInfo(rank=rank, packed_buffer_size_bytes=capacity)
+        buffer = None if self._engine is None else self._engine.buffer
+        return ShmTrainerInitInfo(rank=rank, buffer=buffer, bucket_bytes=capacity)
+
+
+class LockstepClient:
+    """vLLM's `VLLMWeightSyncClient` for one engine process, which does not raise during a push.
+
+    A rank that broke out of a push would leave the others in the middle of a gather. So the first failure is kept, what
+    comes after it is not sent, and `finish` raises it.
+    """
+
+    def __init__(self, engine: VllmEngine | None) -> None:
+        """None on a rank that owns no engine, and never calls."""
+        self._engine = engine
+        self._manifest: Manifest = ()
+        self._version = 0
+        self._begin = 0.0
+        self._error: RunError | None = None
+        self.buckets = 0
+
+    def begin(self, manifest: Manifest, version: int, begin: float) -> None:
+        """Say what the next push is; the engine hears of it with the first bucket."""
+        self._manifest, self._version, self._begin = manifest, version, begin
+        self._error, self.buckets = None, 0
+
+    def abort(self, reason: str) -> None:
+        """Have the engine refuse to generate until a later push succeeds."""
+        if self._engine is not None and not self._engine.lost:
+            with suppress(RunError):  # it died of it, or does not answer: then it generates nothing either
+                self._call("abort_push", {"reason": f"push {self._version} failed: {reason}"}, time.monotonic())
+
+    def finish(self) -> None:
+        """Raise what went wrong, if anything did."""
+        if self._error is not None:
+            self.abort(str(self._error))
+            raise self._error
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Part of vLLM's protocol."""
+        self._try("init_transfer", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """Part of vLLM's protocol."""
+        self._try("start_push", {"manifest": self._manifest, "version": self._version})
+
+    def update_weights(self, update_info: Any) -> None:
+        """Part of vLLM's protocol."""
+        self.buckets += 1
+        self._try("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Part of vLLM's protocol."""
+        self._try("finish_push", {"version": self._version})
+
+    def _try(self, method: str, arguments: dict[str, Any]) -> None:
+        if self._error is None:
+            try:
+                self._call(method, arguments, self._begin)
+            except RunError as error:
+                self._error = error
+
+    def _call(self, method: str, arguments: dict[str, Any], begin: float) -> None:
+        assert self._engine is not None, "a rank without an engine sends nothing"
+        what = f"push {self._version} into {self._engine.spec.name}"
+        self._engine.call(method, arguments, what=what, seconds=self._engine.deadlines.push, begin=begin)

@@ -1,0 +1,68 @@
+"""What every vLLM process of ours does first: the entry point `vllm.general_plugins` of this package.
+
+It makes our weight-transfer engines known, and on a CPU it keeps vLLM from packing weights. vLLM's CPU backend hands
+each linear layer's weight to oneDNN (or an sgl kernel) once, at load time, and computes with that packed copy for ever:
+a later weight update reaches the parameter and not the copy, log-probs are then wrong by more than 1, and no error is
+raised. Without packing the layers read their parameter. `weights.transfer` checks that they do after the first push.
+
+Importing this module imports no vllm.
+"""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+SHM_BACKEND = "oblr_shm"
+IPC_BACKEND = "oblr_ipc"
+_TRANSFER = "oblr_megatron.weights.transfer"
+
+
+def register() -> None:
+    """Register the transfer engines and, on a CPU, turn weight packing off. May be called any number of times."""
+    from vllm.platforms import current_platform
+
+    register_transfer_engines()
+    if current_platform.is_cpu():
+        disable_weight_packing()
+
+
+def register_transfer_engines() -> None:
+    """Both sides of our two backends, by name; their module is imported when one of them is used."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+    for factory, name, class_name in (
+        (WeightTransferEngineFactory, SHM_BACKEND, "ShmWeightTransferEngine"),
+        (WeightTransferEngineFactory, IPC_BACKEND, "RecoveringIpcWeightTransferEngine"),
+        (WeightTransferTrainerFactory, SHM_BACKEND, "ShmTrainerWeightTransferEngine"),
+        (WeightTransferTrainerFactory, IPC_BACKEND, "IpcTrainerWeightTransferEngine"),
+    ):
+        if name not in factory._registry:
+            factory.register_engine(name, _TRANSFER, class_name)
+
+
+def disable_weight_packing() -> None:
+    """Make vLLM's dispatch of CPU matrix products fall through to torch's own, which reads the parameter each time.
+
+    Raises:
+        RuntimeError: this vLLM has no such switches; its weight updates have to be looked at anew.
+    """
+    import vllm._custom_ops as ops
+    from vllm.model_executor.layers import utils as layers
+
+    missing = [
+        name
+        for module, name in ((ops, "_supports_onednn"), (layers, "check_cpu_sgl_kernel"))
+        if not hasattr(module, name)
+    ]
+    if missing:
+        raise RuntimeError(f"this vLLM has no {' and no '.join(missing)}: CPU weight packing cannot be turned off")
+    ops._supports_onednn = False
+    layers.check_cpu_sgl_kernel = _never  # type: ignore[assignment]
+    logger.info("CPU weight packing is off: weight updates take effect")
+
+
+def _never(*_: object) -> bool:
+    """Stands in for the question whether a layer's weight is packed for the sgl kernel."""
+    return False

@@ -1,0 +1,198 @@
+"""The engine process's side of every call: one `vllm.LLM`, and the state it may be used in.
+
+An engine serves one complete set of weights or nothing. From the first byte of a push until its end it refuses to
+generate, and so it does after a push that failed, until one succeeds; likewise after weights were dropped by a sleep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from oblr_megatron.errors import RunError
+from oblr_megatron.rollout.engine import SamplingRequest, prompt_seed
+from oblr_megatron.types import Sample
+from oblr_megatron.weights.manifest import Ledger, Manifest, WeightError, check_manifest, checkpoint_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Everything an engine process is told when it starts.
+
+    Example: EngineSpec(name="engine 0", model=Path("/models/q"), dtype="float32", device="cpu", max_model_len=1536,
+                        max_num_seqs=256, kv_cache_bytes=2**29, num_threads=2)
+    """
+
+    name: str
+    model: Path
+    dtype: Literal["float32", "bfloat16"]
+    device: Literal["cpu", "cuda"]
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_bytes: int  # of a CPU engine
+    num_threads: int  # of a CPU engine
+    gpu_memory_utilization: float = 0.5
+    tensor_parallel_size: int = 1
+    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of a GPU engine
+    seed: int = 0
+
+
+class EngineServer:
+    """Holds the engine; the methods without an underscore are what the trainer may call, by name."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        import vllm
+
+        self._spec = spec
+        self._llm = vllm.LLM(**_llm_arguments(spec))
+        self._tokenizer = self._llm.get_tokenizer()
+        self._shapes = checkpoint_shapes(spec.model)
+        self._version = 0
+        self._ledger: Ledger | None = None
+        self._unusable: str | None = None
+        self._asleep: set[str] = set()
+        self._llm.update_weight_version("0")
+
+    def generate(self, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[list[Sample]]:
+        """Sample a group for each prompt.
+
+        Every call starts with no cached prefix, since a prefix read from the cache instead of computed changes the last
+        bits of the log-probs, and equal calls would differ.
+        """
+        from vllm import TokensPrompt
+
+        self._check_usable()
+        self._llm.reset_prefix_cache()
+        parameters = [self._sampling_params(request, position) for position in range(len(prompts))]
+        outputs = self._llm.generate(
+            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=False
+        )
+        copies = request.group_size if request.greedy else 1
+        return [
+            [self._sample(request.first_group + position, prompt, completion) for completion in output.outputs] * copies
+            for position, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        ]
+
+    def init_transfer(self, init_info: dict[str, Any]) -> None:
+        """Hand the data plane its parameters."""
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_push(self, manifest: Manifest, version: int) -> None:
+        """Begin to replace the weights; from here on nothing is generated until `finish_push`."""
+        self.abort_push(f"push {version} has not ended")
+        check_manifest(manifest, self._shapes)
+        self._llm.start_weight_update()
+        self._ledger = Ledger(manifest)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take in one bucket."""
+        from oblr_megatron.weights.transfer import specs_of
+
+        self._open_ledger().take(specs_of(update_info))
+        self._llm.update_weights({"update_info": update_info})
+
+    def finish_push(self, version: int) -> None:
+        """Serve the new weights, if all of them have come."""
+        self._open_ledger().finish()
+        self._llm.finish_weight_update(weight_version=str(version))
+        self._ledger = None
+        self._llm.reset_prefix_cache()
+        self._version, self._unusable = version, None
+
+    def abort_push(self, reason: str) -> None:
+        """Give a push up: its weights may be half in place. A later complete one mends that."""
+        self._unusable = reason
+        if self._ledger is None:
+            return
+        self._ledger = None
+        try:
+            self._llm.update_weights({"update_info": {}})
+        except Exception:  # noqa: BLE001  vLLM ends an update session when an update fails, and has no other way to
+            return
+        raise AssertionError("vLLM accepted an empty update")
+
+    def sleep(self, level: int) -> None:
+        """Free GPU memory."""
+        self._llm.sleep(level=level)
+        self._asleep = {"weights", "kv_cache"}
+        if level > 1:
+            self._unusable = f"its weights were dropped by sleep level {level}"
+
+    def wake(self, tags: list[str] | None) -> None:
+        """Take GPU memory back."""
+        self._llm.wake_up(tags=tags)
+        self._asleep -= self._asleep if tags is None else set(tags)
+
+    def _check_usable(self) -> None:
+        if self._asleep:
+            raise RunError(f"it sleeps ({', '.join(sorted(self._asleep))})")
+        if self._unusable:
+            raise RunError(f"{self._unusable}; it generates again after a complete push")
+
+    def _open_ledger(self) -> Ledger:
+        if self._ledger is None:
+            raise WeightError("no push is open")
+        return self._ledger
+
+    def _sampling_params(self, request: SamplingRequest, position: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            n=1 if request.greedy else request.group_size,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=max(request.top_k, 0),
+            max_tokens=request.max_tokens,
+            seed=prompt_seed(request.seed, request.first_group + position),
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,  # whole responses are decoded at the end; a decoder step a token costs a small model 15%
+        )
+
+    def _sample(self, group: int, prompt: Sequence[int], completion: Any) -> Sample:
+        """One response, checked: a log-prob for every token, a natural end, this engine's weights throughout."""
+        versions = {span.version for span in completion.weight_versions or ()}
+        if versions != {str(self._version)}:
+            raise RunError(f"a response was made by weights {sorted(versions)}, not by version {self._version}")
+        logprobs = completion.logprobs.logprobs
+        if len(logprobs) != len(completion.token_ids) or completion.finish_reason not in ("stop", "length"):
+            raise RunError(
+                f"a response of {len(completion.token_ids)} tokens has {len(logprobs)} log-probs and ended with "
+                f"{completion.finish_reason!r}"
+            )
+        return Sample(
+            group=group,
+            prompt_ids=tuple(prompt),
+            response_ids=tuple(completion.token_ids),
+            logprobs=tuple(logprobs),
+            text=self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True),
+            finish_reason=completion.finish_reason,
+            version=self._version,
+        )
+
+
+def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """vLLM's own options for a spec."""
+    from vllm.config import WeightTransferConfig
+
+    from oblr_megatron.rollout.vllm_plugin import IPC_BACKEND, SHM_BACKEND
+
+    on_gpu = spec.device == "cuda"
+    common = {
+        "model": str(spec.model),
+        "dtype": spec.dtype,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "seed": spec.seed,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature applied
+        "weight_transfer_config": WeightTransferConfig(backend=IPC_BACKEND if on_gpu else SHM_BACKEND),
+    }
+    if on_gpu:
+        return common | {
+            "gpu_memory_utilization": spec.gpu_memory_utilization,
+            "tensor_parallel_size": spec.tensor_parallel_size,
+            "enable_sleep_mode": True,
+        }
+    return common | {"enforce_eager": True, "kv_cache_memory_bytes": spec.kv_cache_bytes}

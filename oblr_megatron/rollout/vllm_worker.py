@@ -1,0 +1,81 @@
+"""The engine process: `python -m oblr_megatron.rollout.vllm_worker SOCKET_FD PARENT_PID`, started by `vllm_local`.
+
+It holds a whole vLLM engine, core included, so that the batches it forms depend on the requests alone and one signal
+ends all of it. It dies with its parent: by the kernel's parent-death signal, and at the end of the socket's stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from oblr_megatron.errors import RunError
+from oblr_megatron.rollout.channel import Call, Channel, PeerGone, Reply
+from oblr_megatron.rollout.vllm_server import EngineServer, EngineSpec
+
+METHODS = ("generate", "init_transfer", "start_push", "update_weights", "finish_push", "abort_push", "sleep", "wake")
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> int:
+    """Receive the spec, start the engine, answer calls until told to stop or until the trainer is gone."""
+    fd, parent = (int(argument) for argument in arguments)
+    die_with(parent)
+    os.set_inheritable(fd, False)
+    channel = Channel(socket.socket(fileno=fd))
+    try:
+        spec: EngineSpec = channel.receive()
+        server = _answer(channel, lambda: _start(spec))
+        while server is not None:
+            call: Call = channel.receive()
+            if call.method == "stop":
+                break
+            assert call.method in METHODS, f"no method {call.method!r}"
+            method = getattr(server, call.method)
+            _answer(channel, lambda: method(**call.arguments))  # noqa: B023  called before the next turn
+    except PeerGone:
+        return 0
+    return 0
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the parent ends; end here and now if it already has.
+
+    Args:
+        parent: process id of whoever started this process.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _start(spec: EngineSpec) -> EngineServer:
+    from oblr_megatron.rollout.vllm_plugin import register
+
+    register()  # vLLM also calls it, but only where the package is installed and VLLM_PLUGINS does not leave it out
+    return EngineServer(spec)
+
+
+def _answer(channel: Channel, call: Callable[[], Any]) -> Any:
+    """Run a call and send what it returned, or why it failed; returns the value, or None after a failure."""
+    try:
+        value = call()
+    except RunError as error:
+        channel.send(Reply(error=str(error)))
+        return None
+    except Exception as error:  # noqa: BLE001  whatever vLLM raises has to reach the trainer, which waits for an answer
+        traceback.print_exc()
+        channel.send(Reply(error=f"{type(error).__name__}: {error}"))
+        return None
+    channel.send(Reply(value=None if isinstance(value, EngineServer) else value))
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,235 @@
+"""A run: its parts, opened in order and closed in reverse, and what each arrow of the step loop does with them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from oblr_megatron import figures
+from oblr_megatron.algo.baseline import BASELINES, advantages, sanitize_norms
+from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.algo.schedule import Schedule, build_schedule
+from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
+from oblr_megatron.console import Display, open_display
+from oblr_megatron.errors import RunError
+from oblr_megatron.evaluate import evaluate
+from oblr_megatron.gradient import measure_norms, policy_gradient
+from oblr_megatron.metrics import MetricsWriter
+from oblr_megatron.model import parallel as layout
+from oblr_megatron.model.optimizer import PolicyOptimizer
+from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.preflight import open_data, preflight, write_config
+from oblr_megatron.rewards.registry import Reward, build_reward
+from oblr_megatron.rollout.colocated import ColocatedEngines
+from oblr_megatron.timing import PhaseTimer
+from oblr_megatron.types import Judged
+from oblr_megatron.weights.export import MegatronWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.config import Config
+    from oblr_megatron.data.prompts import PromptStream
+    from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.types import GradientStats, Prompt, Sample
+
+logger = logging.getLogger(__name__)
+
+MAX_NONFINITE_FRACTION = 0.01  # of a step's norms; beyond it the gradient is broken, and the run stops
+
+
+@dataclass(slots=True)
+class Run:
+    """What the step loop works with; made by `open_run`, identical on every rank but for the rank's own shards."""
+
+    config: Config
+    parallel: Parallel
+    policy: Policy
+    optimizer: PolicyOptimizer
+    schedule: Schedule
+    engines: ColocatedEngines
+    reward: Reward
+    stream: PromptStream
+    held_out: dict[str, list[Prompt]]
+    metrics: MetricsWriter
+    display: Display
+    timer: PhaseTimer
+    record: dict[str, float] = field(default_factory=dict)  # figures of the step in progress
+
+    def rollout(self, prompts: list[Prompt], step: int) -> list[Sample]:
+        """N = Q * G samples in prompt-major order, the same on every rank, drawn from the current weights.
+
+        Raises:
+            RunError: a sample was made by other weights than the trainer's.
+        """
+        config = self.config
+        with self.timer("rollout"):
+            samples = self.engines.generate(
+                prompts,
+                group_size=config.group_size,
+                temperature=config.rollout.temperature,
+                max_tokens=config.rollout.max_response_tokens,
+                seed=config.seed * 1_000_003 + step,
+            )
+        stale = next((sample.version for sample in samples if sample.version != step), None)
+        if stale is not None:
+            raise RunError(f"step {step} holds a sample of weights version {stale}; the run is strictly on-policy")
+        return samples
+
+    def judge(self, prompts: list[Prompt], samples: list[Sample]) -> Judged:
+        """Rewards [Q, G] of a step's samples; each replica scores its share, every rank receives all of them."""
+        parallel, group = self.parallel, self.config.group_size
+        with self.timer("reward"):
+            share: list[float] = []
+            failures = 0
+            if parallel.tp_rank == 0 and parallel.pp_rank == 0:
+                first, last = (
+                    len(prompts) * part // parallel.dp_size for part in (parallel.dp_rank, parallel.dp_rank + 1)
+                )
+                result = self.reward.score(prompts[first:last], samples[first * group : last * group])
+                share, failures = result.rewards, result.failures + result.timeouts
+            shares: list[tuple[int, list[float], int]] = [(0, [], 0)] * parallel.world_size
+            dist.all_gather_object(shares, (parallel.dp_rank, share, failures))
+        rewards = [reward for _, part, _ in sorted(shares, key=lambda item: item[0]) for reward in part]
+        return Judged(
+            rewards=torch.tensor(rewards, dtype=torch.float64).view(-1, group),
+            lengths=torch.tensor([len(sample.response_ids) for sample in samples]).view(-1, group),
+            failures=sum(count for _, _, count in shares),
+        )
+
+    def norms(self, samples: list[Sample], active: Tensor) -> Tensor:
+        """w [Q, G] fp64 of the active groups, where the baseline needs them or the config asks for them; else zeros.
+
+        Raises:
+            RunError: more than MAX_NONFINITE_FRACTION of the norms are not finite.
+        """
+        with self.timer("gradnorm"):
+            if not (BASELINES[self.config.algo.baseline].needs_norms or self.config.gradnorm.always):
+                return torch.zeros(len(active), self.config.group_size, dtype=torch.float64)
+            norms_sq = measure_norms(self.policy, samples, active, self.config).view(len(active), -1)
+        _, replaced = sanitize_norms(norms_sq)
+        self.record["gradnorm/nonfinite"] = replaced
+        if replaced > MAX_NONFINITE_FRACTION * norms_sq.numel():
+            raise RunError(
+                f"{replaced} of {norms_sq.numel()} gradient norms are not finite: the model or its input is broken"
+            )
+        return norms_sq
+
+    def advantages(self, judged: Judged, norms_sq: Tensor) -> Tensor:
+        """A = r - b [Q, G] fp64, with the figures that describe the baseline."""
+        algo = self.config.algo
+        self.record |= figures.of_baseline(algo, judged, norms_sq)
+        return advantages(algo.baseline, judged.rewards, norms_sq, judged.lengths, algo)
+
+    def gradient(self, samples: list[Sample], judged: Judged, values: Tensor) -> GradientStats:
+        """Leave the policy gradient in main_grad, summed over all ranks."""
+        num_prompts, group = values.shape
+        with self.timer("gradient"):
+            coefficients = sample_coefficients(
+                values.flatten(), judged.lengths.flatten(), num_prompts, group, self.config.algo.aggregation
+            )
+            return policy_gradient(self.policy, samples, coefficients, self.config)
+
+    def update(self, stats: GradientStats, step: int) -> float:
+        """Clip, and step the optimizer at the schedule's rate; with no gradient at all nothing moves but the log."""
+        with self.timer("optimizer"):
+            lr = self.schedule.rate(step)
+            if stats.sq_norm > 0:
+                self.optimizer.clip(stats.sq_norm)
+                self.optimizer.step(lr)
+            self.schedule.observe(stats)
+        self.record |= {"lr": lr, **self.schedule.figures()}
+        return lr
+
+    def push(self, version: int) -> None:
+        """Send the weights to the engines under a new version number."""
+        with self.timer("push"):
+            self.engines.push(MegatronWeights(self.policy), version)
+        self.record["weights/version"] = version
+
+    def evaluate(self, step: int) -> None:
+        """Held-out accuracy before the first step, after the last, and every `evaluate.every_steps`."""
+        options = self.config.evaluate
+        due = options.every_steps and (step % options.every_steps == 0 or step == self.config.num_steps)
+        if not (due and self.held_out):
+            return
+        with self.timer("evaluate"):
+            for name, prompts in self.held_out.items():
+                self.record |= evaluate(name, self.engines, prompts, self.reward, self.config)
+
+    def log(self, step: int, samples: list[Sample], judged: Judged, stats: GradientStats) -> None:
+        """Write the step's record: metrics.jsonl, tensorboard, console."""
+        timing = self.timer.finish_step()
+        self.record |= figures.of_step(samples, judged, stats, timing)
+        self.record |= {"data/epoch": self.stream.epoch, "data/skipped": len(self.stream.skipped)}
+        self.write(step)
+
+    def write(self, step: int) -> None:
+        """Hand the figures collected so far to metrics and console, and start a new record."""
+        self.metrics.write(step, self.record)
+        self.display.step(step, self.record)
+        self.record = {}
+
+    def export(self) -> None:
+        """Write RUN_DIR/hf if the config asks for it."""
+        if self.config.checkpoint.export_hf:
+            export_hf(self.policy, self.config.model.path, self.config.run_dir / "hf")
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[Run]:
+    """Check, start and finally end everything a run needs; the order is that of what can fail cheaply.
+
+    Raises:
+        UserError: bad input, found before the process group or any engine is started.
+    """
+    from transformers import AutoTokenizer
+
+    rank, world_size = layout.rank_from_environment()
+    model = preflight(config, world_size, owns_run_dir=rank == 0)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    stream, held_out = open_data(config, tokenizer)
+    with ExitStack() as stack:
+        parallel = layout.initialize(config.parallel, seed=config.seed)
+        stack.callback(layout.shutdown)
+        if parallel.rank == 0:
+            write_config(config)
+        dist.barrier()  # the run directory exists
+        reward = stack.enter_context(build_reward(config.reward))
+        engines = ColocatedEngines(config, parallel)
+        stack.callback(engines.close)
+        policy = build_policy(model.hf_config(), config.model, parallel)
+        load_hf_weights(policy, config.model.path)
+        optimizer = PolicyOptimizer(policy, config.optimizer)
+        display = stack.enter_context(open_display(config.log, config.num_steps, rank=parallel.rank))
+        metrics = stack.enter_context(
+            MetricsWriter(config.run_dir, config.log, rank=parallel.rank, world_size=world_size)
+        )
+        yield Run(
+            config=config,
+            parallel=parallel,
+            policy=policy,
+            optimizer=optimizer,
+            schedule=build_schedule(
+                config.algo, config.optimizer, num_steps=config.num_steps, num_prompts=config.num_prompts
+            ),
+            engines=engines,
+            reward=reward,
+            stream=stream,
+            held_out=held_out,
+            metrics=metrics,
+            display=display,
+            timer=PhaseTimer(on_phase=display.phase, synchronize=_synchronize),
+        )
+
+
+def _synchronize() -> None:
+    """A GPU's queue is drained at the ends of a phase, so that no phase pays for another's kernels."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,239 @@
+"""The one table between Megatron's parameter names and Hugging Face's, and how each parameter is cut.
+
+Pure torch: no megatron-core, no process group. `table()` lists every parameter of a model in the order it is exported;
+`split()` makes one tensor-parallel shard out of Hugging Face tensors (anything that can be sliced, so that a file is
+read only where needed), `merge()` puts shards together again. Unknown names raise.
+
+How a parameter is cut over tp ranks:
+    replicated   every rank holds the whole (norms)
+    rows         along dimension 0, in the order of the ranks
+    columns      along dimension 1
+    vocab        rows, after padding with zero rows to the padded vocabulary
+    gate_up      each rank holds its rows of gate, then its rows of up
+    qkv          rows of the matrix [q-heads of group 0, k 0, v 0, q-heads of group 1, k 1, v 1, ...]; with more ranks
+                 than KV groups, a rank's rows are simply a smaller piece of that matrix
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Cut = Literal["replicated", "rows", "columns", "vocab", "gate_up", "qkv"]
+
+
+class Sliceable(Protocol):
+    """A tensor, or a safetensors slice of one that is still on disk."""
+
+    def __getitem__(self, index: Any, /) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a Qwen3 that names and cuts depend on.
+
+    Example, Qwen3-0.6B: ModelShape(hidden=1024, layers=28, heads=16, groups=8, head_dim=128, ffn=3072, vocab=151936,
+                                    tied=True)
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    groups: int  # KV heads
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool
+
+    @classmethod
+    def of(cls, hf_config: Any) -> ModelShape:
+        """From a transformers Qwen3Config, or the dict of a config.json."""
+        values = hf_config if isinstance(hf_config, Mapping) else hf_config.to_dict()
+        return cls(
+            hidden=values["hidden_size"],
+            layers=values["num_hidden_layers"],
+            heads=values["num_attention_heads"],
+            groups=values["num_key_value_heads"],
+            head_dim=values["head_dim"],
+            ffn=values["intermediate_size"],
+            vocab=values["vocab_size"],
+            tied=values.get("tie_word_embeddings", False),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One Megatron parameter and the Hugging Face tensors it is made of.
+
+    Example: Entry("decoder.layers.0.mlp.linear_fc1.weight", "gate_up",
+                   ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"), ((3072, 1024),) * 2)
+    """
+
+    megatron: str
+    cut: Cut
+    hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # whole, unpadded, one for each name in hf
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
+OUTPUT = "output_layer.weight"
+HF_EMBEDDING = "model.embed_tokens.weight"
+HF_OUTPUT = "lm_head.weight"
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# Transformer Engine fuses the norm in front of a linear layer into it.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_IN_LAYER: dict[str, tuple[Cut, tuple[str, ...]]] = {
+    "self_attention.linear_qkv.weight": (
+        "qkv",
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    ),
+    "self_attention.linear_proj.weight": ("columns", ("self_attn.o_proj.weight",)),
+    "self_attention.q_layernorm.weight": ("replicated", ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": ("replicated", ("self_attn.k_norm.weight",)),
+    "mlp.linear_fc1.weight": ("gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc2.weight": ("columns", ("mlp.down_proj.weight",)),
+    "input_layernorm.weight": ("replicated", ("input_layernorm.weight",)),
+    "pre_mlp_layernorm.weight": ("replicated", ("post_attention_layernorm.weight",)),
+}
+
+
+def table(shape: ModelShape) -> list[Entry]:
+    """Every parameter, in export order: embedding, layers, final norm, output layer unless tied."""
+    names = [EMBEDDING]
+    names += [f"decoder.layers.{layer}.{name}" for layer in range(shape.layers) for name in _IN_LAYER]
+    names += [FINAL_NORM] if shape.tied else [FINAL_NORM, OUTPUT]
+    return [entry(name, shape) for name in names]
+
+
+def entry(name: str, shape: ModelShape) -> Entry:
+    """Look up a global Megatron parameter name.
+
+    With tied embeddings the last pipeline stage's copy, `output_layer.weight`, is the embedding.
+
+    Raises:
+        KeyError: the name is not one of a Qwen3.
+    """
+    vocab_matrix = ((shape.vocab, shape.hidden),)
+    if name == EMBEDDING:
+        return Entry(name, "vocab", (HF_EMBEDDING,), vocab_matrix)
+    if name == OUTPUT:
+        return Entry(name, "vocab", (HF_EMBEDDING if shape.tied else HF_OUTPUT,), vocab_matrix)
+    if name == FINAL_NORM:
+        return Entry(name, "replicated", ("model.norm.weight",), ((shape.hidden,),))
+    match = _LAYER.fullmatch(name)
+    if match is None or int(match[1]) >= shape.layers:
+        raise KeyError(f"unknown Megatron parameter {name!r}")
+    inside = _FUSED_NORMS.get(match[2], match[2])
+    if inside not in _IN_LAYER:
+        raise KeyError(f"unknown Megatron parameter {name!r}")
+    cut, hf = _IN_LAYER[inside]
+    return Entry(name, cut, tuple(f"model.layers.{match[1]}.{part}" for part in hf), _shapes(inside, shape))
+
+
+def layer_of(item: Entry) -> int | None:
+    """The layer a parameter belongs to, counted over the whole model; None outside the layers."""
+    match = _LAYER.fullmatch(item.megatron)
+    return int(match[1]) if match else None
+
+
+def _shapes(inside: str, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
+    queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    return {
+        "self_attention.linear_qkv.weight": ((queries, shape.hidden), (keys, shape.hidden), (keys, shape.hidden)),
+        "self_attention.linear_proj.weight": ((shape.hidden, queries),),
+        "self_attention.q_layernorm.weight": ((shape.head_dim,),),
+        "self_attention.k_layernorm.weight": ((shape.head_dim,),),
+        "mlp.linear_fc1.weight": ((shape.ffn, shape.hidden),) * 2,
+        "mlp.linear_fc2.weight": ((shape.hidden, shape.ffn),),
+        "input_layernorm.weight": ((shape.hidden,),),
+        "pre_mlp_layernorm.weight": ((shape.hidden,),),
+    }[inside]
+
+
+def split(
+    item: Entry, tensors: Sequence[Sliceable], shape: ModelShape, *, tp_rank: int, tp_size: int, padded_vocab: int
+) -> Tensor:
+    """One rank's shard.
+
+    Args:
+        item: the parameter.
+        tensors: the whole Hugging Face tensors, in the order of `item.hf`; only what the shard needs is read.
+        shape: the model's sizes.
+        tp_rank: which shard.
+        tp_size: how many there are.
+        padded_vocab: rows of the vocabulary matrices with padding, over all ranks.
+    """
+    if item.cut == "replicated":
+        return tensors[0][:]
+    if item.cut == "columns":
+        start, stop = _share(item.shapes[0][1], tp_rank, tp_size)
+        return tensors[0][:, start:stop]
+    if item.cut == "gate_up":
+        start, stop = _share(shape.ffn, tp_rank, tp_size)
+        return torch.cat([tensor[start:stop] for tensor in tensors])
+    if item.cut == "vocab":
+        return _split_vocab(tensors[0], shape, *_share(padded_vocab, tp_rank, tp_size))
+    return _split_qkv(tensors, shape, tp_rank, tp_size)
+
+
+def merge(item: Entry, shards: Sequence[Tensor], shape: ModelShape) -> list[tuple[str, Tensor]]:
+    """The whole Hugging Face tensors out of all ranks' shards, in rank order; undoes `split`."""
+    if item.cut == "replicated":
+        return [(item.hf[0], shards[0])]
+    if item.cut == "columns":
+        return [(item.hf[0], torch.cat(list(shards), dim=1))]
+    if item.cut == "vocab":
+        return [(item.hf[0], torch.cat(list(shards))[: shape.vocab])]
+    if item.cut == "gate_up":
+        halves = [shard.chunk(2) for shard in shards]
+        return [(name, torch.cat([half[part] for half in halves])) for part, name in enumerate(item.hf)]
+    return list(zip(item.hf, _merge_qkv(torch.cat(list(shards)), shape), strict=True))
+
+
+def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    assert size % ranks == 0, f"{size} rows cannot be shared by {ranks} ranks"
+    return size // ranks * rank, size // ranks * (rank + 1)
+
+
+def _split_vocab(tensor: Sliceable, shape: ModelShape, start: int, stop: int) -> Tensor:
+    rows = tensor[min(start, shape.vocab) : min(stop, shape.vocab)]
+    padding = rows.new_zeros(stop - start - rows.shape[0], shape.hidden)
+    return torch.cat([rows, padding]) if len(padding) else rows
+
+
+def _group_rows(shape: ModelShape) -> tuple[int, int, int]:
+    """Rows of q, k and v in one KV group."""
+    return shape.heads // shape.groups * shape.head_dim, shape.head_dim, shape.head_dim
+
+
+def _split_qkv(tensors: Sequence[Sliceable], shape: ModelShape, tp_rank: int, tp_size: int) -> Tensor:
+    """Read the KV groups that the shard touches, interleave them, cut the shard out.
+
+    Example: 2 groups of 2 query heads, head_dim 4, so 16 rows a group. tp_size 2, rank 1: rows 16..32, group 1 alone.
+    tp_size 4, rank 3: rows 24..32, the second half of group 1.
+    """
+    rows = _group_rows(shape)
+    start, stop = _share(sum(rows) * shape.groups, tp_rank, tp_size)
+    first, last = start // sum(rows), -(-stop // sum(rows))
+    parts = [
+        tensor[first * count : last * count].reshape(last - first, count, shape.hidden)
+        for tensor, count in zip(tensors, rows, strict=True)
+    ]
+    interleaved = torch.cat(parts, dim=1).reshape(-1, shape.hidden)
+    offset = first * sum(rows)
+    return interleaved[start - offset : stop - offset]
+
+
+def _merge_qkv(interleaved: Tensor, shape: ModelShape) -> list[Tensor]:
+    grouped = interleaved.reshape(shape.groups, -1, shape.hidden)
+    return [part.reshape(-1, shape.hidden) for part in grouped.split(_group_rows(shape), dim=1)]

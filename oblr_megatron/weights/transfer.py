@@ -1,0 +1,237 @@
+"""Both sides of a push, in the shape of vLLM's weight-transfer API (`vllm.distributed.weight_transfer`).
+
+`oblr_shm`: shared memory, for engines on a CPU. `oblr_ipc`: vLLM's own CUDA IPC engine, which also recovers from a push
+that broke off. Either way a push is start, any number of updates, finish; every message is answered before the next, so
+neither side ever waits for the other while it holds something the other needs. Completeness, versions and the refusal
+to serve half a model are the engine process's part (`rollout.vllm_server`); here are the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.ipc_engine import (
+    IPCTrainerInitInfo,
+    IPCTrainerWeightTransferEngine,
+    IPCWeightTransferEngine,
+)
+
+from oblr_megatron.rollout.vllm_plugin import IPC_BACKEND, SHM_BACKEND
+from oblr_megatron.weights.manifest import TensorSpec, WeightError, manifest_of
+from oblr_megatron.weights.shm import (
+    DEFAULT_BUCKET_BYTES,
+    Bucket,
+    SharedBuffer,
+    bucket_capacity,
+    fill_buckets,
+    read_bucket,
+)
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Tells the engine which inherited descriptor the weights come through."""
+
+    fd: int
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """One bucket that lies in the shared memory; the first three fields are those of vLLM's own backends."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    offsets: list[int]
+    used: int
+    checksum: int
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> ShmUpdateInfo:
+        """A bucket, spread out into plain lists."""
+        return cls(
+            names=[spec.name for spec in bucket.specs],
+            dtype_names=[spec.dtype for spec in bucket.specs],
+            shapes=[list(spec.shape) for spec in bucket.specs],
+            offsets=list(bucket.offsets),
+            used=bucket.used,
+            checksum=bucket.checksum,
+        )
+
+    def bucket(self) -> Bucket:
+        """The bucket again."""
+        return Bucket(specs_of(vars(self)), tuple(self.offsets), self.used, self.checksum)
+
+
+def specs_of(update_info: dict[str, Any]) -> tuple[TensorSpec, ...]:
+    """Which tensors an update holds, for our backend and for vLLM's IPC one."""
+    fields = (update_info["names"], update_info["dtype_names"], update_info["shapes"])
+    return tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in zip(*fields, strict=True))
+
+
+class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    """Engine side: loads each bucket straight into the model's parameters.
+
+    In place, and not through vLLM's layer-wise reload: a push that breaks off leaves parameters of two versions behind,
+    which the next complete push overwrites, whereas the reload would keep the first push's count of loaded elements.
+    """
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._buffer: SharedBuffer | None = None
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        """Map the trainer's memory, or map it again after it grew; refuse a model that updates would not reach."""
+        check_layers_read_parameters(self.model)
+        if self._buffer is None:
+            self._buffer = SharedBuffer(init_info.fd)
+        self._buffer.map()
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare: the parameters are written in place."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one bucket. (The base class would go on to synchronize an accelerator that is not there.)"""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        """Check a bucket and copy its tensors into the model."""
+        assert self._buffer is not None, "init_transfer_engine comes first"
+        self.model.load_weights(read_bucket(update_info.bucket(), self._buffer))
+
+    def finish_weight_update(self) -> None:
+        """Nothing to finish either."""
+
+    def shutdown(self) -> None:
+        """Unmap the memory."""
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+
+
+@torch.no_grad()
+def check_layers_read_parameters(model: nn.Module) -> None:
+    """Ask each linear layer to multiply by a weight that is not its own: one that holds a packed copy cannot.
+
+    Args:
+        model: a vLLM model on a CPU.
+
+    Raises:
+        WeightError: a layer computes with a copy of its weight that updates do not reach.
+    """
+    for name, layer in model.named_modules():
+        product: Any = getattr(layer, "cpu_linear", None)
+        weight: Any = getattr(layer, "weight", None)
+        if product is None or weight is None:
+            continue
+        one, other = (weight.new_ones(rows, weight.shape[-1]) for rows in (1, 2))
+        if weight.ndim != 2 or not torch.equal(product(one, other, None), one @ other.t()):
+            raise WeightError(
+                f"vLLM computes {name} with a packed copy of its weight, which a push does not reach: the plugin "
+                "'oblr_megatron' of vllm.general_plugins did not take effect before the model was loaded"
+            )
+
+
+class RecoveringIpcWeightTransferEngine(IPCWeightTransferEngine):
+    """vLLM's CUDA IPC engine, started afresh after a push that broke off.
+
+    Its layer-wise reload counts loaded elements; without putting the layers back first, a later push would add to the
+    counts of the broken one and end with tensors of both.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._open = False
+
+    def start_weight_update(self) -> None:
+        """Put every layer's own tensors back if the last push did not end, then prepare for this one."""
+        if self._open:
+            super().finish_weight_update()
+        self._open = True
+        super().start_weight_update()
+
+    def finish_weight_update(self) -> None:
+        """End a complete push."""
+        super().finish_weight_update()
+        self._open = False
+
+
+@dataclass
+class ShmTrainerInitInfo(TrainerInitInfo):
+    """Trainer side of `oblr_shm`: `rank` is 0 on the rank that feeds the engine, and that one holds the buffer."""
+
+    backend: ClassVar[str] = SHM_BACKEND
+    buffer: SharedBuffer | None = None
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+
+
+class ShmTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
+    """Trainer side: gathers a bucket with all ranks, and only then, on the feeding rank, speaks to the engine."""
+
+    init_info_cls = ShmTrainerInitInfo
+
+    def __init__(
+        self,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+        is_sender: bool = True,
+        buffer: SharedBuffer | None = None,
+        capacity: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=is_sender)
+        self._buffer, self._capacity = buffer, capacity
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: ShmTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> ShmTrainerWeightTransferEngine:
+        """Size the shared memory for this source and have the engine map it."""
+        if source is None:
+            raise ValueError("oblr_shm sends whole models: it needs a WeightSource")
+        buffer = init_info.buffer if init_info.is_sender else None
+        capacity = bucket_capacity(manifest_of(source), init_info.bucket_bytes)
+        if buffer is not None:
+            buffer.reserve(capacity)
+            client.init_weight_transfer_engine({"fd": buffer.fd})
+        return cls(client=client, source=source, is_sender=init_info.is_sender, buffer=buffer, capacity=capacity)
+
+    def send_weights(self) -> None:
+        """Push the whole source once; every rank iterates it to its end."""
+        assert self.source is not None, "trainer_init sets it"
+        for index, bucket in enumerate(fill_buckets(self.source, self._capacity, self._buffer)):
+            if self.is_sender:
+                if index == 0:
+                    self.client.start_weight_update()
+                self.client.update_weights(vars(ShmUpdateInfo.of(bucket)))
+        if self.is_sender:
+            self.client.finish_weight_update()
+
+
+@dataclass
+class IpcTrainerInitInfo(IPCTrainerInitInfo):
+    """Trainer side of `oblr_ipc`; every rank contributes the handle of its own GPU's copy."""
+
+    backend: ClassVar[str] = IPC_BACKEND
+    packed: bool = True
+
+
+class IpcTrainerWeightTransferEngine(IPCTrainerWeightTransferEngine):
+    """vLLM's own, under the name of the engine side that it feeds."""
+
+    init_info_cls = IpcTrainerInitInfo

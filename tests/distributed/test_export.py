@@ -1,0 +1,177 @@
+"""Hugging Face -> Megatron -> Hugging Face gives back every tensor bit for bit, in every layout, and reloads.
+
+Does not cover: memory (that one parameter at a time is held), failures of the file system.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
+from oblr_megatron.config import ModelConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.weights.export import MegatronWeights, vllm_source
+from tests.distributed.launch import layout, run_ranks
+from tests.tiny import make_hf_dir
+
+LAYOUTS = {
+    1: [{}],
+    2: [{"tp": 2}, {"pp": 2}, {"tp": 2, "sp": True}],
+    4: [{"tp": 4}, {"tp": 2, "pp": 2}],
+}
+
+
+def load(path: Path, parallel: Parallel, dtype: str = "float32") -> Policy:
+    policy = build_policy(
+        Qwen3Config.from_pretrained(path), ModelConfig.model_validate({"path": path, "dtype": dtype}), parallel
+    )
+    load_hf_weights(policy, path)
+    return policy
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
+
+
+def round_trips(sources: list[tuple[Path, str]], target: Path) -> None:
+    for sizes in LAYOUTS[dist.get_world_size()]:
+        with layout(**sizes) as parallel:
+            for source, dtype in sources:
+                policy = load(source, parallel, dtype)
+                assert all(parameter.isfinite().all() for _, parameter in policy.named_parameters()), source
+                label = "-".join([source.name, dtype, *(f"{key}{size}" for key, size in sizes.items())])
+                export_hf(policy, source, target / label, max_shard_bytes=30_000)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
+    """(directory, dtype the policy is held in): an fp32 policy of a bf16 checkpoint must write bf16 again."""
+    root = tmp_path_factory.mktemp("sources")
+    untied, tied = make_hf_dir(root / "untied"), make_hf_dir(root / "tied", tied=True, max_shard_size="20KB")
+    half = make_hf_dir(root / "half", dtype=torch.bfloat16, max_shard_size="20KB", num_key_value_heads=1)
+    return [(untied, "float32"), (tied, "float32"), (half, "bfloat16"), (half, "float32")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_round_trip_is_bit_equal(world_size: int, sources: list[tuple[Path, str]], tmp_path: Path) -> None:
+    run_ranks(round_trips, world_size, sources, tmp_path)
+    exports = sorted(tmp_path.iterdir())
+    assert len(exports) == len(LAYOUTS[world_size]) * len(sources)  # and nothing half-written beside them
+    for export in exports:
+        source = next(path for path, _ in sources if path.name == export.name.split("-")[0])
+        assert_same(read(export), read(source))
+        assert json.loads((export / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+        assert (export / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+        assert (export / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def export_one(source: Path, target: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    with layout() as parallel:
+        export_hf(load(source, parallel), source, target, dtype, max_shard_bytes=max_shard_bytes)
+
+
+def test_transformers_reloads_shards_and_a_given_dtype(tmp_path: Path) -> None:
+    source = make_hf_dir(tmp_path / "source", tied=True)
+    run_ranks(export_one, 1, source, tmp_path / "target", torch.bfloat16, 20_000)
+    files = list((tmp_path / "target").glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert all(file.stat().st_size < 20_000 + 2_000 for file in files)  # limit and header
+    model, info = Qwen3ForCausalLM.from_pretrained(tmp_path / "target", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.dtype == torch.bfloat16  # config.json says so
+    expected = Qwen3ForCausalLM.from_pretrained(source).to(torch.bfloat16).state_dict()
+    assert_same(dict(model.state_dict()), dict(expected))
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "target")) == model.config.vocab_size
+
+
+def test_a_stored_tied_output_layer_is_written_again(tmp_path: Path) -> None:
+    source = make_hf_dir(tmp_path / "source", tied=True)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    from safetensors.torch import save_file
+
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    run_ranks(export_one, 1, source, tmp_path / "target", None, 5_000_000)
+    assert_same(read(tmp_path / "target"), tensors)
+    with safe_open(tmp_path / "target" / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def export_onto_existing(source: Path, target: Path) -> str:
+    with layout() as parallel:
+        policy = load(source, parallel)
+        try:
+            export_hf(policy, source, target)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_an_existing_target_is_refused_on_every_rank(tmp_path: Path) -> None:
+    source = make_hf_dir(tmp_path / "source")
+    (tmp_path / "target").mkdir()
+    messages = run_ranks(export_onto_existing, 2, source, tmp_path / "target")
+    assert all("target exists" in message for message in messages)
+
+
+def stream_in_layouts(source: Path, dtype: torch.dtype) -> list[tuple[list, list]]:
+    results = []
+    for sizes in LAYOUTS[dist.get_world_size()]:
+        with layout(**sizes) as parallel:
+            weights = MegatronWeights(load(source, parallel), dtype)
+            results.append((weights.metadata(), [(name, tensor.clone()) for name, tensor in weights]))
+    return results
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_rank_receives_the_stream_that_metadata_declares(tied: bool, tmp_path: Path) -> None:
+    source = make_hf_dir(tmp_path / "source", tied=tied)
+    expected = {name: tensor.to(torch.bfloat16) for name, tensor in read(source).items()}
+    for rank in run_ranks(stream_in_layouts, 4, source, torch.bfloat16):
+        for metadata, stream in rank:
+            assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stream] == [
+                tuple(m) for m in metadata
+            ]
+            assert_same(dict(stream), expected)
+            assert ("lm_head.weight" in dict(stream)) == (not tied)
+
+
+def vllm_groups(source: Path) -> tuple[list[str], list[tuple[list[str], list[torch.Tensor]]]]:
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    with layout(tp=2) as parallel:
+        weights = vllm_source(load(source, parallel))
+        assert isinstance(weights, WeightSource)
+        assert all(isinstance(meta, ParamMeta) for meta in weights.metadata())
+        first = [name for name, _ in weights]
+        return first, list(weights.iter_groups())  # a second, fresh pass; it checks names against metadata itself
+
+
+def test_vllm_iterates_it_layer_by_layer(tmp_path: Path) -> None:
+    source = make_hf_dir(tmp_path / "source")
+    expected = read(source)
+    for names, groups in run_ranks(vllm_groups, 2, source):
+        assert [len(group) for group, _ in groups] == [1, 11, 11, 2]  # embedding, two layers, final norm and output
+        assert [name for group, _ in groups for name in group] == names
+        assert_same({name: t for group, tensors in groups for name, t in zip(group, tensors, strict=True)}, expected)
+        for left, right in (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            index = next(i for i, name in enumerate(names) if left in name)
+            assert right in names[index + 1]

@@ -1,0 +1,72 @@
+"""What the whole-run tests share: the demo's task and model at a fraction of its training, and a way to start runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 400  # hard deadline of one run
+
+
+def environment() -> dict[str, str]:
+    """One thread a rank, and none of the variables a surrounding torchrun may have set."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        kept.pop(name, None)
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with train.jsonl, heldout.jsonl and a briefly warm-started Qwen3 (model/)."""
+    out = tmp_path_factory.mktemp("tiny_cpu")
+    command = [sys.executable, "examples/tiny_cpu/prepare.py", "--out", str(out), "--steps", "60", "--threads", "1"]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=LIMIT_S, capture_output=True)
+    return out
+
+
+@pytest.fixture
+def overrides(tiny: Path) -> Callable[..., list[str]]:
+    """Overrides that turn the demo's config into a short run on the small data."""
+
+    def make(run_dir: Path, **keys: object) -> list[str]:
+        values: dict[str, object] = {
+            "run_dir": run_dir,
+            "model.path": tiny / "model",
+            "data.train": tiny / "train.jsonl",
+            "num_prompts": 8,
+            "group_size": 4,
+            "num_steps": 1,
+            "log.console": "plain",
+            "evaluate.every_steps": 0,
+            "log.tensorboard": "false",
+        }
+        values |= {key.replace("__", "."): value for key, value in keys.items()}
+        return [f"{key}={value}" for key, value in values.items()]
+
+    return make
+
+
+def torchrun(ranks: int, arguments: list[str]) -> list[str]:
+    """The command line of a run on several ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, "-m", "oblr_megatron.train", "examples/tiny_cpu/config.toml", *arguments]
+
+
+def run(command: list[str], limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+    """Run to the end from the repository's root; output captured as text."""
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=limit_s, check=False
+    )
+
+
+def records(run_dir: Path) -> list[dict[str, float]]:
+    """The steps of a finished run."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

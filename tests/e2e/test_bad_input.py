@@ -1,0 +1,119 @@
+"""Bad input on the command line: one clear line, exit status 2, and nothing written or started.
+
+Each case is a way a user goes wrong; the unit tests of config, hf_dir, checks, prompts and registry go through the
+single messages. Not covered: mistakes that only show on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import run
+
+Edit = Callable[[Path, dict[str, object]], None]
+
+
+def _unknown_key(_: Path, keys: dict[str, object]) -> None:
+    keys["algo.baselin"] = "rloo"
+
+
+def _wrong_type(_: Path, keys: dict[str, object]) -> None:
+    keys["num_steps"] = "many"
+
+
+def _heads(_: Path, keys: dict[str, object]) -> None:
+    keys["parallel.tensor_model_parallel_size"] = 3
+    keys["--nproc-per-node"] = 3
+
+
+def _layers(_: Path, keys: dict[str, object]) -> None:
+    keys["parallel.pipeline_model_parallel_size"] = 4
+    keys["--nproc-per-node"] = 4
+
+
+def _world_size(_: Path, keys: dict[str, object]) -> None:
+    keys["parallel.tensor_model_parallel_size"] = 2
+    keys["--nproc-per-node"] = 3
+
+
+def _group_of_one(_: Path, keys: dict[str, object]) -> None:
+    keys["group_size"] = 1
+
+
+def _missing_model(root: Path, keys: dict[str, object]) -> None:
+    keys["model.path"] = root / "nowhere"
+
+
+def _truncated_model(root: Path, keys: dict[str, object]) -> None:
+    weights = root / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def _not_qwen3(root: Path, keys: dict[str, object]) -> None:
+    path = root / "model" / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    path.write_text(json.dumps(config))
+
+
+def _empty_data(root: Path, keys: dict[str, object]) -> None:
+    (root / "train.jsonl").write_text("")
+
+
+def _only_bad_rows(root: Path, keys: dict[str, object]) -> None:
+    (root / "train.jsonl").write_text('{"question": "1+1="\n{"nothing": 1}\n')
+
+
+def _missing_reward(_: Path, keys: dict[str, object]) -> None:
+    keys["reward.name"] = "no_such_package.rewards:score"
+
+
+def _run_dir_in_use(root: Path, keys: dict[str, object]) -> None:
+    (root / "run").mkdir()
+    (root / "run" / "metrics.jsonl").write_text("{}\n")
+
+
+CASES: dict[str, tuple[Edit, str]] = {
+    "unknown key": (_unknown_key, "baseline"),
+    "wrong type": (_wrong_type, "num_steps"),
+    "heads do not divide": (_heads, "num_attention_heads"),
+    "layers do not divide": (_layers, "num_hidden_layers"),
+    "world size does not divide": (_world_size, "rank"),
+    "group of one": (_group_of_one, "group_size"),
+    "model directory missing": (_missing_model, "nowhere"),
+    "model truncated": (_truncated_model, "model.safetensors"),
+    "not a Qwen3": (_not_qwen3, "llama"),
+    "data set empty": (_empty_data, "train.jsonl"),
+    "no usable row": (_only_bad_rows, "train.jsonl"),
+    "reward does not exist": (_missing_reward, "no_such_package"),
+    "run directory in use": (_run_dir_in_use, "run_dir"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_ends_in_one_line(case: str, tiny: Path, tmp_path: Path) -> None:
+    edit, expected = CASES[case]
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    for name in ("train.jsonl", "heldout.jsonl"):
+        shutil.copy(tiny / name, tmp_path / name)
+    keys: dict[str, object] = {
+        "run_dir": tmp_path / "run",
+        "model.path": tmp_path / "model",
+        "data.train": tmp_path / "train.jsonl",
+        "evaluate.every_steps": 0,
+    }
+    edit(tmp_path, keys)
+    before = sorted(tmp_path.rglob("*"))
+    ranks = keys.pop("--nproc-per-node", 1)
+    command = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml"]
+    result = run([*command, "--nproc-per-node", str(ranks), *(f"{key}={value}" for key, value in keys.items())], 120)
+    assert result.returncode == 2, result.stderr[-2000:]
+    assert "Traceback" not in result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and expected in errors[0], result.stderr
+    assert sorted(tmp_path.rglob("*")) == before, "a refused run must leave nothing behind"

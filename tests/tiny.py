@@ -1,0 +1,69 @@
+"""Tiny Qwen3 directories on disk, made by transformers: the real architecture, every size small and no two equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB = 37  # odd, so that every padding divisor leaves padding
+
+
+def tiny_config(**overrides: Any) -> Qwen3Config:
+    """4 heads on 2 KV heads, head_dim 16 where hidden / heads is 12, 37 tokens."""
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 56,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return Qwen3Config(**values | overrides)
+
+
+def make_hf_dir(
+    path: Path,
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write config, generation config, tokenizer and weights; `max_shard_size="20KB"` gives several files and an index.
+
+    Weights are larger than a fresh model's and norm weights differ from 1, so that no mistake hides behind a small or
+    a neutral value.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    state = torch.get_rng_state()
+    model = Qwen3ForCausalLM(tiny_config(tie_word_embeddings=tied, **overrides)).to(dtype)
+    torch.set_rng_state(state)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.15 * noise)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    make_tokenizer(model.config.vocab_size).save_pretrained(path)
+    return path
+
+
+def make_tokenizer(vocab_size: int = VOCAB) -> PreTrainedTokenizerFast:
+    """Whole words "t0" "t1" ... after <pad> and <eos>, split at blanks."""
+    words = ["<pad>", "<eos>", *(f"t{index}" for index in range(2, vocab_size))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")

@@ -1,0 +1,239 @@
+"""The baselines' formulas, invariants and degenerate cases. Not here: unbiasedness and variance (test_unbiased.py)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import Tensor
+
+from oblr_megatron.algo.baseline import (
+    BASELINES,
+    STD_EPS,
+    active_groups,
+    advantages,
+    baseline_values,
+    sanitize_norms,
+    variance_ratio_vs_rloo,
+)
+from oblr_megatron.config import LEAVE_ONE_OUT, AlgoConfig
+from oblr_megatron.errors import UserError
+
+OPTIONS = AlgoConfig(prior_strength=1.5, length_exponent=1.6)
+ZERO_ON_EQUAL = [name for name, entry in BASELINES.items() if entry.zero_on_equal]
+WITHIN_GROUP = [name for name in BASELINES if name != "optimal_prior"]
+NAN, INF = math.nan, math.inf
+
+
+def tensor(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@st.composite
+def batches(draw, min_group: int = 2):
+    """(rewards, norms, lengths), each [Q, G]; Q >= 2, zero norms and zero lengths included."""
+    shape = (draw(st.integers(2, 4)), draw(st.integers(min_group, 6)))
+    reward = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-5, 5))
+    norm = st.one_of(st.just(0.0), st.floats(1e-2, 1e3))
+    columns = (arrays(float, shape, elements=reward), arrays(float, shape, elements=norm))
+    lengths = arrays(float, shape, elements=st.integers(0, 20).map(float))
+    return tuple(torch.from_numpy(draw(column)) for column in (*columns, lengths))
+
+
+def test_registry_and_config_name_the_same_baselines():
+    assert set(BASELINES) == set(AlgoConfig.model_fields["baseline"].annotation.__args__)
+
+
+def test_each_formula_on_a_worked_group():
+    rewards, norms, lengths = tensor([1, 0, 3], [2, 2, 5]), tensor([1, 2, 3], [1, 1, 2]), tensor([2, 4, 6], [1, 1, 1])
+    b = {name: baseline_values(name, rewards, norms, lengths, OPTIONS)[0].tolist() for name in BASELINES}
+    powers = [2**1.6, 4**1.6, 6**1.6]
+    assert b["none"] == [0, 0, 0]
+    assert b["group_mean"] == b["grpo"] == pytest.approx([4 / 3] * 3, rel=1e-14)
+    assert b["rloo"] == pytest.approx([3 / 2, 2, 1 / 2], rel=1e-14)
+    assert b["opo"] == pytest.approx([20 / 12] * 3, rel=1e-14)
+    loo = [
+        3 * powers[2] / (powers[1] + powers[2]),
+        (powers[0] + 3 * powers[2]) / (powers[0] + powers[2]),
+        powers[0] / (powers[0] + powers[1]),
+    ]
+    assert b["length_loo"] == pytest.approx(loo, rel=1e-14)
+    assert b["optimal"] == pytest.approx([9 / 5, 10 / 4, 1 / 3], rel=1e-14)
+    prior = [(9 + 1.5 * 2.5 * 3) / (5 + 1.5 * 2.5), (10 + 1.5 * 2 * 3) / (4 + 1.5 * 2), (1 + 1.5**2 * 3) / (3 + 1.5**2)]
+    assert b["optimal_prior"] == pytest.approx(prior, rel=1e-14)  # the other prompt's mean reward is 3
+
+
+def test_grpo_divides_by_the_sample_standard_deviation():
+    rewards = tensor([1, 0, 0, 1])
+    got = advantages("grpo", rewards, torch.ones_like(rewards), torch.ones_like(rewards), OPTIONS)
+    assert got[0].tolist() == pytest.approx([x / (math.sqrt(1 / 3) + STD_EPS) for x in (0.5, -0.5, -0.5, 0.5)])
+
+
+@given(batches(min_group=3))
+def test_optimal_is_the_closed_form_where_that_is_well_conditioned(batch):
+    rewards, norms, lengths = batch
+    norms = norms + 1
+    s0, s1 = norms.sum(-1, keepdim=True), (norms * rewards).sum(-1, keepdim=True)
+    want = (rewards * s0 - s1) / (s0 - norms)
+    torch.testing.assert_close(advantages("optimal", rewards, norms, lengths, OPTIONS), want, rtol=1e-9, atol=1e-9)
+
+
+@given(batches(), st.sampled_from(LEAVE_ONE_OUT))
+def test_leave_one_out_stays_between_the_others_rewards(batch, name):
+    rewards, _, _ = batch
+    b = baseline_values(name, *batch, OPTIONS)
+    prior = (rewards.mean(-1).sum() - rewards.mean(-1)) / (len(rewards) - 1)
+    for q, i in ((q, i) for q in range(rewards.shape[0]) for i in range(rewards.shape[1])):
+        others = torch.cat((rewards[q, :i], rewards[q, i + 1 :]))
+        if name == "optimal_prior":
+            others = torch.cat((others, prior[q : q + 1] - 1e-12, prior[q : q + 1] + 1e-12))
+        assert others.min() <= b[q, i] <= others.max()
+
+
+@given(batches(), st.sampled_from(["group_mean", "opo"]))
+def test_self_inclusive_means_stay_between_the_groups_rewards(batch, name):
+    rewards, _, _ = batch
+    b = baseline_values(name, *batch, OPTIONS)
+    assert (rewards.amin(-1, keepdim=True) <= b).all() and (b <= rewards.amax(-1, keepdim=True)).all()
+
+
+@given(
+    batches(), st.sampled_from(LEAVE_ONE_OUT), st.floats(-9, 9), st.sampled_from([0.0, 7.0, 1e15]), st.integers(0, 9)
+)
+def test_a_baseline_does_not_see_its_own_sample(batch, name, reward, norm, length):
+    before = baseline_values(name, *batch, OPTIONS)[-1, 1]
+    for values, own in zip(batch, (reward, norm, float(length)), strict=True):
+        values[-1, 1] = own
+    assert baseline_values(name, *batch, OPTIONS)[-1, 1] == before  # to the last bit
+
+
+@given(batches(), st.sampled_from(list(BASELINES)), st.randoms(use_true_random=False))
+def test_permuting_a_group_permutes_its_advantages(batch, name, random):
+    order = list(range(batch[0].shape[1]))
+    random.shuffle(order)
+    permuted = advantages(name, *(values[:, order] for values in batch), OPTIONS)
+    torch.testing.assert_close(permuted, advantages(name, *batch, OPTIONS)[:, order], rtol=1e-9, atol=1e-9)
+
+
+@given(batches(), st.sampled_from(ZERO_ON_EQUAL), st.floats(-5, 5))
+def test_equal_rewards_give_exactly_zero(batch, name, reward):
+    _, norms, lengths = batch
+    rewards = torch.full_like(norms, reward)
+    assert (advantages(name, rewards, norms, lengths, OPTIONS) == 0).all()
+    assert not active_groups(name, rewards).any()
+
+
+@given(batches(), st.sampled_from(WITHIN_GROUP))
+def test_groups_without_a_prior_do_not_see_each_other(batch, name):
+    rewards, norms, lengths = batch
+    norms = norms + 1  # no guard, which looks at the batch
+    whole = advantages(name, rewards, norms, lengths, OPTIONS)
+    single = advantages(name, rewards[:1], norms[:1], lengths[:1], OPTIONS)
+    torch.testing.assert_close(whole[:1], single, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["rloo", "length_loo", "optimal"])
+@settings(max_examples=30)
+@given(values=st.lists(st.floats(-5, 5), min_size=2, max_size=2), norms=st.lists(st.floats(0, 1e9), min_size=2))
+def test_in_a_group_of_two_the_baseline_is_the_others_reward(name, values, norms):
+    b = baseline_values(name, tensor(values), tensor(norms[:2]), tensor([3, 0]), OPTIONS)
+    assert b[0].tolist() == values[::-1]
+
+
+def test_without_strength_the_prior_is_gone():
+    rewards, norms = tensor([1, 0, 3], [2, 2, 5]), tensor([1, 2, 3], [4, 1, 2])
+    options = AlgoConfig(prior_strength=0.0)
+    assert baseline_values("optimal_prior", rewards, norms, norms, options).equal(
+        baseline_values("optimal", rewards, norms, norms, options)
+    )
+
+
+def test_others_without_weight_give_their_plain_mean():
+    rewards, lengths = tensor([1, 2, 3, 7], [0, 1, 0, 1]), tensor([9, 0, 0, 0], [5, 5, 5, 5])
+    for weights, name in ((lengths, "length_loo"), (lengths, "optimal"), (lengths.clamp(min=1e-9), "optimal")):
+        b = baseline_values(name, rewards, weights, lengths, OPTIONS)[0]
+        assert b.tolist() == pytest.approx([4, 1, 1, 1], rel=1e-8)
+
+
+def test_a_group_without_any_weight_falls_back_to_rloo():
+    rewards, norms = tensor([1, 2, 6], [0, 1, 0]), tensor([0, 0, 0], [1, 2, 3])
+    b = baseline_values("optimal", rewards, norms, norms, OPTIONS)[0]
+    assert b.tolist() == [4, 3.5, 1.5]
+    assert baseline_values("opo", rewards, norms, norms, OPTIONS)[0].tolist() == pytest.approx([3, 3, 3])
+
+
+def test_a_dominant_norm_costs_no_digits():
+    """S0 - w_i in closed form would leave nothing of the others' weights here."""
+    rewards, norms = tensor([1, 2, 6, 0], [0, 1, 0, 1]), tensor([1e20, 1, 3, 4], [1e20, 1e20, 1e20, 1e20])
+    b = baseline_values("optimal", rewards[:1], norms[:1], norms[:1], OPTIONS)[0]
+    assert b.tolist() == pytest.approx([20 / 8, 1, 1, 1], rel=1e-15)
+    assert baseline_values("optimal", rewards, norms, norms, OPTIONS)[0, 0] == pytest.approx(
+        8 / 3
+    )  # plain mean: theirs is nothing
+
+
+def test_norms_that_are_no_numbers_take_the_median_and_are_counted():
+    norms = tensor([1, 3, NAN, 2], [INF, NAN, -1, INF], [5, 5, 6, 7])
+    clean, count = sanitize_norms(norms)
+    assert count == 5
+    assert clean[0].tolist() == [1, 3, 2, 2]
+    assert clean[1].tolist() == [5] * 4  # the batch's median of 1 2 3 5 5 6 7 is 5
+    assert clean[2].tolist() == [5, 5, 6, 7]
+    assert sanitize_norms(torch.full((2, 2), NAN))[0].tolist() == [[1, 1], [1, 1]]
+
+
+def test_norms_that_are_no_numbers_leave_finite_advantages():
+    rewards = tensor([1, 0, 0, 1], [0, 1, 0, 0])
+    norms = tensor([INF, 1, 2, 3], [NAN, NAN, NAN, NAN])
+    got = advantages("optimal", rewards, norms, norms.nan_to_num(1), OPTIONS)
+    want = advantages("optimal", rewards, tensor([2, 1, 2, 3], [2, 2, 2, 2]), torch.ones_like(norms), OPTIONS)
+    assert got.equal(want)
+
+
+def test_numbers_are_left_alone():
+    norms = tensor([0, 1e30, 1e-30])
+    assert sanitize_norms(norms)[0].equal(norms)
+
+
+@pytest.mark.parametrize("name", LEAVE_ONE_OUT)
+def test_a_group_of_one_is_refused_by_leave_one_out(name):
+    one = torch.ones(3, 1)
+    with pytest.raises(UserError, match="group_size"):
+        advantages(name, one, one, one, OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["group_mean", "grpo", "opo"])
+def test_a_group_of_one_teaches_a_self_inclusive_baseline_nothing(name):
+    one = tensor([0.3], [2.0])
+    assert (advantages(name, one, one, one, OPTIONS) == 0).all()
+
+
+def test_a_prior_needs_a_second_prompt():
+    with pytest.raises(UserError, match="other prompts"):
+        advantages("optimal_prior", tensor([0, 1]), tensor([1, 1]), tensor([1, 1]), OPTIONS)
+
+
+def test_a_reward_that_is_no_number_is_refused():
+    with pytest.raises(UserError, match="finite"):
+        advantages("rloo", tensor([0, NAN]), tensor([1, 1]), tensor([1, 1]), OPTIONS)
+
+
+def test_active_groups_are_those_of_mixed_rewards_unless_the_baseline_looks_further():
+    rewards = tensor([0, 0], [0, 1], [1, 1])
+    assert active_groups("optimal", rewards).tolist() == [False, True, False]
+    assert active_groups("optimal_prior", rewards).tolist() == active_groups("none", rewards).tolist() == [True] * 3
+
+
+def test_variance_ratio_on_a_worked_batch():
+    rewards, norms = tensor([1, 0, 0]), tensor([1, 2, 4])
+    b_rloo, b_optimal = [0, 0.5, 0.5], [0, 1 / 5, 1 / 3]
+    rloo, optimal = ((1 + 2 * b[1] ** 2 + 4 * b[2] ** 2) for b in (b_rloo, b_optimal))
+    got = variance_ratio_vs_rloo(rewards, norms, tensor(b_optimal))
+    assert got == pytest.approx(optimal / rloo, rel=1e-14)
+    assert variance_ratio_vs_rloo(rewards, norms, tensor(b_rloo)) == 1.0
+    assert math.isnan(variance_ratio_vs_rloo(tensor([1, 1]), tensor([1, 2]), tensor([1, 1])))
+    assert math.isnan(variance_ratio_vs_rloo(tensor([1]), tensor([1]), tensor([0])))

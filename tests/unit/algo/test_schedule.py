@@ -1,0 +1,150 @@
+"""Learning rates step by step: warm-up, lag, floor, rate limit, reference, hold, resume.
+
+Not here: whether a schedule trains better, which is a study's question.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+from oblr_megatron.algo.schedule import build_schedule
+from oblr_megatron.config import AlgoConfig, OptimizerConfig, SnrConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.types import GradientStats
+
+LR = 2e-3
+
+
+def stats(shrink: float, folds: int = 4) -> GradientStats:
+    """B = 1 and a signal of `shrink`, so that shrink_raw is `shrink`."""
+    return GradientStats(0.0, 1.0, folds - shrink * (folds - 1), folds, 0.0, 0.0, 0.0, 1)
+
+
+EMPTY = GradientStats(0.0, 0.0, 0.0, 4, 0.0, 0.0, 0.0, 0)  # a step without any active group
+
+
+def build(schedule: str = "snr", optimizer: str = "sgd", num_steps: int = 100, **snr):
+    config = AlgoConfig(schedule=schedule, snr=SnrConfig(**{"max_change": 1e9, "warmup_steps": 0, **snr}))
+    return build_schedule(config, OptimizerConfig(lr=LR, name=optimizer), num_steps=num_steps, num_prompts=8)
+
+
+def run(schedule, shrinks, start: int = 0) -> list[float]:
+    """Rates / lr of the steps; the shrink of a step is observed after its rate was drawn."""
+    rates = []
+    for step, shrink in enumerate(shrinks, start):
+        rates.append(schedule.rate(step) / LR)
+        schedule.observe(EMPTY if shrink is None else stats(shrink))
+    return rates
+
+
+def test_constant_stays_and_still_estimates():
+    schedule = build("constant")
+    assert run(schedule, [0.5] * 3) == [1.0] * 3
+    assert schedule.figures()["snr/shrink_ema"] == pytest.approx(0.5)
+
+
+def test_cosine_goes_from_lr_to_its_share_at_the_last_step():
+    rates = run(build("cosine", num_steps=5), [0.5] * 7)
+    assert rates == pytest.approx([1.0, 0.1 + 0.9 * (2 + math.sqrt(2)) / 4, 0.55, rates[3], 0.1, 0.1, 0.1])
+    assert run(build("cosine", num_steps=1), [0.5]) == [1.0]
+
+
+def test_snr_is_the_papers_rule_with_reference_one_and_sgd():
+    assert run(build(reference="one", horizon=1), [0.5, 0.25, 0.8, 0.4]) == pytest.approx([1.0, 0.5, 0.25, 0.8])
+
+
+def test_adam_takes_the_square_root():
+    rates = run(build(optimizer="adam", reference="one", horizon=1), [0.25, 0.64, 0.1])
+    assert rates == pytest.approx([1.0, 0.5, 0.8])
+    assert run(build(optimizer="adam", reference="one", horizon=1, exponent=2.0), [0.5, 1]) == pytest.approx([1, 0.25])
+
+
+def test_a_rate_does_not_depend_on_its_own_gradient():
+    rates = []
+    for last in (0.1, 0.9):
+        schedule = build(reference="one", horizon=3)
+        rates.append(run(schedule, [0.4, 0.6, last]))
+        assert schedule.rate(2) == rates[-1][2] * LR  # drawn again after the gradient was seen: unchanged
+    assert rates[0] == rates[1]
+
+
+def test_observing_a_gradient_before_its_rate_is_drawn_is_refused():
+    schedule = build()
+    with pytest.raises(AssertionError, match="before rate"):
+        schedule.observe(stats(0.5))
+    run(schedule, [0.5])
+    with pytest.raises(AssertionError, match="before rate"):
+        schedule.observe(stats(0.5))
+
+
+def test_warm_up_is_a_linear_ramp_that_only_collects():
+    rates = run(build(warmup_steps=4, reference="one", horizon=1e9), [0.1, 0.2, 0.3, 0.4, 0.5])
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.25])  # then the mean of the four observed
+
+
+def test_the_reference_is_the_shrink_at_the_end_of_warm_up():
+    rates = run(build(warmup_steps=2, horizon=1), [0.9, 0.2, 0.4, 0.1, 0.2])
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 2.0, 0.5])
+
+
+def test_without_warm_up_the_first_estimate_is_the_reference():
+    assert run(build(horizon=1), [0.4, 0.2, 0.4]) == pytest.approx([1.0, 1.0, 0.5])
+
+
+def test_the_floor_clamps_the_averaged_shrink():
+    rates = run(build(reference="one", horizon=1, floor=0.3), [-2.0, 0.1, 0.5, 0.5])
+    assert rates == pytest.approx([1.0, 0.3, 0.3, 0.5])
+    negative_then_positive = run(build(reference="one", horizon=1e9, floor=0.3), [-0.4, 1.0, 1.0, 1.0])
+    assert negative_then_positive[2:] == pytest.approx([0.3, 1.6 / 3])  # clamped after averaging, not before
+
+
+def test_the_rate_changes_by_no_more_than_its_limit():
+    rates = run(build(reference="one", horizon=1, max_change=1.1), [0.2] * 4 + [1.0] * 6)
+    down = [1.1**-k for k in range(5)]
+    assert rates == pytest.approx([*down, *(1.1 ** (k - 4) for k in range(1, 5)), 1.0])
+
+
+@pytest.mark.parametrize("undefined", [EMPTY, stats(0.0, folds=1)], ids=["no active group", "one fold"])
+def test_the_rate_holds_on_a_step_without_an_estimate(undefined):
+    schedule = build(reference="one", horizon=1, max_change=1.1)
+    run(schedule, [0.2, 0.2])
+    held = schedule.rate(2)
+    schedule.observe(undefined)
+    assert schedule.rate(3) == held
+    assert schedule.rate(4) == held  # the step in between was never observed
+    schedule.observe(stats(0.2))
+    assert schedule.rate(5) == pytest.approx(held / 1.1)
+
+
+def test_a_reference_waits_for_the_first_estimate():
+    assert run(build(warmup_steps=2, horizon=1), [None, None, 0.4, 0.2, 0.2]) == pytest.approx([0.5, 1, 1, 1, 0.5])
+
+
+def test_pure_noise_ends_at_the_floor():
+    source = random.Random(0)
+    schedule = build(optimizer="adam", reference="one", horizon=150, max_change=1.1)
+    rates = run(schedule, [source.gauss(0, 0.3) for _ in range(400)])
+    assert rates[-1] == pytest.approx(math.sqrt(0.1))
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "snr"])
+@pytest.mark.parametrize("broken_at", [1, 3, 4, 9])
+def test_a_resumed_schedule_is_the_unbroken_one(name, broken_at):
+    source = random.Random(1)
+    shrinks = [source.uniform(-0.2, 0.8) for _ in range(20)]
+    shrinks[8] = None
+    options = {"warmup_steps": 3, "horizon": 5, "max_change": 1.1}
+    unbroken = run(build(name, **options), shrinks)
+    first, second = build(name, **options), build(name, **options)
+    rates = run(first, shrinks[:broken_at])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert rates + run(second, shrinks[broken_at:], broken_at) == unbroken
+
+
+def test_another_schedules_state_is_refused():
+    with pytest.raises(UserError, match="'cosine'"):
+        build("snr").load_state_dict(build("cosine").state_dict())

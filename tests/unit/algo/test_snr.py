@@ -1,0 +1,154 @@
+"""Signal and noise: exact moments by enumeration, averages, and what pure noise looks like.
+
+Not here: the fold gradients themselves, which the policy-gradient pass makes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.snr import SnrAverages, fold_estimate
+from oblr_megatron.config import AlgoConfig
+from oblr_megatron.types import GradientStats
+
+OPTIONS = AlgoConfig()
+
+
+def stats(sq_norm: float, fold_sq_norm_mean: float, num_folds: int = 4) -> GradientStats:
+    return GradientStats(0.0, sq_norm, fold_sq_norm_mean, num_folds, 0.0, 0.0, 0.0, 1)
+
+
+def moments(folds: torch.Tensor) -> tuple[float, float]:
+    """B and M of fold gradients [R, D]."""
+    return float(folds.mean(0).square().sum()), float(folds.square().sum(-1).mean())
+
+
+def test_a_worked_example():
+    estimate = fold_estimate(0.5, 1.0, 2, 2)
+    assert (estimate.signal, estimate.noise, estimate.shrink_raw) == (0.0, 1.0, 0.0)
+
+
+def test_equal_folds_are_all_signal():
+    estimate = fold_estimate(3.0, 3.0, 8, 64)
+    assert (estimate.signal, estimate.noise, estimate.shrink_raw) == (3.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("folds", [2, 4])
+def test_unbiased_by_enumeration(toy, folds):
+    """Q = 4 prompts drawn from two, a pair of responses each: every one of the 32^4 batches."""
+    outcomes, probs = [], []
+    for prompt in range(2):
+        picks, p = toy.groups(prompt, 2)
+        values = (tensor[prompt][picks] for tensor in (toy.rewards, toy.norms_sq, toy.lengths))
+        advantage = advantages("optimal", *values, OPTIONS)
+        outcomes.append(torch.einsum("eg,egd->ed", advantage, toy.scores[prompt][picks]) / 2)
+        probs.append(p / 2)
+    outcomes, probs = torch.cat(outcomes), torch.cat(probs)  # [32, D], [32]
+    mean = probs @ outcomes
+    trace = float(probs @ (outcomes - mean).square().sum(-1))
+    batches = torch.cartesian_prod(*[torch.arange(32)] * 4)
+    weights = probs[batches].prod(-1)
+    folded = outcomes[batches].unflatten(1, (folds, 4 // folds)).mean(2)  # [E, R, D]
+    sq_norm = float(weights @ folded.mean(1).square().sum(-1))
+    fold_sq_norm_mean = float(weights @ folded.square().sum(-1).mean(-1))
+    estimate = fold_estimate(sq_norm, fold_sq_norm_mean, folds, 4)  # linear in B and M: its mean is that of the means
+    assert estimate.signal == pytest.approx(float(mean.square().sum()), rel=1e-10)
+    assert estimate.noise == pytest.approx(trace, rel=1e-10)
+
+
+def test_the_prior_couples_folds_by_a_known_factor(toy):
+    """Q = 2 prompts drawn from two, one a fold: E[signal] = (1 + c^2) ||grad J||^2, c = lam / ((G-1+lam) (Q-1) G)."""
+    drawn = [(prompt, pick, p / 2) for prompt in range(2) for pick, p in zip(*toy.groups(prompt, 2), strict=True)]
+    mean = torch.zeros(2, dtype=torch.float64)  # of B and M, in which the estimate is linear
+    for first in drawn:
+        for second in drawn:
+            rewards, norms, lengths, scores = (
+                torch.stack([tensor[prompt][pick] for prompt, pick, _ in (first, second)])
+                for tensor in (toy.rewards, toy.norms_sq, toy.lengths, toy.scores)
+            )
+            advantage = advantages("optimal_prior", rewards, norms, lengths, OPTIONS)
+            folds = torch.einsum("qg,qgd->qd", advantage, scores) / 2
+            mean += first[2] * second[2] * torch.tensor(moments(folds), dtype=torch.float64)
+    signal = fold_estimate(*mean.tolist(), 2, 2).signal
+    coupling = OPTIONS.prior_strength / (1 + OPTIONS.prior_strength) / 2
+    want = (1 + coupling**2) * float(toy.gradients.mean(0).square().sum())
+    assert signal == pytest.approx(want, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("sq_norm", "mean", "folds"),
+    [(1.0, 1.0, 1), (0.0, 0.0, 4), (math.inf, math.inf, 4), (math.nan, 1.0, 4), (1.0, math.inf, 4)],
+)
+def test_an_estimate_that_means_nothing_leaves_the_averages_alone(sq_norm, mean, folds):
+    averages = SnrAverages(10, 8)
+    averages.observe(stats(1.0, 2.0))
+    before = averages.state_dict()
+    assert not averages.observe(stats(sq_norm, mean, folds))
+    assert averages.state_dict() == before
+    assert set(averages.figures()) == {"snr/shrink_ema"}
+
+
+def test_averages_are_bias_corrected_and_divided_last():
+    averages, decay = SnrAverages(4, 8), 0.75
+    values = [(1.0, 3.0), (2.0, 2.5), (0.5, 1.0)]
+    for sq_norm, mean in values:
+        averages.observe(stats(sq_norm, mean))
+    weights = [decay**2, decay, 1.0]
+    signals = [fold_estimate(b, m, 4, 8).signal for b, m in values]
+    signal = sum(w * x for w, x in zip(weights, signals, strict=True)) / sum(weights)
+    sq_norm = sum(w * b for w, (b, _) in zip(weights, values, strict=True)) / sum(weights)
+    assert averages.signal == pytest.approx(signal, rel=1e-14)
+    assert averages.sq_norm == pytest.approx(sq_norm, rel=1e-14)
+    assert averages.shrink == pytest.approx(signal / sq_norm, rel=1e-14)
+
+
+def test_averages_without_an_observation_are_undefined():
+    assert math.isnan(SnrAverages(4, 8).shrink) and SnrAverages(4, 8).figures() == {}
+
+
+def test_figures_are_those_of_the_step():
+    averages = SnrAverages(1, 8)
+    averages.observe(stats(1.0, 2.5))
+    want = {"snr/signal_sq": 0.5, "snr/noise_trace": 4.0, "snr/shrink_raw": 0.5, "snr/shrink_ema": 0.5}
+    assert averages.figures() == pytest.approx(want)
+
+
+def test_the_state_survives_json():
+    averages, restored = SnrAverages(7, 8), SnrAverages(7, 8)
+    for sq_norm in (0.1, 0.2, 0.7):
+        averages.observe(stats(sq_norm, 1.0))
+    restored.load_state_dict(json.loads(json.dumps(averages.state_dict())))
+    for each in (averages, restored):
+        each.observe(stats(0.3, 0.9))
+    assert averages.figures() == restored.figures()
+
+
+def draw_folds(random: torch.Generator, mean: float, folds: int = 4, size: int = 400) -> torch.Tensor:
+    """[R, D] fold gradients: unit noise around a mean of squared norm mean^2 * D."""
+    return mean + torch.randn(folds, size, generator=random, dtype=torch.float64)
+
+
+def test_pure_noise_averages_to_nothing_where_the_plug_in_sits_at_one_half():
+    random, averages, plug_in = torch.Generator().manual_seed(0), SnrAverages(150, 64), []
+    for _ in range(300):
+        sq_norm, mean = moments(draw_folds(random, 0.0))
+        averages.observe(stats(sq_norm, mean))
+        snr = 64 * sq_norm / averages.last.noise  # N ||g||^2 / tr(H), as if ||g||^2 were the signal
+        plug_in.append(snr / (1 + snr))
+    assert abs(averages.shrink) < 0.02
+    assert sum(plug_in) / len(plug_in) == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_weak_signal_is_recovered_where_the_mean_of_clamped_ratios_is_not():
+    """Truth: 0.1^2 / (0.1^2 + 1/4) = 0.0385, at a size where one step's ratio is mostly noise."""
+    random, averages, clamped = torch.Generator().manual_seed(1), SnrAverages(400, 64), []
+    for _ in range(2000):
+        averages.observe(stats(*moments(draw_folds(random, 0.1, size=40))))
+        clamped.append(min(max(averages.last.shrink_raw, 0.0), 1.0))
+    assert averages.shrink == pytest.approx(0.01 / 0.26, abs=0.02)
+    assert sum(clamped) / len(clamped) > 2 * 0.01 / 0.26

@@ -1,0 +1,111 @@
+"""Expectation and variance of the estimator, exactly: every group of a four-response policy is enumerated in fp64.
+
+Not here: real language models, finite precision, importance ratios.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.config import AlgoConfig
+
+OPTIONS = AlgoConfig(prior_strength=1.0, length_exponent=1.6)
+UNBIASED = ["none", "rloo", "length_loo", "optimal"]
+
+
+def group_gradients(toy, name: str, prompt: int, size: int) -> tuple[Tensor, Tensor]:
+    """(1/G) sum_i A_i s_i of every group of a prompt [E, D], and the groups' probabilities [E]."""
+    picks, probs = toy.groups(prompt, size)
+    values = (tensor[prompt][picks] for tensor in (toy.rewards, toy.norms_sq, toy.lengths))
+    return torch.einsum("eg,egd->ed", advantages(name, *values, OPTIONS), toy.scores[prompt][picks]) / size, probs
+
+
+def expectation(toy, name: str, size: int) -> Tensor:
+    """E[g] over prompts and groups."""
+    parts = [group_gradients(toy, name, prompt, size) for prompt in range(len(toy.probs))]
+    return torch.stack([probs @ gradients for gradients, probs in parts]).mean(0)
+
+
+def variance(toy, name: str, size: int) -> float:
+    """tr Cov of the first prompt's group gradient."""
+    gradients, probs = group_gradients(toy, name, 0, size)
+    return float(probs @ (gradients - probs @ gradients).square().sum(-1))
+
+
+def test_the_toy_is_a_policy(toy):
+    torch.testing.assert_close(toy.probs.sum(-1), torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-14)
+    mean_score = torch.einsum("pk,pkd->pd", toy.probs, toy.scores)
+    torch.testing.assert_close(mean_score, torch.zeros_like(mean_score), rtol=0, atol=1e-14)
+    by_scores = torch.einsum("pk,pk,pkd->pd", toy.probs, toy.rewards, toy.scores)
+    torch.testing.assert_close(by_scores, toy.gradients, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", UNBIASED)
+def test_the_estimator_is_unbiased(toy, name, size):
+    torch.testing.assert_close(expectation(toy, name, size), toy.gradients.mean(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_prior_keeps_it_unbiased(toy, size):
+    """Batches of both prompts, since the prior of one is the other's mean reward."""
+    (first, p_first), (second, p_second) = toy.groups(0, size), toy.groups(1, size)
+    total = torch.zeros_like(toy.gradients[0])
+    for a, p_a in zip(first, p_first, strict=True):
+        for b, p_b in zip(second, p_second, strict=True):
+            rewards, norms, lengths = (
+                torch.stack((tensor[0][a], tensor[1][b])) for tensor in (toy.rewards, toy.norms_sq, toy.lengths)
+            )
+            scores = torch.stack((toy.scores[0][a], toy.scores[1][b]))
+            advantage = advantages("optimal_prior", rewards, norms, lengths, OPTIONS)
+            total += p_a * p_b * torch.einsum("qg,qgd->d", advantage, scores) / (2 * size)
+    torch.testing.assert_close(total, toy.gradients.mean(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_group_mean_shrinks_the_gradient_by_its_own_share(toy, size):
+    want = (1 - 1 / size) * toy.gradients.mean(0)
+    torch.testing.assert_close(expectation(toy, "group_mean", size), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["opo", "grpo"])
+def test_length_weighted_and_standardised_advantages_turn_the_gradient(toy, name):
+    got, want = expectation(toy, name, 3), toy.gradients.mean(0)
+    assert torch.cosine_similarity(got, want, dim=0) < 1 - 1e-5
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "unbiased"), [("constant", True), ("token_mean", False), ("sample_mean", False)]
+)
+def test_only_constant_aggregation_is_unbiased(toy, aggregation, unbiased):
+    picks, probs = toy.groups(0, 3)
+    rewards, norms, lengths = (tensor[0][picks] for tensor in (toy.rewards, toy.norms_sq, toy.lengths))
+    advantage = advantages("rloo", rewards, norms, lengths, OPTIONS)
+    rows = zip(advantage, lengths, strict=True)
+    coefficients = torch.stack([sample_coefficients(a, length, 1, 3, aggregation) for a, length in rows])
+    got = torch.einsum("e,eg,egd->d", probs, coefficients, toy.scores[0][picks])
+    gap = 1 - torch.cosine_similarity(got, toy.gradients[0], dim=0)
+    assert gap < 1e-12 if unbiased else gap > 1e-5
+
+
+def test_a_constant_reward_pushes_under_sample_mean(toy):
+    """E[s / L] is not 0, though E[s] is."""
+    drift = torch.einsum("k,kd->d", toy.probs[0], toy.scores[0] / toy.lengths[0, :, None])
+    assert drift.norm() > 1e-2
+
+
+@pytest.mark.parametrize(("size", "ratio"), [(2, 1.0), (4, 0.738), (6, 0.743)])
+def test_norm_weights_cut_the_variance_where_reward_and_norm_disagree(toy_maker, size, ratio):
+    """The one right answer has the smallest norm, so the best baseline is far from the mean reward."""
+    toy = toy_maker(0, num_prompts=1, spread=0.5, rewards=torch.tensor([[0.0, 0, 0, 1]], dtype=torch.float64))
+    assert variance(toy, "optimal", size) / variance(toy, "rloo", size) == pytest.approx(ratio, abs=1e-3)
+
+
+def test_norm_weights_can_also_lose_at_small_groups(toy_maker):
+    """A few rare responses hold nearly all the norm: four samples cannot estimate E[w r] / E[w]."""
+    toy = toy_maker(2, num_prompts=1, spread=0.5, rewards=torch.tensor([[0.0, 0, 0, 1]], dtype=torch.float64))
+    assert variance(toy, "optimal", 4) / variance(toy, "rloo", 4) == pytest.approx(1.521, abs=1e-3)

@@ -1,0 +1,111 @@
+"""A run directory with the course of a plausible training run, for tests of the report: no figure here was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+CONFIG = {
+    "run_dir": "runs/sums",
+    "num_steps": 150,
+    "seed": 0,
+    "num_prompts": 64,
+    "group_size": 8,
+    "model": {"path": "models/tiny-qwen3", "dtype": "float32"},
+    "data": {"train": "data/sums_train.jsonl", "template": "{question} <&> ", "chat_template": False},
+    "rollout": {"temperature": 1.0, "max_response_tokens": 16, "correction": "token", "num_engines": None},
+    "algo": {"baseline": "optimal_prior", "schedule": "snr", "snr": {"floor": 0.1, "num_folds": 4, "warmup_steps": 10}},
+    "optimizer": {"name": "adam", "lr": 1e-3, "clip_grad": 1.0},
+    "parallel": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "sequence_parallel": False},
+}
+ENVIRONMENT = {
+    "started": "2030-01-02T03:04:05+00:00",
+    "world_size": 2,
+    "device": "CPU (x86_64, 2 cores)",
+    "versions": {"python": "3.11.2", "oblr-megatron": "0.1.0", "torch": "2.13.0", "megatron-core": "0.16.1"},
+}
+
+
+def synthetic_records(num_steps: int = 150, *, evaluate_every: int = 25, seed: int = 0) -> list[dict]:
+    """Records of step 0 (evaluation alone) and of every step, in rising order."""
+    draw = np.random.default_rng(seed)
+    records: list[dict] = [{"step": 0, **_evaluation(0.0, draw), "timing_s/evaluate": 1.9, "timing_s/step": 1.9}]
+    shrink = 0.45
+    for step in range(1, num_steps + 1):
+        progress = 1 / (1 + math.exp(-9 * (step / num_steps - 0.35)))
+        shrink += ((0.5 - 0.32 * progress) - shrink) / 20
+        record = {"step": step, **_training(step, num_steps, progress, shrink, draw)}
+        if evaluate_every and step % evaluate_every == 0:
+            record |= _evaluation(progress, draw) | {"timing_s/evaluate": 1.9 + 0.1 * draw.random()}
+            record["timing_s/step"] += record["timing_s/evaluate"]
+        records.append(record)
+    return records if evaluate_every else records[1:]
+
+
+def _training(step: int, num_steps: int, progress: float, shrink: float, draw: np.random.Generator) -> dict:
+    noise = lambda scale: float(draw.normal(0, scale))  # noqa: E731
+    signal, rest = 0.06 * (1 - 0.8 * progress), 2.4 * math.exp(-progress)
+    timing = {
+        "rollout": 0.72 + abs(noise(0.05)),
+        "reward": 0.06 + abs(noise(0.01)),
+        "gradnorm": 0.61 + abs(noise(0.03)),
+        "gradient": 0.42 + abs(noise(0.02)),
+        "optimizer": 0.03,
+        "push": 0.05 + abs(noise(0.02)),
+    }
+    total = sum(timing.values()) + 0.04
+    return {
+        "reward/mean": min(1.0, max(0.0, 0.45 + 0.49 * progress + noise(0.03))),
+        "reward/std": math.sqrt(max(0.0, 0.25 - (0.49 * progress - 0.05) ** 2)),
+        "reward/failures": 0,
+        "response_length/mean": 3.2 + 0.5 * progress + noise(0.05),
+        "response_length/truncated_fraction": max(0.0, 0.04 * (1 - progress) + noise(0.006)),
+        "groups/mixed_fraction": min(1.0, max(0.0, 0.86 - 0.55 * progress + noise(0.05))),
+        "entropy": 0.62 - 0.47 * progress + noise(0.01),
+        "rollout/logprob_abs_diff": 1.6e-6 * math.exp(noise(0.15)) * (1 + progress),
+        "rollout/truncated_ratio_fraction": 0.0,
+        "gradnorm/sq_mean": 31 * math.exp(-0.8 * progress + noise(0.1)),
+        "gradnorm/sq_max": 380 * math.exp(-0.3 * progress + noise(0.3)),
+        "gradnorm/length_corr": 0.31 + noise(0.07),
+        "gradnorm/nonfinite": 0,
+        "baseline/variance_ratio_vs_rloo": 0.93 + noise(0.025),
+        "snr/signal_sq": signal + noise(0.05),
+        "snr/noise_trace": rest * math.exp(noise(0.15)),
+        "snr/shrink_raw": min(0.95, shrink + noise(0.35)),
+        "snr/shrink_ema": shrink,
+        "loss": noise(0.02),
+        "lr": 1e-3 * min(1.0, step / 10) * (shrink / 0.45) ** 0.5,
+        "grad_norm": 0.42 * math.exp(-0.6 * progress + noise(0.2)) * (5 if step == num_steps * 2 // 3 else 1),
+        **{f"timing_s/{phase}": seconds for phase, seconds in timing.items()},
+        "timing_s/step": total,
+        "perf/tokens_per_s": 64 * 8 * 3.5 / total,
+        "perf/samples_per_s": 64 * 8 / total,
+        "perf/peak_memory_bytes": int(6.1e8 + 4e7 * min(1, step / 20)),
+        "weights/version": step,
+        "data/epoch": step * 64 // 6000,
+        "data/skipped": 0,
+    }
+
+
+def _evaluation(progress: float, draw: np.random.Generator) -> dict:
+    sampled = 0.44 + 0.48 * progress + float(draw.normal(0, 0.01))
+    return {
+        "eval/sums/accuracy": min(1.0, sampled + 0.05 * (1 - progress)),
+        "eval/sums/mean_at_k": sampled,
+        "eval/sums/pass_at_k": min(1.0, sampled + 0.3 * (1 - sampled)),
+    }
+
+
+def write_run(
+    run_dir: Path, records: list[dict], config: dict | None = CONFIG, environment: dict | None = ENVIRONMENT
+) -> Path:
+    """The files of a run directory that the report reads."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for name, table in (("config.json", config), ("environment.json", environment)):
+        if table is not None:
+            (run_dir / name).write_text(json.dumps(table))
+    return run_dir

@@ -1,0 +1,81 @@
+"""Write docs/config.md from oblr_megatron/config.py: every field with type, default and meaning."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic_core import PydanticUndefined
+
+from oblr_megatron.config import Config, Section
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "config.md"
+HEADER = """\
+# Configuration
+
+A run is one TOML file; `section.key=value` on the command line overrides a key. Paths are taken from the current
+directory. Made by `python tools/config_doc.py` from `oblr_megatron/config.py`.
+"""
+
+
+def document() -> str:
+    """The whole page: the top-level keys first, then a table for each section."""
+    plain, sections = [], []
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            sections += _tables(name, field.annotation)
+        else:
+            plain.append(_row(name, field))
+    return "\n".join([HEADER, *_table("Top level", "", plain), *sections]) + "\n"
+
+
+def _tables(name: str, section: type[Section]) -> list[str]:
+    """The table of one section, and those of the sections inside it."""
+    rows, inner = [], []
+    for key, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            inner += _tables(f"{name}.{key}", field.annotation)
+        else:
+            rows.append(_row(key, field))
+    return [*_table(f"[{name}]", (section.__doc__ or "").strip(), rows), *inner]
+
+
+def _table(title: str, intro: str, rows: list[str]) -> list[str]:
+    head = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    return [f"## {title}\n", *([f"{intro}\n"] if intro else []), *head, *rows, ""]
+
+
+def _row(name: str, field: Any) -> str:
+    default = "required" if field.default is PydanticUndefined else f"`{_toml(field.default)}`"
+    meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+    return f"| `{name}` | {_type(field.annotation)} | {default} | {meaning} |"
+
+
+def _type(annotation: Any) -> str:
+    """How a reader writes it: Literal["a", "b"] -> "a" or "b"; int | None -> int, may be left out."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is dict:
+        return "table of paths"
+    if arguments and all(isinstance(argument, str) for argument in arguments):
+        return " or ".join(f'"{argument}"' for argument in arguments)
+    if type(None) in arguments:
+        return f"{_type(next(a for a in arguments if a is not type(None)))}, may be left out"
+    return {"str": "string", "Path": "path"}.get(annotation.__name__, annotation.__name__)
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case str():
+            return f'"{value}"'
+        case _:
+            return str(value)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(document(), encoding="utf-8")
+    print(f"wrote {TARGET}", file=sys.stderr)
