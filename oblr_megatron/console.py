@@ -246,6 +246,6 @@ def trend(values: Sequence[float | None]) -> str:
     mean = sum(rest) / len(rest)
     spread = (sum((value - mean) ** 2 for value in rest) / len(rest)) ** 0.5
     change = sum(recent) / len(recent) - mean
-    if abs(change) <= 0.5 * spread:
+    if abs(change) <= max(0.5 * spread, 1e-6 * abs(mean)):  # a constant has no trend, whatever its last bits say
         return "→"
     return "↑" if change > 0 else "↓"

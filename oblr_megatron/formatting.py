@@ -11,12 +11,12 @@ def number(value: float | None, digits: int = 3) -> str:
     """A value with so many significant digits, short enough for a table cell.
 
     >>> number(0.53124), number(8.1e-4), number(12345.6), number(3), number(None), number(float("nan"))
-    ('0.531', '8.1e-4', '12,346', '3', '–', '–')
+    ('0.531', '8.1e-4', '12,346', '3', '–', 'nan')
     """
-    if value is None or not math.isfinite(value):
+    if value is None:
         return MISSING
-    if value == 0:
-        return "0"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
     if isinstance(value, int):
         return f"{value:,}"
     if not 1e-3 <= abs(value) < 1e7:
@@ -30,10 +30,10 @@ def scientific(value: float | None, digits: int = 2) -> str:
     >>> scientific(8.13e-4), scientific(2e-6, 1), scientific(1e-3)
     ('8.1e-4', '2e-6', '1e-3')
     """
-    if value is None or not math.isfinite(value):
+    if value is None:
         return MISSING
-    if value == 0:
-        return "0"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
     return f"{mantissa}e{int(exponent)}"
@@ -41,7 +41,7 @@ def scientific(value: float | None, digits: int = 2) -> str:
 
 def fixed(value: float | None, decimals: int) -> str:
     """A value with so many decimals, for columns that should not jump."""
-    return MISSING if value is None or not math.isfinite(value) else f"{value:.{decimals}f}"
+    return MISSING if value is None else f"{value:.{decimals}f}"
 
 
 def duration(seconds: float | None) -> str:

@@ -163,6 +163,14 @@ class Run:
             for name, prompts in self.held_out.items():
                 self.record |= evaluate(name, self.engines, prompts, self.reward, self.config)
 
+    def begin(self) -> None:
+        """Close the accounts of what came before the first step: an evaluation, if any, is the record of step 0."""
+        timing = self.timer.finish_step()
+        if any(name.startswith("eval/") for name in self.record):
+            self.record |= timing
+            self.write(step=0)
+        self.record = {}
+
     def log(self, step: int, samples: list[Sample], judged: Judged, stats: GradientStats) -> None:
         """Write the step's record: metrics.jsonl, tensorboard, console."""
         timing = self.timer.finish_step()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from oblr_megatron.algo.baseline import active_groups
 from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_OK
+from oblr_megatron.report import write_report
 from oblr_megatron.run import Run, open_run
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ def train(run: Run) -> None:
     config = run.config
     run.push(version=0)
     run.evaluate(step=0)
-    if run.record.keys() - {"weights/version"}:
-        run.write(step=0)
+    run.begin()
     for step in range(config.num_steps):
         prompts = run.stream.take(config.num_prompts)  # Q
         samples = run.rollout(prompts, step)  # N = Q * G responses with log-probs
@@ -50,6 +50,9 @@ def run_training(config: Config) -> int:
     """Open a run, train, close it; the exit status."""
     with open_run(config) as run:
         train(run)
+        writes_report = run.parallel.rank == 0
+    if writes_report:  # metrics.jsonl is closed now
+        write_report(config.run_dir)
     return EXIT_OK
 
 

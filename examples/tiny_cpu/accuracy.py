@@ -28,6 +28,7 @@ def accuracy(
     *,
     samples: int = 0,
     seed: int = 0,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     batch_size: int = 512,
 ) -> float:
     """Share of responses equal to the gold answer, in [0, 1]: greedy when `samples` is 0, else sampled at temperature 1.
@@ -48,7 +49,7 @@ def accuracy(
             temperature=1.0 if samples else None,
             top_k=0 if samples else None,
             top_p=1.0 if samples else None,
-            max_new_tokens=MAX_NEW_TOKENS,
+            max_new_tokens=max_new_tokens,
         )
         texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         right += sum(text == row["answer"] for text, row in zip(texts, batch, strict=True))

@@ -21,10 +21,11 @@ from sums import Row, mixed_answer, split_rows
 from tiny_model import EOS, build_model, build_tokenizer
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 NUM_HELDOUT = 256
 HIDDEN, LAYERS = 128, 2
-BATCH, LR, WEIGHT_DECAY = 512, 2e-3, 0.01
+BATCH, LR, WEIGHT_DECAY = 128, 1.5e-3, 0.01
 IGNORED = -100
 
 
@@ -33,10 +34,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("run/tiny_cpu"), help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the initial weights and the teacher")
-    parser.add_argument("--steps", type=int, default=300, help="supervised steps of the warm start")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads; the weights depend on them in the last bits")
+    parser.add_argument("--steps", type=int, default=900, help="supervised steps of the warm start")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="CPU threads; the weights depend on them in the last bits"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    transformers_logging.disable_progress_bar()
 
     options.out.mkdir(parents=True, exist_ok=True)
     train, heldout = split_rows(NUM_HELDOUT, options.seed)
@@ -82,7 +86,7 @@ def warm_start(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % 50 == 0:
+        if (step + 1) % 100 == 0:
             print(f"warm start {step + 1}/{steps}: loss {loss.item():.3f}", flush=True)
     model.eval()
 

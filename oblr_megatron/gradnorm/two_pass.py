@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 RatioFn = Callable[["Tensor", MicroBatch], tuple["Tensor", "Tensor"]]
 """Detached log-probs [b, t] and their batch -> importance ratios [b, t], and how many of them were cut."""
 
-KEPT_BYTES = 2**30  # what a pass may put aside for the end (partials and rows of a tied embedding), per rank
+KEPT_BYTES = 2**29  # what a rank may put aside until ranks are summed (partials, rows of a tied embedding)
 
 
 def sample_sq_grad_norms(

@@ -86,13 +86,16 @@ class PolicyOptimizer:
         return factor
 
     def step(self, lr: float) -> None:
-        """Update the weights from `main_grad` at this rate."""
+        """Update the weights from `main_grad` at this rate; norm weights do not decay."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         # Not optimizer.step(): it measures the norm once more, in fp32, clipping or not.
         found_inf = self._optimizer.prepare_grads()
         assert not found_inf, "megatron-core looks for infinities only under a loss scale, and none is in use"
         self._optimizer.step_with_ready_grads()
+        # It has made main_grad the `grad` of each weight, to which the next backward would add a second time.
+        self._optimizer.zero_grad()
 
     def reload_masters(self) -> None:
         """Copy the weights into the fp32 masters, after the weights were loaded anew."""

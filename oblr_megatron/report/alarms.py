@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 
 from oblr_megatron.formatting import number
 from oblr_megatron.report.history import History
+
+# A step of equal lengths or equal rewards leaves these without a value, and nothing is wrong.
+MAY_BE_UNDEFINED = frozenset({"gradnorm/length_corr", "baseline/variance_ratio_vs_rloo"})
 
 
 def alarms(history: History) -> list[str]:
@@ -30,8 +34,9 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _nonfinite(history: History) -> str:
-    count = history.num_null()
-    return f"{_counted(count, 'logged value')} not finite: the steps that have null in metrics.jsonl." if count else ""
+    counts = Counter(name for record in history.records for name, value in record.items() if value is None)
+    names = [f"{name} x{count:,}" for name, count in counts.most_common() if name not in MAY_BE_UNDEFINED]
+    return f"Not finite: {', '.join(names)}; find them as null in metrics.jsonl." if names else ""
 
 
 def _mismatch(history: History) -> str:

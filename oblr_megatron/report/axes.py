@@ -9,6 +9,8 @@ import numpy as np
 
 from oblr_megatron.report.history import Array
 
+TINIEST = 1e-280  # below it, spans lose themselves in denormal numbers
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -29,8 +31,9 @@ class Axis:
 
 def linear_axis(low: float, high: float, intervals: int, whole: bool = False) -> Axis:
     """Ends and ticks at multiples of 1, 2, 2.5 or 5 times a power of ten; `whole` keeps to integers."""
-    if high <= low:
-        pad = abs(low) * 0.1 or 0.5
+    largest = max(abs(low), abs(high))
+    if high - low <= 1e-12 * max(largest, TINIEST):  # one value, up to its last bits
+        pad = 0.1 * largest if largest > TINIEST else 0.5
         low, high = low - pad, high + pad
     rough = (high - low) / intervals
     power = 10.0 ** math.floor(math.log10(rough))

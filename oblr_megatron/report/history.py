@@ -63,10 +63,6 @@ class History:
             table = table[part]
         return table
 
-    def num_null(self) -> int:
-        """Values that were logged as not finite."""
-        return sum(value is None for record in self.records for value in record.values())
-
 
 def load_history(run_dir: Path) -> History:
     """Read what a finished, running or broken-off run has left so far.

@@ -32,6 +32,7 @@ _UPRIGHT_LETTER = re.compile(r"\\mathrm\s*\{\s*([dei])\s*\}")
 _UPRIGHT = re.compile(r"\\mathrm\s*\{")
 _FACE = re.compile(r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm|mathnormal)\s*(?=\{)")
 _ROMAN_SWITCH = re.compile(r"\{?\\(?:rm|bf|it)\s+([A-Za-z ]+)\}?")
+_TEXT_NUMBER = re.compile(r"\\text\{\s*([+-]?[0-9][0-9.,/]*)\s*\}")
 _AND_OR_TEXT = re.compile(r"\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*")
 _AND_OR = re.compile(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\l?or(?![A-Za-z])|\\vee(?![A-Za-z])")
 _DEGREE = re.compile(
@@ -45,7 +46,8 @@ _DROPPED = re.compile(
     r"|\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|boxed|thinspace|strut"
     r"|mathstrut|hfill)(?![A-Za-z])|\\!|(?<!\\)\\[,;:>]"
 )
-_SPACE = re.compile(r"\\(?:quad|qquad|enspace)(?![A-Za-z])|(?<!\\)\\ |~|\s+")
+_SPACE = re.compile(r"\\(?:quad|qquad|enspace)(?![A-Za-z])|(?<!\\)\\ |~|\s")
+_SPACES = re.compile(" {2,}")
 _RENAMED = {
     r"[dtc]frac": r"\\frac", r"[dt]binom": r"\\binom", "leq(?:slant)?": r"\\le", "geq(?:slant)?": r"\\ge",
     "neq": r"\\ne", "lt": "<", "gt": ">", "lbrace": r"\\{", "rbrace": r"\\}", "lbrack": "[", "rbrack": "]",
@@ -73,7 +75,7 @@ def normalize(text: str) -> str:
     text = _ROMAN_SWITCH.sub(r"\\text{\1}", text)
     text = _PERCENT.sub("%", _DEGREE.sub("°", text))
     text = _AND_OR.sub(" ; ", _AND_OR_TEXT.sub(" ; ", text)) if not _is_text(text) else text
-    text = _SPACE.sub(" ", text).strip()
+    text = _TEXT_NUMBER.sub(r"\1", _SPACES.sub(" ", _SPACE.sub(" ", text)).strip())
     return _without_trailing_marks(text)
 
 
@@ -89,7 +91,8 @@ def _unicode(text: str) -> str:
     text = _VULGAR.sub(_vulgar_fraction, text)
     text = re.sub(r"√\s*([0-9]+|[A-Za-z])", r"\\sqrt{\1}", text).replace("√", r"\sqrt")
     text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
-    return "".join(" " if c.isspace() else c for c in text if c.isspace() or unicodedata.category(c)[0] != "C")
+    text = "".join(" " if c.isspace() else c for c in text if c.isspace() or unicodedata.category(c)[0] != "C")
+    return _SPACES.sub(" ", text)  # first of all, so that no later pattern meets a long run of spaces
 
 
 def _vulgar_fraction(match: re.Match[str]) -> str:
@@ -102,7 +105,9 @@ def _is_text(text: str) -> bool:
 
 
 def _without_trailing_marks(text: str) -> str:
-    """Drop sentence marks at the end; a set's closing brace or a factorial stays."""
+    """Drop sentence marks at the end; an ellipsis stays, since what it stands for is not written."""
+    if text.endswith(".."):
+        return text
     while text and text[-1] in ".,;:" and not text.endswith("\\"):
         text = text[:-1].rstrip()
     return text.removesuffix("\\")

@@ -26,16 +26,18 @@ _SCALES = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
 }  # fmt: skip
 _SHORT_UNITS = (
-    "cm mm km dm nm m in ft yd mi g kg mg lb lbs oz s sec min h hr hrs ms ml mL L cl l mph kmh kph Hz J kJ N W kW V A K C F "
-    "Pa mol cents cent rad radians usd USD eur EUR inches inch feet foot miles mile meters metres hours minutes seconds days "
-    "weeks months years dollars euros pounds units"
+    "cm mm km dm nm in ft yd mi kg mg lb lbs oz sec min hr hrs ms ml mL cl mph kmh kph Hz kJ kW Pa mol cents cent rad "
+    "radians usd USD eur EUR inches inch feet foot miles mile meters metres hours minutes seconds days weeks months years "
+    "dollars euros pounds units"
 ).split()
 _UNIT_END = re.compile(
     r"\s*(?:\\text\{([A-Za-z.,/()\s-]*)\}|(?<![A-Za-z\\{])(?<=[0-9}\s])([A-Za-z]{2,}(?:[ /][A-Za-z]+)*))"
     r"\s*(?:\^\s*\{?\s*[23]\s*\}?)?$"
 )
+_NOT_UNITS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "arcsin", "arccos", "arctan", "mod"}
+_TRIGONOMETRIC = re.compile(r"(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _UNIT_PREFIX = re.compile(r"^(?:USD|EUR|GBP|Rs\.?|INR)\s*(?=[0-9.])")
-_BASE = re.compile(r"\(?\s*(-?[0-9A-Za-z]+)\s*\)?\s*_\s*(?:\{\s*(?:\\text\{)?([0-9]{1,2})\}?\s*\}|([0-9]))")
+_BASE = re.compile(r"\(?\s*(-?[0-9A-Z]+)\s*\)?\s*_\s*(?:\{\s*(?:\\text\{)?([0-9]{1,2})\}?\s*\}|([0-9]))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def read_marks(text: str) -> Quantity:
     while True:
         if text.endswith("%"):
             text, percent = text[:-1].rstrip(), True
-        elif text.endswith("°"):
+        elif text.endswith("°") and not _TRIGONOMETRIC.search(text):
             text, degree = text[:-1].rstrip(), True
         elif (words := _unit_words(text)) is not None:
             text = text[: words[1]].rstrip()
@@ -77,7 +79,7 @@ def _unit_words(text: str) -> tuple[list[str], int] | None:
     marked = match.group(1) is not None
     if not marked and not all(word in _SHORT_UNITS or word.lower() in _SCALES for word in words):
         after_space = text[match.start()].isspace() and text[: match.start()].rstrip()[-1:].isdigit()
-        if not (after_space and len(words[0]) >= 3):
+        if not (after_space and len(words[0]) >= 3 and _NOT_UNITS.isdisjoint(words)):
             return None
     return words, match.start()
 
@@ -87,11 +89,13 @@ def read_base(text: str) -> tuple[str, int] | None:
     match = _BASE.fullmatch(text.strip())
     if match is None:
         return None
-    digits, base = match.group(1).upper(), int(match.group(2) or match.group(3))
+    digits, base = match.group(1), int(match.group(2) or match.group(3))
+    if len(digits) == 1 and digits.isalpha():
+        return None  # a variable with an index, such as A_1
     try:
         int(digits, base)
     except ValueError:
-        return None  # a variable with an index, such as a_1, or no such base
+        return None  # no such base, or no such digit in it
     return digits, base
 
 
@@ -122,7 +126,8 @@ def _unsigned(text: str) -> Fraction | None:
         return Fraction(match.group(1) or 1) * Fraction(10) ** int(match.group(2) or match.group(3))
     if match := _REPEATING.fullmatch(text):
         return _repeating(match)
-    return _fraction(text) or _mixed(text)
+    value = _fraction(text)
+    return _mixed(text) if value is None else value
 
 
 def _repeating(match: re.Match[str]) -> Fraction:

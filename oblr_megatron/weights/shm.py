@@ -60,7 +60,7 @@ class SharedBuffer:
 
     def checksum(self, used: int) -> int:
         """xxh3 over the first `used` bytes; it takes less time than copying them."""
-        return xxhash.xxh3_64_intdigest(self._view[:used].numpy())
+        return xxhash.xxh3_64_intdigest(self._view[:used].numpy().data)
 
     def close(self) -> None:
         """Give the descriptor and the mapping back; the memory is freed when both sides have."""

@@ -112,7 +112,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         """Check a bucket and copy its tensors into the model."""
         assert self._buffer is not None, "init_transfer_engine comes first"
-        self.model.load_weights(read_bucket(update_info.bucket(), self._buffer))
+        model: Any = self.model
+        model.load_weights(read_bucket(update_info.bucket(), self._buffer))
 
     def finish_weight_update(self) -> None:
         """Nothing to finish either."""

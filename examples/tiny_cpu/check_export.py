@@ -1,0 +1,63 @@
+"""Judge a run's export with transformers alone and compare with what the run measured through vLLM.
+
+    python examples/tiny_cpu/check_export.py run/tiny_cpu/run
+
+Loads RUN/hf, answers the held-out set greedily and sampled, and ends with status 1 when the greedy accuracy differs from
+the run's last evaluation by more than --tolerance: then the export is not the model that was trained. The sampled
+accuracies differ by chance and are shown side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from accuracy import accuracy, read_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+GREEDY, SAMPLED = "eval/heldout/accuracy", "eval/heldout/mean_at_k"
+
+
+def main() -> int:
+    """The exit status: 0 when the export answers as the trained model did."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run_dir", type=Path, help="directory of a finished run")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="largest difference of greedy accuracies")
+    options = parser.parse_args()
+    transformers_logging.disable_progress_bar()
+
+    config = json.loads((options.run_dir / "config.json").read_text(encoding="utf-8"))
+    recorded = last_evaluation(options.run_dir)
+    rows = read_rows(Path(config["evaluate"]["data"]["heldout"]))[: config["evaluate"]["num_prompts"]]
+    model = AutoModelForCausalLM.from_pretrained(options.run_dir / "hf", dtype="float32").eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.run_dir / "hf")
+    limit = {"max_new_tokens": config["rollout"]["max_response_tokens"]}
+    greedy = accuracy(model, tokenizer, rows, **limit)
+    sampled = accuracy(model, tokenizer, rows, samples=config["evaluate"]["samples_per_prompt"], **limit)
+
+    print(
+        f"export {options.run_dir / 'hf'} on {len(rows)} held-out sums, transformers against the run's last evaluation"
+    )
+    print(f"  greedy   {greedy:7.1%}  {recorded[GREEDY]:7.1%}")
+    print(f"  sampled  {sampled:7.1%}  {recorded[SAMPLED]:7.1%}")
+    if abs(greedy - recorded[GREEDY]) > options.tolerance:
+        print(f"error: greedy accuracies differ by more than {options.tolerance:.0%}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def last_evaluation(run_dir: Path) -> dict[str, Any]:
+    """The last record of metrics.jsonl that holds an evaluation."""
+    records = read_rows(run_dir / "metrics.jsonl")
+    evaluated = [record for record in records if GREEDY in record]
+    if not evaluated:
+        raise SystemExit(f"error: {run_dir / 'metrics.jsonl'} holds no evaluation of the set 'heldout'")
+    return evaluated[-1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

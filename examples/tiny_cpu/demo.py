@@ -1,0 +1,98 @@
+"""The whole demo, each part a process of its own: prepare, train, check the export, report.
+
+    python examples/tiny_cpu/demo.py [--out run/tiny_cpu] [section.key=value ...]
+
+Ends with the status of the first part that fails. The last line of a good run is
+`demo: accuracy A -> B in S steps, T s`: held-out accuracy sampled at temperature 1, before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+DEFAULT_OUT = Path("run/tiny_cpu")
+ACCURACY = "eval/heldout/mean_at_k"
+EXIT_USER = 2
+
+
+def main() -> int:
+    """The exit status of the first part that failed, or 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="directory for data, model and run")
+    parser.add_argument("--nproc-per-node", type=int, default=2, metavar="N", help="trainer ranks")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of config.toml")
+    options = parser.parse_args()
+    os.chdir(ROOT)  # the config's paths are relative to the repository
+
+    start = time.perf_counter()
+    if problem := clear_run(options.out / "run"):
+        print(f"error: {problem}", file=sys.stderr)
+        return EXIT_USER
+    for name, command in parts(options.out, options.nproc_per_node, options.overrides):
+        print(f"\n== {name}: {' '.join(command[1:])}", flush=True)
+        status = subprocess.run(command, check=False).returncode
+        if status:
+            print(f"error: demo stopped: {name} ended with status {status}", file=sys.stderr)
+            return status if status > 0 else 128 - status  # a negative one is the signal that killed it
+    print(summary(options.out / "run", time.perf_counter() - start), flush=True)
+    return 0
+
+
+def parts(out: Path, ranks: int, overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(name, command) of each part, in order."""
+    moved = [] if out == DEFAULT_OUT else relocated(out)
+    config, run_dir = "examples/tiny_cpu/config.toml", str(out / "run")
+    command = [sys.executable, "-m", "oblr_megatron.cli"]
+    return [
+        ("prepare", [sys.executable, "examples/tiny_cpu/prepare.py", "--out", str(out)]),
+        ("train", [*command, "train", config, *moved, *overrides, "--nproc-per-node", str(ranks)]),
+        ("check export", [sys.executable, "examples/tiny_cpu/check_export.py", run_dir]),
+        ("report", [*command, "report", run_dir]),
+    ]
+
+
+def relocated(out: Path) -> list[str]:
+    """Overrides that point config.toml at another directory."""
+    return [
+        f"run_dir={out / 'run'}",
+        f"model.path={out / 'model'}",
+        f"data.train={out / 'train.jsonl'}",
+        f"evaluate.data.heldout={out / 'heldout.jsonl'}",
+    ]
+
+
+def clear_run(run_dir: Path) -> str | None:
+    """Remove an earlier run of the demo; what is wrong when something else lies there (and is left alone)."""
+    if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
+        return None
+    try:
+        model = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["model"]["path"]
+    except (OSError, ValueError, KeyError, TypeError):  # no run's config: a foreign directory, or a file
+        model = None
+    if model is None or Path(model).resolve() != (run_dir.parent / "model").resolve():
+        return f"{run_dir} is not an earlier run of this demo and is left alone; give another --out, or remove it"
+    shutil.rmtree(run_dir)
+    return None
+
+
+def summary(run_dir: Path, seconds: float) -> str:
+    """The demo's last line."""
+    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    accuracies = [record[ACCURACY] for record in records if ACCURACY in record]
+    steps = records[-1]["step"]
+    return f"demo: accuracy {accuracies[0]:.1%} -> {accuracies[-1]:.1%} in {steps} steps, {seconds:.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Samples, policies and the oracle's answers that the gradient-norm tests of several ranks share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3Config
+
+from oblr_megatron.checkpoint.hf import load_hf_weights
+from oblr_megatron.config import ModelConfig
+from oblr_megatron.data.packing import one_per_microbatch
+from oblr_megatron.gradnorm.reference import reference_gradient, reference_logprobs
+from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.rollout.correction import truncated_ratios
+from oblr_megatron.types import MicroBatch, Sample
+from tests.tiny import VOCAB
+
+TEMPERATURE = 0.8
+CAP = 1.1  # cuts about a third of the ratios
+RTOL = 1e-10
+
+# (prompt, response) lengths; repeated ids in every second sample, one response of length 0, one of one token. No two in
+# flight agree in length, and an odd number of samples does not divide by the replicas.
+LENGTHS = ((3, 5), (1, 1), (7, 12), (2, 0), (4, 9), (6, 2), (5, 7))
+
+
+def make_samples(seed: int = 0) -> list[Sample]:
+    """The same on every rank."""
+    random = Random(seed)
+    samples = []
+    for n, (prompt, response) in enumerate(LENGTHS):
+        ids = [random.randrange(VOCAB) for _ in range(prompt + response)]
+        if n % 2 == 0:
+            ids = [ids[0] if j % 3 == 0 else token for j, token in enumerate(ids)]
+        logprobs = tuple(-math.log(VOCAB) + random.uniform(-0.5, 0.5) for _ in range(response))
+        samples.append(Sample(n, tuple(ids[:prompt]), tuple(ids[prompt:]), logprobs, "", "stop", 0))
+    return samples
+
+
+def batches_of(samples: Sequence[Sample], *, pad_multiple: int = 1) -> list[MicroBatch]:
+    """One microbatch a sample, with rollout log-probs in fp64 so that the ratios are exact to the last digit."""
+    batches = one_per_microbatch(samples, range(len(samples)), pad_multiple=pad_multiple)
+    for batch, sample in zip(batches, samples, strict=True):
+        batch.rollout_logprobs = batch.rollout_logprobs.double()
+        batch.rollout_logprobs[batch.mask] = torch.tensor(sample.logprobs, dtype=torch.float64)
+    return batches
+
+
+def token_ratios(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """The run's own truncated importance ratios."""
+    return truncated_ratios(logprobs, batch.rollout_logprobs, batch.mask, level="token", cap=CAP)
+
+
+def load_policy(path: Path, parallel: Parallel, *, dtype: str = "float64") -> Policy:
+    config = ModelConfig.model_validate({"path": path, "dtype": dtype, "make_vocab_size_divisible_by": 8})
+    policy = build_policy(Qwen3Config.from_pretrained(path), config, parallel)
+    load_hf_weights(policy, path)
+    return policy
+
+
+def oracle(path: Path, samples: Sequence[Sample], *, ratios: bool, frozen: Sequence[str] = ()) -> Tensor:
+    """w of each sample by the reference, without the Hugging Face parameters whose name contains one of `frozen`."""
+    config = Qwen3Config.from_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    norms = torch.zeros(len(samples), dtype=torch.float64)
+    for n, sample in enumerate(samples):
+        ratio = None
+        if ratios:
+            logprobs = reference_logprobs(weights, config, sample, TEMPERATURE)
+            ratio = (logprobs - torch.tensor(sample.logprobs, dtype=torch.float64)).exp().clamp(max=CAP)
+        gradient = reference_gradient(weights, config, sample, TEMPERATURE, ratio)
+        norms[n] = sum(
+            grad.square().sum() for name, grad in gradient.items() if not any(part in name for part in frozen)
+        )
+    return norms
+
+
+def relative_error(norms: Tensor, expected: Tensor) -> float:
+    """The largest over the samples; an expected 0 must be 0 exactly."""
+    assert torch.equal(norms == 0, expected == 0), (norms, expected)
+    return float(((norms - expected).abs() / expected.clamp(min=torch.finfo(torch.float64).tiny)).max())

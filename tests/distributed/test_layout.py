@@ -1,0 +1,115 @@
+"""Ranks and groups of a layout; and that the launcher of these tests reports what its ranks do.
+
+Does not cover: NCCL, several nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from oblr_megatron.config import ParallelConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.model import cpu
+from oblr_megatron.model.parallel import initialize, rank_from_environment, shutdown
+from tests.distributed.launch import RankError, layout, run_ranks
+
+
+def describe(tp: int, pp: int) -> dict[str, object]:
+    with layout(tp=tp, pp=pp) as parallel:
+        ranks = dist.get_process_group_ranks
+        embedding = parallel.embedding_group
+        return {
+            "place": (parallel.tp_rank, parallel.pp_rank, parallel.dp_rank),
+            "sizes": (parallel.tp_size, parallel.pp_size, parallel.dp_size),
+            "groups": (ranks(parallel.tp_group), ranks(parallel.pp_group), ranks(parallel.dp_group)),
+            "model": ranks(parallel.model_group),
+            "embedding": ranks(embedding) if embedding is not None else None,
+            "stages": (parallel.is_first_stage, parallel.is_last_stage),
+            "next": parallel.stage_rank(parallel.pp_size - 1),
+        }
+
+
+def test_tensor_ranks_are_neighbours_then_data_then_pipeline() -> None:
+    """4 ranks as TP2 x PP2: stage 0 is ranks 0 and 1, stage 1 is ranks 2 and 3."""
+    rank3 = run_ranks(describe, 4, 2, 2)[3]
+    assert rank3 == {
+        "place": (1, 1, 0),
+        "sizes": (2, 2, 1),
+        "groups": ([2, 3], [1, 3], [3]),
+        "model": [0, 1, 2, 3],
+        "embedding": [1, 3],
+        "stages": (False, True),
+        "next": 3,
+    }
+
+
+def test_a_middle_stage_is_in_no_embedding_group() -> None:
+    embedding = [rank["embedding"] for rank in run_ranks(describe, 3, 1, 3)]
+    assert embedding == [[0, 2], None, [0, 2]]
+
+
+def test_data_parallelism_is_what_is_left() -> None:
+    places = [rank["place"] for rank in run_ranks(describe, 4, 2, 1)]
+    assert places == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)]
+
+
+def test_one_process_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_rng_state()
+    try:
+        parallel = initialize(ParallelConfig(), seed=7)
+        assert (parallel.rank, parallel.world_size, parallel.tp_size, parallel.dp_size) == (0, 1, 1, 1)
+        assert parallel.is_first_stage
+        assert parallel.is_last_stage
+        assert torch.equal(torch.get_rng_state(), before)
+    finally:
+        shutdown()
+        cpu.uninstall()
+    assert not dist.is_initialized()
+    shutdown()  # a second time does nothing
+
+
+def test_ranks_that_do_not_fit_are_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert rank_from_environment() == (1, 3)
+    with pytest.raises(UserError, match=r"3 ranks .* 2 x pipeline_model_parallel_size 1 = 2"):
+        initialize(ParallelConfig(tensor_model_parallel_size=2))
+    assert not dist.is_initialized()
+    assert not cpu.installed()
+
+
+def fail_on_rank_one() -> int:
+    if dist.get_rank() == 1:
+        raise ValueError("the reason")
+    dist.barrier()  # never comes back: the other rank is gone
+    return 0
+
+
+def test_the_launcher_reports_a_failing_rank_and_ends_the_others() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="(?s)rank 1 failed.*the reason"):
+        run_ranks(fail_on_rank_one, 2)
+    assert time.monotonic() - start < 60
+
+
+def sleep_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def die() -> None:
+    os._exit(3)
+
+
+def test_the_launcher_names_who_is_late_and_who_died() -> None:
+    with pytest.raises(RankError, match=r"ranks \[1\] did not answer"):
+        run_ranks(sleep_on_rank_one, 2, deadline_s=20)
+    with pytest.raises(RankError, match="died without a word"):
+        run_ranks(die, 1)

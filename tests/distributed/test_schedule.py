@@ -1,0 +1,161 @@
+"""The passes themselves: what is divided, in which order, and what main_grad holds when a sample's backward is done.
+
+Does not cover: speed, activation recomputation, the interleaved schedule (not used).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.step import reduce_data_parallel_grads, run_schedule
+from oblr_megatron.types import MicroBatch
+from tests.distributed.launch import RankError, layout, run_ranks
+from tests.distributed.passes import assert_close, load_policy, make_batches, weighted_logprob_loss
+from tests.tiny import make_hf_dir
+
+LAYOUTS = {1: [{}], 2: [{"pp": 2}, {"tp": 2, "sp": True}], 4: [{"tp": 2, "pp": 2}]}
+
+
+def snapshot(policy: Policy) -> dict[str, Tensor]:
+    return {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
+
+
+class _Taker:
+    """Takes main_grad away whenever a sample is done."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.order: list[int] = []
+        self.taken: list[dict[str, Tensor]] = []
+
+    def __call__(self, index: int) -> None:
+        self.order.append(index)
+        self.taken.append(snapshot(self.policy))
+        self.policy.zero_grad()
+
+
+def separate_and_together(path: Path) -> list[tuple[list[int], list[dict[str, Tensor]], list[dict[str, Tensor]]]]:
+    """Order of the callbacks, what main_grad held at each, and the gradients of passes of one microbatch each."""
+    results = []
+    for sizes in LAYOUTS[dist.get_world_size()]:
+        with layout(**sizes) as parallel:
+            policy = load_policy(path, parallel)
+            loss_fn, batches = weighted_logprob_loss(policy), make_batches()
+            separate = []
+            for batch in batches:
+                policy.zero_grad()
+                run_schedule(policy, [batch], loss_fn)
+                separate.append(snapshot(policy))
+            policy.zero_grad()
+            taker = _Taker(policy)
+            run_schedule(policy, batches, loss_fn, on_sample_backward_done=taker)
+            assert all(not parameter.main_grad.any() for _, parameter in policy.named_parameters())
+            results.append((taker.order, taker.taken, separate))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_callback_finds_exactly_its_samples_gradient(world_size: int, tied: bool, tmp_path: Path) -> None:
+    """Also with several microbatches in flight, and for the sample whose loss is 0."""
+    path = make_hf_dir(tmp_path / "model", tied=tied)
+    for rank in run_ranks(separate_and_together, world_size, path):
+        for order, together, separate in rank:
+            assert order == [0, 1, 2, 3]
+            for index in range(4):
+                for name, gradient in separate[index].items():
+                    assert_close(together[index][name], gradient, (index, name), rtol=1e-12)
+
+
+def events_of_first_stage(path: Path) -> list[str]:
+    """Forwards and backwards of a pipeline stage, in the order they happen."""
+    with layout(pp=2) as parallel:
+        policy = load_policy(path, parallel)
+        events: list[str] = []
+        policy.module.register_forward_hook(lambda *_: events.append("F"))
+        run_schedule(
+            policy,
+            make_batches(),
+            weighted_logprob_loss(policy),
+            on_sample_backward_done=lambda index: events.append(f"B{index}"),
+        )
+        return events
+
+
+def test_pipeline_stages_interleave_forwards_and_backwards(tmp_path: Path) -> None:
+    """One forward ahead on the first of two stages: the case that the callback has to get right."""
+    first, last = run_ranks(events_of_first_stage, 2, make_hf_dir(tmp_path / "model"))
+    assert first == ["F", "F", "B0", "F", "B1", "F", "B2", "B3"]
+    assert last == ["F", "B0", "F", "B1", "F", "B2", "F", "B3"]
+
+
+def metrics_and_effects(path: Path) -> tuple[list[list[float]], bool, bool]:
+    with layout(pp=dist.get_world_size()) as parallel:
+        policy = load_policy(path, parallel)
+        loss_fn = weighted_logprob_loss(policy)
+        metrics = run_schedule(policy, make_batches(), loss_fn, forward_only=True, on_sample_backward_done=_forbidden)
+        clean = all(not parameter.main_grad.any() for _, parameter in policy.named_parameters())
+        return [record["sums"].tolist() for record in metrics], clean, run_schedule(policy, [], loss_fn) == []
+
+
+def _forbidden(index: int) -> None:
+    raise AssertionError(f"a forward pass has no backward of microbatch {index}")
+
+
+def test_forward_only_returns_metrics_in_order_and_no_gradient(tmp_path: Path) -> None:
+    path = make_hf_dir(tmp_path / "model")
+    [(expected, clean, nothing)] = run_ranks(metrics_and_effects, 1, path)
+    assert clean
+    assert nothing
+    assert len(expected) == 4
+    assert expected[1] == [0.0]  # the sample without response
+    (first, *_), (last, *_) = run_ranks(metrics_and_effects, 2, path)
+    assert first == []  # metrics are the last stage's
+    torch.testing.assert_close(last, expected, rtol=1e-12, atol=0)
+
+
+def uneven_replicas(path: Path) -> dict[str, Tensor]:
+    """Replica 0 runs three microbatches, replica 1 one."""
+    with layout() as parallel:
+        policy = load_policy(path, parallel)
+        batches = make_batches()
+        run_schedule(policy, batches[:3] if parallel.dp_rank == 0 else batches[3:], weighted_logprob_loss(policy))
+        reduce_data_parallel_grads(policy)
+        return snapshot(policy)
+
+
+def all_at_once(path: Path) -> dict[str, Tensor]:
+    with layout() as parallel:
+        policy = load_policy(path, parallel)
+        run_schedule(policy, make_batches(), weighted_logprob_loss(policy))
+        return snapshot(policy)
+
+
+def test_replicas_may_run_different_numbers_of_microbatches(tmp_path: Path) -> None:
+    """And nothing is divided by any of these numbers."""
+    path = make_hf_dir(tmp_path / "model")
+    [expected] = run_ranks(all_at_once, 1, path)
+    for rank in run_ranks(uneven_replicas, 2, path):
+        for name, gradient in expected.items():
+            assert_close(rank[name], gradient, name, rtol=1e-12)
+
+
+def constant_loss(path: Path) -> None:
+    with layout() as parallel:
+        policy = load_policy(path, parallel)
+
+        def loss_fn(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            return torch.zeros(()), {}
+
+        run_schedule(policy, make_batches(), loss_fn)
+
+
+def test_a_loss_without_logits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="depends on the logits"):
+        run_ranks(constant_loss, 1, make_hf_dir(tmp_path / "model"))

@@ -1,0 +1,101 @@
+"""The kind of every parameter of a real megatron-core model, read off its marks, and what is refused.
+
+The model is built on one rank; its marks are those it has on several, except `sequence_parallel`, which is set here.
+tests/distributed holds the rules against the oracle. Not covered: Transformer Engine's modules, experts as they are.
+"""
+
+import pytest
+import torch
+
+from oblr_megatron.config import ModelConfig, ParallelConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.gradnorm.rules import Kind, classify
+from oblr_megatron.model.parallel import initialize, shutdown
+from oblr_megatron.model.qwen3 import build_policy
+from tests.tiny import tiny_config
+
+SHARDS = ("word_embeddings", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
+HEAD_NORMS = ("q_layernorm", "k_layernorm")
+NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm")
+
+
+@pytest.fixture
+def model():
+    parallel = initialize(ParallelConfig())
+    yield build_policy(tiny_config(), ModelConfig(path="."), parallel).module
+    shutdown()
+
+
+def kinds(model, *, tp_size=2, sequence_parallel=False):
+    rules = classify([model], tp_size=tp_size, sequence_parallel=sequence_parallel)
+    return {rule.name: rule.kind for rule in rules}
+
+
+def names_of(table, kind):
+    return {name for name, found in table.items() if found is kind}
+
+
+def names_with(model, parts):
+    return {name for name, _ in model.named_parameters() if any(part in name for part in parts)}
+
+
+def test_every_parameter_has_one_rule(model):
+    rules = classify([model], tp_size=2, sequence_parallel=False)
+    assert [rule.name for rule in rules] == [name for name, _ in model.named_parameters()]
+    assert len(rules) == 2 + 2 * 8 + 1  # embedding and head, eight a layer, final norm
+
+
+def test_without_sequence_parallel_only_head_norms_are_partial(model):
+    table = kinds(model)
+    assert names_of(table, Kind.SHARD) == names_with(model, SHARDS)
+    assert names_of(table, Kind.PARTIAL) == names_with(model, HEAD_NORMS)
+    assert names_of(table, Kind.COPY) == names_with(model, NORMS)
+
+
+def test_with_sequence_parallel_all_norms_are_partial(model):
+    for name, parameter in model.named_parameters():
+        if "layernorm" in name:
+            parameter.sequence_parallel = True
+    table = kinds(model, sequence_parallel=True)
+    assert names_of(table, Kind.SHARD) == names_with(model, SHARDS)
+    assert names_of(table, Kind.PARTIAL) == names_with(model, (*HEAD_NORMS, *NORMS))
+    # The mark alone, without the sequence being split, says nothing: megatron does not reduce such a gradient either.
+    assert names_of(kinds(model), Kind.COPY) == names_with(model, NORMS)
+
+
+def test_on_one_rank_nothing_is_partial(model):
+    assert Kind.PARTIAL not in kinds(model, tp_size=1).values()
+
+
+def test_a_tied_copy_is_known_by_its_mark(model):
+    model.embedding.word_embeddings.weight.shared_embedding = True
+    rules = classify([model], tp_size=2, sequence_parallel=False)
+    assert [rule.name for rule in rules if rule.tied] == ["embedding.word_embeddings.weight"]
+
+
+def test_frozen_parameters_need_no_mark(model):
+    model.decoder.adapter = torch.nn.Linear(3, 3)
+    model.decoder.adapter.requires_grad_(False)
+    table = kinds(model)
+    assert names_of(table, Kind.FROZEN) == {"decoder.adapter.weight", "decoder.adapter.bias"}
+
+
+def test_an_unmarked_parameter_is_refused_by_name(model):
+    model.decoder.layers[1].mlp.adapter = torch.nn.Linear(3, 3, bias=False)
+    with pytest.raises(UserError, match=r"'decoder\.layers\.1\.mlp\.adapter\.weight'.*freeze"):
+        kinds(model)
+
+
+@pytest.mark.parametrize(
+    ("mark", "value"), [("allreduce", False), ("average_gradients_across_tp_domain", True)], ids=["expert", "averaged"]
+)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_parameter_with_rules_of_its_own_is_refused(model, mark, value, tp_size):
+    setattr(model.decoder.layers[0].mlp.linear_fc1.weight, mark, value)
+    with pytest.raises(UserError, match=r"decoder\.layers\.0\.mlp\.linear_fc1\.weight"):
+        kinds(model, tp_size=tp_size)
+
+
+def test_a_shared_parameter_is_listed_once(model):
+    model.decoder.again = model.decoder.layers[0].mlp.linear_fc1
+    assert len(classify([model, model], tp_size=2, sequence_parallel=False)) == 2 + 2 * 8 + 1

