@@ -35,7 +35,7 @@ Sample = tuple[list[int], list[int], list[float]]  # prompt ids, response ids, l
 class Settings:
     num_prompts: int = 16  # Q
     group_size: int = 8  # G
-    num_steps: int = 60
+    num_steps: int = 80
     baseline: str = "optimal"  # or "optimal_prior"
     prior_strength: float = 1.0  # lambda: weight of the other prompts' mean reward, in units of the mean norm
     temperature: float = 1.0
@@ -149,8 +149,7 @@ def sq_grad_norms(model: Policy, samples: list[Sample], settings: Settings) -> T
 
 def advantages_of(rewards: Tensor, norms: Tensor, settings: Settings) -> Tensor:
     """A_i = r_i - b_i, all [Q, G] fp64. b_i knows the other responses only, so that E[b_i grad log pi(o_i)] = 0."""
-    num_prompts, group_size = rewards.shape
-    baseline = torch.zeros_like(rewards)
+    (num_prompts, group_size), baseline = rewards.shape, torch.zeros_like(rewards)
     for q in range(num_prompts):
         elsewhere = [p for p in range(num_prompts) if p != q]
         for i in range(group_size):
@@ -172,8 +171,7 @@ def fold_gradients(model: Policy, samples: list[Sample], advantages: Tensor, set
     for fold, indices in enumerate(torch.arange(len(samples)).chunk(settings.num_folds)):
         used = [n for n in indices.tolist() if advantages[n] != 0]
         if used:
-            weights = advantages[used] / len(indices)
-            folds[fold] = weighted_score(model, [samples[n] for n in used], weights, settings)
+            folds[fold] = weighted_score(model, [samples[n] for n in used], advantages[used] / len(indices), settings)
     return folds
 
 

@@ -7,6 +7,7 @@ Called by the launcher before torchrun, and again by every rank before it joins 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,21 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.registry import check_reward
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from oblr_megatron.config import Config
+    from oblr_megatron.types import Prompt
 
 
-def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> HFDir:
-    """Check a run as a whole; returns what is known of the model directory.
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads, opened and found usable."""
+
+    model: HFDir
+    stream: PromptStream  # of training prompts
+    held_out: dict[str, list[Prompt]]  # evaluation sets by name
+
+
+def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> Inputs:
+    """Check a run as a whole, and open what it reads.
 
     Args:
         config: the resolved configuration.
@@ -43,7 +52,7 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     check_folds(config.num_prompts, config.algo.snr.num_folds, data_parallel)
     check_reward(config.reward)
     check_lengths(config, model)
-    return model
+    return _open_inputs(config, model)
 
 
 def check_run_dir(run_dir: Path) -> None:
@@ -67,18 +76,17 @@ def check_lengths(config: Config, model: HFDir) -> None:
         )
 
 
-def open_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptStream, dict[str, list]]:
-    """The training stream and the evaluation sets, by name.
+def _open_inputs(config: Config, model: HFDir) -> Inputs:
+    """Tokenize the training and evaluation rows: only then is it known whether any of them can be used."""
+    from transformers import AutoTokenizer
 
-    Raises:
-        UserError: a file is missing or has no usable row.
-    """
+    tokenizer = AutoTokenizer.from_pretrained(model.path)
     stream = PromptStream(config.data, tokenizer, seed=config.seed)
     held_out = {
         name: load_prompts(path, config.data, tokenizer, limit=config.evaluate.num_prompts)
         for name, path in config.evaluate.data.items()
     }
-    return stream, held_out
+    return Inputs(model, stream, held_out)
 
 
 def write_config(config: Config) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,9 +24,9 @@ from oblr_megatron.metrics import MetricsWriter
 from oblr_megatron.model import parallel as layout
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.qwen3 import Policy, build_policy
-from oblr_megatron.preflight import open_data, preflight, write_config
+from oblr_megatron.preflight import preflight, write_config
 from oblr_megatron.rewards.registry import Reward, build_reward
-from oblr_megatron.rollout.colocated import ColocatedEngines
+from oblr_megatron.rollout.colocated import ColocatedEngines, engine_dtype
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import Judged
 from oblr_megatron.weights.export import MegatronWeights
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from oblr_megatron.data.prompts import PromptStream
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.types import GradientStats, Prompt, Sample
-
-logger = logging.getLogger(__name__)
 
 MAX_NONFINITE_FRACTION = 0.01  # of a step's norms; beyond it the gradient is broken, and the run stops
 
@@ -150,7 +148,7 @@ class Run:
     def push(self, version: int) -> None:
         """Send the weights to the engines under a new version number."""
         with self.timer("push"):
-            self.engines.push(MegatronWeights(self.policy), version)
+            self.engines.push(MegatronWeights(self.policy, engine_dtype(self.config)), version)
         self.record["weights/version"] = version
 
     def evaluate(self, step: int) -> None:
@@ -197,12 +195,8 @@ def open_run(config: Config) -> Iterator[Run]:
     Raises:
         UserError: bad input, found before the process group or any engine is started.
     """
-    from transformers import AutoTokenizer
-
-    rank, world_size = layout.rank_from_environment()
-    model = preflight(config, world_size, owns_run_dir=rank == 0)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    stream, held_out = open_data(config, tokenizer)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
+    inputs = preflight(config, world_size, owns_run_dir=rank == 0)
     with ExitStack() as stack:
         parallel = layout.initialize(config.parallel, seed=config.seed)
         stack.callback(layout.shutdown)
@@ -212,7 +206,7 @@ def open_run(config: Config) -> Iterator[Run]:
         reward = stack.enter_context(build_reward(config.reward))
         engines = ColocatedEngines(config, parallel)
         stack.callback(engines.close)
-        policy = build_policy(model.hf_config(), config.model, parallel)
+        policy = build_policy(inputs.model.hf_config(), config.model, parallel)
         load_hf_weights(policy, config.model.path)
         optimizer = PolicyOptimizer(policy, config.optimizer)
         display = stack.enter_context(open_display(config.log, config.num_steps, rank=parallel.rank))
@@ -229,8 +223,8 @@ def open_run(config: Config) -> Iterator[Run]:
             ),
             engines=engines,
             reward=reward,
-            stream=stream,
-            held_out=held_out,
+            stream=inputs.stream,
+            held_out=inputs.held_out,
             metrics=metrics,
             display=display,
             timer=PhaseTimer(on_phase=display.phase, synchronize=_synchronize),

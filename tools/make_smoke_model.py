@@ -2,9 +2,9 @@
 
     python tools/make_smoke_model.py --out run/smoke/model [--dtype bfloat16] [--texts FILE.jsonl]
 
-What a real checkpoint costs in time and memory, this one costs too; what it writes is noise. The architecture is that of
-the published config.json of Qwen/Qwen3-0.6B (596,049,920 parameters); the tokenizer is a byte-level BPE trained on the
-texts on the spot, because the model's own vocabulary cannot be had without a download.
+What a real checkpoint costs in time and memory, this one costs too; what it writes is noise. The architecture is that
+of the published config.json of Qwen/Qwen3-0.6B (596,049,920 parameters); the tokenizer is a byte-level BPE trained on
+the texts on the spot, because the model's own vocabulary cannot be had without a download.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("run/smoke/model"), help="directory to write")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
-    parser.add_argument("--texts", type=Path, default=SAMPLE_TEXTS, help="JSONL file; its questions train the tokenizer")
+    parser.add_argument(
+        "--texts", type=Path, default=SAMPLE_TEXTS, help="JSONL file; its questions train the tokenizer"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     options = parser.parse_args()
     start = time.perf_counter()

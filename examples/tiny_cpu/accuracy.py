@@ -31,7 +31,7 @@ def accuracy(
     max_new_tokens: int = MAX_NEW_TOKENS,
     batch_size: int = 512,
 ) -> float:
-    """Share of responses equal to the gold answer, in [0, 1]: greedy when `samples` is 0, else sampled at temperature 1.
+    """Share of responses equal to the gold answer: greedy when `samples` is 0, else so many a row at temperature 1.
 
     Prompts are padded on the left, so that every response begins at the same column.
     """

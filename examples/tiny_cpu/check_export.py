@@ -2,8 +2,8 @@
 
     python examples/tiny_cpu/check_export.py run/tiny_cpu/run
 
-Loads RUN/hf, answers the held-out set greedily and sampled, and ends with status 1 when the greedy accuracy differs from
-the run's last evaluation by more than --tolerance: then the export is not the model that was trained. The sampled
+Loads RUN/hf, answers the held-out set greedily and sampled, and ends with status 1 when the greedy accuracy differs
+from the run's last evaluation by more than --tolerance: then the export is not the model that was trained. The sampled
 accuracies differ by chance and are shown side by side.
 """
 

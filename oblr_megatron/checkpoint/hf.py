@@ -75,7 +75,7 @@ def open_hf_tensors(path: Path) -> Iterator[HFTensors]:
 def load_hf_weights(policy: Policy, path: Path) -> None:
     """Fill this rank's parameters; each rank reads the slices it holds and nothing else.
 
-    Make the optimizer afterwards, or call its `reload_masters`: it copies bf16 weights into fp32 masters.
+    Make the optimizer afterwards: it copies bf16 weights into its fp32 masters.
 
     Raises:
         UserError: a tensor is missing or unknown, or its shape is not what config.json says.

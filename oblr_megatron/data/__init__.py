@@ -1,1 +1,4 @@
-"""From rows of a data set to microbatches: `prompts` before the rollout, `packing` after it. Neither megatron nor vLLM."""
+"""From rows of a data set to microbatches: `rows` and `prompts` before the rollout, `packing` after it.
+
+Imports neither megatron nor vLLM.
+"""

@@ -1,21 +1,22 @@
-"""JSONL rows -> prompts: template, length filter, a shuffle per epoch, and an exact position to resume from.
+"""Rows -> prompts: template, length filter, a shuffle per epoch, and an exact position to resume from.
 
-Every row is read and tokenised once, when the set is opened: the length filter has to see each row anyway, and only then
-can an unusable set be refused before anything is started. What is kept of a row is its text, its answer and its token ids
-(32-bit integers in one flat array): 17,000 rows of competition mathematics take about 20 MB.
+Every row is read and tokenised once, when the set is opened: the length filter has to see each row anyway, and only
+then can an unusable set be refused before anything is started. What is kept of a row is its text, its answer and its
+token ids (32-bit integers in one flat array), about 1 kB for a row of competition mathematics.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, overload
 
+from oblr_megatron.data.rows import Row, Skipped, read_rows
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import Prompt
 
@@ -30,28 +31,10 @@ TOKENIZE_ROWS = 1024  # rows handed to the tokenizer at once
 NAMED_ROWS = 5  # skipped rows that the warning names
 
 
-class Skipped(NamedTuple):
-    """A row that was left out. Example: Skipped(line=12, reason="not a JSON object")."""
-
-    line: int  # in the file, counted from 1 as editors do
-    reason: str
-
-
-class _Row(NamedTuple):
-    """A readable row. `row` counts the file's lines from 0."""
-
-    row: int
-    id: str
-    text: str  # after the template
-    answer: str
-    source: str
-
-
-class PromptSet:
+class PromptSet(Sequence[Prompt]):
     """The usable rows of one file, in file order: a sequence of `Prompt`, made on access.
 
-    Raises:
-        UserError: the file cannot be read or holds no usable row, or the tokenizer has no chat template.
+    `skipped` names the rows left out, in file order.
     """
 
     def __init__(
@@ -69,28 +52,37 @@ class PromptSet:
             path: JSONL file.
             config: columns, template and length limit.
             tokenizer: turns a prompt into token ids; its own special tokens are added unless the chat template did.
-            limit: stop after so many usable rows.
+            limit: keep the first so many usable rows.
             training: leave out rows flagged `overlaps_benchmark`.
+
+        Raises:
+            UserError: the file cannot be read or holds no usable row, or the tokenizer has no chat template.
         """
         self.path = path
         self.skipped: list[Skipped] = []
-        self._rows: list[_Row] = []
+        self._rows: list[Row] = []
+        self._texts: list[str] = []
         self._tokens = array("i")
         self._ends = array("q", [0])
-        for block in _blocks(self._readable_rows(config, tokenizer, training), TOKENIZE_ROWS):
-            self._add(block, config, tokenizer)
-            if limit is not None and len(self) >= limit:
-                del self._rows[limit:], self._ends[limit + 1 :]
-                break
+        rows = read_rows(path, config, self.skipped, training=training)
+        while (limit is None or len(self) < limit) and (block := list(islice(rows, TOKENIZE_ROWS))):
+            self._add(block, config, tokenizer, limit)
         self._report()
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Prompt:
-        row = self._rows[index]
-        token_ids = tuple(self._tokens[self._ends[index] : self._ends[index + 1]])
-        return Prompt(row.row, row.id, row.text, token_ids, row.answer, row.source)
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        row, text = self._rows[index], self._texts[index]
+        position = index % len(self)
+        token_ids = tuple(self._tokens[self._ends[position] : self._ends[position + 1]])
+        return Prompt(row.row, row.id, text, token_ids, row.answer, row.source)
 
     def fingerprint(self) -> str:
         """A digest of what the prompts are, so that a position is never taken up in another data set."""
@@ -100,41 +92,20 @@ class PromptSet:
             digest.update(f"{row.id}\0{row.answer}\0".encode())
         return digest.hexdigest()[:16]
 
-    def _readable_rows(
-        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, training: bool
-    ) -> Iterator[_Row]:
-        for number, line in _lines(self.path):
-            if not line.strip():
-                continue
-            record = _parse(line)
-            if isinstance(record, str):
-                self.skipped.append(Skipped(number + 1, record))
-                continue
-            if training and record.get("overlaps_benchmark"):
-                self.skipped.append(Skipped(number + 1, "flagged overlaps_benchmark"))
-                continue
-            question = _text(record.get(config.question_column))
-            answer = _text(record.get(config.answer_column)).strip()
-            if not question.strip() or not answer:
-                column = config.answer_column if question.strip() else config.question_column
-                self.skipped.append(Skipped(number + 1, f"no {column!r}"))
-                continue
-            text = render(question, config, tokenizer)
-            identity = _text(record.get("id")) or f"{self.path.stem}-{number}"
-            yield _Row(number, identity, text, answer, _text(record.get("source")) or self.path.stem)
-
-    def _add(self, block: list[_Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        encoded = tokenizer([row.text for row in block], add_special_tokens=not config.chat_template)["input_ids"]
-        for row, ids in zip(block, encoded, strict=True):
-            if not ids:
-                self.skipped.append(Skipped(row.row + 1, "no token"))
-            elif len(ids) > config.max_prompt_tokens:
-                reason = f"{len(ids)} tokens, more than data.max_prompt_tokens {config.max_prompt_tokens}"
-                self.skipped.append(Skipped(row.row + 1, reason))
-            else:
-                self._rows.append(row)
+    def _add(self, block: list[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> None:
+        texts = [render(row.question, config, tokenizer) for row in block]
+        encoded = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
+        for row, text, ids in zip(block, texts, encoded, strict=True):
+            if len(self) == limit:
+                return
+            if 0 < len(ids) <= config.max_prompt_tokens:
+                self._rows.append(row._replace(question=""))  # the text holds it
+                self._texts.append(text)
                 self._tokens.extend(ids)
                 self._ends.append(len(self._tokens))
+            else:
+                reason = f"{len(ids)} tokens, data.max_prompt_tokens is {config.max_prompt_tokens}"
+                self.skipped.append(Skipped(row.row + 1, reason))
 
     def _report(self) -> None:
         """One warning for all skipped rows; an error when nothing is left."""
@@ -151,15 +122,20 @@ class PromptSet:
 class PromptStream:
     """Prompts without end: every epoch holds each usable row exactly once, in an order drawn from seed and epoch.
 
-    A batch that begins at the end of an epoch goes on in the next one, so no prompt is lost or repeated within an epoch.
+    A batch that begins at the end of an epoch goes on in the next one: within an epoch no prompt is lost or repeated.
 
     Example:
         stream = PromptStream(config.data, tokenizer, seed=0)
         prompts = stream.take(128)
-        state = stream.state_dict()  # {"epoch": 0, "index": 128, "fingerprint": "3f0c..."}
+        state = stream.state_dict()  # {"epoch": 0, "index": 128, "seed": 0, "fingerprint": "3f0c..."}
     """
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
+        """Open config.train.
+
+        Raises:
+            UserError: see `PromptSet`.
+        """
         self._prompts = PromptSet(Path(config.train), config, tokenizer, training=True)
         self._shuffle = config.shuffle
         self._seed = seed
@@ -182,13 +158,7 @@ class PromptStream:
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
-        taken = []
-        for _ in range(count):
-            taken.append(self._prompts[self._order[self._index]])
-            self._index += 1
-            if self._index == len(self._order):
-                self._seek(self._epoch + 1, 0)
-        return taken
+        return list(islice(self._forever(), count))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands; plain JSON values."""
@@ -209,6 +179,14 @@ class PromptStream:
                 )
         self._seek(state["epoch"], state["index"])
 
+    def _forever(self) -> Iterator[Prompt]:
+        while True:
+            prompt = self._prompts[self._order[self._index]]
+            self._index += 1
+            if self._index == len(self._order):
+                self._seek(self._epoch + 1, 0)
+            yield prompt
+
     def _seek(self, epoch: int, index: int) -> None:
         self._epoch, self._index = epoch, index
         self._order = list(range(len(self._prompts)))
@@ -217,7 +195,7 @@ class PromptStream:
 
 
 def load_prompts(
-    path: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None
+    path: str | Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None
 ) -> list[Prompt]:
     """All usable rows of an evaluation file, in file order; `limit` keeps the first so many.
 
@@ -228,7 +206,11 @@ def load_prompts(
 
 
 def render(question: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt's text: the template with the question put in, or the tokenizer's chat template."""
+    """The prompt's text: the template with the question put in, or the tokenizer's chat template.
+
+    Raises:
+        UserError: the tokenizer has no chat template.
+    """
     if not config.chat_template:
         return config.template.replace("{question}", question)
     if not getattr(tokenizer, "chat_template", None):
@@ -240,45 +222,3 @@ def render(question: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
     system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
     turns = [*system, {"role": "user", "content": question}]
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(position from 0, bytes) of each line; a byte-order mark is dropped."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file):
-                yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
-    except OSError as error:
-        raise UserError(
-            f"cannot read the data set: {error.strerror}", where=str(path), mend="give an existing JSONL file"
-        ) from error
-
-
-def _parse(line: bytes) -> dict[str, Any] | str:
-    """The row, or why it cannot be read."""
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        return "not UTF-8"
-    except (ValueError, RecursionError):  # deep nesting ends in a RecursionError
-        return "not JSON"
-    return record if isinstance(record, dict) else "not a JSON object"
-
-
-def _text(value: Any) -> str:
-    """A column's value as text: numbers are written out, anything but a string or a number counts as absent."""
-    if isinstance(value, str):
-        return value
-    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
-
-
-def _blocks(rows: Iterator[_Row], size: int) -> Iterator[list[_Row]]:
-    block: list[_Row] = []
-    for row in rows:
-        block.append(row)
-        if len(block) == size:
-            yield block
-            block = []
-    if block:
-        yield block
-

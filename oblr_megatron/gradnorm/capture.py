@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oblr_megatron.gradnorm.kernels import sq_norm
+from oblr_megatron.gradnorm.kernels import scratch_for, sq_norm
 from oblr_megatron.gradnorm.rules import Kind, Rule
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class _Buffer:
         copies = self._indices(buffer, [rule for rule in mine if rule.kind is Kind.COPY and not counts_copies])
         self.excluded = torch.cat((self.partial, copies))
         self.put_aside = self.grad.new_zeros(num_samples, len(self.partial))  # [n, P]
+        self._scratch = scratch_for(self.grad)
 
     def _indices(self, buffer: Any, rules: Sequence[Rule]) -> Tensor:
         spans = [torch.arange(*buffer.param_index_map[rule.param][:2]) for rule in rules]
@@ -66,7 +67,7 @@ class _Buffer:
             torch.index_select(self.grad, 0, self.partial, out=self.put_aside[sample])
         if len(self.excluded):
             self.grad.index_fill_(0, self.excluded, 0.0)
-        total = sq_norm(self.grad)
+        total = sq_norm(self.grad, self._scratch)
         self.grad.zero_()
         return total
 

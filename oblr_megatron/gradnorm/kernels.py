@@ -12,11 +12,19 @@ if TYPE_CHECKING:
 CHUNK = 2**22  # elements turned to fp64 at a time: 32 MiB, which stays in a GPU's cache between the two reads
 
 
-def sq_norm(flat: Tensor) -> Tensor:
+def scratch_for(flat: Tensor) -> Tensor | None:
+    """Memory for `sq_norm`, for callers that call it often: fresh pages cost more than the sum itself."""
+    if flat.dtype == torch.float64:
+        return None
+    return torch.empty(min(len(flat), CHUNK), dtype=torch.float64, device=flat.device)
+
+
+def sq_norm(flat: Tensor, scratch: Tensor | None = None) -> Tensor:
     """Sum of squares of a [n] tensor of any floating dtype, as an fp64 scalar on its device."""
+    scratch = scratch_for(flat) if scratch is None else scratch
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for chunk in flat.split(CHUNK):
-        wide = chunk.to(torch.float64)
+        wide = chunk if scratch is None else scratch[: len(chunk)].copy_(chunk)
         total += torch.dot(wide, wide)
     return total
 

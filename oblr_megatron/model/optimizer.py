@@ -22,6 +22,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import nn
 
 from oblr_megatron.config import OptimizerConfig
+from oblr_megatron.errors import RunError
 from oblr_megatron.model import cpu
 from oblr_megatron.model.qwen3 import Policy
 
@@ -55,7 +56,10 @@ def grad_sq_norm(policy: Policy) -> float:
 
 
 class PolicyOptimizer:
-    """Adam (decoupled weight decay) or SGD by megatron-core; bf16 weights have fp32 masters inside it."""
+    """Adam (decoupled weight decay) or SGD by megatron-core; bf16 weights have fp32 masters inside it.
+
+    Make it after the weights were loaded: the masters are copied from them here.
+    """
 
     def __init__(self, policy: Policy, config: OptimizerConfig) -> None:
         self.config = config
@@ -73,10 +77,10 @@ class PolicyOptimizer:
         """Scale the gradient by min(1, clip_grad / norm); returns the factor (1 where clipping is off).
 
         Raises:
-            ValueError: the norm is not a number or infinite; a step would destroy the weights.
+            RunError: the norm is not a number or infinite; a step would destroy the weights.
         """
         if not math.isfinite(sq_norm):
-            raise ValueError(f"the squared gradient norm is {sq_norm}: the step would destroy the weights")
+            raise RunError(f"the squared gradient norm is {sq_norm}: the step would destroy the weights")
         norm = math.sqrt(sq_norm)
         if not self.config.clip_grad or norm <= self.config.clip_grad:
             return 1.0
@@ -96,18 +100,6 @@ class PolicyOptimizer:
         self._optimizer.step_with_ready_grads()
         # It has made main_grad the `grad` of each weight, to which the next backward would add a second time.
         self._optimizer.zero_grad()
-
-    def reload_masters(self) -> None:
-        """Copy the weights into the fp32 masters, after the weights were loaded anew."""
-        self._optimizer.reload_model_params()
-
-    def state_dict(self) -> Any:
-        """megatron-core's optimizer state of this rank."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Restore `state_dict()`."""
-        self._optimizer.load_state_dict(state)
 
 
 def _megatron_config(policy: Policy, config: OptimizerConfig) -> MegatronOptimizerConfig:

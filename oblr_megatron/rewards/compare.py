@@ -7,29 +7,15 @@ argument: in a worker process it is the real thing, elsewhere `unsettled`, which
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import NoReturn
 
+from oblr_megatron.rewards.leaf import Symbolic, equal_leaves, has_variable
 from oblr_megatron.rewards.normalize import compact, normalize
-from oblr_megatron.rewards.quantity import Quantity, read_base, read_marks, read_number
 from oblr_megatron.rewards.structure import Group, Leaf, Named, Node, Relation, has_grouping, parse
-
-Symbolic = Callable[[str, str], bool]
 
 MAX_INLINE_ITEMS = 32  # longer lists are compared in a worker, under its deadline
 
-_OPERATORS = re.compile(
-    r"\\(sum|prod|coprod|i{0,3}nt|oint|lim|limsup|liminf|gcd|lcm|max|min|sup|inf|det|dim|deg|b?mod|pmod|pod|bigcup|bigcap)"
-    r"(?![A-Za-z])|\\text\{\s*(lcm|gcd|max|min|mod|rank|tr|det|lim|sum|prod|gdc|hcf)\s*\}"
-    r"|(?<![A-Za-z\\])(gcd|lcm|max|min|sum|prod|mod|lim|int|det|hcf)(?![A-Za-z])"
-    r"|\\begin\{(v)matrix\}|\\frac\s*\{\s*(?:d|\\partial)[^{}]{0,40}\}\s*\{\s*(d|\\partial)"
-)
-_TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_WORD = re.compile(r"[A-Za-z][A-Za-z .'-]*")
-_PLAIN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all"}
-_APART = re.compile(r"(?<![_^0-9.])(?<!frac )[0-9.]+ [0-9.]")  # two numbers with nothing between them
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
-_CONSTANTS = {"e", "i"}
 
 
 class Unsettled(Exception):
@@ -75,7 +61,7 @@ def _equal(gold: Node, given: Node, symbolic: Symbolic) -> bool:
     if isinstance(gold, Group) and isinstance(given, Group):
         return _equal_groups(gold, given, symbolic)
     if isinstance(gold, Leaf) and isinstance(given, Leaf):
-        return _equal_leaves(gold.text, given.text, symbolic)
+        return equal_leaves(gold.text, given.text, symbolic)
     return _algebra_of_sets(gold) and _algebra_of_sets(given) and symbolic(gold.text, given.text)
 
 
@@ -97,7 +83,7 @@ def _equal_named(gold: Node, given: Node, symbolic: Symbolic) -> bool:
 
 def _names_agree(gold: str, given: str) -> bool:
     """Whether two names may stand for the same thing: words and angles always do, y may be a function's value."""
-    if any(name.startswith(("\\text", "\\angle", "\\text")) for name in (gold, given)):
+    if any(name.startswith(("\\text", "\\angle")) for name in (gold, given)):
         return True
     heads = [re.split(r"[(]", name, maxsplit=1)[0] for name in (gold, given)]
     if "y" in heads and any("(" in name for name in (gold, given)):
@@ -121,18 +107,12 @@ def _with_argument(gold_name: str, given: Named) -> Node:
 
 def _equal_relation(gold: Node, given: Node, symbolic: Symbolic) -> bool:
     if isinstance(gold, Relation):
-        return isinstance(given, (Relation, Leaf)) and isinstance(given, Relation) and symbolic(gold.text, given.text)
+        return isinstance(given, Relation) and symbolic(gold.text, given.text)
     assert isinstance(given, Relation)
-    if set(given.signs) != {"="} or not isinstance(gold, Leaf) or _has_variable(gold.text):
+    if set(given.signs) != {"="} or not isinstance(gold, Leaf) or has_variable(gold.text):
         return False
-    stated = [part for part in given.parts[:-1] if not _has_variable(part)]  # "2 + 3 = 5" states its left side too
-    return all(_equal_leaves(gold.text, part, symbolic) for part in (given.parts[-1], *stated))
-
-
-def _has_variable(text: str) -> bool:
-    """Whether letters other than constants occur, outside of units and words."""
-    letters = (match.group(1) for match in _LETTER.finditer(_TEXT.sub("", read_marks(text).core)))
-    return any(letter and letter not in _CONSTANTS for letter in letters)
+    stated = [part for part in given.parts[:-1] if not has_variable(part)]  # "2 + 3 = 5" states its left side too
+    return all(equal_leaves(gold.text, part, symbolic) for part in (given.parts[-1], *stated))
 
 
 def _equal_groups(gold: Group, given: Group, symbolic: Symbolic) -> bool:
@@ -141,7 +121,7 @@ def _equal_groups(gold: Group, given: Group, symbolic: Symbolic) -> bool:
     kinds = {gold.kind, given.kind}
     column = next((group for group in (gold, given) if group.kind == "matrix" and _is_column(group)), None)
     if column is not None and kinds == {"matrix", "()"}:
-        return _equal_groups(*(_flat(group) for group in (gold, given)), symbolic)
+        return _equal_groups(_flat(gold), _flat(given), symbolic)
     if "union" in kinds and "list" not in kinds:
         return _unordered(gold, given, symbolic) or symbolic(gold.text, given.text)
     if len(kinds) > 1 or len(gold.items) != len(given.items):
@@ -180,65 +160,3 @@ def _algebra_of_sets(node: Node) -> bool:
     """Whether computer algebra can read this node as a set or matrix although the forms differ."""
     signs = ("\\cup", "\\cap", "\\setminus", "\\infty", "\\mathbb", "matrix")
     return isinstance(node, (Group, Leaf)) and any(sign in node.text for sign in signs)
-
-
-def _equal_leaves(gold: str, given: str, symbolic: Symbolic) -> bool:
-    if compact(gold) == compact(given):
-        return True
-    if (word := _as_word(gold)) is not None:
-        return word == (_as_word(given) or _word_form(given))
-    if _TEXT.fullmatch(given) and not re.fullmatch(r"\\text\{\s*[A-Za-z]\s*\}", given):
-        return False
-    if read_base(gold) or read_base(given):
-        return _equal_with_base(gold, given)
-    expected, found = read_marks(gold), read_marks(given)
-    number, other = read_number(expected.core), read_number(found.core)
-    if number is not None and other is not None:
-        number, other = number * expected.scale, other * found.scale
-        shares = [value / 100 if mark.percent else value for value, mark in ((number, expected), (other, found))]
-        return number == other or shares[0] == shares[1]
-    if not _operators(found.core) <= _operators(expected.core) or _APART.search(found.core):
-        return False
-    return _equal_expressions(expected, found, symbolic)
-
-
-def _equal_expressions(gold: Quantity, given: Quantity, symbolic: Symbolic) -> bool:
-    a, b = (quantity.core if quantity.scale == 1 else f"{quantity.scale}({quantity.core})" for quantity in (gold, given))
-    if symbolic(a, b):
-        return True
-    if gold.degree != given.degree and "\\pi" in a + b:  # one in degrees, the other in radians
-        a, b = (f"\\frac{{\\pi}}{{180}}({c})" if q.degree else c for q, c in ((gold, a), (given, b)))
-        return symbolic(a, b)
-    return False
-
-
-def _equal_with_base(gold: str, given: str) -> bool:
-    """A gold in a base wants that base; a plain gold takes the value."""
-    expected, found = read_base(gold), read_base(given)
-    if expected is not None:
-        return found is not None and found[1] == expected[1] and int(*found) == int(*expected)
-    value = read_number(read_marks(gold).core)
-    return found is not None and value is not None and int(*found) == value
-
-
-def _operators(text: str) -> set[str]:
-    """Operators that would make an unevaluated expression score as its value."""
-    return {next(name for name in match.groups() if name) for match in _OPERATORS.finditer(text)}
-
-
-def _as_word(text: str) -> str | None:
-    r"""The word an answer consists of, or None: all of it in \text, or letters that can be no product of variables."""
-    if match := _TEXT.fullmatch(text):
-        return _word_form(match.group(1))
-    if _WORD.fullmatch(text) and (len(text) >= 4 or text.casefold() in _PLAIN_WORDS):
-        return _word_form(text)
-    return None
-
-
-def _word_form(text: str) -> str:
-    """Case is ignored from two letters on; brackets around an option letter, too."""
-    text = " ".join(_TEXT.sub(r"\1", text).strip(" ().'\"").split())
-    return text.casefold() if len(text) > 1 else text
-
-
-__all__ = ["Symbolic", "Unsettled", "equal_answers", "unsettled"]

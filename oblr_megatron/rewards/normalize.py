@@ -7,24 +7,8 @@ introduced: `°` for every way to write a degree, and plain `%` for percent.
 from __future__ import annotations
 
 import re
-import unicodedata
 
-_SYMBOLS = {
-    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": r"\times ", "⋅": r"\cdot ", "·": r"\cdot ", "•": r"\cdot ",
-    "∗": "*", "÷": "/", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ",
-    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∓": r"\mp ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
-    "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "⟨": r"\langle ", "⟩": r"\rangle ", "、": ",", "。": ".", "≈": r"\approx ",
-    "∠": r"\angle ", "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
-    "⌈": r"\lceil ", "⌉": r"\rceil ", "’": "'", "′": "'", "…": r"\ldots ", "∨": r"\lor ", "∖": r"\setminus ",
-}  # fmt: skip
-_GREEK = {
-    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "θ": "theta", "λ": "lambda", "μ": "mu",
-    "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "phi", "ϕ": "phi", "ω": "omega", "Δ": "Delta", "Ω": "Omega",
-}  # fmt: skip
-_CHARACTERS = str.maketrans(_SYMBOLS | {letter: f"\\{name} " for letter, name in _GREEK.items()})
-_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
-_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-_VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞⅐⅑⅒]")
+from oblr_megatron.rewards.characters import SPACES, to_ascii
 
 _GROUP_MARK = re.compile(r"(?<=[0-9])(?:\{,\}|,\s*\\!|\\,|\\!|\\ |~)\s*(?=[0-9]{3}(?![0-9]))")
 _TEXT = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph|operatorname\*?)\s*\{")
@@ -47,7 +31,6 @@ _DROPPED = re.compile(
     r"|mathstrut|hfill)(?![A-Za-z])|\\!|(?<!\\)\\[,;:>]"
 )
 _SPACE = re.compile(r"\\(?:quad|qquad|enspace)(?![A-Za-z])|(?<!\\)\\ |~|\s")
-_SPACES = re.compile(" {2,}")
 _RENAMED = {
     r"[dtc]frac": r"\\frac", r"[dt]binom": r"\\binom", "leq(?:slant)?": r"\\le", "geq(?:slant)?": r"\\ge",
     "neq": r"\\ne", "lt": "<", "gt": ">", "lbrace": r"\\{", "rbrace": r"\\}", "lbrack": "[", "rbrack": "]",
@@ -64,7 +47,7 @@ def normalize(text: str) -> str:
     Examples: "$\dfrac{1}{2}$." -> r"\frac{1}{2}";  r"10,\!080" -> "10080";  "x² ≤ 4" -> r"x^{2} \le 4";
     r"30^{\circ}" -> "30°";  r"\mbox{ cm}^2" -> r"\text{ cm}^2".
     """
-    text = _unicode(text)
+    text = to_ascii(text)
     text = _CURRENCY.sub("", _DELIMITER.sub("", text))
     text = _GROUP_MARK.sub("", text)
     text = _DROPPED.sub("", text)
@@ -75,29 +58,13 @@ def normalize(text: str) -> str:
     text = _ROMAN_SWITCH.sub(r"\\text{\1}", text)
     text = _PERCENT.sub("%", _DEGREE.sub("°", text))
     text = _AND_OR.sub(" ; ", _AND_OR_TEXT.sub(" ; ", text)) if not _is_text(text) else text
-    text = _TEXT_NUMBER.sub(r"\1", _SPACES.sub(" ", _SPACE.sub(" ", text)).strip())
+    text = _TEXT_NUMBER.sub(r"\1", SPACES.sub(" ", _SPACE.sub(" ", text)).strip())
     return _without_trailing_marks(text)
 
 
 def compact(text: str) -> str:
     """Without the spaces that separate nothing: two texts with the same compact form say the same."""
     return re.sub(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", "", text)
-
-
-def _unicode(text: str) -> str:
-    """ASCII LaTeX where there is one; raised and lowered digits first, since NFKC would flatten them."""
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda match: f"^{{{match.group().translate(_RAISED)}}}", text)
-    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match.group().translate(_LOWERED)}}}", text)
-    text = _VULGAR.sub(_vulgar_fraction, text)
-    text = re.sub(r"√\s*([0-9]+|[A-Za-z])", r"\\sqrt{\1}", text).replace("√", r"\sqrt")
-    text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
-    text = "".join(" " if c.isspace() else c for c in text if c.isspace() or unicodedata.category(c)[0] != "C")
-    return _SPACES.sub(" ", text)  # first of all, so that no later pattern meets a long run of spaces
-
-
-def _vulgar_fraction(match: re.Match[str]) -> str:
-    numerator, denominator = unicodedata.normalize("NFKC", match.group()).split("⁄")
-    return f" \\frac{{{numerator}}}{{{denominator}}}"
 
 
 def _is_text(text: str) -> bool:

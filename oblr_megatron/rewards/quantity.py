@@ -6,6 +6,7 @@ Nothing is rounded: a number is a `Fraction` or it is not read at all.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -13,7 +14,7 @@ MAX_DIGITS = 1000  # longer numbers are left to computer algebra and its deadlin
 
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _PLAIN = re.compile(_DECIMAL)
-_E_NOTATION = re.compile(rf"({_DECIMAL})[eE]([+-]?[0-9]{{1,4}})")
+_E_NOTATION = re.compile(rf"({_DECIMAL})[eE]([+-]?[0-9]{{1,4}})()")
 _POWER_OF_TEN = re.compile(
     rf"(?:({_DECIMAL})\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*(?:\{{\s*([+-]?[0-9]{{1,4}})\s*\}}|([0-9]))"
 )
@@ -25,11 +26,9 @@ _FRAC_ARGUMENT = re.compile(r"\s*(?:\{([^{}]*)\}|([0-9]))")
 _SCALES = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
 }  # fmt: skip
-_SHORT_UNITS = (
-    "cm mm km dm nm in ft yd mi kg mg lb lbs oz sec min hr hrs ms ml mL cl mph kmh kph Hz kJ kW Pa mol cents cent rad "
-    "radians usd USD eur EUR inches inch feet foot miles mile meters metres hours minutes seconds days weeks months years "
-    "dollars euros pounds units"
-).split()
+_SHORT_UNITS = frozenset(
+    ["cm", "mm", "km", "dm", "nm", "in", "ft", "yd", "mi", "kg", "mg", "lb", "lbs", "oz", "sec", "min", "hr", "hrs", "ms", "ml", "mL", "cl", "mph", "kmh", "kph", "Hz", "kJ", "kW", "Pa", "mol", "cents", "cent", "rad", "radians", "usd", "USD", "eur", "EUR", "inches", "inch", "feet", "foot", "miles", "mile", "meters", "metres", "hours", "minutes", "seconds", "days", "weeks", "months", "years", "dollars", "euros", "pounds", "units"]
+)
 _UNIT_END = re.compile(
     r"\s*(?:\\text\{([A-Za-z.,/()\s-]*)\}|(?<![A-Za-z\\{])(?<=[0-9}\s])([A-Za-z]{2,}(?:[ /][A-Za-z]+)*))"
     r"\s*(?:\^\s*\{?\s*[23]\s*\}?)?$"
@@ -102,7 +101,7 @@ def read_base(text: str) -> tuple[str, int] | None:
 def read_number(text: str) -> Fraction | None:
     r"""The exact value of a number, or None for anything else.
 
-    Examples: "1.50" -> 3/2; r"-\frac12" -> -1/2; "1 3/4" -> 7/4; "2.88e-3" -> 0.00288 exactly; r"0.\overline{3}" -> 1/3.
+    Examples: "1.50" -> 3/2; r"-\frac12" -> -1/2; "1 3/4" -> 7/4; "2.88e-3" -> 0.00288; r"0.\overline{3}" -> 1/3.
     """
     text = text.strip()
     if not text or len(text) > MAX_DIGITS:
@@ -116,18 +115,15 @@ def read_number(text: str) -> Fraction | None:
 def _unsigned(text: str) -> Fraction | None:
     if text[:1] in "({" and text[-1:] in ")}" and text[1:-1].count(text[0]) == text[1:-1].count(text[-1]) == 0:
         return read_number(text[1:-1])
-    if _PLAIN.fullmatch(text):
-        return Fraction(text)
-    if _SPACED.fullmatch(text):
-        return Fraction(text.replace(" ", ""))
-    if match := _E_NOTATION.fullmatch(text):
-        return Fraction(match.group(1)) * Fraction(10) ** int(match.group(2))
-    if match := _POWER_OF_TEN.fullmatch(text):
-        return Fraction(match.group(1) or 1) * Fraction(10) ** int(match.group(2) or match.group(3))
-    if match := _REPEATING.fullmatch(text):
-        return _repeating(match)
-    value = _fraction(text)
-    return _mixed(text) if value is None else value
+    for pattern, value in _FORMS:
+        if match := pattern.fullmatch(text):
+            return value(match)
+    fraction = _fraction(text)
+    return _mixed(text) if fraction is None else fraction
+
+
+def _power_of_ten(match: re.Match[str]) -> Fraction:
+    return Fraction(match.group(1) or 1) * Fraction(10) ** int(match.group(2) or match.group(3))
 
 
 def _repeating(match: re.Match[str]) -> Fraction:
@@ -160,3 +156,12 @@ def _mixed(text: str) -> Fraction | None:
     if fraction is None or not 0 < fraction < 1:
         return None
     return int(match.group(1) or match.group(3)) + fraction
+
+
+_FORMS: list[tuple[re.Pattern[str], Callable[[re.Match[str]], Fraction]]] = [
+    (_PLAIN, lambda match: Fraction(match.group())),
+    (_SPACED, lambda match: Fraction(match.group().replace(" ", ""))),
+    (_E_NOTATION, _power_of_ten),
+    (_POWER_OF_TEN, _power_of_ten),
+    (_REPEATING, _repeating),
+]

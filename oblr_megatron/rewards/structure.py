@@ -1,7 +1,7 @@
 r"""The outer form of an answer: a list, a set, a tuple, an interval, a matrix, a relation, a named value, or a leaf.
 
-Only brackets, separators and relation signs are read here; what stands between them stays text. Round brackets around two
-entries may be a point or an open interval: both are a `Group` of kind "()" and compare alike.
+Only brackets, separators and relation signs are read here; what stands between them stays text. Round brackets around
+two entries may be a point or an open interval: both are a `Group` of kind "()" and compare alike.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Relation:
 Node = Leaf | Group | Named | Relation
 
 _TOKEN = re.compile(
-    r"\\begin\s*\{[A-Za-z]+\*?\}|\\end\s*\{[A-Za-z]+\*?\}|\\[A-Za-z]+|\\.|[()\[\]{},;&=<>]|[^\\()\[\]{},;&=<>]+", re.DOTALL
+    r"\\begin\s*\{[A-Za-z]+\*?\}|\\end\s*\{[A-Za-z]+\*?\}|\\[A-Za-z]+|\\.|[()\[\]{},;&=<>]|[^\\()\[\]{},;&=<>]+",
+    re.DOTALL,
 )
 _OPEN = {"(", "[", "{", "\\{", "\\langle"}
 _CLOSE = {")": "(", "]": "[", "}": "{", "\\}": "\\{", "\\rangle": "\\langle"}
@@ -64,7 +65,9 @@ _NAME = re.compile(
     r"(?:\s*\(\s*[A-Za-z0-9]\s*(?:,\s*[A-Za-z]\s*)*\))?"
     r"|\\angle\s*[A-Za-z0-9_{} ]+|\\text\{[^{}]*\}|\(\s*[A-Za-z](?:_[0-9])?\s*(?:,\s*[A-Za-z](?:_[0-9])?\s*)+\)"
 )
-_MATRIX = re.compile(r"\\begin\{([pbvBV]?|small)matrix\}(.*)\\end\{\1matrix\}|\\begin\{(array)\}\{[lcr|]*\}(.*)\\end\{array\}", re.S)
+_MATRIX = re.compile(
+    r"\\begin\{([pbvBV]?|small)matrix\}(.*)\\end\{\1matrix\}|\\begin\{(array)\}\{[lcr|]*\}(.*)\\end\{array\}", re.S
+)
 _DOMAIN = re.compile(r"[A-Za-z] \\in \\mathbb\{[A-Z]\}")
 _GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,)")
 
@@ -75,9 +78,9 @@ def has_grouping(text: str) -> bool:
 
 
 def parse(text: str, *, grouped: bool = False) -> Node:
-    """Read a normalised answer; `grouped` takes commas between groups of three digits as part of the number.
+    r"""Read a normalised answer; `grouped` takes commas between groups of three digits as part of the number.
 
-    Examples: "1, 2" -> list of two; "1,234" with grouped -> Leaf("1234"); r"x \\in [1, 2)" -> Named(..., "x", Group "[)").
+    Examples: "1, 2" -> list of two; "1,234" with grouped -> Leaf("1234"); r"x \in [1, 2)" -> Named "x", Group "[)".
     """
     if grouped:
         text = _GROUPED.sub(lambda match: match.group().replace(",", ""), text)

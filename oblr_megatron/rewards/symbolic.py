@@ -1,14 +1,16 @@
 r"""Equality of expressions by computer algebra, for worker processes only: it may take for ever, or all memory.
 
-math-verify reads the LaTeX (its grammar, without its extraction, its units and its case folding). Decimals become exact
-fractions before that, so that nothing is rounded. Two numbers are equal when their difference is zero to 300 digits; two
-expressions with variables when they agree at rational points, with exact arithmetic where both are rational functions.
+math-verify reads the LaTeX (its grammar, without its extraction, its units and its case folding). Decimals become
+exact fractions before that, so that nothing is rounded. Two numbers are equal when their difference is zero to 300
+digits; two expressions with variables when they agree at rational points, with exact arithmetic where both are rational
+functions.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -46,7 +48,13 @@ def judge(prediction: str, gold: str) -> float:
 
 def warm_up() -> None:
     """Fill the grammar's caches once, before workers are forked."""
-    for text in (r"\frac{1}{2}+x^{2}", r"(2\sqrt{3}, \pi]", r"x \ge \sin(2 n)!", r"\log_{2} 3", r"\left\{a, b_1\right\}"):
+    for text in (
+        r"\frac{1}{2}+x^{2}",
+        r"(2\sqrt{3}, \pi]",
+        r"x \ge \sin(2 n)!",
+        r"\log_{2} 3",
+        r"\left\{a, b_1\right\}",
+    ):
         read(text)
 
 
@@ -61,6 +69,7 @@ def equal_expressions(gold: str, given: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=2048)  # a group's responses share the gold answer, and often theirs
 def read(text: str) -> Any:
     """LaTeX to sympy, without evaluating.
 
@@ -90,13 +99,18 @@ def _equal(gold: Any, given: Any) -> bool:
         return _equal_relations(gold, given)
     if isinstance(gold, Expr) and isinstance(given, Expr):
         return _equal_scalars(gold, given)
-    if isinstance(gold, Basic) and isinstance(given, Basic) and not isinstance(gold, Expr) and not isinstance(given, Expr):
+    if (
+        isinstance(gold, Basic)
+        and isinstance(given, Basic)
+        and not isinstance(gold, Expr)
+        and not isinstance(given, Expr)
+    ):
         return bool(verify(gold, given, timeout_seconds=None))  # sets of all kinds
     return False
 
 
 def _equal_relations(gold: Relational, given: Relational) -> bool:
-    """The same relation when one difference of sides is a constant multiple of the other (positive, for inequalities)."""
+    """The same relation: one difference of sides is a constant multiple (positive, for inequalities) of the other."""
     equation = isinstance(gold, sympy.Eq)
     if equation != isinstance(given, sympy.Eq) or isinstance(gold, sympy.Ne) != isinstance(given, sympy.Ne):
         return False
@@ -140,7 +154,8 @@ def _equal_scalars(gold: Expr, given: Expr) -> bool:
 
 def _agree(gold: Expr, given: Expr, symbols: list[Any]) -> bool:
     """Whether two expressions take the same values wherever the gold one is a real number."""
-    integers = any(value.has(sympy.floor, sympy.ceiling, sympy.Mod) for value in (gold, given))
+    discrete = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.factorial, sympy.binomial)
+    integers = any(value.has(*discrete) for value in (gold, given))
     compared = 0
     for values in _points(len(symbols), integers=integers):
         at = dict(zip(symbols, values, strict=True))
@@ -191,7 +206,9 @@ def _evaluate(value: Expr) -> Expr:
         if not power.is_Pow:
             return False
         base, exponent = power.as_base_exp()
-        return bool(base.is_Rational and base.is_negative and exponent.is_Rational and exponent.q % 2 and exponent.q > 1)
+        return bool(
+            base.is_Rational and base.is_negative and exponent.is_Rational and exponent.q % 2 and exponent.q > 1
+        )
 
     return value.doit().replace(is_odd_root, real_root)
 
@@ -201,7 +218,7 @@ def _imaginary_unit(gold: Expr, given: Expr) -> tuple[Expr, Expr]:
     names = {symbol.name for symbol in gold.free_symbols | given.free_symbols}
     if names != {"i"}:
         return gold, given
-    unit = {symbol: sympy.I for symbol in gold.free_symbols | given.free_symbols}
+    unit = dict.fromkeys(gold.free_symbols | given.free_symbols, sympy.I)
     return sympy.expand(gold.subs(unit)), sympy.expand(given.subs(unit))
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from oblr_megatron.errors import RunError, UserError
@@ -249,15 +250,20 @@ def _raise_first(outcomes: Sequence[Outcome[Any]], own: Outcome[Any]) -> None:
             raise RunError(outcome.error)
 
 
+def engine_dtype(config: Config) -> torch.dtype:
+    """Dtype of the engine's weights, and so of what is pushed: rollout.dtype, or the trainer's, which may be wider."""
+    name = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
 def engine_spec(config: Config, parallel: Parallel, index: int, placement: Placement) -> EngineSpec:
     """What an engine process of this run is told."""
     rollout = config.rollout
-    dtype = rollout.dtype if rollout.dtype != "auto" else config.model.dtype
     on_gpu = parallel.device.type == "cuda"
     return EngineSpec(
         name=f"engine {index}",
         model=config.model.path.absolute(),
-        dtype="bfloat16" if dtype == "bfloat16" else "float32",
+        dtype="bfloat16" if engine_dtype(config) is torch.bfloat16 else "float32",
         device="cuda" if on_gpu else "cpu",
         max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
         max_num_seqs=rollout.max_num_seqs,

@@ -30,7 +30,7 @@ from oblr_megatron.types import Sample
 from oblr_megatron.weights.shm import SharedBuffer
 
 GRACE_SECONDS = 5.0
-"""How long an idle engine may take to end by itself when it is closed."""
+"""How long an engine may take to end when it is asked to; then it is killed."""
 LOG_LINES = 15
 """Lines of the engine's log that an error quotes."""
 
@@ -174,11 +174,10 @@ class VllmEngine:
             self.call("wake", arguments, what=f"{self.spec.name} to wake", seconds=self.deadlines.push)
 
     def close(self) -> None:
-        """End the process: by request if it is idle, by force if it is not, or does not end."""
-        if self._ready and self._lost is None:
-            with suppress(TimeoutError, PeerGone):
-                self._channel.send(Call("stop", {}), time.monotonic() + 1)
-                self._wait(GRACE_SECONDS)
+        """End the process, whatever it is doing; may be called again."""
+        if self._lost is None:
+            self._signal(signal.SIGTERM)
+            self._wait(GRACE_SECONDS)
         self._lose(f"{self.spec.name} is closed")
 
     def _launch(self) -> tuple[Channel, subprocess.Popen[bytes]]:
@@ -228,8 +227,7 @@ class VllmEngine:
         if self._lost is not None:
             return
         self._lost = reason
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
         self._channel.close()
         self.buffer.close()
@@ -237,6 +235,10 @@ class VllmEngine:
     def _check_lost(self) -> None:
         if self._lost is not None:
             raise RunError(self._lost)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # the group, for an engine over several GPUs has processes of its own
+            os.killpg(self._process.pid, number)
 
     def _wait(self, seconds: float) -> None:
         with suppress(subprocess.TimeoutExpired):

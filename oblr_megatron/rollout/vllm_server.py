@@ -54,6 +54,8 @@ class EngineServer:
         self._unusable: str | None = None
         self._asleep: set[str] = set()
         self._llm.update_weight_version("0")
+        # What vLLM finds out only in its first forward pass, a head_dim without a kernel for one, shall fail the start.
+        self.generate([(0,)], SamplingRequest(group_size=1, temperature=0.0, max_tokens=1, seed=0))
 
     def generate(self, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[list[Sample]]:
         """Sample a group for each prompt.

@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
-    """Receive the spec, start the engine, answer calls until told to stop or until the trainer is gone."""
+    """Receive the spec, start the engine, answer calls until the trainer is gone."""
     fd, parent = (int(argument) for argument in arguments)
     die_with(parent)
     os.set_inheritable(fd, False)
@@ -34,8 +34,6 @@ def main(arguments: list[str]) -> int:
         server = _answer(channel, lambda: _start(spec))
         while server is not None:
             call: Call = channel.receive()
-            if call.method == "stop":
-                break
             assert call.method in METHODS, f"no method {call.method!r}"
             method = getattr(server, call.method)
             _answer(channel, lambda: method(**call.arguments))  # noqa: B023  called before the next turn

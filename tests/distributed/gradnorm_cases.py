@@ -65,10 +65,20 @@ def load_policy(path: Path, parallel: Parallel, *, dtype: str = "float64") -> Po
     return policy
 
 
-def oracle(path: Path, samples: Sequence[Sample], *, ratios: bool, frozen: Sequence[str] = ()) -> Tensor:
-    """w of each sample by the reference, without the Hugging Face parameters whose name contains one of `frozen`."""
+def oracle(
+    path: Path,
+    samples: Sequence[Sample],
+    *,
+    ratios: bool,
+    frozen: Sequence[str] = (),
+    rounded_to: torch.dtype = torch.float64,
+) -> Tensor:
+    """w of each sample by the reference in fp64, with the weights rounded to a dtype first.
+
+    Hugging Face parameters whose name contains one of `frozen` are not counted.
+    """
     config = Qwen3Config.from_pretrained(path)
-    weights = load_file(path / "model.safetensors")
+    weights = {name: weight.to(rounded_to).double() for name, weight in load_file(path / "model.safetensors").items()}
     norms = torch.zeros(len(samples), dtype=torch.float64)
     for n, sample in enumerate(samples):
         ratio = None

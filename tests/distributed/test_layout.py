@@ -94,7 +94,7 @@ def fail_on_rank_one() -> int:
 
 def test_the_launcher_reports_a_failing_rank_and_ends_the_others() -> None:
     start = time.monotonic()
-    with pytest.raises(RankError, match="(?s)rank 1 failed.*the reason"):
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed.*the reason"):
         run_ranks(fail_on_rank_one, 2)
     assert time.monotonic() - start < 60
 

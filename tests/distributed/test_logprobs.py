@@ -14,10 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oblr_megatron.model.logprobs import vocab_parallel_entropy, vocab_parallel_logprobs
+from oblr_megatron.model.parallel import Parallel
 from tests.distributed.launch import layout, run_ranks
 from tests.tiny import VOCAB
 
 ROWS, LENGTH = 2, 5
+CASES = [  # padded vocabulary, dtype, scale of the logits, tolerance
+    (padded, dtype, scale, rtol)
+    for padded in (64, 128)
+    for dtype, scale, rtol in (
+        (torch.float64, 1.0, 1e-12),
+        (torch.float64, 1e4, 1e-9),  # exp() of any score alone would overflow
+        (torch.float32, 3.0, 1e-5),
+        (torch.bfloat16, 3.0, 1e-5),  # the logits are rounded, the log-probs of the rounded logits are not
+    )
+]
+TEMPERATURE = 0.7
 
 
 def inputs(padded: int, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,55 +42,47 @@ def inputs(padded: int, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tenso
     return logits, labels, torch.randn(ROWS, LENGTH, generator=generator, dtype=torch.float64)
 
 
-def shard_results(
-    padded: int, dtype: torch.dtype, temperature: float, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def all_cases() -> list[tuple[Tensor, ...]]:
+    with layout(tp=dist.get_world_size()) as parallel:
+        return [shard_results(parallel, *case) for *case, _ in CASES]
+
+
+def shard_results(parallel: Parallel, padded: int, dtype: torch.dtype, scale: float) -> tuple[Tensor, ...]:
     """Log-probs, entropy, this rank's gradient, and the gradient of a second backward through the same graph."""
     logits, labels, weights = inputs(padded, dtype, scale)
-    with layout(tp=dist.get_world_size()) as parallel:
-        local = logits.chunk(parallel.tp_size, dim=-1)[parallel.tp_rank].clone().requires_grad_()
-        options = {"vocab_size": VOCAB, "parallel": parallel, "temperature": temperature}
-        logprobs = vocab_parallel_logprobs(local, labels, **options)
-        loss = (logprobs * weights.to(logprobs.dtype)).sum()
-        loss.backward(retain_graph=True)
-        first, local.grad = local.grad, None
-        loss.backward()
-        return logprobs.detach(), vocab_parallel_entropy(local, **options), first, local.grad
+    local = logits.chunk(parallel.tp_size, dim=-1)[parallel.tp_rank].clone().requires_grad_()
+    options = {"vocab_size": VOCAB, "parallel": parallel, "temperature": TEMPERATURE}
+    logprobs = vocab_parallel_logprobs(local, labels, **options)
+    loss = (logprobs * weights.to(logprobs.dtype)).sum()
+    loss.backward(retain_graph=True)
+    first, local.grad = local.grad, None
+    loss.backward()
+    return logprobs.detach(), vocab_parallel_entropy(local, **options), first, local.grad
 
 
-def reference(padded: int, dtype: torch.dtype, temperature: float, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def reference(padded: int, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The same over the real vocabulary in fp64, by torch."""
     logits, labels, weights = inputs(padded, dtype, scale)
     exact = logits.double().requires_grad_()
-    whole = (exact[..., :VOCAB] / temperature).log_softmax(-1)
+    whole = (exact[..., :VOCAB] / TEMPERATURE).log_softmax(-1)
     chosen = whole.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     (chosen * weights).sum().backward()
     return chosen.detach(), -(whole.exp() * whole).sum(-1).detach(), exact.grad
 
 
-@pytest.mark.parametrize("padded", [64, 128])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("dtype", "scale", "rtol"),
-    [
-        (torch.float64, 1.0, 1e-12),
-        (torch.float64, 1e4, 1e-9),  # exp() of any score alone would overflow
-        (torch.float32, 3.0, 1e-5),
-        (torch.bfloat16, 3.0, 1e-5),  # the logits are rounded, the log-probs of the rounded logits are not
-    ],
-)
-def test_equal_to_log_softmax(world_size: int, padded: int, dtype: torch.dtype, scale: float, rtol: float) -> None:
-    arguments = (padded, dtype, 0.7, scale)
-    logprobs, entropy, gradient = reference(*arguments)
-    ranks = run_ranks(shard_results, world_size, *arguments)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for actual, actual_entropy, first, second in ranks:
-        assert actual.dtype == actual_entropy.dtype == wide
-        assert first.dtype == dtype
-        assert torch.equal(first, second)
-        torch.testing.assert_close(actual.double(), logprobs, rtol=rtol, atol=rtol)
-        torch.testing.assert_close(actual_entropy.double(), entropy, rtol=10 * rtol, atol=10 * rtol)
-    whole = torch.cat([first for _, _, first, _ in ranks], dim=-1).double()
-    assert not whole[..., VOCAB:].any()
-    grad_rtol = 2.0**-8 if dtype == torch.bfloat16 else 10 * rtol  # rounded once
-    torch.testing.assert_close(whole, gradient, rtol=grad_rtol, atol=1e-12 if dtype == torch.float64 else 1e-6)
+def test_equal_to_log_softmax(world_size: int) -> None:
+    ranks = run_ranks(all_cases, world_size)
+    for index, (padded, dtype, scale, rtol) in enumerate(CASES):
+        logprobs, entropy, gradient = reference(padded, dtype, scale)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        for actual, actual_entropy, first, second in (rank[index] for rank in ranks):
+            assert actual.dtype == actual_entropy.dtype == wide
+            assert first.dtype == dtype
+            assert torch.equal(first, second)
+            torch.testing.assert_close(actual.double(), logprobs, rtol=rtol, atol=rtol)
+            torch.testing.assert_close(actual_entropy.double(), entropy, rtol=10 * rtol, atol=10 * rtol)
+        whole = torch.cat([rank[index][2] for rank in ranks], dim=-1).double()
+        assert not whole[..., VOCAB:].any()
+        grad_rtol = 2.0**-8 if dtype == torch.bfloat16 else 10 * rtol  # rounded once
+        torch.testing.assert_close(whole, gradient, rtol=grad_rtol, atol=1e-12 if wide == torch.float64 else 1e-6)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.model.optimizer import PolicyOptimizer, grad_sq_norm
 from oblr_megatron.model.qwen3 import Policy
@@ -130,7 +129,7 @@ def test_a_norm_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 
 
 def bf16_steps(path: Path) -> dict[str, Tensor]:
-    """Norm weights (about 1, spaced 2^-7 or 2^-8 in bf16) under steps of 2^-12 each, then after reloading."""
+    """Norm weights (about 1, spaced 2^-7 or 2^-8 in bf16) under steps of 2^-12 each."""
     with layout() as parallel:
         policy = load_policy(path, parallel, dtype="bfloat16")
         optimizer = PolicyOptimizer(policy, OptimizerConfig(name="sgd", clip_grad=0.0))
@@ -144,10 +143,6 @@ def bf16_steps(path: Path) -> dict[str, Tensor]:
             if step == 1:
                 states["one step"] = weight.detach().clone()
         states["64 steps"] = weight.detach().clone()
-        load_hf_weights(policy, path)
-        optimizer.reload_masters()
-        optimizer.step(0.0)
-        states["reloaded"] = weight.detach().clone()
         return states
 
 
@@ -158,4 +153,3 @@ def test_bf16_weights_follow_fp32_masters(tmp_path: Path) -> None:
     assert large.any()
     assert torch.equal(states["one step"][large], states["start"][large])
     assert torch.equal(states["64 steps"], (states["start"].float() - 2.0**-6).bfloat16())
-    assert torch.equal(states["reloaded"], states["start"])

@@ -1,0 +1,73 @@
+"""What every reward is: `score` on a batch, closed at the end; and what those that judge in worker processes share."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from oblr_megatron.rewards.pool import Outcome, Pool
+from oblr_megatron.types import Prompt, Sample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """The rewards of a batch. Example: RewardResult(rewards=[1.0, 0.0, 0.0], failures=0, timeouts=1)."""
+
+    rewards: list[float]  # one for each sample
+    failures: int = 0  # samples whose judging raised or gave no finite number; they score 0
+    timeouts: int = 0  # samples whose judging ran past its deadline; they score 0
+
+
+class Reward(ABC):
+    """Judges responses. A context manager; `close` ends what it started."""
+
+    @abstractmethod
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
+        """Judge every sample.
+
+        Args:
+            prompts: [Q] of the batch; sample n answers prompts[samples[n].group].
+            samples: [N], any number of them in any order.
+
+        Raises:
+            RunError: worker processes cannot be started. Nothing that a judged text does raises.
+        """
+
+    def close(self) -> None:
+        """End what the reward started; may be called twice."""
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class PooledReward(Reward):
+    """A reward that judges in worker processes."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._reported = False
+
+    def close(self) -> None:
+        """End the workers."""
+        self.pool.close()
+
+    def collect(self, outcomes: Sequence[Outcome]) -> RewardResult:
+        """Count what failed; the first failure of a run is logged with its traceback."""
+        failed = [outcome.error for outcome in outcomes if outcome.error]
+        late = sum(outcome.timed_out for outcome in outcomes)
+        if failed and not self._reported:
+            self._reported = True
+            logger.warning("judging a response failed; it scores 0, later ones are only counted:\n%s", failed[0])
+        return RewardResult([outcome.value or 0.0 for outcome in outcomes], failures=len(failed), timeouts=late)

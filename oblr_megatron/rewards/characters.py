@@ -1,0 +1,42 @@
+# ruff: noqa: RUF001 - telling look-alike characters apart is what this file is for
+"""Unicode mathematics to ASCII LaTeX: signs, Greek, raised and lowered digits, vulgar fractions, look-alikes."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_SYMBOLS = {
+    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": r"\times ", "⋅": r"\cdot ", "·": r"\cdot ", "•": r"\cdot ",
+    "∗": "*", "÷": "/", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ",
+    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∓": r"\mp ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "⟨": r"\langle ", "⟩": r"\rangle ", "、": ",", "。": ".", "≈": r"\approx ",
+    "∠": r"\angle ", "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
+    "⌈": r"\lceil ", "⌉": r"\rceil ", "’": "'", "′": "'", "…": r"\ldots ", "∨": r"\lor ", "∖": r"\setminus ",
+}  # fmt: skip
+_GREEK = {
+    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "θ": "theta", "λ": "lambda", "μ": "mu",
+    "π": "pi", "ρ": "rho", "σ": "sigma", "τ": "tau", "φ": "phi", "ϕ": "phi", "ω": "omega", "Δ": "Delta", "Ω": "Omega",
+}  # fmt: skip
+_CHARACTERS = str.maketrans(_SYMBOLS | {letter: f"\\{name} " for letter, name in _GREEK.items()})
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞⅐⅑⅒]")
+
+SPACES = re.compile(" {2,}")
+
+
+def to_ascii(text: str) -> str:
+    """ASCII LaTeX where there is one; raised and lowered digits first, since NFKC would flatten them."""
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda match: f"^{{{match.group().translate(_RAISED)}}}", text)
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match.group().translate(_LOWERED)}}}", text)
+    text = _VULGAR.sub(_vulgar_fraction, text)
+    text = re.sub(r"√\s*([0-9]+|[A-Za-z])", r"\\sqrt{\1}", text).replace("√", r"\sqrt")
+    text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
+    text = "".join(" " if c.isspace() else c for c in text if c.isspace() or unicodedata.category(c)[0] != "C")
+    return SPACES.sub(" ", text)  # first of all, so that no later pattern meets a long run of spaces
+
+
+def _vulgar_fraction(match: re.Match[str]) -> str:
+    numerator, denominator = unicodedata.normalize("NFKC", match.group()).split("⁄")
+    return f" \\frac{{{numerator}}}{{{denominator}}}"

@@ -1,0 +1,172 @@
+"""The process that forks the judging workers: it has imported what they need, so that a new one is there at once.
+
+It runs as a child of the process that judges, in a session of its own, and does nothing but fork and kill on request:
+
+    request                    answer
+    FORK + a socket            8 bytes: the new worker's process id; the worker serves the socket
+    KILL + 8 bytes of pid      1 byte, when the worker is gone or at least beyond doing anything
+
+Workers receive a JSON list of strings and answer with a JSON object (`Reply`). They die with the nursery (the kernel
+sees to it), and the nursery ends when its parent closes the socket or dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import math
+import numbers
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, TypedDict
+
+FORK, KILL = b"F", b"K"
+PID_BYTES = 8
+PARENT_CHECK_S = 1.0
+PR_SET_PDEATHSIG = 1
+
+
+class Reply(TypedDict):
+    """What a worker answers. Example: {"value": 1.0, "error": "", "leaving": False}."""
+
+    value: float | None  # None: the function failed
+    error: str  # its traceback
+    leaving: bool  # the worker ends after this reply
+
+
+def main(descriptor: int, parent: int, target: str, prepare: str, *, memory_bytes: int, tasks_per_worker: int) -> None:
+    """Import the target, say so, and serve until the parent is gone.
+
+    Args:
+        descriptor: this end of the socket pair.
+        parent: process id to outlive by no more than PARENT_CHECK_S.
+        target: "package.module:function" that judges.
+        prepare: the same for a function called once before any worker is forked; "" for none.
+        memory_bytes: what a worker may allocate beyond what it starts with.
+        tasks_per_worker: a worker is replaced after so many tasks.
+    """
+    control = socket.socket(fileno=descriptor)
+    try:
+        function = resolve(target)
+        if prepare:
+            resolve(prepare)()
+    except BaseException:  # noqa: BLE001 - whatever the import raised is the parent's to report
+        control.sendall(b"E" + traceback.format_exc().encode()[-4000:])
+        return
+    _silence()
+    gc.freeze()  # what is imported stays shared between the workers
+    control.sendall(b"R")
+    _serve(control, parent, lambda end: _work(end, function, memory_bytes, tasks_per_worker))
+
+
+def resolve(target: str) -> Any:
+    """The object that "package.module:function" names.
+
+    Raises:
+        ImportError, AttributeError: there is none.
+    """
+    module, _, name = target.partition(":")
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _serve(control: socket.socket, parent: int, work: Callable[[Connection], None]) -> None:
+    control.settimeout(PARENT_CHECK_S)
+    children: set[int] = set()
+    while os.getppid() == parent:
+        _reap(children)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(control, 1 + PID_BYTES, 1)
+        except TimeoutError:
+            continue
+        except OSError:
+            break
+        if not message:
+            break
+        if message[:1] == FORK:
+            pid = os.fork()
+            if pid == 0:
+                _become_worker(control, descriptors[0], work)
+            os.close(descriptors[0])
+            children.add(pid)
+            control.sendall(pid.to_bytes(PID_BYTES, "little"))
+        else:
+            _kill(int.from_bytes(message[1:], "little"), children)
+            control.sendall(b"K")
+    os._exit(0)
+
+
+def _kill(pid: int, children: set[int]) -> None:
+    """End a worker; a process that is not a living child of ours is left alone."""
+    if pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _reap(children: set[int]) -> None:
+    for pid in list(children):
+        if os.waitpid(pid, os.WNOHANG)[0] == pid:
+            children.discard(pid)
+
+
+def _become_worker(control: socket.socket, descriptor: int, work: Callable[[Connection], None]) -> None:
+    """In the forked child: die with the nursery, serve the socket, never return."""
+    try:
+        nursery = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == nursery:  # it may have died before the line above
+            control.close()
+            work(Connection(descriptor))
+    finally:
+        os._exit(0)
+
+
+def _work(end: Connection, function: Callable[..., object], memory_bytes: int, tasks: int) -> None:
+    _limit_memory(memory_bytes)
+    for count in range(1, tasks + 1):
+        try:
+            arguments = json.loads(end.recv_bytes())
+        except EOFError:
+            return
+        reply = _call(function, arguments)
+        reply["leaving"] |= count == tasks
+        end.send_bytes(json.dumps(reply).encode())
+        if reply["leaving"]:
+            return
+
+
+def _call(function: Callable[..., object], arguments: list[str]) -> Reply:
+    try:
+        value = function(*arguments)
+        if isinstance(value, numbers.Real) and math.isfinite(value):
+            return Reply(value=float(value), error="", leaving=False)
+        return Reply(value=None, error=f"the reward {value!r:.200} is not a finite number", leaving=False)
+    except MemoryError:
+        return Reply(value=None, error="the worker's memory limit was reached", leaving=True)
+    except BaseException:  # noqa: BLE001 - a reward function may raise anything, SystemExit included
+        return Reply(value=None, error=traceback.format_exc()[-4000:], leaving=False)
+
+
+def _limit_memory(extra: int) -> None:
+    """Bound the address space, counted from what the imports already take."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + extra, used + extra))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _silence() -> None:
+    """Whatever a judged text makes a library print goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the process's life

@@ -1,0 +1,90 @@
+"""The Megatron model built from a Hugging Face config has exactly the table's parameters, at real sizes too.
+
+Does not cover: what it computes (tests/distributed), Transformer Engine's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from oblr_megatron.config import ModelConfig, ParallelConfig
+from oblr_megatron.model import cpu
+from oblr_megatron.model.attention import RMSNorm
+from oblr_megatron.model.parallel import Parallel, initialize, shutdown
+from oblr_megatron.model.qwen3 import build_model, padded_vocab_size, transformer_config_of
+from oblr_megatron.weights.names import ModelShape, entry, table
+from tests.tiny import tiny_config
+from tests.unit.weights.test_names import SIZES, qwen3_config
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[Parallel]:
+    yield initialize(ParallelConfig())
+    shutdown()
+    cpu.uninstall()
+
+
+def shapes_on_meta(config: Qwen3Config, parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Size]:
+    """Build the model without memory."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
+    model_config = ModelConfig.model_validate({"path": "none", "dtype": "bfloat16"})
+    padded = padded_vocab_size(config.vocab_size, model_config.make_vocab_size_divisible_by, parallel.tp_size)
+    model = build_model(config, transformer_config_of(config, model_config, parallel), model_config, parallel, padded)
+    assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_real_sizes_have_the_tables_parameters(size: str, parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = qwen3_config(size)
+    shapes = shapes_on_meta(config, parallel, monkeypatch)
+    shape = ModelShape.of(config)
+    assert shapes.keys() == {item.megatron for item in table(shape)}
+    for name, actual in shapes.items():
+        expected = entry(name, shape).shapes
+        assert actual.numel() == sum(torch.Size(part).numel() for part in expected), name
+        assert actual[-1] == expected[0][-1], name
+
+
+def test_configuration_carries_every_size_over(parallel: Parallel) -> None:
+    config = tiny_config(rms_norm_eps=1e-5)
+    result = transformer_config_of(
+        config, ModelConfig.model_validate({"path": "none", "dtype": "float64"}), replace(parallel, tp_size=2)
+    )
+    assert (result.num_layers, result.hidden_size, result.ffn_hidden_size) == (2, 48, 56)
+    assert (result.num_attention_heads, result.num_query_groups, result.kv_channels) == (4, 2, 16)
+    assert result.layernorm_epsilon == 1e-5
+    assert result.params_dtype == result.pipeline_dtype == torch.float64
+    assert not result.bf16
+    assert result.calculate_per_token_loss
+    assert result.tensor_model_parallel_size == 2
+    assert result.attention_dropout == result.hidden_dropout == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_norm_is_transformers_norm(dtype: torch.dtype, parallel: Parallel) -> None:
+    config = transformer_config_of(
+        tiny_config(), ModelConfig.model_validate({"path": "none", "dtype": str(dtype).split(".")[1]}), parallel
+    )
+    norm, reference = RMSNorm(config, 48, eps=1e-6), Qwen3RMSNorm(48, eps=1e-6).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    weight, hidden = torch.randn(48, generator=generator), 3 * torch.randn(5, 48, generator=generator)
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+        reference.weight.copy_(weight)
+    tolerance = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2.0**-7}[dtype]  # the reference is fp32
+    torch.testing.assert_close(norm(hidden.to(dtype)), reference(hidden.to(dtype)), rtol=tolerance, atol=tolerance)
+
+
+def test_norm_is_marked_for_the_reduction_of_sequence_parallel(parallel: Parallel) -> None:
+    model_config = ModelConfig.model_validate({"path": "none"})
+    for sequence_parallel in (False, True):
+        layout = replace(parallel, tp_size=2, sequence_parallel=sequence_parallel)
+        norm = RMSNorm(transformer_config_of(tiny_config(), model_config, layout), 48)
+        assert norm.weight.sequence_parallel is sequence_parallel

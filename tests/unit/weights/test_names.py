@@ -1,0 +1,178 @@
+"""The name table: cutting and merging are inverse, match worked examples, and name what transformers names.
+
+Does not cover: that Megatron lays its weights out this way (test_logits.py in tests/distributed does).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from oblr_megatron.weights.export import metadata_of
+from oblr_megatron.weights.names import ModelShape, entry, layer_of, merge, split, table
+
+SMALL = ModelShape(hidden=3, layers=2, heads=4, groups=2, head_dim=1, ffn=4, vocab=5, tied=False)
+
+
+@st.composite
+def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
+    """Any layout that is allowed: ranks divide the heads, and divide or are divided by the KV groups."""
+    tp, groups = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 4), (2, 1), (4, 2), (4, 1), (3, 3), (4, 4)]))
+    heads = draw(st.integers(1, 3)) * groups * (tp // groups if tp > groups else 1)
+    shape = ModelShape(
+        hidden=draw(st.integers(1, 5)),
+        layers=draw(st.integers(1, 3)),
+        heads=heads,
+        groups=groups,
+        head_dim=4 * draw(st.integers(1, 2)),  # so that a group's rows divide among ranks
+        ffn=tp * draw(st.integers(1, 4)),
+        vocab=draw(st.integers(1, 9)),
+        tied=draw(st.booleans()),
+    )
+    return shape, tp
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes_and_ranks())
+def test_merging_all_shards_gives_back_every_tensor(case: tuple[ModelShape, int]) -> None:
+    shape, tp = case
+    padded = -(-shape.vocab // (2 * tp)) * 2 * tp
+    for item in table(shape):
+        tensors = [torch.randn(size) for size in item.shapes]
+        shards = [
+            split(item, tensors, shape, tp_rank=rank, tp_size=tp, padded_vocab=padded).clone() for rank in range(tp)
+        ]
+        assert len({shard.shape for shard in shards}) == 1
+        merged = merge(item, shards, shape)
+        assert [name for name, _ in merged] == list(item.hf)
+        for (name, actual), expected in zip(merged, tensors, strict=True):
+            assert torch.equal(actual, expected), name
+
+
+def rows(*values: float) -> Tensor:
+    return torch.tensor(values)[:, None].expand(-1, 3)
+
+
+def test_qkv_is_interleaved_by_kv_group() -> None:
+    """q1 q2 k1 v1 | q3 q4 k2 v2, one row a head; on 4 ranks each holds half a group's rows."""
+    item = entry("decoder.layers.1.self_attention.linear_qkv.weight", SMALL)
+    tensors = [rows(1, 2, 3, 4), rows(11, 12), rows(21, 22)]
+    whole = split(item, tensors, SMALL, tp_rank=0, tp_size=1, padded_vocab=8)
+    assert torch.equal(whole, rows(1, 2, 11, 21, 3, 4, 12, 22))
+    last = split(item, tensors, SMALL, tp_rank=3, tp_size=4, padded_vocab=8)
+    assert torch.equal(last, rows(12, 22))
+
+
+def test_each_rank_holds_its_gate_rows_then_its_up_rows() -> None:
+    item = entry("decoder.layers.0.mlp.linear_fc1.weight", SMALL)
+    shard = split(item, [rows(1, 2, 3, 4), rows(5, 6, 7, 8)], SMALL, tp_rank=1, tp_size=2, padded_vocab=8)
+    assert torch.equal(shard, rows(3, 4, 7, 8))
+
+
+def test_vocabulary_padding_is_zero_and_a_rank_may_hold_nothing_else() -> None:
+    item = entry("embedding.word_embeddings.weight", SMALL)
+    shards = [split(item, [rows(1, 2, 3, 4, 5)], SMALL, tp_rank=rank, tp_size=4, padded_vocab=16) for rank in range(4)]
+    assert torch.equal(shards[1], rows(5, 0, 0, 0))
+    assert torch.equal(shards[2], rows(0, 0, 0, 0))
+
+
+class Recorder:
+    """A tensor that remembers which rows were read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.read: list[object] = []
+
+    def __getitem__(self, index: object) -> Tensor:
+        self.read.append(index)
+        return self.tensor[index]
+
+
+def test_only_the_rows_of_the_shard_are_read() -> None:
+    """Two ranks, two KV groups: rank 1 reads query rows 2..4 and row 1 of k and v."""
+    item = entry("decoder.layers.0.self_attention.linear_qkv.weight", SMALL)
+    sources = [Recorder(rows(1, 2, 3, 4)), Recorder(rows(11, 12)), Recorder(rows(21, 22))]
+    split(item, sources, SMALL, tp_rank=1, tp_size=2, padded_vocab=8)
+    assert [source.read for source in sources] == [[slice(2, 4)], [slice(1, 2)], [slice(1, 2)]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.2.mlp.linear_fc1.weight",  # a layer too many
+        "decoder.layers.0.mlp.linear_fc1.bias",
+        "decoder.layers.0.mlp.router.weight",
+        "embedding.position_embeddings.weight",
+        "module.decoder.final_layernorm.weight",
+    ],
+)
+def test_an_unknown_name_raises(name: str) -> None:
+    with pytest.raises(KeyError, match="unknown Megatron parameter"):
+        entry(name, SMALL)
+
+
+def test_transformer_engines_fused_norms_are_the_same_tensors() -> None:
+    for fused, plain in (
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ):
+        item = entry(f"decoder.layers.1.{fused}", SMALL)
+        assert item.hf == entry(f"decoder.layers.1.{plain}", SMALL).hf
+        assert item.cut == "replicated"
+        assert layer_of(item) == 1
+
+
+def test_a_tied_output_layer_is_the_embedding() -> None:
+    tied = ModelShape(hidden=3, layers=2, heads=4, groups=2, head_dim=1, ffn=4, vocab=5, tied=True)
+    assert entry("output_layer.weight", tied).hf == ("model.embed_tokens.weight",)
+    assert entry("output_layer.weight", SMALL).hf == ("lm_head.weight",)
+    assert "output_layer.weight" not in [item.megatron for item in table(tied)]
+
+
+# hidden, layers, heads, KV heads, head_dim, ffn, tied: the published config.json files
+SIZES = {
+    "0.6B": (1024, 28, 16, 8, 128, 3072, True),
+    "1.7B": (2048, 28, 16, 8, 128, 6144, True),
+    "4B": (2560, 36, 32, 8, 128, 9728, True),
+    "8B": (4096, 36, 32, 8, 128, 12288, False),
+    "14B": (5120, 40, 40, 8, 128, 17408, False),
+    "32B": (5120, 64, 64, 8, 128, 25600, False),
+}
+
+
+def qwen3_config(size: str) -> Qwen3Config:
+    hidden, layers, heads, groups, head_dim, ffn, tied = SIZES[size]
+    return Qwen3Config(
+        vocab_size=151936,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        intermediate_size=ffn,
+        tie_word_embeddings=tied,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_real_sizes_have_exactly_transformers_tensors(size: str) -> None:
+    config = qwen3_config(size)
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    metadata = metadata_of(ModelShape.of(config), torch.bfloat16)
+    assert {meta.name: meta.shape for meta in metadata} == expected
+    assert len(metadata) == len(expected)
+    assert ModelShape.of(config.to_dict()) == ModelShape.of(config)
+    names = [meta.name for meta in metadata]
+    for layer in range(config.num_hidden_layers):
+        start = names.index(f"model.layers.{layer}.self_attn.q_proj.weight")
+        assert [name.rsplit(".", 2)[1] for name in names[start : start + 3]] == ["q_proj", "k_proj", "v_proj"]
+        start = names.index(f"model.layers.{layer}.mlp.gate_proj.weight")
+        assert names[start + 1] == f"model.layers.{layer}.mlp.up_proj.weight"

@@ -1,0 +1,159 @@
+"""Two full RL steps at the true size of Qwen3-0.6B on this machine, and a check that every phase did its work.
+
+    python tools/smoke.py [--out run/smoke] [--dtype float32] [section.key=value ...]
+
+Makes a model with random weights (make_smoke_model.py), takes real GSM8K questions where --data points to them and the
+sample beside this file otherwise, runs `tools/smoke.toml` on one rank, and checks metrics and export. The reward is
+smoke_reward.py's and means nothing: this shows that the sizes fit and the parts work together, not that anything
+learns. Ends with status 1 and the list of what was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from make_smoke_model import SAMPLE_TEXTS, make_model
+
+ROOT = Path(__file__).resolve().parents[1]
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
+NUM_PROMPTS = 64
+PHASES = ("rollout", "reward", "gradnorm", "gradient", "optimizer", "push", "step")
+POSITIVE = (*(f"timing_s/{phase}" for phase in PHASES), "gradnorm/sq_mean", "gradnorm/sq_max", "grad_norm", "entropy")
+FINITE = (*POSITIVE, "reward/mean", "reward/std", "response_length/mean", "loss", "lr", "snr/noise_trace")
+LARGEST_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}  # mean over tokens, nats; trainer against vLLM
+POLL_S = 0.5
+
+
+def main() -> int:
+    """The exit status: the run's own, or 1 when a check fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("run/smoke"), help="directory for model, prompts and run")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
+    parser.add_argument("--data", type=Path, default=GSM8K, help="GSM8K in JSONL; the sample is used when it is absent")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of smoke.toml")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    os.chdir(ROOT)  # the reward is named tools.smoke_reward, seen from the repository
+
+    prepare(out, options.data, options.dtype)
+    overrides = [
+        f"run_dir={out / 'run'}",
+        f"model.path={out / 'model'}",
+        f"data.train={out / 'prompts.jsonl'}",
+        f"model.dtype={options.dtype}",
+        *options.overrides,
+    ]
+    start = time.perf_counter()
+    status, peak_bytes = run_watched([sys.executable, "-m", "oblr_megatron.train", "tools/smoke.toml", *overrides])
+    if status:
+        print(f"error: the run ended with status {status}", file=sys.stderr)
+        return status if status > 0 else 128 - status
+    problems = check_run(out / "run")
+    show(out / "run")
+    print(f"peak memory of all processes {peak_bytes / 2**30:.1f} GiB, {time.perf_counter() - start:.0f} s")
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    print(f"smoke: {'FAILED' if problems else 'ok'}")
+    return 1 if problems else 0
+
+
+def prepare(out: Path, data: Path, dtype: str) -> None:
+    """Model and prompts, freshly made; an earlier smoke run in the same place is removed."""
+    texts = data if data.is_file() else SAMPLE_TEXTS
+    for name in ("model", "run"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    with texts.open(encoding="utf-8") as lines:
+        chosen = [line for line, _ in zip(lines, range(NUM_PROMPTS), strict=False)]
+    (out / "prompts.jsonl").write_text("".join(chosen), encoding="utf-8")
+    count = make_model(out / "model", dtype=dtype, texts=texts, seed=0)
+    print(f"model of {count:,} parameters ({dtype}) and {len(chosen)} prompts of {texts} in {out}", flush=True)
+
+
+def run_watched(command: Sequence[str]) -> tuple[int, int]:
+    """(exit status, largest memory in bytes of the process and all its descendants together) of a command."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    peak = 0
+    with subprocess.Popen(command, env=environment) as job:
+        while job.poll() is None:
+            peak = max(peak, tree_bytes(job.pid))
+            time.sleep(POLL_S)
+    return job.returncode, peak
+
+
+def tree_bytes(pid: int) -> int:
+    """Resident memory of a process tree, pages that several of them share counted once where the system tells."""
+    total = 0
+    try:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    for process in family:
+        try:
+            memory = process.memory_full_info()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile, or a zombie
+            continue
+        total += getattr(memory, "pss", memory.rss)
+    return total
+
+
+def check_run(run_dir: Path) -> list[str]:
+    """What is wrong with a finished run; empty when all is well."""
+    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    records = [record for record in read_records(run_dir) if record["step"] > 0]
+    steps = [record["step"] for record in records]
+    problems = []
+    if steps != list(range(1, config["num_steps"] + 1)):
+        problems.append(f"metrics.jsonl holds steps {steps}, not 1 to {config['num_steps']}")
+    largest = LARGEST_LOGPROB_DIFF[config["model"]["dtype"]]
+    for record in records:
+        problems += [f"step {record['step']}: {text}" for text in check_record(record, largest)]
+    if not list((run_dir / "hf").glob("*.safetensors")):
+        problems.append(f"no export in {run_dir / 'hf'}")
+    return problems
+
+
+def check_record(record: dict[str, Any], largest_diff: float) -> list[str]:
+    """What is wrong with one step."""
+    problems = [f"{name} is missing" for name in FINITE if name not in record]
+    values = {name: record[name] for name in FINITE if name in record}
+    problems += [f"{name} = {value} is not finite" for name, value in values.items() if not math.isfinite(value)]
+    problems += [f"{name} = {values[name]} is not above 0" for name in POSITIVE if values.get(name, 1) <= 0]
+    if record.get("gradnorm/nonfinite", 0):
+        problems.append(f"{record['gradnorm/nonfinite']} norms were not finite")
+    if not record.get("groups/mixed_fraction", 0) > 0:
+        problems.append("no group has differing rewards")
+    if record.get("weights/version") != record["step"]:
+        problems.append(f"weights/version = {record.get('weights/version')}: a push was lost")
+    if not record.get("rollout/logprob_abs_diff", math.inf) <= largest_diff:
+        problems.append(f"trainer and vLLM differ by {record.get('rollout/logprob_abs_diff')} nats a token")
+    return problems
+
+
+def show(run_dir: Path) -> None:
+    """The figures of the steps, one a line."""
+    names = [*FINITE, "rollout/logprob_abs_diff", "groups/mixed_fraction", "perf/peak_memory_bytes"]
+    records = [record for record in read_records(run_dir) if record["step"] > 0]
+    for name in names:
+        print(f"{name:28}", *(f"{record.get(name, math.nan):14.6g}" for record in records))
+
+
+def read_records(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
