@@ -13,7 +13,13 @@ from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_USER, RunError, UserErr
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    # argparse does not take overrides on both sides of an option; what it leaves over are those that follow one
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
     return guarded(lambda: options.function(options))
 
 

@@ -268,17 +268,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"not a TOML file: {error}", where=str(path), mend="correct the line named") from error
-    for override in overrides:
-        _apply_override(table, override)
-    return parse_config(table, where=str(path))
+    return parse_config(table, str(path), overrides)
 
 
-def parse_config(table: dict[str, Any], where: str = "config") -> Config:
-    """Validate a plain dict, e.g. the config.json of a finished run.
+def parse_config(table: dict[str, Any], where: str = "config", overrides: Sequence[str] = ()) -> Config:
+    """Validate a plain dict, e.g. the config.json of a finished run; overrides are put into it first.
 
     Raises:
         UserError: naming the first key that is wrong, its value and the bound.
     """
+    for override in overrides:
+        _apply_override(table, override)
     try:
         config = Config.model_validate(table)
     except ValidationError as error:

@@ -1,8 +1,196 @@
-"""PROVISIONAL by lead, to be overwritten."""
+"""Accuracy on held-out prompts: one greedy response each, and k sampled ones.
+
+The figures are pure functions of how many responses were right. For a prompt with c right ones of n:
+
+    pass@k = 1 - C(n - c, k) / C(n, k)      the chance that k of them, drawn without replacement, hold a right one
+
+(arXiv 2107.03374). A response is right when its reward is 1 or more.
+"""
+
 from __future__ import annotations
-def evaluate(name, engines, prompts, reward, config):
+
+import json
+import math
+from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oblr_megatron.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    import argparse
+
+    from oblr_megatron.config import Config
+    from oblr_megatron.rewards.base import Reward
+    from oblr_megatron.rollout.colocated import ColocatedEngines
+    from oblr_megatron.types import Prompt, Sample
+
+RIGHT = 1.0  # the reward of a right answer
+SEED_STRIDE, SEED_OFFSET = 1_000_003, 1_000_002  # apart from the seeds of a run's first million steps
+
+
+def pass_at_k(right: int, samples: int, k: int) -> float:
+    """Unbiased estimate for one prompt. Examples: pass_at_k(1, 4, 1) = 0.25; pass_at_k(1, 4, 4) = 1."""
+    assert 0 <= right <= samples and 1 <= k <= samples, f"{right} right of {samples}, k = {k}"
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def majority_at_k(answers: Sequence[Hashable | None], gold: Hashable) -> bool:
+    """Whether the answer given most often is the gold one; of equals the first given. None is no answer and no vote.
+
+    Answers count as the same when they are equal as Python values: give them in a canonical form.
+    Example: majority_at_k(["4", "5", "4", None], "4") is True.
+    """
+    votes: dict[Hashable, int] = {}
+    for answer in answers:
+        if answer is not None:
+            votes[answer] = votes.get(answer, 0) + 1
+    return bool(votes) and max(votes, key=lambda answer: votes[answer]) == gold
+
+
+def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Score interval of a proportion, at 95% for z = 1.96; (0, 1) when nothing was counted.
+
+    Example: wilson_interval(8, 10) = (0.490, 0.943).
+    """
+    if count == 0:
+        return 0.0, 1.0
+    share = right / count
+    centre = share + z * z / (2 * count)
+    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def figures(greedy: Sequence[float], sampled: Sequence[Sequence[float]]) -> dict[str, float]:
+    """accuracy, mean_at_k and pass_at_k of a set.
+
+    Args:
+        greedy: [Q] rewards of the greedy responses.
+        sampled: [Q, k] rewards of the sampled ones; k is the same for all prompts.
+
+    Example: figures([1, 0], [[1, 0], [0, 0]]) = {"accuracy": 0.5, "mean_at_k": 0.25, "pass_at_k": 0.5}
+    """
+    solved = [pass_at_k(sum(map(is_right, group)), len(group), len(group)) for group in sampled]
+    return {
+        "accuracy": _mean([float(is_right(reward)) for reward in greedy]),
+        "mean_at_k": _mean([_mean(group) for group in sampled]),
+        "pass_at_k": _mean(solved),
+    }
+
+
+def is_right(reward: float) -> bool:
+    """Whether a response earned the full reward."""
+    return reward >= RIGHT
+
+
+def evaluate(
+    name: str, engines: ColocatedEngines, prompts: Sequence[Prompt], reward: Reward, config: Config
+) -> dict[str, float]:
+    """Evaluate a set with the weights that the engines hold; every rank calls, every rank gets the figures.
+
+    The same prompts get the same random numbers each time, so that two evaluations differ by the weights alone.
+
+    Args:
+        name: of the set.
+        engines: collective.
+        prompts: Q, at least one.
+        reward: judges the responses.
+        config: `evaluate` and `rollout` hold the sampling settings.
+
+    Returns:
+        {"eval/<name>/accuracy": ..., "eval/<name>/mean_at_k": ..., "eval/<name>/pass_at_k": ...}
+    """
+    greedy = _responses(engines, prompts, config, k=1, greedy=True)
     k = config.evaluate.samples_per_prompt
-    g = engines.generate(prompts, group_size=1, temperature=1.0, max_tokens=config.rollout.max_response_tokens, seed=config.seed, greedy=True)
-    s = engines.generate(prompts, group_size=k, temperature=config.evaluate.temperature, max_tokens=config.rollout.max_response_tokens, seed=config.seed + 12345)
-    rg, rs = reward.score(prompts, g).rewards, reward.score(prompts, s).rewards
-    return {f"eval/{name}/accuracy": sum(rg) / len(rg), f"eval/{name}/mean_at_k": sum(rs) / len(rs)}
+    sampled = _responses(engines, prompts, config, k=k, greedy=False)
+    right = reward.score(prompts, greedy).rewards
+    rewards = reward.score(prompts, sampled).rewards
+    groups = [rewards[first : first + k] for first in range(0, len(rewards), k)]
+    return {f"eval/{name}/{figure}": value for figure, value in figures(right, groups).items()}
+
+
+def evaluate_model(options: argparse.Namespace) -> int:
+    """`oblr-megatron eval`: print, and write as JSON if asked, the figures of a Hugging Face directory.
+
+    Raises:
+        UserError: a bad config, model, reward or data set, before any engine is started.
+    """
+    from transformers import AutoTokenizer
+
+    from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+    from oblr_megatron.data.prompts import load_prompts
+    from oblr_megatron.model import parallel as layout
+    from oblr_megatron.rewards.registry import build_reward
+    from oblr_megatron.rollout.colocated import ColocatedEngines
+
+    config = _config_of(options)
+    tokenizer = AutoTokenizer.from_pretrained(check_hf_dir(config.model.path).path)
+    sets = {
+        Path(path).stem: load_prompts(path, config.data, tokenizer, limit=config.evaluate.num_prompts)
+        for path in options.data
+    }
+    report: dict[str, Any] = {"model": str(config.model.path), "k": config.evaluate.samples_per_prompt}
+    with ExitStack() as stack:
+        reward = stack.enter_context(build_reward(config.reward))
+        parallel = layout.initialize(config.parallel, seed=config.seed)
+        stack.callback(layout.shutdown)
+        engines = ColocatedEngines(config, parallel)
+        stack.callback(engines.close)
+        for name, prompts in sets.items():
+            report |= evaluate(name, engines, prompts, reward, config)
+            print(_line(name, len(prompts), report))
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return EXIT_OK
+
+
+def _responses(
+    engines: ColocatedEngines, prompts: Sequence[Prompt], config: Config, *, k: int, greedy: bool
+) -> list[Sample]:
+    """k responses a prompt, prompt-major; asked for in blocks of a training step's size, which the deadline is for."""
+    block = max(1, config.num_prompts * config.group_size // k)
+    samples: list[Sample] = []
+    for first in range(0, len(prompts), block):
+        samples += engines.generate(
+            prompts[first : first + block],
+            group_size=k,
+            temperature=config.evaluate.temperature,
+            max_tokens=config.rollout.max_response_tokens,
+            seed=config.seed * SEED_STRIDE + SEED_OFFSET + first,
+            greedy=greedy,
+        )
+    return samples
+
+
+def _config_of(options: argparse.Namespace) -> Config:
+    """The run's config, or the defaults, with what the command line says of model and data."""
+    from oblr_megatron.config import load_config, parse_config
+
+    given = {
+        "model.path": options.model,
+        "data.train": options.data[0],
+        "evaluate.samples_per_prompt": options.k,
+        "parallel.tensor_model_parallel_size": 1,
+        "parallel.pipeline_model_parallel_size": 1,
+        "parallel.sequence_parallel": "false",
+    }
+    overrides = [*(f"{key}={value}" for key, value in given.items()), *options.overrides]
+    if options.config is not None:
+        return load_config(options.config, overrides)
+    return parse_config({"run_dir": "."}, "command line", overrides)
+
+
+def _line(name: str, prompts: int, report: dict[str, Any]) -> str:
+    accuracy, mean, solved = (report[f"eval/{name}/{figure}"] for figure in ("accuracy", "mean_at_k", "pass_at_k"))
+    low, high = wilson_interval(round(accuracy * prompts), prompts)
+    k = report["k"]
+    return (
+        f"{name}: accuracy {accuracy:.1%} ({low:.1%} to {high:.1%}) greedy, mean@{k} {mean:.1%}, "
+        f"pass@{k} {solved:.1%} on {prompts} prompts"
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -83,9 +83,8 @@ def prepare(out: Path, data: Path, dtype: str) -> None:
 
 def run_watched(command: Sequence[str]) -> tuple[int, int]:
     """(exit status, largest memory in bytes of the process and all its descendants together) of a command."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     peak = 0
-    with subprocess.Popen(command, env=environment) as job:
+    with subprocess.Popen(command) as job:
         while job.poll() is None:
             peak = max(peak, tree_bytes(job.pid))
             time.sleep(POLL_S)

@@ -9,6 +9,6 @@ from __future__ import annotations
 VOWELS = frozenset("aeiouAEIOU")
 
 
-def share_of_vowels(response: str, gold: str) -> float:
-    """Vowels over characters of the response, in [0, 1]; the gold answer plays no part. Example: "banana" -> 0.5."""
+def share_of_vowels(response: str, answer: str, prompt: str) -> float:
+    """Vowels over characters of the response, in [0, 1]; answer and prompt play no part. Example: "banana" -> 0.5."""
     return sum(character in VOWELS for character in response) / max(len(response), 1)

@@ -1,14 +1,13 @@
-"""Is this a whole Qwen3 directory in Hugging Face format? Found out from headers alone, without torch.
+"""Is this a complete Hugging Face directory of a Qwen3 model? Found out from file sizes and headers; imports no torch.
 
-A safetensors file is 8 bytes with the length of its JSON header, the header, and as many bytes as the header's last
-tensor ends at; so a file that was cut short shows in its size, and nothing needs to be read but the header.
+Everything is checked that would otherwise fail minutes later, in the middle of loading on many ranks: files that are
+missing, shards that were cut off by an interrupted download, an index that does not agree with its shards, another
+architecture.
 """
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,127 +18,191 @@ if TYPE_CHECKING:
     from transformers import Qwen3Config
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3ForCausalLM", "qwen3"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-MAX_HEADER_BYTES = 100 * 2**20  # the format's own bound
-
-_DOWNLOAD = "copy or download the model again"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))  # either set will do
+LENGTH_BYTES = 8  # of a safetensors file: the size of the JSON header, little endian
+MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class HFDir:
-    """What a model directory holds.
+    """A directory that passed `check_hf_dir`.
 
-    Example: HFDir(path=Path("Qwen3-0.6B"), config={"model_type": "qwen3", ...}, files=("model.safetensors",),
-                   num_bytes=1_192_135_096)
+    Example: HFDir(path=Path("Qwen3-0.6B"), config={"model_type": "qwen3", ...}, weight_files=("model.safetensors",),
+                   shapes={"model.norm.weight": (1024,), ...}, tied=True, num_bytes=1503264768)
     """
 
     path: Path
-    config: dict[str, Any]  # config.json
-    files: tuple[str, ...]  # weight files
+    config: dict[str, Any]  # config.json as it stands
+    weight_files: tuple[str, ...]
+    shapes: dict[str, tuple[int, ...]]  # of every tensor in the files
+    tied: bool  # input and output embeddings are one tensor
     num_bytes: int  # of all weight files
 
-    @property
-    def tied(self) -> bool:
-        """Whether the output layer is the embedding."""
-        return bool(self.config.get("tie_word_embeddings", False))
-
     def hf_config(self) -> Qwen3Config:
-        """config.json as transformers reads it."""
+        """The configuration as transformers reads it."""
         from transformers import Qwen3Config
 
         return Qwen3Config.from_pretrained(self.path)
 
 
 def check_hf_dir(path: str | Path) -> HFDir:
-    """Check a model directory.
+    """Check everything that can be checked without reading a weight.
 
     Raises:
-        UserError: the directory, config, tokenizer or weights are missing, of another model, or damaged.
+        UserError: naming the first thing found wrong, the file, and what to do.
     """
     path = Path(path)
     if not path.is_dir():
         what = "the model path is a file" if path.exists() else "the model directory does not exist"
-        raise UserError(what, where=str(path), mend="set model.path to a Hugging Face model directory")
-    config = _read_object(path / "config.json")
+        raise UserError(what, where=str(path), mend="give the directory of a Qwen3 checkpoint")
+    config = _read_json(path / "config.json", "a Hugging Face model directory has one")
     _check_architecture(config, path)
-    for name in TOKENIZER_FILES:
-        if not (path / name).is_file():
-            raise UserError(f"{name} is missing", where=str(path), mend="copy the tokenizer's files beside the weights")
-    if (path / INDEX).is_file():
-        files = _check_shards(path)
-    else:
-        files = (SINGLE,)
-        if not (path / SINGLE).is_file():
-            raise UserError(f"neither {SINGLE} nor {INDEX} is there", where=str(path), mend=_DOWNLOAD)
-        read_header(path / SINGLE)
-    return HFDir(path, config, files, sum((path / file).stat().st_size for file in files))
+    _check_tokenizer(path)
+    listed = _listed_tensors(path)
+    shapes, num_bytes = _check_weights(path, listed)
+    _check_tensors(config, shapes, path)
+    files = tuple(sorted(listed)) if listed else (SINGLE,)
+    tied = bool(config.get("tie_word_embeddings", False))
+    return HFDir(path=path, config=config, weight_files=files, shapes=shapes, tied=tied, num_bytes=num_bytes)
 
 
-def read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """The tensors that a safetensors file says it holds: name -> {"dtype", "shape", "data_offsets"}.
+def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in a safetensors file whose header agrees with its size.
 
     Raises:
-        UserError: the file is not of this format, or shorter or longer than its header says.
+        UserError: the file is cut off, or is no safetensors file.
     """
     size = file.stat().st_size
+    mend = "download or export the file again"
     with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-        if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
-            raise UserError(f"not a safetensors file, or cut short ({size:,} bytes)", where=str(file), mend=_DOWNLOAD)
+        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        if size < LENGTH_BYTES + length and length <= MAX_HEADER_BYTES:
+            raise UserError(f"the file is cut off inside its header ({size} bytes)", where=str(file), mend=mend)
         try:
+            if length > MAX_HEADER_BYTES:
+                raise ValueError("header length")
             header = json.loads(stream.read(length))
-            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
-            raise UserError(f"damaged safetensors header: {error!r}", where=str(file), mend=_DOWNLOAD) from error
-    if size != 8 + length + end:
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
+            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise UserError("not a safetensors file", where=str(file), mend=mend) from error
+    expected = LENGTH_BYTES + length + end
+    if size != expected:
+        state = "cut off" if size < expected else "too long"
         raise UserError(
-            f"truncated or damaged: {size:,} bytes, and {8 + length + end:,} by its header",
-            where=str(file),
-            mend=_DOWNLOAD,
+            f"the file is {state}: {size} bytes, its header describes {expected}", where=str(file), mend=mend
         )
-    return tensors
+    return shapes
 
 
-def _read_object(file: Path) -> dict[str, Any]:
-    """A JSON object."""
+def _read_json(file: Path, why: str) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read {file.name}: {error.strerror}", where=str(file.parent), mend=_DOWNLOAD) from error
-    except ValueError as error:  # JSON or encoding
-        raise UserError(f"not JSON: {error}", where=str(file), mend=_DOWNLOAD) from error
-    if not isinstance(value, dict):
-        raise UserError(f"holds a {type(value).__name__} instead of an object", where=str(file), mend=_DOWNLOAD)
-    return value
+        raise UserError(
+            f"{file.name} is missing: {why}", where=str(file.parent), mend="complete the directory"
+        ) from error
+    except ValueError as error:  # JSON and UTF-8 alike
+        raise UserError(f"not JSON: {error}", where=str(file), mend="download or export the file again") from error
+    if not isinstance(content, dict):
+        raise UserError("not a JSON object", where=str(file), mend="download or export the file again")
+    return content
 
 
 def _check_architecture(config: dict[str, Any], path: Path) -> None:
-    architectures, model_type = config.get("architectures") or [], config.get("model_type")
-    if model_type != MODEL_TYPE or ARCHITECTURE not in architectures:
+    names = config.get("architectures") or []
+    if config.get("model_type") == MODEL_TYPE and names in ([ARCHITECTURE], []):
+        return
+    found = f"model_type {config.get('model_type')!r}, architectures {names!r}"
+    raise UserError(
+        f"not a Qwen3 model: {found}",
+        where=str(path / "config.json"),
+        mend=f"give a dense Qwen3 checkpoint (model_type {MODEL_TYPE!r}, {ARCHITECTURE})",
+    )
+
+
+def _check_tokenizer(path: Path) -> None:
+    if any(all((path / name).is_file() for name in names) for names in TOKENIZER_FILES):
+        return
+    wanted = " or ".join(" with ".join(names) for names in TOKENIZER_FILES)
+    raise UserError(
+        f"no tokenizer: {wanted} is missing", where=str(path), mend="copy the tokenizer files beside the weights"
+    )
+
+
+def _listed_tensors(path: Path) -> dict[str, set[str]]:
+    """Shard -> the tensors the index says it holds; empty where there is a single file and no index."""
+    if not (path / INDEX).exists():
+        if not (path / SINGLE).is_file():
+            raise UserError(
+                f"no weights: neither {SINGLE} nor {INDEX} is there",
+                where=str(path),
+                mend="give a checkpoint in safetensors format (convert .bin files with save_pretrained)",
+            )
+        return {}
+    index = _read_json(path / INDEX, "it lists the shards")
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError("the index has no weight_map", where=str(path / INDEX), mend="download the index again")
+    listed: dict[str, set[str]] = {}
+    for tensor, shard in weight_map.items():
+        listed.setdefault(str(shard), set()).add(tensor)
+    absent = [shard for shard in sorted(listed) if not (path / shard).is_file()]
+    if absent:
         raise UserError(
-            f"the model is {model_type!r} ({', '.join(architectures) or 'no architecture'}), not {ARCHITECTURE}",
-            where=str(path / "config.json"),
-            mend="give a dense Qwen3 model",
+            f"{len(absent)} of {len(listed)} shards are missing, {absent[0]!r} first",
+            where=str(path / INDEX),
+            mend="download the missing files",
         )
+    return listed
 
 
-def _check_shards(path: Path) -> tuple[str, ...]:
-    """Every shard of the index is there, whole, and holds the tensors that the index says."""
-    places = _read_object(path / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise UserError("weight_map is missing or empty", where=str(path / INDEX), mend=_DOWNLOAD)
-    files = tuple(sorted(set(places.values())))
-    for file in files:
-        if not (path / file).is_file():
-            raise UserError(f"shard {file} is missing, though {INDEX} names it", where=str(path), mend=_DOWNLOAD)
-    held = {file: read_header(path / file).keys() for file in files}
-    for name, file in _missing(places, held):
-        raise UserError(f"{file} lacks tensor {name!r}, though {INDEX} says otherwise", where=str(path), mend=_DOWNLOAD)
-    return files
+def _check_weights(path: Path, listed: dict[str, set[str]]) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Read every header; (shape of every tensor, bytes of all files)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    num_bytes = 0
+    for name in sorted(listed) or [SINGLE]:
+        file = path / name
+        held = read_shapes(file)
+        lacking = sorted(listed.get(name, set()) - held.keys())
+        if lacking:
+            raise UserError(
+                f"the shard lacks {len(lacking)} tensors that the index names, {lacking[0]!r} first",
+                where=str(file),
+                mend="download index and shards of the same version",
+            )
+        shapes |= held
+        num_bytes += file.stat().st_size
+    return shapes, num_bytes
 
 
-def _missing(places: dict[str, str], held: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    return ((name, file) for name, file in places.items() if name not in held[file])
+def _check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+    """Compare the files with what config.json describes."""
+    from oblr_megatron.weights.names import ModelShape, table
+
+    try:
+        expected = {
+            name: size for item in table(ModelShape.of(config)) for name, size in zip(item.hf, item.shapes, strict=True)
+        }
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"not a complete Qwen3 configuration: {error}",
+            where=str(path / "config.json"),
+            mend="give the config.json that came with the weights",
+        ) from error
+    missing = [name for name in expected if name not in shapes]
+    if missing:
+        raise UserError(
+            f"{len(missing)} tensors are missing from the weights, {missing[0]!r} first",
+            where=str(path),
+            mend="give a complete checkpoint whose config.json belongs to it",
+        )
+    for name, size in expected.items():
+        if shapes.get(name, size) != tuple(size):
+            raise UserError(
+                f"{name!r} has shape {list(shapes[name])}, config.json says {list(size)}",
+                where=str(path),
+                mend="give the config.json that belongs to the weights",
+            )

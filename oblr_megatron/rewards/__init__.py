@@ -1,9 +1,12 @@
 """How responses are judged: `registry` finds a reward by name, `pool` runs the judging where it can be stopped.
 
-base.py       what a reward is;  exact.py, math.py, function.py  the rewards
-extract.py    where a response states its answer
-normalize.py  one spelling for what is written in several ways; structure.py reads lists, tuples, intervals, matrices
-quantity.py   exact rational numbers, units, percent, degrees;  compare.py  are two answers equal
-symbolic.py   what needs computer algebra (in workers only)
-pool.py       worker processes with hard deadlines;  nursery.py  the process that forks them
+A response goes through these files:
+
+    registry.py   rewards by name: base.py (what one is), exact.py, math.py, function.py (the user's own)
+    extract.py    where a response states its answer
+    normalize.py  one spelling for what is written in several ways; characters.py does it for Unicode
+    structure.py  lists, sets, tuples, intervals, matrices, relations
+    compare.py    are two answers equal; leaf.py for what has no outer form, quantity.py for exact numbers and units
+    symbolic.py   computer algebra, in workers only; latex.py reads the LaTeX for it
+    pool.py       worker processes with hard deadlines; workers.py starts nursery.py, the process that forks them
 """

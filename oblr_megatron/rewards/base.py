@@ -32,8 +32,8 @@ class Reward(ABC):
         """Judge every sample.
 
         Args:
-            prompts: [Q] of the batch; sample n answers prompts[samples[n].group].
-            samples: [N], any number of them in any order.
+            prompts: [Q], of a step or of any part of it.
+            samples: [N] prompt-major: the same number of responses to each prompt, in the prompts' order.
 
         Raises:
             RunError: worker processes cannot be started. Nothing that a judged text does raises.
@@ -50,6 +50,16 @@ class Reward(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def pair(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Prompt, Sample]]:
+    """Each sample with the prompt it answers; N samples in prompt-major order."""
+    size = len(samples) // max(len(prompts), 1)
+    assert len(samples) == size * len(prompts), f"{len(samples)} samples do not divide among {len(prompts)} prompts"
+    pairs = [(prompts[position // size], sample) for position, sample in enumerate(samples)]
+    for prompt, sample in pairs:
+        assert sample.prompt_ids == prompt.token_ids, f"a sample of group {sample.group} meets prompt {prompt.id!r}"
+    return pairs
 
 
 class PooledReward(Reward):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oblr_megatron.rewards.base import Reward, RewardResult
+from oblr_megatron.rewards.base import Reward, RewardResult, pair
 from oblr_megatron.types import Prompt, Sample
 
 
@@ -13,7 +13,7 @@ class ExactMatchReward(Reward):
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """Rewards in {0, 1}; see `Reward.score`."""
-        return RewardResult([float(same_text(sample.text, prompts[sample.group].answer)) for sample in samples])
+        return RewardResult([float(same_text(sample.text, prompt.answer)) for prompt, sample in pair(prompts, samples)])
 
 
 def same_text(response: str, answer: str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.base import PooledReward, RewardResult
+from oblr_megatron.rewards.base import PooledReward, RewardResult, pair
 from oblr_megatron.rewards.nursery import resolve
 from oblr_megatron.rewards.pool import Pool
 from oblr_megatron.types import Prompt, Sample
@@ -36,7 +36,7 @@ class FunctionReward(PooledReward):
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """The function's values; see `Reward.score`."""
-        batch = [(sample.text, prompts[sample.group].answer, prompts[sample.group].text) for sample in samples]
+        batch = [(sample.text, prompt.answer, prompt.text) for prompt, sample in pair(prompts, samples)]
         return self.collect(self.pool.map(batch))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from oblr_megatron.rewards.base import PooledReward, RewardResult
+from oblr_megatron.rewards.base import PooledReward, RewardResult, pair
 from oblr_megatron.rewards.compare import Unsettled, equal_answers, unsettled
 from oblr_megatron.rewards.extract import boxed
 from oblr_megatron.rewards.pool import Outcome, Pool
@@ -48,7 +48,7 @@ def settle(answer: str, gold: str) -> bool | None:
 def make_pool(num_workers: int, deadline_s: float) -> Pool:
     """Workers that judge extracted answers."""
     judge = "oblr_megatron.rewards.symbolic:judge"
-    prepare = "oblr_megatron.rewards.symbolic:warm_up"
+    prepare = "oblr_megatron.rewards.latex:warm_up"
     return Pool(judge, num_workers=num_workers, deadline_s=deadline_s, prepare=prepare)
 
 
@@ -68,7 +68,7 @@ class MathReward(PooledReward):
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """Rewards in {0, 1}; see `Reward.score`."""
-        pairs = [(self._extract(sample.text), prompts[sample.group].answer) for sample in samples]
+        pairs = [(self._extract(sample.text), prompt.answer) for prompt, sample in pair(prompts, samples)]
         verdicts: dict[tuple[str, str], Outcome] = {}
         open_pairs: list[tuple[str, str]] = []
         for answer, gold in dict.fromkeys(pairs):

@@ -52,6 +52,14 @@ class _Seat:
 class Pool:
     """Worker processes that call one function of strings, named "package.module:function", which returns a number."""
 
+    _owner: int  # process id: a fork of it starts afresh
+    _closed: bool
+    _lock: threading.Lock  # guards the seats and the queue
+    _nursery_lock: threading.Lock  # one request to the nursery at a time
+    _nursery: Nursery | None
+    _free: list[_Seat]
+    _waiting: deque[SimpleQueue[_Seat | None]]
+
     def __init__(
         self,
         target: str,
@@ -148,11 +156,11 @@ class Pool:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()  # guards the seats and the queue
-        self._nursery_lock = threading.Lock()  # one request to the nursery at a time
-        self._nursery: Nursery | None = None
+        self._lock = threading.Lock()
+        self._nursery_lock = threading.Lock()
+        self._nursery = None
         self._free = [_Seat() for _ in range(self._num_workers)]
-        self._waiting: deque[SimpleQueue[_Seat | None]] = deque()
+        self._waiting = deque()
 
     def _borrow(self) -> _Seat:
         """A seat, in turn: one that becomes free goes straight to the caller that waited longest."""

@@ -26,9 +26,12 @@ _FRAC_ARGUMENT = re.compile(r"\s*(?:\{([^{}]*)\}|([0-9]))")
 _SCALES = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
 }  # fmt: skip
-_SHORT_UNITS = frozenset(
-    ["cm", "mm", "km", "dm", "nm", "in", "ft", "yd", "mi", "kg", "mg", "lb", "lbs", "oz", "sec", "min", "hr", "hrs", "ms", "ml", "mL", "cl", "mph", "kmh", "kph", "Hz", "kJ", "kW", "Pa", "mol", "cents", "cent", "rad", "radians", "usd", "USD", "eur", "EUR", "inches", "inch", "feet", "foot", "miles", "mile", "meters", "metres", "hours", "minutes", "seconds", "days", "weeks", "months", "years", "dollars", "euros", "pounds", "units"]
-)
+_SHORT_UNITS = {
+    "cm", "mm", "km", "dm", "nm", "in", "ft", "yd", "mi", "kg", "mg", "lb", "lbs", "oz", "sec", "min", "hr", "hrs",
+    "ms", "ml", "mL", "cl", "mph", "kmh", "kph", "Hz", "kJ", "kW", "Pa", "mol", "cents", "cent", "rad", "radians",
+    "usd", "USD", "eur", "EUR", "inches", "inch", "feet", "foot", "miles", "mile", "meters", "metres", "hours",
+    "minutes", "seconds", "days", "weeks", "months", "years", "dollars", "euros", "pounds", "units",
+}  # fmt: skip
 _UNIT_END = re.compile(
     r"\s*(?:\\text\{([A-Za-z.,/()\s-]*)\}|(?<![A-Za-z\\{])(?<=[0-9}\s])([A-Za-z]{2,}(?:[ /][A-Za-z]+)*))"
     r"\s*(?:\^\s*\{?\s*[23]\s*\}?)?$"

@@ -1,61 +1,30 @@
 r"""Equality of expressions by computer algebra, for worker processes only: it may take for ever, or all memory.
 
-math-verify reads the LaTeX (its grammar, without its extraction, its units and its case folding). Decimals become
-exact fractions before that, so that nothing is rounded. Two numbers are equal when their difference is zero to 300
-digits; two expressions with variables when they agree at rational points, with exact arithmetic where both are rational
-functions.
+Two numbers are equal when their difference is zero to 300 digits; two expressions with variables when they agree at
+rational points, with exact arithmetic where both are rational functions. Sets that differ in form are math-verify's.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from functools import lru_cache
 from typing import Any
 
 import sympy
-from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify import verify
 from sympy import Basic, Expr, MatrixBase, Rational
 from sympy.core.relational import Relational
 
 from oblr_megatron.rewards.compare import equal_answers
+from oblr_megatron.rewards.latex import read
 
-MAX_LOG10 = 5000.0  # numbers with more digits are not worked out
+MAX_LOG10 = 2e5  # numbers with more digits are not worked out
 DIGITS = 300
 MIN_POINTS = 3
-
-_NORMALIZATION = NormalizationConfig(
-    basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
-)
-_CONVERSION = ConversionConfig(lowercase_symbols=False)
-_FUNCTION = re.compile(
-    r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp)(?![A-Za-z])"
-)
-_DECIMAL = re.compile(r"(?<![0-9.])([0-9]*)\.([0-9]+)(?![0-9.])")
-_SQUARE_ROOT = re.compile(r"\\?sqrt\s*\(([^()]*)\)")
-_FACTORIAL_POWER = re.compile(r"([0-9A-Za-z])!\s*\^")
-_ROOT = re.compile(r"\\sqrt\s*\[([^\[\]]*)\]\s*([0-9A-Za-z])")
-_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
-_ANGLE = re.compile(r"([0-9]+|\\[A-Za-z]+|[A-Za-z])\s*°")
 
 
 def judge(prediction: str, gold: str) -> float:
     """1.0 if an extracted answer equals the gold one, else 0.0; the workers' entry."""
     return float(equal_answers(prediction, gold, equal_expressions))
-
-
-def warm_up() -> None:
-    """Fill the grammar's caches once, before workers are forked."""
-    for text in (
-        r"\frac{1}{2}+x^{2}",
-        r"(2\sqrt{3}, \pi]",
-        r"x \ge \sin(2 n)!",
-        r"\log_{2} 3",
-        r"\left\{a, b_1\right\}",
-    ):
-        read(text)
 
 
 def equal_expressions(gold: str, given: str) -> bool:
@@ -69,29 +38,6 @@ def equal_expressions(gold: str, given: str) -> bool:
         return False
 
 
-@lru_cache(maxsize=2048)  # a group's responses share the gold answer, and often theirs
-def read(text: str) -> Any:
-    """LaTeX to sympy, without evaluating.
-
-    Raises:
-        Exception: of any kind, if the text makes no sense.
-    """
-    text = _FUNCTION.sub(r"\\\1", _SQUARE_ROOT.sub(r"\\sqrt{\1}", text))
-    text = _FACTORIAL_POWER.sub(r"(\1!)^", text)
-    text = _ROOT.sub(r"\\sqrt[\1]{\2}", text)
-    text = _ANGLE.sub(r"(\\frac{\1 \\pi}{180})", text) if _TRIGONOMETRIC.search(text) else text.replace("°", "")
-    text = _DECIMAL.sub(_as_fraction, text)
-    text = normalize_latex(text, _NORMALIZATION)
-    return latex2sympy(
-        text, is_real=True, convert_degrees=False, normalization_config=None, conversion_config=_CONVERSION
-    )
-
-
-def _as_fraction(match: re.Match[str]) -> str:
-    whole, decimals = match.groups()
-    return f"(\\frac{{{whole}{decimals}}}{{{10 ** len(decimals)}}})"
-
-
 def _equal(gold: Any, given: Any) -> bool:
     if isinstance(gold, MatrixBase) and isinstance(given, MatrixBase):
         return gold.shape == given.shape and all(map(_equal, gold.flat(), given.flat()))
@@ -99,40 +45,35 @@ def _equal(gold: Any, given: Any) -> bool:
         return _equal_relations(gold, given)
     if isinstance(gold, Expr) and isinstance(given, Expr):
         return _equal_scalars(gold, given)
-    if (
-        isinstance(gold, Basic)
-        and isinstance(given, Basic)
-        and not isinstance(gold, Expr)
-        and not isinstance(given, Expr)
-    ):
+    if all(isinstance(side, Basic) and not isinstance(side, Expr) for side in (gold, given)):
         return bool(verify(gold, given, timeout_seconds=None))  # sets of all kinds
     return False
 
 
 def _equal_relations(gold: Relational, given: Relational) -> bool:
     """The same relation: one difference of sides is a constant multiple (positive, for inequalities) of the other."""
-    equation = isinstance(gold, sympy.Eq)
-    if equation != isinstance(given, sympy.Eq) or isinstance(gold, sympy.Ne) != isinstance(given, sympy.Ne):
+    kind = _kind(gold)
+    if kind != _kind(given):
         return False
-    differences = [_evaluate(side) for side in (_as_positive(gold), _as_positive(given))]
-    if not equation and gold.rel_op.rstrip("=") != given.rel_op.rstrip("=") and len(gold.rel_op) != len(given.rel_op):
-        return False
-    if len(gold.rel_op) != len(given.rel_op):  # strict or not
-        return False
-    a, b = differences
+    a, b = _evaluate(_difference(gold)), _evaluate(_difference(given))
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
     for values in _points(len(symbols), integers=False):
         at = dict(zip(symbols, values, strict=True))
         above, below = a.subs(at), b.subs(at)
         if _vanishes(above) or _vanishes(below):
             continue
-        factor = sympy.nsimplify(above / below)
-        return (equation or factor.is_positive is True) and _equal_scalars(a, factor * b)
+        factor = above / below
+        return (kind in ("==", "!=") or bool(factor.evalf() > 0)) and _equal_scalars(a, factor * b)
     return False
 
 
-def _as_positive(relation: Relational) -> Expr:
-    """lhs - rhs for > and =, rhs - lhs for <."""
+def _kind(relation: Relational) -> str:
+    """ "==", "!=", "<" for both strict inequalities, "<=" for the others."""
+    return str(relation.rel_op).replace(">", "<")
+
+
+def _difference(relation: Relational) -> Expr:
+    """lhs - rhs for = and >, rhs - lhs for <."""
     difference = relation.lhs - relation.rhs
     return -difference if "<" in relation.rel_op else difference
 

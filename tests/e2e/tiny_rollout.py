@@ -52,8 +52,7 @@ def start(model: Path, run_dir: Path, **rollout: Any) -> ColocatedEngines:
 
 def make_prompts(count: int, seed: int = 0) -> list[Prompt]:
     draw = random.Random(seed)
-    lengths = [draw.randint(1, 12) for _ in range(count)]
-    ids = [tuple(draw.randrange(2, VOCAB) for _ in range(length)) for length in lengths]
+    ids = [tuple(draw.randrange(2, VOCAB) for _ in range(draw.randint(1, 12))) for _ in range(count)]
     return [Prompt(row=n, id=str(n), text="", token_ids=tokens, answer="", source="") for n, tokens in enumerate(ids)]
 
 

@@ -1,4 +1,4 @@
-"""The demo's parts and the recipes: the sums and their teacher, tokenizer, warm start, export check, demo script, configs.
+"""The demo's parts and the recipes: sums and teacher, tokenizer, warm start, export check, demo script, configs.
 
 Oracles: arithmetic itself, a hand-written greedy loop on single unpadded prompts, the model's own probabilities.
 Not covered: that reinforcement learning lifts the accuracy (the demo shows it), vLLM reading the tokenizer (tests/e2e),

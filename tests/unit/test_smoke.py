@@ -14,11 +14,15 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))  # scripts import their neighbours by name
+from oblr_megatron.config import load_config
+from oblr_megatron.rewards.registry import check_reward
 
-import make_smoke_model  # noqa: E402
-import smoke  # noqa: E402
-import smoke_reward  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))  # scripts import their neighbours by name
+
+import make_smoke_model
+import smoke
+import smoke_reward
 
 
 def test_smoke_model_has_the_published_size() -> None:
@@ -66,7 +70,7 @@ def test_smoke_sample_has_right_answers() -> None:
 
 def test_smoke_reward_varies_and_is_bounded() -> None:
     texts = ["", "banana", "xyz", "AEIOU", "漢字"]
-    assert [smoke_reward.share_of_vowels(text, "7") for text in texts] == [0.0, 0.5, 0.0, 1.0, 0.0]
+    assert [smoke_reward.share_of_vowels(text, "7", "3+4=") for text in texts] == [0.0, 0.5, 0.0, 1.0, 0.0]
 
 
 def good_record(step: int) -> dict[str, float]:
@@ -107,3 +111,9 @@ def test_smoke_checks_find_missing_steps_and_export(tmp_path: Path) -> None:
     assert "holds steps [1], not 1 to 2" in problems
     assert "grad_norm is missing" in problems
     assert "no export" in problems
+
+
+def test_smoke_reward_is_accepted_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry finds the function that smoke.toml names, from the repository's root."""
+    monkeypatch.chdir(ROOT)
+    check_reward(load_config(ROOT / "tools" / "smoke.toml").reward)

@@ -1,0 +1,107 @@
+"""Microbatches and folds.
+
+The oracle reads a microbatch back into samples, token by token, and compares them with what went in. Not covered: that a
+loss does not depend on the packing, which needs a model (tests/distributed).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oblr_megatron.data.packing import check_folds, local_folds, one_per_microbatch, pack
+from oblr_megatron.errors import UserError
+from oblr_megatron.types import MicroBatch, Sample
+
+
+def sample(prompt: int, response: int, first: int = 1) -> Sample:
+    """Distinct tokens, log-probs that name their token."""
+    tokens = tuple(range(first, first + prompt + response))
+    logprobs = tuple(-float(token) for token in tokens[prompt:])
+    return Sample(0, tokens[:prompt], tokens[prompt:], logprobs, "", "stop", 0)
+
+
+def unpack(batch: MicroBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:
+    """Sample index -> (tokens up to the last label, response, log-probs), as the loss would see them."""
+    found = {}
+    for ids, labels, mask, logprobs, index in zip(
+        batch.input_ids, batch.labels, batch.mask, batch.rollout_logprobs, batch.sample_index, strict=True
+    ):
+        assert not logprobs[~mask].any()
+        assert torch.equal(ids[1:][mask[:-1]], labels[:-1][mask[:-1]]), "a label is the next token"
+        found[int(index)] = (tuple(ids.tolist()), tuple(labels[mask].tolist()), tuple(logprobs[mask].tolist()))
+    return found
+
+
+def test_the_example_of_the_record() -> None:
+    [batch] = pack([Sample(0, (5, 9), (7, 1), (-0.1, -0.02), "", "stop", 0)], [0], max_tokens=100)
+    assert batch.input_ids.tolist() == [[5, 9, 7, 1]]
+    assert batch.labels.tolist() == [[9, 7, 1, 0]]
+    assert batch.mask.tolist() == [[False, True, True, False]]
+    torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([[0, -0.1, -0.02, 0]]))
+    assert batch.sample_index.tolist() == [0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 8)), max_size=12),
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_nothing_is_lost_and_the_budget_holds(shapes, max_tokens, pad_multiple, random) -> None:
+    samples = [sample(*shape, first=1 + 20 * index) for index, shape in enumerate(shapes)]
+    chosen = random.sample(range(len(samples)), random.randint(0, len(samples)))
+    batches = pack(samples, chosen, max_tokens=max_tokens, pad_multiple=pad_multiple)
+    found = {index: row for batch in batches for index, row in unpack(batch).items()}
+    assert sorted(index for batch in batches for index in batch.sample_index.tolist()) == sorted(chosen)
+    for index in chosen:
+        ids, response, logprobs = found[index]
+        expected = samples[index].prompt_ids + samples[index].response_ids
+        assert ids[: len(expected)] == expected and not any(ids[len(expected) :])
+        assert response == samples[index].response_ids and logprobs == samples[index].logprobs
+    for batch in batches:
+        rows, width = batch.input_ids.shape
+        assert rows == 1 or rows * width <= max_tokens
+        assert width % pad_multiple == 0
+    widths = [batch.input_ids.shape[1] for batch in batches]
+    assert widths == sorted(widths, reverse=True), "the longest come first"
+
+
+def test_packing_is_deterministic_and_a_long_sample_goes_alone() -> None:
+    samples = [sample(1, length) for length in (3, 8, 3, 2)]
+    batches = pack(samples, [0, 1, 2, 3], max_tokens=8)
+    assert [batch.sample_index.tolist() for batch in batches] == [[1], [0, 2], [3]]
+    assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 9), (2, 4), (1, 3)]
+
+
+def test_one_per_microbatch_keeps_the_order() -> None:
+    samples = [sample(2, 5), sample(2, 0), sample(1, 2)]
+    batches = one_per_microbatch(samples, [2, 0, 1], pad_multiple=4)
+    assert [batch.sample_index.tolist() for batch in batches] == [[2], [0], [1]]
+    assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 4), (1, 8), (1, 4)]
+    assert not batches[2].mask.any(), "an empty response has no position to learn from"
+
+
+def test_a_sample_has_a_prompt_and_a_logprob_for_each_token() -> None:
+    with pytest.raises(AssertionError, match="prompt"):
+        pack([sample(0, 3)], [0], max_tokens=9)
+    with pytest.raises(AssertionError, match="log-prob"):
+        pack([Sample(0, (1,), (2, 3), (-0.1,), "", "stop", 0)], [0], max_tokens=9)
+
+
+@pytest.mark.parametrize(("prompts", "folds", "ranks"), [(8, 4, 1), (8, 4, 2), (8, 4, 4), (6, 6, 3), (5, 1, 1)])
+def test_folds_cover_the_prompts_in_order(prompts: int, folds: int, ranks: int) -> None:
+    shares = [local_folds(prompts, folds, rank, ranks) for rank in range(ranks)]
+    assert [position for share in shares for fold in share for position in fold] == list(range(prompts))
+    assert {len(share) for share in shares} == {folds // ranks}
+    assert {len(fold) for share in shares for fold in share} == {prompts // folds}
+
+
+@pytest.mark.parametrize(("prompts", "folds", "ranks", "named"), [(9, 4, 1, "9"), (8, 4, 3, "3"), (8, 2, 4, "4")])
+def test_uneven_folds_are_refused(prompts: int, folds: int, ranks: int, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        check_folds(prompts, folds, ranks)
+    with pytest.raises(UserError, match="num_folds"):
+        local_folds(prompts, folds, 0, ranks)
