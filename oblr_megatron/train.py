@@ -65,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # in a trainer rank it only names what it will not use
     return guarded(lambda: run_training(load_config(arguments[0], arguments[1:])))
 
 

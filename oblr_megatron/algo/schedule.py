@@ -70,7 +70,7 @@ def build_schedule(algo: AlgoConfig, optimizer: OptimizerConfig, *, num_steps: i
         num_steps: length of the run, for the cosine.
         num_prompts: Q, to scale the noise of a fold to one prompt's.
     """
-    averages = SnrAverages(algo.snr.horizon, num_prompts)
+    averages = SnrAverages(algo.snr, num_prompts)
     match algo.schedule:
         case "constant":
             return CurveSchedule("constant", lambda step: optimizer.lr, averages)

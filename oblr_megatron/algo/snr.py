@@ -59,11 +59,14 @@ def fold_estimate(sq_norm: float, fold_sq_norm_mean: float, num_folds: int, num_
 
 
 class SnrAverages:
-    """Bias-corrected exponential averages of signal and B, kept apart and divided last."""
+    """Bias-corrected exponential averages of signal and B, kept apart, divided and clamped last.
 
-    def __init__(self, horizon: float, num_prompts: int) -> None:
+    Of the config, `horizon` and `floor` are read.
+    """
+
+    def __init__(self, config: SnrConfig, num_prompts: int) -> None:
         self.last = FoldEstimate(math.nan, math.nan, math.nan)
-        self._decay = max(0.0, 1.0 - 1.0 / horizon)
+        self._decay, self._floor = max(0.0, 1.0 - 1.0 / config.horizon), config.floor
         self._num_prompts = num_prompts
         self._count = 0
         self._signal_sum = self._sq_norm_sum = 0.0  # decayed sums of (1 - decay) * value
@@ -90,8 +93,8 @@ class SnrAverages:
 
     @property
     def shrink(self) -> float:
-        """Ratio of the averages, neither clamped nor rounded: below 0 or NaN are for the caller to handle."""
-        return self.signal / self.sq_norm
+        """Ratio of the averages, clamped to [floor, 1]; NaN before the first observation."""
+        return min(max(self.signal / self.sq_norm, self._floor), 1.0) if self._count else math.nan
 
     @property
     def _correction(self) -> float:
@@ -99,7 +102,7 @@ class SnrAverages:
         return 1 - self._decay**self._count
 
     def figures(self) -> dict[str, float]:
-        """The last step's raw estimates and the averaged ratio; an undefined one is left out."""
+        """The last step's raw estimates and the averaged, clamped shrink; an undefined one is left out."""
         values = {
             "snr/signal_sq": self.last.signal,
             "snr/noise_trace": self.last.noise,
@@ -135,7 +138,7 @@ class SnrSchedule:
     def __init__(self, config: SnrConfig, optimizer: OptimizerConfig, num_prompts: int) -> None:
         self._config, self._lr = config, optimizer.lr
         self._exponent = config.exponent or (1.0 if optimizer.name == "sgd" else 0.5)
-        self._averages = SnrAverages(config.horizon, num_prompts)
+        self._averages = SnrAverages(config, num_prompts)
         self._reference = 1.0 if config.reference == "one" else None
         self._factor = 1.0  # (shrink / shrink_ref)^alpha, rate-limited
         self._fresh = False  # the averages have moved since the factor did
@@ -182,7 +185,7 @@ class SnrSchedule:
         self._latest, self._awaiting = None, False
 
     def _move_factor(self) -> None:
-        shrink = min(max(self._averages.shrink, self._config.floor), 1.0)
+        shrink = self._averages.shrink
         if self._reference is None:
             self._reference = shrink
         target = (shrink / self._reference) ** self._exponent

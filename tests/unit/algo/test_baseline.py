@@ -144,6 +144,21 @@ def test_in_a_group_of_two_the_baseline_is_the_others_reward(name, values, norms
     assert b[0].tolist() == values[::-1]
 
 
+def test_rounding_leaves_equal_rewards_at_zero_and_bounds_in_place():
+    """Ten thousand random groups whose rewards have no short binary form."""
+    random = torch.Generator().manual_seed(0)
+    norms, rewards = (torch.rand(10_000, 5, generator=random, dtype=torch.float64) for _ in range(2))
+    equal = rewards[:, :1].expand(-1, 5)
+    for name in ZERO_ON_EQUAL:
+        assert (advantages(name, equal, norms, norms, OPTIONS) == 0).all(), name
+    bounded = torch.where(rewards > 0.5, 0.7, rewards)  # several at the maximum, and some of no weight
+    weights = norms * (rewards > 0.2)
+    for name in ("rloo", "length_loo", "optimal", "group_mean", "opo"):
+        b = baseline_values(name, bounded, weights, weights, OPTIONS)
+        assert (b <= bounded.amax(-1, keepdim=True)).all(), name
+        assert (b >= bounded.amin(-1, keepdim=True)).all(), name
+
+
 def test_without_strength_the_prior_is_gone():
     rewards, norms = tensor([1, 0, 3], [2, 2, 5]), tensor([1, 2, 3], [4, 1, 2])
     options = AlgoConfig(prior_strength=0.0)
@@ -177,11 +192,11 @@ def test_a_dominant_norm_costs_no_digits():
 
 
 def test_norms_that_are_no_numbers_take_the_median_and_are_counted():
-    norms = tensor([1, 3, NAN, 2], [INF, NAN, -1, INF], [5, 5, 6, 7])
+    norms = tensor([1, 30, NAN, 2], [INF, NAN, -1, INF], [5, 5, 6, 7])
     clean, count = sanitize_norms(norms)
     assert count == 5
-    assert clean[0].tolist() == [1, 3, 2, 2]
-    assert clean[1].tolist() == [5] * 4  # the batch's median of 1 2 3 5 5 6 7 is 5
+    assert clean[0].tolist() == [1, 30, 2, 2]
+    assert clean[1].tolist() == [5] * 4  # the batch's median of 1 2 5 5 6 7 30 is 5
     assert clean[2].tolist() == [5, 5, 6, 7]
     assert sanitize_norms(torch.full((2, 2), NAN))[0].tolist() == [[1, 1], [1, 1]]
 

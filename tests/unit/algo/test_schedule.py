@@ -117,7 +117,9 @@ def test_the_rate_holds_on_a_step_without_an_estimate(undefined):
     assert schedule.rate(3) == held
     assert schedule.rate(4) == held  # the step in between was never observed
     schedule.observe(stats(0.2))
-    assert schedule.rate(5) == pytest.approx(held / 1.1)
+    moved = schedule.rate(5)
+    assert moved == pytest.approx(held / 1.1)
+    assert schedule.rate(6) == moved  # never observed either
 
 
 def test_a_reference_waits_for_the_first_estimate():

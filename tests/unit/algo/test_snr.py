@@ -13,7 +13,7 @@ import torch
 
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.snr import SnrAverages, fold_estimate
-from oblr_megatron.config import AlgoConfig
+from oblr_megatron.config import AlgoConfig, SnrConfig
 from oblr_megatron.types import GradientStats
 
 OPTIONS = AlgoConfig()
@@ -21,6 +21,10 @@ OPTIONS = AlgoConfig()
 
 def stats(sq_norm: float, fold_sq_norm_mean: float, num_folds: int = 4) -> GradientStats:
     return GradientStats(0.0, sq_norm, fold_sq_norm_mean, num_folds, 0.0, 0.0, 0.0, 1)
+
+
+def averages_over(horizon: float, num_prompts: int = 8) -> SnrAverages:
+    return SnrAverages(SnrConfig(horizon=horizon), num_prompts)
 
 
 def moments(folds: torch.Tensor) -> tuple[float, float]:
@@ -85,7 +89,7 @@ def test_the_prior_couples_folds_by_a_known_factor(toy):
     [(1.0, 1.0, 1), (0.0, 0.0, 4), (math.inf, math.inf, 4), (math.nan, 1.0, 4), (1.0, math.inf, 4)],
 )
 def test_an_estimate_that_means_nothing_leaves_the_averages_alone(sq_norm, mean, folds):
-    averages = SnrAverages(10, 8)
+    averages = averages_over(10)
     averages.observe(stats(1.0, 2.0))
     before = averages.state_dict()
     assert not averages.observe(stats(sq_norm, mean, folds))
@@ -94,7 +98,7 @@ def test_an_estimate_that_means_nothing_leaves_the_averages_alone(sq_norm, mean,
 
 
 def test_averages_are_bias_corrected_and_divided_last():
-    averages, decay = SnrAverages(4, 8), 0.75
+    averages, decay = averages_over(4), 0.75
     values = [(1.0, 3.0), (2.0, 2.5), (0.5, 1.0)]
     for sq_norm, mean in values:
         averages.observe(stats(sq_norm, mean))
@@ -107,19 +111,30 @@ def test_averages_are_bias_corrected_and_divided_last():
     assert averages.shrink == pytest.approx(signal / sq_norm, rel=1e-14)
 
 
+def test_shrink_is_clamped_after_averaging():
+    averages = averages_over(1e9)
+    for mean, want in (
+        (5.5, 0.1),
+        (1.0, 0.25),
+        (-20.0, 1.0),
+    ):  # shrinks of -0.5, 1 and 8: the last is rounding's at most
+        averages.observe(stats(1.0, mean))
+        assert averages.shrink == pytest.approx(want)
+
+
 def test_averages_without_an_observation_are_undefined():
-    assert math.isnan(SnrAverages(4, 8).shrink) and SnrAverages(4, 8).figures() == {}
+    assert math.isnan(averages_over(4).shrink) and averages_over(4).figures() == {}
 
 
 def test_figures_are_those_of_the_step():
-    averages = SnrAverages(1, 8)
+    averages = averages_over(1)
     averages.observe(stats(1.0, 2.5))
     want = {"snr/signal_sq": 0.5, "snr/noise_trace": 4.0, "snr/shrink_raw": 0.5, "snr/shrink_ema": 0.5}
     assert averages.figures() == pytest.approx(want)
 
 
 def test_the_state_survives_json():
-    averages, restored = SnrAverages(7, 8), SnrAverages(7, 8)
+    averages, restored = averages_over(7), averages_over(7)
     for sq_norm in (0.1, 0.2, 0.7):
         averages.observe(stats(sq_norm, 1.0))
     restored.load_state_dict(json.loads(json.dumps(averages.state_dict())))
@@ -134,21 +149,22 @@ def draw_folds(random: torch.Generator, mean: float, folds: int = 4, size: int =
 
 
 def test_pure_noise_averages_to_nothing_where_the_plug_in_sits_at_one_half():
-    random, averages, plug_in = torch.Generator().manual_seed(0), SnrAverages(150, 64), []
+    random, averages, plug_in = torch.Generator().manual_seed(0), averages_over(150, 64), []
     for _ in range(300):
         sq_norm, mean = moments(draw_folds(random, 0.0))
         averages.observe(stats(sq_norm, mean))
         snr = 64 * sq_norm / averages.last.noise  # N ||g||^2 / tr(H), as if ||g||^2 were the signal
         plug_in.append(snr / (1 + snr))
-    assert abs(averages.shrink) < 0.02
+    assert abs(averages.signal / averages.sq_norm) < 0.02
+    assert averages.shrink == 0.1  # the floor
     assert sum(plug_in) / len(plug_in) == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_weak_signal_is_recovered_where_the_mean_of_clamped_ratios_is_not():
     """Truth: 0.1^2 / (0.1^2 + 1/4) = 0.0385, at a size where one step's ratio is mostly noise."""
-    random, averages, clamped = torch.Generator().manual_seed(1), SnrAverages(400, 64), []
+    random, averages, clamped = torch.Generator().manual_seed(1), averages_over(400, 64), []
     for _ in range(2000):
         averages.observe(stats(*moments(draw_folds(random, 0.1, size=40))))
         clamped.append(min(max(averages.last.shrink_raw, 0.0), 1.0))
-    assert averages.shrink == pytest.approx(0.01 / 0.26, abs=0.02)
+    assert averages.signal / averages.sq_norm == pytest.approx(0.01 / 0.26, abs=0.02)
     assert sum(clamped) / len(clamped) > 2 * 0.01 / 0.26

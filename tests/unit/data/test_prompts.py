@@ -68,7 +68,7 @@ def test_unusable_rows_are_named(tokenizer: PreTrainedTokenizerFast, caplog: pyt
         (8, "no 'answer'"),
         (9, "not UTF-8"),
         (10, "flagged overlaps_benchmark"),
-        (11, "43 tokens, data.max_prompt_tokens is 20"),
+        (11, "40 tokens, data.max_prompt_tokens is 20"),
         (12, "no 'answer'"),
     ]
     [line] = caplog.messages
@@ -88,7 +88,11 @@ def test_limit_keeps_the_first_usable_rows(tokenizer: PreTrainedTokenizerFast) -
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "the data set is empty"), ("\n\n", "the data set is empty"), ('{"a": 1}\n', r"no usable row \(line 1: no 'qu")],
+    [
+        ("", "the data set is empty"),
+        ("\n\n", "the data set is empty"),
+        ('{"a": 1}\n', r"no usable row \(line 1: no 'qu"),
+    ],
 )
 def test_nothing_usable(content: str, message: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"

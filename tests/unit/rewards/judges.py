@@ -1,0 +1,56 @@
+"""Reward functions of a user's own, well-behaved and not; judged in worker processes by the tests beside this."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+
+import numpy as np
+
+NOT_A_FUNCTION = 3
+
+
+def length_share(response: str, answer: str, prompt: str) -> float:
+    """Shows that all three arguments arrive."""
+    return len(response) / (len(answer) + len(prompt))
+
+
+def as_numpy(response: str, answer: str, prompt: str) -> np.float32:
+    return np.float32(0.5)
+
+
+def mixed(response: str, answer: str, prompt: str) -> object:
+    """Fails in the way that the response names."""
+    if response == "raise":
+        raise ValueError("no such answer")
+    if response == "exit":
+        sys.exit(3)
+    if response == "die":
+        os._exit(1)
+    if response == "crash":
+        ctypes.string_at(0)
+    if response == "sleep":
+        time.sleep(60)
+    if response == "spin":
+        return float(10**9 ** len(str(10**9**2)) % 7)  # holds the interpreter lock for ever
+    if response == "memory":
+        return float(len(bytearray(40 * 2**30)))
+    if response == "print":
+        print("noise on standard output")
+        os.write(2, b"noise on standard error\n")
+    return {"text": "five", "nan": float("nan"), "infinite": float("inf"), "none": None}.get(response, 1)
+
+
+def process_id(response: str, answer: str, prompt: str) -> float:
+    return float(os.getpid())
+
+
+def wait(seconds: str) -> float:
+    time.sleep(float(seconds))
+    return float(seconds)
+
+
+def two_arguments(response: str, answer: str) -> float:
+    return 0.0

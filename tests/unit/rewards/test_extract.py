@@ -1,0 +1,97 @@
+"""Where an answer is found in a response. Not covered: what the answer means."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oblr_megatron.rewards.extract import EXTRACTIONS, MAX_ANSWER_CHARS, after_hashes, boxed, last_line
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{3} and then \boxed{4", "3"),
+        (r"\boxed{ {1} and \boxed{2}", "2"),
+        (r"\boxed{\boxed{5}}", r"\boxed{5}"),
+        (r"\boxed {6}", "6"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{a \} b}", r"a \} b"),
+        (r"} { \boxed{7} } {", "7"),
+        ("\\boxed{8\n9}", "8\n9"),
+        (r"\boxed{}", None),
+        (r"\boxed{  }", None),
+        (r"\boxed 5", None),
+        (r"\boxedsomething{5}", None),
+        (r"\\boxed{5}", None),
+        (r"\fbox{5}", None),
+        ("42", None),
+        ("", None),
+    ],
+)
+def test_boxed(text: str, answer: str | None) -> None:
+    assert boxed(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("1 + 1 = 2\n#### 2", "2"),
+        ("#### 3\nwait\n#### 4 apples \nbye", "4 apples"),
+        ("#### \n", None),
+        (r"no marks, \boxed{5}", "5"),
+        ("nothing", None),
+    ],
+)
+def test_after_hashes(text: str, answer: str | None) -> None:
+    assert after_hashes(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"), [("a\nb\n 42 \n\n", "42"), (r"a\nso \boxed{6}", "6"), ("7", "7"), (" \n", None), ("", None)]
+)
+def test_last_line(text: str, answer: str | None) -> None:
+    assert last_line(text) == answer
+
+
+def test_no_real_answer_is_that_long_or_deep() -> None:
+    assert boxed("\\boxed{" + "9" * MAX_ANSWER_CHARS + "}") is not None
+    assert boxed("\\boxed{" + "9" * (MAX_ANSWER_CHARS + 1) + "}") is None
+    assert boxed("\\boxed{" + "(" * 65 + ")" * 65 + "}") is None
+    assert boxed("\\boxed{" + "{" * 65 + "}" * 65 + "}") is None
+
+
+@pytest.mark.parametrize(
+    "unit", [r"\boxed{", "{", "}", "\\", r"\boxed ", "####", "\n", "\\boxed{}", "\\boxed" + " " * 50]
+)
+def test_a_megabyte_of_anything_is_scanned_at_once(unit: str) -> None:
+    text = unit * (1_000_000 // len(unit))
+    start = time.perf_counter()
+    for extract in EXTRACTIONS.values():
+        extract(text)
+    assert time.perf_counter() - start < 10, "linear scans take a second at most; a quadratic one takes hours"
+
+
+@given(st.text(alphabet="\\boxed{}#1 \n", max_size=60))
+def test_any_text_gives_a_text_or_none(text: str) -> None:
+    for extract in EXTRACTIONS.values():
+        answer = extract(text)
+        assert answer is None or answer.strip()
+
+
+@given(st.text(alphabet="ab1 {}\\", max_size=30))
+def test_a_balanced_answer_comes_back(content: str) -> None:
+    depth, escaped = 0, False
+    for character in content:
+        depth += (not escaped) * ((character == "{") - (character == "}"))
+        escaped = character == "\\" and not escaped
+        if depth < 0:
+            return
+    if depth == 0 and not escaped and content.strip() and "\\boxed" not in content:
+        assert boxed(f"before {{ \\boxed{{{content}}} after") == content
