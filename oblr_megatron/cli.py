@@ -34,6 +34,14 @@ def guarded(command: Callable[[], int]) -> int:
     except RunError as error:
         print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
         return EXIT_RUN
+    except RuntimeError as error:
+        message = str(error)
+        if "gloo" not in message and "NCCL" not in message:
+            raise
+        # torch.distributed has no type of its own for it: the rank that caused it says more than this one can
+        reason = message.splitlines()[0]
+        print(f"error: rank {os.environ.get('RANK', '0')}: lost another rank: {reason}", file=sys.stderr)
+        return EXIT_RUN
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -114,19 +114,18 @@ def _accumulate(
     if not batches:
         return sums
     coefficients = coefficients.to(device)
-    ratios = _ratios(config)
+    ratios, temperature = _ratios(config), config.rollout.temperature
 
     def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """logits [b, t, Vp/tp] -> the loss, and the sums over this microbatch's response tokens."""
-        options = {
-            "vocab_size": policy.vocab_size,
-            "parallel": policy.parallel,
-            "temperature": config.rollout.temperature,
-        }
-        logprobs = vocab_parallel_logprobs(logits, batch.labels, **options)  # [b, t]
+        logprobs = vocab_parallel_logprobs(
+            logits, batch.labels, vocab_size=policy.vocab_size, parallel=policy.parallel, temperature=temperature
+        )  # [b, t]
         rho, cut = ratios(logprobs, batch)
         loss = policy_gradient_loss(logprobs, batch.mask, coefficients[batch.sample_index], rho)
-        entropy = vocab_parallel_entropy(logits, **options)
+        entropy = vocab_parallel_entropy(
+            logits, vocab_size=policy.vocab_size, parallel=policy.parallel, temperature=temperature
+        )  # [b, t]
         difference = (logprobs.detach() - batch.rollout_logprobs).abs()
         parts = (loss.detach(), entropy[batch.mask].sum(), difference[batch.mask].sum(), cut, batch.mask.sum())
         return loss, {"sums": torch.stack([part.to(torch.float64) for part in parts])}

@@ -138,7 +138,7 @@ class Run:
         """Clip, and step the optimizer at the schedule's rate; with no gradient at all nothing moves but the log."""
         with self.timer("optimizer"):
             lr = self.schedule.rate(step)
-            if stats.sq_norm > 0:
+            if stats.sq_norm != 0:  # clip refuses what is not a number
                 self.optimizer.clip(stats.sq_norm)
                 self.optimizer.step(lr)
             self.schedule.observe(stats)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from oblr_megatron.config import LEAVE_ONE_OUT, AlgoConfig
 from oblr_megatron.errors import UserError
@@ -99,7 +100,7 @@ def optimal_prior(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: A
             where="algo.baseline",
             mend='set num_prompts to 2 or more, or algo.baseline to "optimal"',
         )
-    prior = _mean_of_others(rewards.mean(-1)[None], rewards.new_ones(1, num_prompts)).T  # [Q, 1]
+    prior = _sum_of_others(rewards.mean(-1))[:, None] / (num_prompts - 1)  # [Q, 1]
     own, strength = optimal(rewards, norms_sq, lengths, options), options.prior_strength
     blend = own + (strength / (group_size - 1 + strength)) * (prior - own)
     return blend.clamp(torch.minimum(own, prior), torch.maximum(own, prior))
@@ -202,14 +203,11 @@ def variance_ratio_vs_rloo(rewards: Tensor, norms_sq: Tensor, baseline: Tensor) 
 
 
 def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """The group's mean, its own entry included: [Q, G] -> [Q, G], the same along a row; plain where weights sum to 0.
-
-    Taken as low + mean of (value - low), so that equal values give themselves to the last bit.
-    """
-    low = values.amin(-1, keepdim=True)
+    """The group's mean, own entry included: [Q, G] -> [Q, G], the same along a row; plain where weights sum to 0."""
     weights = torch.where(weights.sum(-1, keepdim=True) > 0, weights, torch.ones_like(weights))
-    mean = low + (weights * (values - low)).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
-    return mean.clamp(max=values.amax(-1, keepdim=True)).expand_as(values)
+    mean = (weights * values).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
+    low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    return mean.clamp(low, high).expand_as(values)  # rounding may not leave the bounds: equal values give themselves
 
 
 def _mean_of_others(values: Tensor, weights: Tensor) -> Tensor:
@@ -220,19 +218,18 @@ def _mean_of_others(values: Tensor, weights: Tensor) -> Tensor:
     o_i is left out there too, so that nothing here depends on v_i or w_i.
     """
     rows, size = values.shape
-    others = _others(size, values)  # [G, G]
-    total = weights @ others
-    batch = total + (weights.sum(-1) @ _others(rows, values))[:, None]
+    total = _sum_of_others(weights)
+    batch = total + _sum_of_others(weights.sum(-1))[:, None]
     weighted = total > TINY_WEIGHT * batch / (rows * size - 1)
-    weights = weights[:, None, :] * others  # [Q, G, G]: row i holds w_j, 0 at j = i
-    weights = torch.where(weighted[..., None], weights, others)
-    spread = values[:, None, :].expand_as(weights)
-    low = spread.masked_fill(others == 0, float("inf")).amin(-1)
-    high = spread.masked_fill(others == 0, float("-inf")).amax(-1)
-    mean = low + (weights * (spread - low[..., None])).sum(-1) / weights.sum(-1)
-    return mean.clamp(low, high)
+    mean = torch.where(weighted, _sum_of_others(weights * values) / total, _sum_of_others(values) / (size - 1))
+    own = torch.eye(size, dtype=torch.bool, device=values.device)
+    spread = values[:, None, :].expand(rows, size, size)  # row i holds v_j
+    low, high = spread.masked_fill(own, torch.inf).amin(-1), spread.masked_fill(own, -torch.inf).amax(-1)
+    return mean.clamp(low, high)  # as above
 
 
-def _others(size: int, like: Tensor) -> Tensor:
-    """[size, size] of ones with a zero diagonal: x @ it sums over all entries but the own one."""
-    return 1 - torch.eye(size, dtype=like.dtype, device=like.device)
+def _sum_of_others(values: Tensor) -> Tensor:
+    """sum_{j != i} v_j along the last dimension: what stands before i plus what stands after it, without v_i."""
+    before = pad(values, (1, 0))[..., :-1].cumsum(-1)
+    after = pad(values.flip(-1), (1, 0))[..., :-1].cumsum(-1).flip(-1)
+    return before + after

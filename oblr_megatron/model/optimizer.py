@@ -23,10 +23,9 @@ from torch import nn
 
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.errors import RunError
+from oblr_megatron.gradnorm.kernels import sq_norm
 from oblr_megatron.model import cpu
 from oblr_megatron.model.qwen3 import Policy
-
-_NORM_ELEMENTS = 1 << 24  # converted to fp64 at a time, 128 MiB
 
 
 def counted_here(parameter: nn.Parameter, policy: Policy) -> bool:
@@ -48,9 +47,7 @@ def grad_sq_norm(policy: Policy) -> float:
     total = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
     for _, parameter in policy.named_parameters():
         if counted_here(parameter, policy):
-            for part in cast(Any, parameter).main_grad.flatten().split(_NORM_ELEMENTS):
-                exact = part.double()
-                total += exact.dot(exact)
+            total += sq_norm(cast(Any, parameter).main_grad.flatten())
     dist.all_reduce(total, group=policy.parallel.model_group)
     return float(total)
 

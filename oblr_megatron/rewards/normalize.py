@@ -15,12 +15,12 @@ _TEXT = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph|operator
 _UPRIGHT_LETTER = re.compile(r"\\mathrm\s*\{\s*([dei])\s*\}")
 _UPRIGHT = re.compile(r"\\mathrm\s*\{")
 _FACE = re.compile(r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm|mathnormal)\s*(?=\{)")
-_ROMAN_SWITCH = re.compile(r"\{?\\(?:rm|bf|it)\s+([A-Za-z ]+)\}?")
+_ROMAN_SWITCH = re.compile(r"\{\s*\\(?:rm|bf|it)\s+([A-Za-z ]+)\}")
 _TEXT_NUMBER = re.compile(r"\\text\{\s*([+-]?[0-9][0-9.,/]*)\s*\}")
 _AND_OR_TEXT = re.compile(r"\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*")
 _AND_OR = re.compile(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\l?or(?![A-Za-z])|\\vee(?![A-Za-z])")
 _DEGREE = re.compile(
-    r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|\^\s*\{?\s*°\s*\}?"
+    r"\^\s*\{\s*(?:\\circ|°)\s*\}|\^\s*(?:\\circ(?![A-Za-z])|°)|\\degree(?![A-Za-z])"
     r"|\\text\{\s*deg(?:rees?)?\.?\s*\}|(?<![A-Za-z\\])deg(?:rees?)?(?![A-Za-z])"
 )
 _PERCENT = re.compile(r"\\%|\\text\{\s*(?:percent|\\?%)\s*\}|(?<![A-Za-z\\])percent(?![A-Za-z])")
@@ -38,6 +38,7 @@ _RENAMED = {
     "(?:euro|pounds|yen)": "", "backslash": r"\\setminus", "cdotp": r"\\cdot", "i(?:math)": "i", "space": " ",
 }  # fmt: skip
 _RENAMES = [(re.compile(rf"\\{name}(?![A-Za-z])"), new) for name, new in _RENAMED.items()]
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _CURRENCY = re.compile(r"[€£¥₹₽]")
 
 
@@ -59,7 +60,7 @@ def normalize(text: str) -> str:
     text = _PERCENT.sub("%", _DEGREE.sub("°", text))
     text = _AND_OR.sub(" ; ", _AND_OR_TEXT.sub(" ; ", text)) if not _is_text(text) else text
     text = _TEXT_NUMBER.sub(r"\1", SPACES.sub(" ", _SPACE.sub(" ", text)).strip())
-    return _without_trailing_marks(text)
+    return _bare(text)
 
 
 def compact(text: str) -> str:
@@ -71,10 +72,22 @@ def _is_text(text: str) -> bool:
     return text.startswith("\\text{") and text.find("}") == len(text.rstrip()) - 1
 
 
-def _without_trailing_marks(text: str) -> str:
-    """Drop sentence marks at the end; an ellipsis stays, since what it stands for is not written."""
-    if text.endswith(".."):
-        return text
-    while text and text[-1] in ".,;:" and not text.endswith("\\"):
-        text = text[:-1].rstrip()
-    return text.removesuffix("\\")
+def _bare(text: str) -> str:
+    """Without braces around the whole and sentence marks at the end; an ellipsis stays: what it stands for is unsaid."""
+    while True:
+        if text.startswith("{") and _closing_brace(text) == len(text) - 1:
+            text = text[1:-1].strip()
+        elif text.endswith((".", ",", ";", ":")) and not text.endswith(".."):
+            text = text[:-1].rstrip().removesuffix("\\")
+        else:
+            return text
+
+
+def _closing_brace(text: str) -> int:
+    """Where the brace that opens the text is closed; -1 if nowhere."""
+    depth = 0
+    for match in _BRACE.finditer(text):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0:
+            return match.start()
+    return -1

@@ -116,8 +116,9 @@ def read_number(text: str) -> Fraction | None:
 
 
 def _unsigned(text: str) -> Fraction | None:
-    if text[:1] in "({" and text[-1:] in ")}" and text[1:-1].count(text[0]) == text[1:-1].count(text[-1]) == 0:
-        return read_number(text[1:-1])
+    if (text[:1], text[-1:]) in (("(", ")"), ("{", "}")):
+        inner = text[1:-1]
+        return None if text[0] in inner or text[-1] in inner else read_number(inner)
     for pattern, value in _FORMS:
         if match := pattern.fullmatch(text):
             return value(match)

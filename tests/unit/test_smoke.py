@@ -20,9 +20,9 @@ from oblr_megatron.rewards.registry import check_reward
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))  # scripts import their neighbours by name
 
-import make_smoke_model
-import smoke
-import smoke_reward
+import make_smoke_model  # noqa: E402
+import smoke  # noqa: E402
+import smoke_reward  # noqa: E402
 
 
 def test_smoke_model_has_the_published_size() -> None:

@@ -1,7 +1,7 @@
 """Microbatches and folds.
 
-The oracle reads a microbatch back into samples, token by token, and compares them with what went in. Not covered: that a
-loss does not depend on the packing, which needs a model (tests/distributed).
+The oracle reads a microbatch back into samples, token by token, and compares them with what went in. Not covered: that
+a loss does not depend on the packing, which needs a model (tests/distributed).
 """
 
 from __future__ import annotations

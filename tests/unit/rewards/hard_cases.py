@@ -1,4 +1,5 @@
-r"""Answers that are hard to judge: (boxed answer, gold answer, whether they are equal), by the rule that decides them."""
+# ruff: noqa: RUF001 - look-alike characters are among the cases
+r"""Answers that are hard to judge: (boxed answer, gold answer, whether they are equal), by the rule that decides."""
 
 from __future__ import annotations
 

@@ -16,9 +16,12 @@ import time
 from fractions import Fraction
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from oblr_megatron.rewards.extract import EXTRACTIONS
-from oblr_megatron.rewards.math import DEADLINE_S, MathReward, grade
+from oblr_megatron.rewards.math import DEADLINE_S, MathReward, grade, settle
+from oblr_megatron.rewards.normalize import normalize
 from tests.unit.rewards.conftest import batch, golds
 from tests.unit.rewards.hard_cases import CASES
 
@@ -60,7 +63,7 @@ def test_every_gold_equals_itself(name: str, reward: MathReward) -> None:
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_gold_equals_itself_in_another_spelling(name: str, reward: MathReward) -> None:
-    r"""As models write: \dfrac, \left and \right, no spaces around operators, a name in front, braces around."""
+    r"""As models write: \dfrac, \left and \right, braces around, a full stop, spaces around signs."""
     answers = golds(name)
     rows = [(answer, [f"\\boxed{{{text}}}" for text in respellings(answer)]) for answer in answers]
     flat = [(answer, response) for answer, responses in rows for response in responses]
@@ -76,28 +79,29 @@ def respellings(answer: str) -> list[str]:
     return [
         spelled,
         f"{{{answer}}}",
-        f"\\displaystyle {answer}.",
+        f"\\displaystyle {answer.rstrip('.')}.",
         re.sub(r"(?<=[0-9}]) ?([-+]) ?(?=[0-9\\])", r" \1 ", answer),
     ]
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_perturbed_golds_differ(name: str, reward: MathReward) -> None:
-    rows = [(answer, [f"\\boxed{{{text}}}" for text in perturbed(answer)]) for answer in golds(name)]
-    rows = [row for row in rows if len(row[1]) == 3]
+    answers = sorted(set(golds(name)))
+    answers = random.Random(0).sample(answers, min(len(answers), 200))  # all of them would take ten seconds a set
+    rows = [(answer, [f"\\boxed{{{text}}}" for text in texts]) for answer in answers if (texts := perturbed(answer))]
     flat = [(answer, response) for answer, responses in rows for response in responses]
     result = reward.score(*batch(rows))
     assert [pair for pair, value in zip(flat, result.rewards, strict=True) if value != 0] == []
-    assert len(flat) > 500 and result.failures == result.timeouts == 0
+    assert len(flat) > 300 and result.failures == result.timeouts == 0
 
 
 def perturbed(answer: str) -> list[str]:
-    """A last digit off by one, twice the whole, one entry more: none of them equals the answer."""
+    """A last digit off by one, one entry more, one more: none of them equals the answer."""
     digit = re.search(r"[0-9](?=[^0-9]*$)", answer)
-    if digit is None or digit.group() == "0" or "_" in answer:
+    if digit is None or digit.group() == "0" or re.search(r"_|text|mbox", answer):
         return []
     off = answer[: digit.start()] + str((int(digit.group()) + 1) % 10) + answer[digit.end() :]
-    return [off, f"{answer}, 987654321", f"({answer})+1" if re.fullmatch(r"-?[0-9.]+", answer) else f"7{answer}7"]
+    return [off, f"{answer}, 987654321", f"{answer}+1"]
 
 
 def test_golds_of_one_set_differ_from_one_another(reward: MathReward) -> None:
@@ -137,6 +141,31 @@ def test_a_harmful_text_is_wrong_in_time(answer: str) -> None:
     assert grade(f"\\boxed{{{answer}}}", r"\sqrt{2}+x") is False
     assert time.perf_counter() - start < DEADLINE_S + 5
     assert grade(r"\boxed{\sqrt{8}}", r"2\sqrt{2}"), "the next answer is judged as ever"
+
+
+PIECES = [*"0123456789xyn+-*/=<>()[]{}|,.;:!^_%&$° ", "\\", "\\\\", r"\frac", r"\sqrt", r"\pm", r"\cup", r"\{", r"\}"]
+PIECES += [
+    r"\text{",
+    r"\begin{pmatrix}",
+    r"\end{pmatrix}",
+    r"\le",
+    r"\in",
+    r"\infty",
+    r"\pi",
+    r"\circ",
+    " or ",
+    "cm",
+    "e5",
+]
+
+
+@settings(max_examples=500, deadline=None)
+@given(*[st.lists(st.sampled_from(PIECES), max_size=14).map("".join)] * 2)
+def test_what_is_settled_on_the_spot_never_raises(answer: str, gold: str) -> None:
+    """And whatever has a content equals itself."""
+    verdict = settle(answer, gold)
+    assert verdict in (True, False, None)
+    assert settle(answer, answer) is bool(normalize(answer))
 
 
 def test_grade_from_many_threads() -> None:

@@ -1,0 +1,157 @@
+"""What happens when an engine process dies, hangs or does not start, and when its trainer dies: an error within seconds
+that says who waited for what, and nothing left behind. Also that three engines started alike sample alike.
+
+Not covered: several ranks (test_rollout_ranks.py), engines of more than one process (GPUs only).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from transformers import Qwen3ForCausalLM
+
+from oblr_megatron.errors import DeadlineError, RunError
+from tests.e2e.conftest import ROOT
+from tests.e2e.tiny_rollout import Weights, engine_processes, sample, start
+from tests.tiny import make_hf_dir
+
+PROMPTLY = 5.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_hf_dir(tmp_path_factory.mktemp("failures") / "model", head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def three(model):
+    """Three engines of one model, each with the samples it drew first; every test below ends one of them."""
+    engines = [start(model, model.parent / name, generate_timeout_s=60) for name in ("hang", "generate", "push")]
+    yield [(one, sample(one)) for one in engines]  # each starts while another is waited for
+    for one in engines:
+        one.close()
+        one.close()
+    assert not engine_processes()
+
+
+def test_fresh_engines_sample_the_same_to_the_last_bit(three):
+    (_, first), (_, second), (_, third) = three
+    assert first == second == third
+
+
+def test_an_engine_that_hangs_is_given_up_at_the_deadline(three):
+    engines, _ = three[0]
+    handle = engines._engine
+    handle.deadlines = type(handle.deadlines)(start=60, generate=1.5, push=60)
+    os.kill(handle.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"rank 0 waited 1.5 s for 12 x 4 samples of engine 0 and gave up"):
+        sample(engines)
+    assert time.monotonic() - begin < 1.5 + PROMPTLY
+    assert_gone(engines, handle.pid, "was killed: rank 0 waited")
+
+
+def test_an_engine_killed_while_it_generates(three):
+    engines, _ = three[1]
+    pid = engines._engine.pid
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    begin = time.monotonic()
+    with pytest.raises(RunError, match=rf"engine 0 \(process {pid}\) was ended by SIGKILL while rank 0") as error:
+        sample(engines, count=400, group_size=64)  # half a minute of sampling
+    assert time.monotonic() - begin < 0.5 + PROMPTLY
+    assert "generate/logs/engine-0.log" in str(error.value) and "INFO" in str(error.value), "it quotes the log"
+    assert_gone(engines, pid, "was ended by SIGKILL")
+
+
+def test_an_engine_killed_during_a_push(three, model):
+    """The source is still iterated to its end: on several ranks, the others are in the middle of gathers."""
+    engines, _ = three[2]
+    pid = engines._engine.pid
+    yielded = []
+
+    class Killing(Weights):
+        def __iter__(self):
+            for index, (name, tensor) in enumerate(super().__iter__()):
+                if index == 3:
+                    os.kill(pid, signal.SIGKILL)
+                yielded.append(name)
+                yield name, tensor
+
+    source = Killing(Qwen3ForCausalLM.from_pretrained(model))
+    begin = time.monotonic()
+    with pytest.raises(RunError, match="was ended by SIGKILL while rank 0 waited for push 1 into engine 0"):
+        engines.push(source, 1)
+    assert time.monotonic() - begin < PROMPTLY
+    assert yielded == list(source.tensors)
+    with pytest.raises(RunError, match="did not reach every engine"):
+        sample(engines)
+    assert_gone(engines, pid, "was ended by SIGKILL")
+
+
+def assert_gone(engines, pid, reason):
+    """The process is reaped, and the next call says at once why there is none."""
+    assert not psutil.pid_exists(pid)
+    engines._unusable = None
+    begin = time.monotonic()
+    with pytest.raises(RunError, match=reason):
+        sample(engines)
+    assert time.monotonic() - begin < 1
+
+
+def test_a_model_vllm_cannot_run_fails_the_start_with_its_reason(tmp_path):
+    engines = start(make_hf_dir(tmp_path / "model", head_dim=16), tmp_path / "run")
+    with pytest.raises(RunError, match=r"(?s)engine 0 failed while rank 0 waited for engine 0 to start.*head_dim=16"):
+        sample(engines)
+    assert not engine_processes()
+
+
+def test_a_slow_start_is_given_up_at_the_deadline(model, tmp_path):
+    engines = start(model, tmp_path, start_timeout_s=0.5)
+    with pytest.raises(DeadlineError, match=r"rank 0 waited 0.5 s for engine 0 to start"):
+        sample(engines)
+    assert not engine_processes()
+
+
+def test_an_engine_killed_while_it_starts(model, tmp_path):
+    engines = start(model, tmp_path)
+    os.kill(engines._engine.pid, signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RunError, match="was ended by SIGKILL while rank 0 waited for engine 0 to start"):
+        sample(engines)
+    assert time.monotonic() - begin < 1
+
+
+def test_closing_while_it_starts_leaves_nothing(model, tmp_path):
+    engines = start(model, tmp_path)
+    engines.close()
+    assert not engine_processes()
+    with pytest.raises(RunError, match="engine 0 is closed"):
+        sample(engines)
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from tests.e2e.tiny_rollout import start
+engines = start(Path(sys.argv[1]), Path(sys.argv[2]))
+print(engines._engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("when", ["at once", "while vllm starts"])
+def test_an_engine_does_not_outlive_its_trainer(model, tmp_path, when):
+    command = [sys.executable, "-c", TRAINER, str(model), str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
+        engine = psutil.Process(int(trainer.stdout.readline()))
+        log = tmp_path / "logs" / "engine-0.log"
+        while when != "at once" and not log.stat().st_size:
+            time.sleep(0.05)
+        trainer.kill()
+    gone, alive = psutil.wait_procs([engine], timeout=20)
+    assert not alive

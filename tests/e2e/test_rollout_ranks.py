@@ -1,0 +1,86 @@
+"""Two trainer ranks (tensor parallel 2) with an engine each: the batch is split, pushed together, and failed together.
+
+The weights are megatron-core's own, gathered over both ranks for every tensor: a rank that left a push early would leave
+the other one waiting. Not covered: engines of several GPUs.
+"""
+
+import os
+import signal
+import time
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from oblr_megatron.checkpoint.hf import load_hf_weights
+from oblr_megatron.config import ModelConfig
+from oblr_megatron.errors import RunError
+from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.rollout.colocated import ColocatedEngines
+from oblr_megatron.weights.export import MegatronWeights
+from tests.distributed.launch import layout, run_ranks
+from tests.e2e.tiny_rollout import largest_error, make_config, make_prompts, sample
+from tests.tiny import make_hf_dir
+
+PROMPTS, GROUP = 7, 3
+
+
+def test_two_ranks_with_an_engine_each(tmp_path):
+    path = make_hf_dir(tmp_path / "model", head_dim=32)
+    first, second = run_ranks(one_rank, 2, path, tmp_path / "run")
+    for key in ("samples", "after", "stats", "error", "after_error"):
+        assert first[key] == second[key], f"{key} differs between the ranks"
+    samples = first["samples"]
+    assert [one.group for one in samples] == [n // GROUP for n in range(PROMPTS * GROUP)]
+    assert [one.prompt_ids for one in samples[::GROUP]] == [prompt.token_ids for prompt in make_prompts(PROMPTS)]
+    assert [one.response_ids for one in samples] == first["one_engine"], "the split does not change the draws"
+    model = Qwen3ForCausalLM.from_pretrained(path)
+    assert largest_error(model, samples) < 1e-4
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert largest_error(model, first["after"]) < 1e-4 and {one.version for one in first["after"]} == {1}
+    assert "engine 1" in first["error"] and "SIGKILL while rank 1 waited for push 2" in first["error"]
+    assert "did not reach every engine" in first["after_error"]
+    assert max(first["seconds"], second["seconds"]) < 10
+
+
+def one_rank(path, run_dir):
+    """What each rank does; the kill comes from the second rank, in the middle of a push."""
+    with layout(tp=2) as parallel:
+        engines = ColocatedEngines(make_config(path, run_dir, num_engines=2), parallel)
+        policy = build_policy(Qwen3Config.from_pretrained(path), ModelConfig(path=path), parallel)
+        load_hf_weights(policy, path)
+        result = {"stats": engines.push(MegatronWeights(policy), version=0).bytes}
+        result["samples"] = sample(engines, PROMPTS, GROUP)
+        result["one_engine"] = sample_on_one(engines)
+        with torch.no_grad():
+            for _, parameter in policy.named_parameters():
+                parameter.mul_(1.5)
+        engines.push(MegatronWeights(policy), version=1)
+        result["after"] = sample(engines, PROMPTS, GROUP)
+        begin = time.monotonic()
+        source = MegatronWeights(policy)
+        if parallel.rank == 1:
+            os.kill(engines._engine.pid, signal.SIGKILL)
+        result["error"] = error_of(lambda: engines.push(source, version=2))
+        result["after_error"] = error_of(lambda: sample(engines, PROMPTS, GROUP))
+        result["seconds"] = time.monotonic() - begin
+        engines.close()
+        return result
+
+
+def sample_on_one(engines):
+    """The same request, all of it to this rank's own engine."""
+    from oblr_megatron.rollout.engine import SamplingRequest
+
+    request = SamplingRequest(group_size=GROUP, temperature=1.0, max_tokens=32, seed=3)
+    groups = engines._engine.generate([prompt.token_ids for prompt in make_prompts(PROMPTS)], request)
+    return [one.response_ids for group in groups for one in group]
+
+
+def error_of(call):
+    try:
+        call()
+    except RunError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")

@@ -1,0 +1,188 @@
+"""The worker pool with functions that fail in every way: raise, exit, crash, hang, eat memory, print.
+
+Not covered: machines other than Linux, and functions that start processes of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.errors import RunError
+from oblr_megatron.rewards.pool import Pool
+
+JUDGES = "tests.unit.rewards.judges"
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def make(name: str = "mixed", **options: object) -> Pool:
+    values: dict = {"num_workers": 2, "deadline_s": 30.0, **options}
+    return Pool(f"{JUDGES}:{name}", **values)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with make() as pool:
+        yield pool
+
+
+def is_fine(pool: Pool) -> bool:
+    return pool.ask("fine", "", "").value == 1
+
+
+def test_values_come_back_in_order() -> None:
+    with make("length_share", num_workers=3) as pool:
+        outcomes = pool.map([("x" * n, "gold", "prompt") for n in range(40)])
+    assert [outcome.value for outcome in outcomes] == [n / 10 for n in range(40)]
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    with make("as_numpy") as pool:
+        assert pool.ask("", "", "").value == 0.5
+
+
+@pytest.mark.parametrize(
+    ("response", "named"),
+    [
+        ("raise", "ValueError: no such answer"),
+        ("exit", "SystemExit"),
+        ("die", "died"),
+        ("crash", "died"),
+        ("memory", "memory"),
+        ("text", "'five' is not a finite number"),
+        ("nan", "not a finite number"),
+        ("infinite", "not a finite number"),
+        ("none", "None is not a finite number"),
+    ],
+)
+def test_a_failure_is_reported_and_the_next_call_works(pool: Pool, response: str, named: str) -> None:
+    outcome = pool.ask(response, "", "")
+    assert outcome.value is None and not outcome.timed_out
+    assert named in outcome.error
+    assert is_fine(pool)
+
+
+@pytest.mark.parametrize("response", ["sleep", "spin"])
+def test_the_deadline_is_hard(response: str) -> None:
+    with make(deadline_s=0.5) as pool:
+        assert is_fine(pool)  # the workers' imports are not part of the deadline
+        start = time.perf_counter()
+        outcome = pool.ask(response, "", "")
+        assert outcome.timed_out and outcome.value is None and outcome.error == ""
+        assert time.perf_counter() - start < 5
+        assert is_fine(pool)
+
+
+def test_a_hanging_call_does_not_hold_up_the_others() -> None:
+    with make(num_workers=2, deadline_s=2.0) as pool:
+        outcomes = pool.map([("sleep", "", "")] + [("fine", "", "")] * 50)
+    assert outcomes[0].timed_out
+    assert [outcome.value for outcome in outcomes[1:]] == [1.0] * 50
+
+
+def test_a_single_question_does_not_wait_for_anothers_batch() -> None:
+    with make("wait", num_workers=1) as pool:
+        pool.ask("0")
+        answered = threading.Event()
+        busy = threading.Thread(target=lambda: (pool.map([("0.05",)] * 100), answered.set()))
+        busy.start()
+        time.sleep(0.2)
+        assert pool.ask("0").value == 0
+        assert not answered.is_set(), "5 s of work were asked for before"
+        busy.join()
+
+
+def test_workers_write_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with make() as pool:
+        assert pool.ask("print", "", "").value == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_workers_are_replaced_after_their_share_of_tasks() -> None:
+    with make("process_id", num_workers=1, tasks_per_worker=3) as pool:
+        ids = [pool.ask("", "", "").value for _ in range(9)]
+    assert [ids.count(pid) for pid in dict.fromkeys(ids)] == [3, 3, 3]
+
+
+def test_a_worker_or_nursery_killed_from_outside_is_replaced() -> None:
+    with make("process_id", num_workers=1) as pool:
+        first = pool.ask("", "", "").value
+        assert first is not None
+        os.kill(int(first), signal.SIGKILL)
+        time.sleep(0.2)
+        second = pool.ask("", "", "").value
+        assert second is not None and second != first
+        os.kill(parent_of(int(second)), signal.SIGKILL)
+        time.sleep(0.2)
+        third = pool.ask("", "", "").value
+        assert third is not None and third not in (first, second)
+
+
+def test_closing_ends_all_processes_and_refuses_calls() -> None:
+    pool = make("process_id")
+    pid = pool.ask("", "", "").value
+    assert pid is not None
+    pool.close()
+    pool.close()
+    wait_until_gone(int(pid))
+    with pytest.raises(RunError, match="closed"):
+        pool.ask("", "", "")
+
+
+def test_a_target_that_cannot_be_imported_says_why() -> None:
+    with make("no_such_function") as pool, pytest.raises(RunError, match="no_such_function"):
+        pool.ask("", "", "")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_workers_die_with_their_parent_however_it_dies(busy: bool) -> None:
+    script = f"""
+import os, threading, time
+from oblr_megatron.rewards.pool import Pool
+ids = Pool("{JUDGES}:process_id", num_workers=1, deadline_s=60)
+pool = Pool("{JUDGES}:mixed", num_workers=1, deadline_s=60)
+print(int(ids.ask("", "", "").value), flush=True)
+if {busy}:
+    threading.Thread(target=pool.ask, args=("spin", "", ""), daemon=True).start()
+    time.sleep(1)
+print(" ".join(open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read().split()), flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    nurseries = [int(pid) for pid in parent.stdout.readline().split()]
+    workers = [worker, *(pid for nursery in nurseries for pid in children_of(nursery))]
+    parent.kill()
+    parent.wait()
+    for pid in (*nurseries, *workers):
+        wait_until_gone(pid)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until_gone(pid: int, limit_s: float = 10.0) -> None:
+    """A process is gone when it has no entry, or is a zombie that nobody collects."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        time.sleep(0.05)
+    assert math.isnan(pid), f"process {pid} is still there"

@@ -1,0 +1,102 @@
+"""Rewards by name: what is known, what a user may bring, and what is refused before anything is started.
+
+Not covered: the verdicts of the mathematical reward (test_math.py), and what workers do when they fail (test_pool.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.config import RewardConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.rewards.exact import same_text
+from oblr_megatron.rewards.registry import REWARDS, build_reward, check_reward
+from tests.unit.rewards.conftest import batch
+
+JUDGES = "tests.unit.rewards.judges"
+
+
+def config(name: str, **values: object) -> RewardConfig:
+    return RewardConfig.model_validate({"name": name, **values})
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_every_known_reward_tells_right_from_wrong(name: str) -> None:
+    right = {"exact_match": "4", "math": r"\boxed{4}", "math:gsm8k": "2 + 2 = 4\n#### 4", "math:last_line": "so:\n4"}
+    check_reward(config(name))
+    with build_reward(config(name)) as reward:
+        result = reward.score(*batch([("4", [right[name], "5"]), ("7", [right[name], ""])]))
+    assert result.rewards == [1, 0, 0, 0]
+    assert (result.failures, result.timeouts) == (0, 0)
+
+
+def test_exact_match_ignores_white_space_only() -> None:
+    assert same_text(" 4 \n", "4") and same_text("a  b", "a\tb")
+    assert not same_text("4.0", "4") and not same_text("A", "a") and not same_text("4 2", "42")
+
+
+def test_a_function_gets_response_answer_and_prompt() -> None:
+    with build_reward(config(f"{JUDGES}:length_share")) as reward:
+        result = reward.score(*batch([("gold", ["x" * 3, "x" * 6])]))
+    assert result.rewards == [3 / len("goldprompt 0"), 6 / len("goldprompt 0")]
+
+
+def test_failures_score_zero_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    responses = ["fine", "raise", "nan", "text", "die", "sleep", "fine"]
+    with build_reward(config(f"{JUDGES}:mixed", timeout_s=2.0)) as reward, caplog.at_level(logging.WARNING):
+        result = reward.score(*batch([("", responses)]))
+        again = reward.score(*batch([("", ["raise", "fine"])]))
+    assert result.rewards == [1, 0, 0, 0, 0, 0, 1]
+    assert (result.failures, result.timeouts) == (4, 1)
+    assert (again.rewards, again.failures) == ([0, 1], 1)
+    [message] = caplog.messages
+    assert "Traceback" in message and "no such answer" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("no_such_reward", "unknown reward 'no_such_reward'"),
+        ("no_such_package.rewards:score", "ModuleNotFoundError: No module named 'no_such_package'"),
+        (f"{JUDGES}:no_such_function", "no_such_function"),
+        (f"{JUDGES}:NOT_A_FUNCTION", "not callable"),
+        (f"{JUDGES}:two_arguments", "too many positional arguments"),
+        (f"{JUDGES}:", "cannot be imported"),
+        (":score", "cannot be imported"),
+        ("", "unknown reward ''"),
+    ],
+)
+def test_a_wrong_name_is_a_users_error(name: str, named: str) -> None:
+    for refuse in (check_reward, build_reward):
+        with pytest.raises(UserError, match="reward") as caught:
+            refuse(config(name))
+        assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_module_that_fails_when_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_rewards.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        check_reward(config("broken_rewards:score"))
+
+
+def test_a_module_beside_the_user_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text("def score(response, answer, prompt):\n    return 0.25\n")
+    monkeypatch.setattr("sys.path", [entry for entry in __import__("sys").path if entry])
+    monkeypatch.chdir(tmp_path)
+    with build_reward(config("my_rewards:score")) as reward:
+        assert reward.score(*batch([("", [""])])).rewards == [0.25]
+
+
+def test_samples_have_to_belong_to_their_prompts() -> None:
+    prompts, samples = batch([("1", ["1", "2"]), ("2", ["1", "2"])])
+    with build_reward(config("exact_match")) as reward:
+        assert reward.score(prompts, samples).rewards == [1, 0, 0, 1]
+        assert reward.score(prompts[1:], samples[2:]).rewards == [0, 1], "a part of a step is judged alike"
+        with pytest.raises(AssertionError, match="do not divide"):
+            reward.score(prompts, samples[:3])
+        with pytest.raises(AssertionError, match="meets prompt"):
+            reward.score(prompts, samples[::-1])
