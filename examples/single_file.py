@@ -1,6 +1,6 @@
 """OBLR-PO in one file: plain PyTorch, one process, nothing imported from oblr_megatron.
 
-    python examples/single_file.py          # about a minute on one CPU core
+    python examples/single_file.py          # about a minute on one CPU core; accuracy 49% -> 96%
 
 A small Qwen3 learns two-digit sums. Supervised learning on answers of mixed quality gives it a start; then, each step:
 

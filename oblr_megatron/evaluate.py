@@ -60,7 +60,8 @@ def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, flo
     centre = share + z * z / (2 * count)
     spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     scale = 1 + z * z / count
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    low, high = (centre - spread) / scale, (centre + spread) / scale
+    return min(max(low, 0.0), share), max(min(high, 1.0), share)  # rounding may carry an end past the share itself
 
 
 def figures(greedy: Sequence[float], sampled: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -102,8 +102,7 @@ def optimal_prior(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: A
         )
     prior = _sum_of_others(rewards.mean(-1))[:, None] / (num_prompts - 1)  # [Q, 1]
     own, strength = optimal(rewards, norms_sq, lengths, options), options.prior_strength
-    blend = own + (strength / (group_size - 1 + strength)) * (prior - own)
-    return blend.clamp(torch.minimum(own, prior), torch.maximum(own, prior))
+    return own + (strength / (group_size - 1 + strength)) * (prior - own)
 
 
 BASELINES: dict[str, Baseline] = {

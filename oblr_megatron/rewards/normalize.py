@@ -73,7 +73,7 @@ def _is_text(text: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without braces around the whole and sentence marks at the end; an ellipsis stays: what it stands for is unsaid."""
+    """Without braces around the whole, and full stops at its end; an ellipsis stays: what it stands for is unsaid."""
     while True:
         if text.startswith("{") and _closing_brace(text) == len(text) - 1:
             text = text[1:-1].strip()

@@ -93,7 +93,8 @@ class LockstepClient:
     """vLLM's `VLLMWeightSyncClient` for one engine process, which does not raise during a push.
 
     A rank that broke out of a push would leave the others in the middle of a gather. So the first failure is kept, what
-    comes after it is not sent, and `finish` raises it.
+    comes after it is not sent, and `finish` raises it. An update's answer is awaited when the next message is sent: the
+    engine loads one bucket while the trainer gathers the next.
     """
 
     def __init__(self, engine: VllmEngine | None) -> None:
@@ -103,6 +104,7 @@ class LockstepClient:
         self._version = 0
         self._begin = 0.0
         self._error: RunError | None = None
+        self._unanswered = False
         self.buckets = 0
 
     def begin(self, manifest: Manifest, version: int, begin: float) -> None:
@@ -112,9 +114,15 @@ class LockstepClient:
 
     def abort(self, reason: str) -> None:
         """Have the engine refuse to generate until a later push succeeds."""
-        if self._engine is not None and not self._engine.lost:
-            with suppress(RunError):  # it died of it, or does not answer: then it generates nothing either
-                self._call("abort_push", {"reason": f"push {self._version} failed: {reason}"}, time.monotonic())
+        reason = f"push {self._version} failed: {reason}"
+        for step in (
+            self._settle,
+            lambda: self._post("abort_push", {"reason": reason}, time.monotonic()),
+            self._settle,
+        ):
+            if self._engine is not None and not self._engine.lost:
+                with suppress(RunError):  # it refused an update, or died, and then it generates nothing anyway
+                    step()
 
     def finish(self) -> None:
         """Raise what went wrong, if anything did."""
@@ -131,22 +139,33 @@ class LockstepClient:
         self._try("start_push", {"manifest": self._manifest, "version": self._version})
 
     def update_weights(self, update_info: Any) -> None:
-        """Part of vLLM's protocol."""
+        """Part of vLLM's protocol; returns before the engine is done, but not before it is with the update before."""
         self.buckets += 1
-        self._try("update_weights", {"update_info": update_info})
+        self._try("update_weights", {"update_info": update_info}, wait=False)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Part of vLLM's protocol."""
         self._try("finish_push", {"version": self._version})
 
-    def _try(self, method: str, arguments: dict[str, Any]) -> None:
-        if self._error is None:
-            try:
-                self._call(method, arguments, self._begin)
-            except RunError as error:
-                self._error = error
+    def _try(self, method: str, arguments: dict[str, Any], *, wait: bool = True) -> None:
+        if self._error is not None:
+            return
+        try:
+            self._settle()
+            self._post(method, arguments, self._begin)
+            if wait:
+                self._settle()
+        except RunError as error:
+            self._error = error
 
-    def _call(self, method: str, arguments: dict[str, Any], begin: float) -> None:
+    def _post(self, method: str, arguments: dict[str, Any], begin: float) -> None:
         assert self._engine is not None, "a rank without an engine sends nothing"
         what = f"push {self._version} into {self._engine.spec.name}"
-        self._engine.call(method, arguments, what=what, seconds=self._engine.deadlines.push, begin=begin)
+        self._engine.post(method, arguments, what=what, seconds=self._engine.deadlines.push, begin=begin)
+        self._unanswered = True
+
+    def _settle(self) -> None:
+        """Wait for the answer that is still owed."""
+        if self._unanswered and self._engine is not None:
+            self._unanswered = False
+            self._engine.collect()

@@ -98,6 +98,7 @@ class VllmEngine:
         self.spec, self.owner, self.log, self.deadlines = spec, owner, log, deadlines
         self.buffer = SharedBuffer.create()
         self._lost: str | None = None
+        self._wait_for: tuple[str, float, float] | None = None  # what, since when, for how long
         self._ready = False
         self._started_at = time.monotonic()
         self._channel, self._process = self._launch()
@@ -144,6 +145,14 @@ class VllmEngine:
             DeadlineError: no answer in time; the engine is killed.
             RunError: the engine refused, or died.
         """
+        self.post(method, arguments, what=what, seconds=seconds, begin=begin)
+        return self.collect()
+
+    def post(
+        self, method: str, arguments: dict[str, Any], *, what: str, seconds: float, begin: float | None = None
+    ) -> None:
+        """The first half of `call`; its answer must be collected before the next post."""
+        assert self._wait_for is None, f"the answer to {self._wait_for} was not collected"
         self.wait_ready()
         self._check_lost()
         begin = time.monotonic() if begin is None else begin
@@ -153,7 +162,13 @@ class VllmEngine:
             raise self._too_late(what, seconds) from None
         except PeerGone:
             raise self._died(what) from None
-        return self._receive(what, begin, seconds)
+        self._wait_for = (what, begin, seconds)
+
+    def collect(self) -> Any:
+        """The second half of `call`."""
+        assert self._wait_for is not None, "nothing was posted"
+        wait_for, self._wait_for = self._wait_for, None
+        return self._receive(*wait_for)
 
     def generate(self, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[list[Sample]]:
         """See `RolloutEngine.generate`."""

@@ -1,8 +1,8 @@
 """Both sides of a push, in the shape of vLLM's weight-transfer API (`vllm.distributed.weight_transfer`).
 
 `oblr_shm`: shared memory, for engines on a CPU. `oblr_ipc`: vLLM's own CUDA IPC engine, which also recovers from a push
-that broke off. Either way a push is start, any number of updates, finish; every message is answered before the next, so
-neither side ever waits for the other while it holds something the other needs. Completeness, versions and the refusal
+that broke off. Either way a push is start, any number of updates, finish, and the engine answers each message by itself,
+so neither side ever waits for the other while it holds something the other needs. Completeness, versions and the refusal
 to serve half a model are the engine process's part (`rollout.vllm_server`); here are the bytes.
 """
 
@@ -32,6 +32,7 @@ from oblr_megatron.rollout.vllm_plugin import IPC_BACKEND, SHM_BACKEND
 from oblr_megatron.weights.manifest import TensorSpec, WeightError, manifest_of
 from oblr_megatron.weights.shm import (
     DEFAULT_BUCKET_BYTES,
+    HALVES,
     Bucket,
     SharedBuffer,
     bucket_capacity,
@@ -55,6 +56,7 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     dtype_names: list[str]
     shapes: list[list[int]]
     offsets: list[int]
+    start: int
     used: int
     checksum: int
 
@@ -66,13 +68,14 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
             dtype_names=[spec.dtype for spec in bucket.specs],
             shapes=[list(spec.shape) for spec in bucket.specs],
             offsets=list(bucket.offsets),
+            start=bucket.start,
             used=bucket.used,
             checksum=bucket.checksum,
         )
 
     def bucket(self) -> Bucket:
         """The bucket again."""
-        return Bucket(specs_of(vars(self)), tuple(self.offsets), self.used, self.checksum)
+        return Bucket(specs_of(vars(self)), tuple(self.offsets), self.start, self.used, self.checksum)
 
 
 def specs_of(update_info: dict[str, Any]) -> tuple[TensorSpec, ...]:
@@ -208,7 +211,7 @@ class ShmTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmTrainerInitI
         buffer = init_info.buffer if init_info.is_sender else None
         capacity = bucket_capacity(manifest_of(source), init_info.bucket_bytes)
         if buffer is not None:
-            buffer.reserve(capacity)
+            buffer.reserve(HALVES * capacity)
             client.init_weight_transfer_engine({"fd": buffer.fd})
         return cls(client=client, source=source, is_sender=init_info.is_sender, buffer=buffer, capacity=capacity)
 

@@ -43,6 +43,7 @@ def overrides(tiny: Path) -> Callable[..., list[str]]:
             "data.train": tiny / "train.jsonl",
             "num_prompts": 8,
             "group_size": 4,
+            "reward.name": "tests.e2e.rewards:matching_characters",
             "num_steps": 1,
             "log.console": "plain",
             "evaluate.every_steps": 0,

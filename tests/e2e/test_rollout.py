@@ -138,9 +138,9 @@ def test_a_damaged_bucket_is_refused(rollout, monkeypatch):
     expected = sample(engines)
     honest = shm.SharedBuffer.checksum
 
-    def damaged(buffer, used):
-        checksum = honest(buffer, used)
-        buffer.bytes[used // 2] ^= 1  # one bit, after the trainer has taken the checksum
+    def damaged(buffer, start, used):
+        checksum = honest(buffer, start, used)
+        buffer.bytes[start + used // 2] ^= 1  # one bit, after the trainer has taken the checksum
         return checksum
 
     monkeypatch.setattr(shm.SharedBuffer, "checksum", damaged)

@@ -153,5 +153,5 @@ def test_an_engine_does_not_outlive_its_trainer(model, tmp_path, when):
         while when != "at once" and not log.stat().st_size:
             time.sleep(0.05)
         trainer.kill()
-    gone, alive = psutil.wait_procs([engine], timeout=20)
+    _, alive = psutil.wait_procs([engine], timeout=20)
     assert not alive

@@ -1,7 +1,7 @@
 """Two trainer ranks (tensor parallel 2) with an engine each: the batch is split, pushed together, and failed together.
 
-The weights are megatron-core's own, gathered over both ranks for every tensor: a rank that left a push early would leave
-the other one waiting. Not covered: engines of several GPUs.
+The weights are megatron-core's own, gathered over both ranks for every tensor: a rank that left a push early would
+leave the other one waiting. Not covered: engines of several GPUs.
 """
 
 import os

@@ -81,6 +81,18 @@ def _check_export(first: Path, second: Path) -> None:
     assert AutoTokenizer.from_pretrained(first).eos_token is not None
 
 
+def test_a_reward_that_raises_scores_zero(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
+    """The run goes on; every sample is counted as a failure; the traceback is shown once."""
+    command = [sys.executable, "-m", "oblr_megatron.train", "examples/tiny_cpu/config.toml"]
+    keys = overrides(tmp_path / "run", num_steps=2, reward__name="tests.e2e.rewards:always_raises")
+    result = run([*command, *keys])
+    assert result.returncode == 0, result.stderr[-3000:]
+    for step in records(tmp_path / "run"):
+        assert step["reward/failures"] == 8 * 4
+        assert step["reward/mean"] == 0 and step["grad_norm"] == 0
+    assert result.stderr.count("ZeroDivisionError: the reward has a bug") == 1
+
+
 @pytest.mark.slow
 def test_killed_rank_ends_the_job(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
     """SIGKILL of one rank: the job ends within 60 s with the cause named, and no process of it is left."""

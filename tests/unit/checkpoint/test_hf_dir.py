@@ -1,0 +1,188 @@
+"""What is found wrong with a model directory before anything of it is loaded.
+
+Each case takes a complete directory, made by transformers, and damages it in one way; the message has to name the file
+and the damage. Not covered: weights whose values are wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE, check_hf_dir
+from oblr_megatron.errors import UserError
+from tests.tiny import make_hf_dir
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf_dir(tmp_path_factory.mktemp("single") / "model")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf_dir(tmp_path_factory.mktemp("sharded") / "model", max_shard_size="20KB")
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite a safetensors header, data untouched; padded to the old length where it became shorter."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    new = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(new)) + new + content[8 + length :])
+
+
+def a_shard(path: Path) -> Path:
+    return sorted(path.glob("model-*.safetensors"))[0]
+
+
+def test_a_complete_directory(single: Path) -> None:
+    found = check_hf_dir(single)
+    assert found.config["model_type"] == "qwen3" and not found.tied
+    assert found.weight_files == (SINGLE,)
+    assert found.shapes["model.embed_tokens.weight"] == (37, 48) and "lm_head.weight" in found.shapes
+    assert found.num_bytes == (single / SINGLE).stat().st_size
+    assert found.hf_config().head_dim == 16
+
+
+def test_a_directory_of_shards(sharded: Path, single: Path) -> None:
+    found = check_hf_dir(str(sharded))
+    assert len(found.weight_files) > 2 and all((sharded / name).is_file() for name in found.weight_files)
+    assert found.shapes == check_hf_dir(single).shapes
+
+
+def test_tied_embeddings_need_no_output_layer(tmp_path: Path) -> None:
+    found = check_hf_dir(make_hf_dir(tmp_path / "model", tied=True))
+    assert found.tied and "lm_head.weight" not in found.shapes
+
+
+def test_a_tokenizer_in_two_files_will_do(single: Path, tmp_path: Path) -> None:
+    path = copy(single, tmp_path)
+    (path / "tokenizer.json").unlink()
+    (path / "vocab.json").write_text("{}")
+    (path / "merges.txt").write_text("")
+    check_hf_dir(path)
+
+
+def copy(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source, tmp_path / "copy"))
+
+
+def cut(path: Path, keep: int) -> None:
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def lose_a_shard(path: Path) -> None:
+    a_shard(path).unlink()
+
+
+def swap_shards(path: Path) -> None:
+    """The index of another version: it names a tensor in the wrong shard."""
+    first, second = sorted(path.glob("model-*.safetensors"))[:2]
+
+    def change(index: dict[str, Any]) -> None:
+        tensor = next(name for name, shard in index["weight_map"].items() if shard == first.name)
+        index["weight_map"][tensor] = second.name
+
+    edit_json(path / INDEX, change)
+
+
+def grow(header: dict[str, Any]) -> None:
+    header["model.norm.weight"]["shape"] = [49]
+
+
+DAMAGE_SINGLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda path: (path / "config.json").unlink(), "config.json is missing"),
+    "config is no JSON": (lambda path: cut(path / "config.json", 20), "not JSON"),
+    "config is a list": (lambda path: (path / "config.json").write_text("[]"), "not a JSON object"),
+    "another model": (
+        lambda path: edit_json(path / "config.json", lambda c: c.update(model_type="llama", architectures=["Llama"])),
+        "not a Qwen3 model: model_type 'llama', architectures ['Llama']",
+    ),
+    "a mixture of experts": (
+        lambda path: edit_json(path / "config.json", lambda c: c.update(architectures=["Qwen3MoeForCausalLM"])),
+        "Qwen3MoeForCausalLM",
+    ),
+    "config incomplete": (lambda path: edit_json(path / "config.json", lambda c: c.pop("head_dim")), "'head_dim'"),
+    "config of another size": (
+        lambda path: edit_json(path / "config.json", lambda c: c.update(hidden_size=64)),
+        "has shape [37, 48], config.json says [37, 64]",
+    ),
+    "config with more layers": (
+        lambda path: edit_json(path / "config.json", lambda c: c.update(num_hidden_layers=3)),
+        "11 tensors are missing from the weights, 'model.layers.2.",
+    ),
+    "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "no tokenizer: tokenizer.json or vocab.json"),
+    "no weights": (lambda path: (path / SINGLE).unlink(), "no weights"),
+    "weights cut off": (lambda path: cut(path / SINGLE, -1000), "the file is cut off"),
+    "weights cut off by a byte": (lambda path: cut(path / SINGLE, -1), "the file is cut off"),
+    "weights cut off in the header": (lambda path: cut(path / SINGLE, 100), "cut off inside its header"),
+    "weights empty": (lambda path: cut(path / SINGLE, 0), "cut off inside its header"),
+    "weights too long": (lambda path: (path / SINGLE).open("ab").write(b"0"), "the file is too long"),
+    "no safetensors": (lambda path: (path / SINGLE).write_bytes(b"\x80\x02}q\x00." * 99), "not a safetensors file"),
+    "header is a list": (lambda path: (path / SINGLE).write_bytes(struct.pack("<Q", 2) + b"[]"), "not a safetensors"),
+    "shape of another model": (lambda path: edit_header(path / SINGLE, grow), "'model.norm.weight' has shape [49]"),
+    "a tensor is missing": (
+        lambda path: edit_header(path / SINGLE, lambda header: header.pop("lm_head.weight")),
+        "1 tensors are missing from the weights, 'lm_head.weight' first",
+    ),
+}
+
+DAMAGE_SHARDED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a shard is missing": (lose_a_shard, "shards are missing, 'model-00001-of-"),
+    "a shard is cut off": (lambda path: cut(a_shard(path), -5), "the file is cut off"),
+    "index and shards disagree": (swap_shards, "lacks 1 tensors that the index names"),
+    "the index is no JSON": (lambda path: cut(path / INDEX, 30), "not JSON"),
+    "the index is empty": (lambda path: (path / INDEX).write_text("{}"), "no weight_map"),
+    "the index leaves a tensor out": (
+        lambda path: edit_json(path / INDEX, lambda index: lose_tensor(path, index)),
+        "missing from the weights",
+    ),
+}
+
+
+def lose_tensor(path: Path, index: dict[str, Any]) -> None:
+    """Take a shard with everything it holds out of the index."""
+    shard = a_shard(path).name
+    index["weight_map"] = {tensor: name for tensor, name in index["weight_map"].items() if name != shard}
+
+
+@pytest.mark.parametrize("case", [*DAMAGE_SINGLE, *DAMAGE_SHARDED])
+def test_damage_is_named(case: str, single: Path, sharded: Path, tmp_path: Path) -> None:
+    damage, named = (DAMAGE_SINGLE | DAMAGE_SHARDED)[case]
+    path = copy(single if case in DAMAGE_SINGLE else sharded, tmp_path)
+    damage(path)
+    with pytest.raises(UserError) as caught:
+        check_hf_dir(path)
+    message = str(caught.value)
+    assert named in message and str(path) in message and "\n" not in message
+    assert caught.value.mend
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        check_hf_dir(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        check_hf_dir(tmp_path / "file")
+
+
+def test_the_module_needs_no_torch() -> None:
+    script = "import sys, oblr_megatron.checkpoint.hf_dir; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

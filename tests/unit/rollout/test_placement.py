@@ -1,0 +1,94 @@
+"""Which rank owns which engine, which prompts it gets, and the environment its process runs in.
+
+Does not cover the processes themselves (tests/e2e).
+"""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.config import parse_config
+from oblr_megatron.errors import UserError
+from oblr_megatron.rollout.colocated import Placement, place
+from oblr_megatron.rollout.vllm_local import child_environment
+from oblr_megatron.rollout.vllm_server import EngineSpec
+
+TORCHRUN = (
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_NAME",
+    ),
+    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    *("OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"),
+)
+CPU = EngineSpec("engine 0", Path("/m"), "float32", "cpu", 64, 8, 2**20, num_threads=3)
+GPU = EngineSpec("engine 0", Path("/m"), "bfloat16", "cuda", 64, 8, 2**20, num_threads=3, visible_devices="2,3")
+
+
+def config(**rollout):
+    return parse_config({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "rollout": rollout})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "ranks", "on_gpu", "owners"),
+    [
+        ({}, 4, False, (0,)),
+        ({"num_engines": 3}, 4, False, (0, 1, 2)),
+        ({}, 4, True, (0, 1, 2, 3)),
+        ({"tensor_parallel_size": 4}, 8, True, (0, 4)),
+        ({"tensor_parallel_size": 4, "num_engines": 1}, 8, True, (0,)),
+        ({"tensor_parallel_size": 3}, 8, True, (0, 3)),
+    ],
+)
+def test_owners_are_the_first_ranks_of_their_blocks(rollout, ranks, on_gpu, owners):
+    placement = place(config(**rollout), ranks, on_gpu=on_gpu)
+    assert placement.owners == owners
+    assert [placement.engine_of(owner) for owner in owners] == list(range(len(owners)))
+    assert placement.engine_of(ranks) is None
+
+
+@pytest.mark.parametrize(
+    ("rollout", "ranks", "on_gpu", "message"),
+    [
+        ({"num_engines": 3}, 2, False, "3 engines of 1 rank do not fit 2 ranks"),
+        ({"tensor_parallel_size": 4}, 2, True, "of 4 ranks do not fit 2 ranks"),
+        ({"tensor_parallel_size": 2}, 4, False, "tensor_parallel_size 2 needs GPUs"),
+    ],
+)
+def test_engines_that_do_not_fit_are_the_users_to_mend(rollout, ranks, on_gpu, message):
+    with pytest.raises(UserError, match=message):
+        place(config(**rollout), ranks, on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [0, 1, 6, 7, 50])
+def test_shares_are_contiguous_and_cover_every_prompt_once(engines, count):
+    placement = Placement(tuple(range(engines)), 1)
+    shares = [placement.share(count, engine) for engine in range(engines)]
+    assert shares[0].start == 0 and shares[-1].stop == count
+    assert all(left.stop == right.start for left, right in pairwise(shares))
+    sizes = [share.stop - share.start for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_an_engine_sees_nothing_of_torchrun_and_nothing_of_the_network():
+    torchrun = dict.fromkeys(TORCHRUN, "1")
+    child = child_environment(torchrun | {"PATH": "/bin", "MY_OWN": "kept"}, CPU)
+    assert not (torchrun.keys() - {"OMP_NUM_THREADS"}) & child.keys()
+    assert child["PATH"] == "/bin" and child["MY_OWN"] == "kept"
+    assert child["OMP_NUM_THREADS"] == "3" and child["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert child["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert child["HF_HUB_OFFLINE"] == child["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_a_gpu_engine_sees_its_blocks_devices():
+    child = child_environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, GPU)
+    assert child["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "OMP_NUM_THREADS" not in child and "TORCHDYNAMO_DISABLE" not in child

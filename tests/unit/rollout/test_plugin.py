@@ -1,0 +1,77 @@
+"""The vLLM entry point and the question whether layers read their parameter, on vLLM's own dispatch of CPU products.
+
+Does not cover a whole model's log-probs after a push (tests/e2e/test_rollout.py).
+"""
+
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+
+from oblr_megatron.rollout import vllm_plugin
+from oblr_megatron.weights.manifest import WeightError
+from oblr_megatron.weights.transfer import check_layers_read_parameters
+
+
+@pytest.fixture
+def packing(monkeypatch):
+    """vLLM's switches as they are without the plugin; put back afterwards."""
+    import vllm._custom_ops as ops
+    from vllm.model_executor.layers import utils as layers
+
+    monkeypatch.setattr(ops, "_supports_onednn", hasattr(torch.ops._C, "create_onednn_mm_handler"))
+    monkeypatch.setattr(layers, "check_cpu_sgl_kernel", layers.check_cpu_sgl_kernel)
+    return ops, layers
+
+
+def test_the_entry_point_leads_here():
+    (ours,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "oblr_megatron"]
+    assert ours.load() is vllm_plugin.register
+
+
+def test_registering_twice_is_registering_once(packing):
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+    vllm_plugin.register()
+    vllm_plugin.register()
+    for factory in (WeightTransferEngineFactory, WeightTransferTrainerFactory):
+        for name in (vllm_plugin.SHM_BACKEND, vllm_plugin.IPC_BACKEND):
+            assert factory._registry[name]().__module__ == "oblr_megatron.weights.transfer"
+
+
+@pytest.mark.parametrize("plugin", [False, True])
+def test_vllm_computes_with_a_stale_copy_unless_the_plugin_ran(packing, plugin):
+    """The trap itself: after the weight is changed in place, vLLM's product is the old one."""
+    ops, layers = packing
+    if not ops._supports_onednn:
+        pytest.skip("this vLLM was built without oneDNN: nothing is packed")
+    if plugin:
+        vllm_plugin.disable_weight_packing()
+    layer = torch.nn.Linear(32, 48, bias=False).requires_grad_(False)
+    layers.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    inputs = torch.randn(3, 32)
+    layer.weight.mul_(-2)
+    agrees = torch.allclose(layer.cpu_linear(inputs, layer.weight, None), inputs @ layer.weight.t(), atol=1e-4)
+    assert agrees == plugin
+    model = torch.nn.Sequential(layer)
+    if plugin:
+        check_layers_read_parameters(model)
+    else:
+        with pytest.raises(WeightError, match="computes 0 with a packed copy"):
+            check_layers_read_parameters(model)
+
+
+def test_a_removed_weight_counts_as_packed():
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.empty(0))
+    layer.cpu_linear = lambda x, weight, bias: x
+    with pytest.raises(WeightError, match="packed copy"):
+        check_layers_read_parameters(layer)
+
+
+def test_a_vllm_without_the_switches_is_refused(packing, monkeypatch):
+    ops, layers = packing
+    monkeypatch.delattr(ops, "_supports_onednn")
+    monkeypatch.delattr(layers, "check_cpu_sgl_kernel")
+    with pytest.raises(RuntimeError, match="no _supports_onednn and no check_cpu_sgl_kernel"):
+        vllm_plugin.disable_weight_packing()
