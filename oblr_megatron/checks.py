@@ -1,10 +1,11 @@
-"""Whether a model fits a layout: heads, layers, ranks, and the Qwen3 features that are supported. Imports no torch.
+"""Whether a model fits a layout (heads, layers, ranks, supported features), and the ranks can meet. Imports no torch.
 
 `check_layout` is called before any process is started, with the model's config.json as a dict.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,28 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
             where="config: parallel",
             mend=f"start a multiple of {tp * pp} ranks (torchrun --nproc-per-node), or lower one of the two sizes",
         )
+
+
+def check_port(port: int, address: str = "") -> None:
+    """Refuse a rendezvous port that rank 0 could not listen on.
+
+    Args:
+        port: of the rendezvous (MASTER_PORT).
+        address: to listen on; by default all of this machine's.
+
+    Raises:
+        UserError: the port is taken, or no port at all.
+    """
+    try:
+        with socket.create_server((address, port)):
+            return
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"cannot listen on port {port}: {reason}",
+            where="MASTER_PORT",
+            mend="choose a free port, or leave it out and let the launcher choose one",
+        ) from error
 
 
 def check_model(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: str) -> None:

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, started by torchrun"
     )
+    train.add_argument("--master-port", type=int, metavar="PORT", help="rendezvous port; a free one by default")
     train.set_defaults(function=_train)
 
     evaluate = commands.add_parser("eval", help="accuracy of a Hugging Face model on a JSONL set")
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from oblr_megatron.checks import check_port
     from oblr_megatron.config import load_config
     from oblr_megatron.preflight import preflight
     from oblr_megatron.train import run_training
@@ -84,16 +86,13 @@ def _train(options: argparse.Namespace) -> int:
     if options.nproc_per_node == 1:
         return run_training(config)
     preflight(config, options.nproc_per_node)  # before torchrun, so that a mistake starts nothing
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(options.nproc_per_node),
-    ]
-    command += ["-m", "oblr_megatron.train", str(options.config), *options.overrides]
-    return os.execv(sys.executable, command)
+    rendezvous = ["--standalone"]
+    if options.master_port is not None:
+        check_port(options.master_port)
+        rendezvous = ["--master-port", str(options.master_port)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.nproc_per_node)]
+    script = ["-m", "oblr_megatron.train", str(options.config), *options.overrides]
+    return os.execv(sys.executable, [*launcher, *rendezvous, *script])
 
 
 def _evaluate(options: argparse.Namespace) -> int:

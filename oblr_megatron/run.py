@@ -16,6 +16,7 @@ from oblr_megatron.algo.baseline import BASELINES, advantages, sanitize_norms
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
+from oblr_megatron.checks import check_port
 from oblr_megatron.console import Display, open_display
 from oblr_megatron.errors import RunError
 from oblr_megatron.evaluate import evaluate
@@ -197,6 +198,8 @@ def open_run(config: Config) -> Iterator[Run]:
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
     inputs = preflight(config, world_size, owns_run_dir=rank == 0)
+    if rank == 0 and world_size > 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+        check_port(int(os.environ["MASTER_PORT"]))  # under torchrun the agent holds it already
     with ExitStack() as stack:
         parallel = layout.initialize(config.parallel, seed=config.seed)
         stack.callback(layout.shutdown)

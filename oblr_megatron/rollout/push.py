@@ -114,15 +114,12 @@ class LockstepClient:
 
     def abort(self, reason: str) -> None:
         """Have the engine refuse to generate until a later push succeeds."""
-        reason = f"push {self._version} failed: {reason}"
-        for step in (
-            self._settle,
-            lambda: self._post("abort_push", {"reason": reason}, time.monotonic()),
-            self._settle,
-        ):
-            if self._engine is not None and not self._engine.lost:
-                with suppress(RunError):  # it refused an update, or died, and then it generates nothing anyway
-                    step()
+        with suppress(RunError):  # what it says is known: it is why the push is given up
+            self._settle()
+        if self._engine is not None and not self._engine.lost:
+            with suppress(RunError):  # it died since, and a dead engine generates nothing anyway
+                self._post("abort_push", {"reason": f"push {self._version} failed: {reason}"}, time.monotonic())
+                self._settle()
 
     def finish(self) -> None:
         """Raise what went wrong, if anything did."""

@@ -86,7 +86,7 @@ class Bucket:
 def bucket_capacity(manifest: Manifest, bucket_bytes: int) -> int:
     """Bytes of a bucket: the size asked for, or the largest tensor's, but never more than the whole model's."""
     sizes = [_aligned(spec.num_bytes) for spec in manifest]
-    return max(min(bucket_bytes, sum(sizes)), max(sizes, default=0))
+    return _aligned(max(min(bucket_bytes, sum(sizes)), max(sizes, default=0)))
 
 
 def fill_buckets(source: Source, capacity: int, buffer: SharedBuffer | None) -> Iterator[Bucket]:

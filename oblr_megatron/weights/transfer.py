@@ -1,8 +1,8 @@
 """Both sides of a push, in the shape of vLLM's weight-transfer API (`vllm.distributed.weight_transfer`).
 
 `oblr_shm`: shared memory, for engines on a CPU. `oblr_ipc`: vLLM's own CUDA IPC engine, which also recovers from a push
-that broke off. Either way a push is start, any number of updates, finish, and the engine answers each message by itself,
-so neither side ever waits for the other while it holds something the other needs. Completeness, versions and the refusal
+that broke off. Either way a push is start, any number of updates, finish, and the engine answers each message alone, so
+neither side ever waits for the other while it holds something the other needs. Completeness, versions and the refusal
 to serve half a model are the engine process's part (`rollout.vllm_server`); here are the bytes.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,19 @@ CASES: dict[str, tuple[Edit, str]] = {
     "reward does not exist": (_missing_reward, "no_such_package"),
     "run directory in use": (_run_dir_in_use, "run_dir"),
 }
+
+
+def test_port_taken(tiny: Path, tmp_path: Path) -> None:
+    """A rendezvous port that somebody listens on is refused before torchrun starts."""
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        keys = [f"run_dir={tmp_path / 'run'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
+        command = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml"]
+        launch = ["--nproc-per-node", "2", "--master-port", port, "evaluate.every_steps=0"]
+        result = run([*command, *launch, *keys], 120)
+    assert result.returncode == 2, result.stderr[-2000:]
+    assert f"cannot listen on port {port}" in result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("case", CASES)
