@@ -104,7 +104,8 @@ class RewardConfig(Section):
     """How responses are judged."""
 
     name: str = "math"
-    """"exact_match", "math", or your own "package.module:function"."""
+    """"exact_match"; "math" (the last \\boxed{...}), "math:gsm8k" (what follows ####, else \\boxed), "math:last_line";
+    or your own "package.module:function", called as function(response, answer, prompt)."""
     timeout_s: float = Field(10.0, gt=0)
     """Deadline for judging one response, seconds; past it the sample scores 0 and is counted."""
     num_workers: int = Field(2, ge=1)
@@ -166,7 +167,7 @@ class OptimizerConfig(Section):
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Where the cosine schedule ends, as a share of lr."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
+    """Weight decay: decoupled for Adam, torch's L2 term for SGD. Norm weights do not decay."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Adam's first moment decay."""
     adam_beta2: float = Field(0.95, ge=0, lt=1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from oblr_megatron.algo.loss import policy_gradient_loss
 from oblr_megatron.data.packing import local_folds, one_per_microbatch, pack
-from oblr_megatron.gradnorm import RatioFn, sample_sq_grad_norms
+from oblr_megatron.gradnorm import MODES, RatioFn
 from oblr_megatron.model.logprobs import vocab_parallel_entropy, vocab_parallel_logprobs
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
@@ -48,9 +48,8 @@ def measure_norms(policy: Policy, samples: Sequence[Sample], active: Tensor, con
     norms = torch.zeros(len(samples), dtype=torch.float64, device=parallel.device)
     batches = one_per_microbatch(samples, mine, device=parallel.device)
     if batches:
-        norms[mine] = sample_sq_grad_norms(
-            policy, batches, temperature=config.rollout.temperature, ratios=_ratios(config)
-        )
+        measure = MODES[config.gradnorm.mode]
+        norms[mine] = measure(policy, batches, temperature=config.rollout.temperature, ratios=_ratios(config))
     dist.all_reduce(norms, group=parallel.dp_group)
     return norms.cpu()
 

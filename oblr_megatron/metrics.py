@@ -83,7 +83,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/peak_memory_bytes", "bytes", "largest memory of rank 0's trainer process so far"),
     Metric("weights/version", "", "version of the weights that vLLM holds after the step"),
     Metric("data/epoch", "", "passes over the training rows that were completed"),
-    Metric("data/skipped", "rows", "training rows left out because their prompt is too long"),
+    Metric(
+        "data/skipped", "rows", "training rows left out: unreadable, incomplete, too long, or overlapping a benchmark"
+    ),
     Metric("eval/<set>/accuracy", "", "share of the set's prompts answered right by the greedy response"),
     Metric("eval/<set>/mean_at_k", "", "mean reward of k sampled responses a prompt"),
     Metric("eval/<set>/pass_at_k", "", "share of prompts that at least one of k sampled responses answers right"),

@@ -26,7 +26,9 @@ from oblr_megatron.model import parallel as layout
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.preflight import preflight, write_config
-from oblr_megatron.rewards.registry import Reward, build_reward
+from oblr_megatron.rewards.base import Reward
+from oblr_megatron.rewards.registry import build_reward
+from oblr_megatron.rewards.shared import SharedReward
 from oblr_megatron.rollout.colocated import ColocatedEngines, engine_dtype
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import Judged
@@ -82,24 +84,14 @@ class Run:
         return samples
 
     def judge(self, prompts: list[Prompt], samples: list[Sample]) -> Judged:
-        """Rewards [Q, G] of a step's samples; each replica scores its share, every rank receives all of them."""
-        parallel, group = self.parallel, self.config.group_size
+        """Rewards [Q, G] of a step's samples, on every rank."""
+        group = self.config.group_size
         with self.timer("reward"):
-            share: list[float] = []
-            failures = 0
-            if parallel.tp_rank == 0 and parallel.pp_rank == 0:
-                first, last = (
-                    len(prompts) * part // parallel.dp_size for part in (parallel.dp_rank, parallel.dp_rank + 1)
-                )
-                result = self.reward.score(prompts[first:last], samples[first * group : last * group])
-                share, failures = result.rewards, result.failures + result.timeouts
-            shares: list[tuple[int, list[float], int]] = [(0, [], 0)] * parallel.world_size
-            dist.all_gather_object(shares, (parallel.dp_rank, share, failures))
-        rewards = [reward for _, part, _ in sorted(shares, key=lambda item: item[0]) for reward in part]
+            result = self.reward.score(prompts, samples)
         return Judged(
-            rewards=torch.tensor(rewards, dtype=torch.float64).view(-1, group),
+            rewards=torch.tensor(result.rewards, dtype=torch.float64).view(-1, group),
             lengths=torch.tensor([len(sample.response_ids) for sample in samples]).view(-1, group),
-            failures=sum(count for _, _, count in shares),
+            failures=result.failures + result.timeouts,
         )
 
     def norms(self, samples: list[Sample], active: Tensor) -> Tensor:
@@ -206,7 +198,7 @@ def open_run(config: Config) -> Iterator[Run]:
         if parallel.rank == 0:
             write_config(config)
         dist.barrier()  # the run directory exists
-        reward = stack.enter_context(build_reward(config.reward))
+        reward = stack.enter_context(SharedReward(build_reward(config.reward), parallel))
         engines = ColocatedEngines(config, parallel)
         stack.callback(engines.close)
         policy = build_policy(inputs.model.hf_config(), config.model, parallel)

@@ -35,9 +35,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("run/tiny_cpu"), help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the initial weights and the teacher")
     parser.add_argument("--steps", type=int, default=900, help="supervised steps of the warm start")
-    parser.add_argument(
-        "--threads", type=int, default=2, help="CPU threads; the weights depend on them in the last bits"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; more than one hardly pays at this size")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     transformers_logging.disable_progress_bar()

@@ -9,4 +9,7 @@ sample's backward, `reduce` puts the ranks together, `two_pass` drives a pass, `
 
 from oblr_megatron.gradnorm.two_pass import RatioFn, sample_sq_grad_norms
 
-__all__ = ["RatioFn", "sample_sq_grad_norms"]
+MODES = {"two_pass": sample_sq_grad_norms}
+"""What `gradnorm.mode` names; every mode gives the same norms."""
+
+__all__ = ["MODES", "RatioFn", "sample_sq_grad_norms"]

@@ -10,7 +10,7 @@ import pytest
 
 from oblr_megatron.types import Prompt, Sample
 
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"  # beside the checkout; see docs on data
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"  # beside the checkout
 
 
 def batch(rows: Sequence[tuple[str, Sequence[str]]]) -> tuple[list[Prompt], list[Sample]]:
