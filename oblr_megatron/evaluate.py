@@ -14,6 +14,7 @@ import math
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import EXIT_OK
@@ -134,6 +135,8 @@ def evaluate_model(options: argparse.Namespace) -> int:
     }
     report: dict[str, Any] = {"model": str(config.model.path), "k": config.evaluate.samples_per_prompt}
     with ExitStack() as stack:
+        scratch = stack.enter_context(TemporaryDirectory(prefix="oblr-eval-"))  # of the engine's log
+        config = config.model_copy(update={"run_dir": Path(scratch)})
         reward = stack.enter_context(build_reward(config.reward))
         parallel = layout.initialize(config.parallel, seed=config.seed)
         stack.callback(layout.shutdown)

@@ -198,7 +198,8 @@ def open_run(config: Config) -> Iterator[Run]:
         if parallel.rank == 0:
             write_config(config)
         dist.barrier()  # the run directory exists
-        reward = stack.enter_context(SharedReward(build_reward(config.reward), parallel))
+        share = parallel.dp_rank if parallel.tp_rank == 0 and parallel.pp_rank == 0 else None
+        reward = stack.enter_context(SharedReward(build_reward(config.reward), share, parallel.dp_size))
         engines = ColocatedEngines(config, parallel)
         stack.callback(engines.close)
         policy = build_policy(inputs.model.hf_config(), config.model, parallel)

@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from oblr_megatron.rewards.base import Reward, RewardResult
-
-if TYPE_CHECKING:
-    from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.types import Prompt, Sample
+from oblr_megatron.types import Prompt, Sample
 
 
 class SharedReward(Reward):
     """Every rank calls `score` with the same samples and receives the whole result.
 
-    The first rank of each replica judges its replica's share of the prompts; the others only wait.
+    Args:
+        reward: judges this rank's share.
+        share: which part of the prompts that is, 0 to shares - 1; None on a rank that only listens.
+        shares: parts in all; each belongs to one rank.
     """
 
-    def __init__(self, reward: Reward, parallel: Parallel) -> None:
-        self._reward, self._parallel = reward, parallel
+    def __init__(self, reward: Reward, share: int | None, shares: int) -> None:
+        self._reward, self._share, self._shares = reward, share, shares
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """Collective; see `Reward.score`."""
-        parallel, size = self._parallel, len(samples) // max(len(prompts), 1)
-        part = RewardResult([])
-        if parallel.tp_rank == 0 and parallel.pp_rank == 0:
-            first, last = (
-                len(prompts) * place // parallel.dp_size for place in (parallel.dp_rank, parallel.dp_rank + 1)
-            )
-            part = self._reward.score(prompts[first:last], samples[first * size : last * size])
-        parts = [(parallel.dp_rank, part)] * parallel.world_size
-        dist.all_gather_object(parts, (parallel.dp_rank, part))
-        ordered = [result for _, result in sorted(parts, key=lambda item: item[0])]
+        size = len(samples) // max(len(prompts), 1)
+        own: tuple[int, RewardResult] | None = None
+        if self._share is not None:
+            first, last = (len(prompts) * place // self._shares for place in (self._share, self._share + 1))
+            own = self._share, self._reward.score(prompts[first:last], samples[first * size : last * size])
+        gathered: list[tuple[int, RewardResult] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        parts = [result for _, result in sorted((part for part in gathered if part), key=lambda part: part[0])]
         return RewardResult(
-            rewards=[reward for result in ordered for reward in result.rewards],
-            failures=sum(result.failures for result in ordered),
-            timeouts=sum(result.timeouts for result in ordered),
+            rewards=[reward for result in parts for reward in result.rewards],
+            failures=sum(result.failures for result in parts),
+            timeouts=sum(result.timeouts for result in parts),
         )
 
     def close(self) -> None:
