@@ -77,14 +77,16 @@ def _parser() -> argparse.ArgumentParser:
 def _train(options: argparse.Namespace) -> int:
     from oblr_megatron.checks import check_port
     from oblr_megatron.config import load_config
-    from oblr_megatron.preflight import preflight
-    from oblr_megatron.train import run_training
 
     config = load_config(options.config, options.overrides)
     if options.nproc_per_node < 1:
         raise UserError(f"--nproc-per-node {options.nproc_per_node} is not a number of ranks", mend="give 1 or more")
     if options.nproc_per_node == 1:
+        from oblr_megatron.train import run_training
+
         return run_training(config)
+    from oblr_megatron.preflight import preflight
+
     preflight(config, options.nproc_per_node)  # before torchrun, so that a mistake starts nothing
     rendezvous = ["--standalone"]
     if options.master_port is not None:

@@ -84,14 +84,14 @@ class Channel:
         buffer = bytearray(size)
         view, filled = memoryview(buffer), 0
         while filled < size:
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError
             self._socket.settimeout(None if deadline is None and alive is None else CHECK_SECONDS)
             try:
-                count = self._socket.recv_into(view[filled:])
+                count = self._socket.recv_into(view[filled:])  # what has arrived is read, however late it is asked for
             except TimeoutError:
                 if alive is not None and not alive():
                     raise PeerGone("the other end is not alive") from None
+                if deadline is not None and time.monotonic() > deadline:
+                    raise
                 continue
             except ConnectionResetError as error:
                 raise PeerGone("the other end is closed") from error

@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from oblr_megatron.errors import UserError
 
@@ -72,6 +73,28 @@ def prompt_seed(seed: int, position: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Everything an engine process is told when it starts.
+
+    Example: EngineSpec(name="engine 0", model=Path("/models/q"), dtype="float32", device="cpu", max_model_len=1536,
+                        max_num_seqs=256, kv_cache_bytes=2**29, num_threads=2)
+    """
+
+    name: str
+    model: Path
+    dtype: Literal["float32", "bfloat16"]
+    device: Literal["cpu", "cuda"]
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_bytes: int  # of a CPU engine
+    num_threads: int  # of a CPU engine
+    gpu_memory_utilization: float = 0.5
+    tensor_parallel_size: int = 1
+    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of a GPU engine
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ class Pusher:
         bucket_bytes: of one bucket; a larger tensor makes its bucket larger.
         """
         self._engine, self._device, self._bucket_bytes = engine, device, bucket_bytes
-        self._client = LockstepClient(engine)
+        # CUDA IPC hands out the one buffer that it fills again as soon as an update returns.
+        self._client = LockstepClient(engine, overlap=device.type != "cuda")
         self._manifest: Manifest = ()
         self._sender: TrainerWeightTransferEngine[Any] | None = None
 
@@ -93,13 +94,16 @@ class LockstepClient:
     """vLLM's `VLLMWeightSyncClient` for one engine process, which does not raise during a push.
 
     A rank that broke out of a push would leave the others in the middle of a gather. So the first failure is kept, what
-    comes after it is not sent, and `finish` raises it. An update's answer is awaited when the next message is sent: the
-    engine loads one bucket while the trainer gathers the next.
+    comes after it is not sent, and `finish` raises it.
     """
 
-    def __init__(self, engine: VllmEngine | None) -> None:
-        """None on a rank that owns no engine, and never calls."""
-        self._engine = engine
+    def __init__(self, engine: VllmEngine | None, *, overlap: bool) -> None:
+        """Args:
+        engine: None on a rank that owns no engine, and never calls.
+        overlap: await an update's answer only when the next message is sent, so that the engine loads one bucket
+            while the trainer gathers the next.
+        """
+        self._engine, self._overlap = engine, overlap
         self._manifest: Manifest = ()
         self._version = 0
         self._begin = 0.0
@@ -136,9 +140,9 @@ class LockstepClient:
         self._try("start_push", {"manifest": self._manifest, "version": self._version})
 
     def update_weights(self, update_info: Any) -> None:
-        """Part of vLLM's protocol; returns before the engine is done, but not before it is with the update before."""
+        """Part of vLLM's protocol; with overlap the engine may not be done with this update, but is with the last."""
         self.buckets += 1
-        self._try("update_weights", {"update_info": update_info}, wait=False)
+        self._try("update_weights", {"update_info": update_info}, wait=not self._overlap)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Part of vLLM's protocol."""

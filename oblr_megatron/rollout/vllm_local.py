@@ -24,8 +24,7 @@ from typing import Any
 
 from oblr_megatron.errors import DeadlineError, RunError
 from oblr_megatron.rollout.channel import Call, Channel, PeerGone, Reply
-from oblr_megatron.rollout.engine import SamplingRequest
-from oblr_megatron.rollout.vllm_server import EngineSpec
+from oblr_megatron.rollout.engine import EngineSpec, SamplingRequest
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.shm import SharedBuffer
 

@@ -7,36 +7,12 @@ generate, and so it does after a push that failed, until one succeeds; likewise 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from oblr_megatron.errors import RunError
-from oblr_megatron.rollout.engine import SamplingRequest, prompt_seed
+from oblr_megatron.rollout.engine import EngineSpec, SamplingRequest, prompt_seed
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.manifest import Ledger, Manifest, WeightError, check_manifest, checkpoint_shapes
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """Everything an engine process is told when it starts.
-
-    Example: EngineSpec(name="engine 0", model=Path("/models/q"), dtype="float32", device="cpu", max_model_len=1536,
-                        max_num_seqs=256, kv_cache_bytes=2**29, num_threads=2)
-    """
-
-    name: str
-    model: Path
-    dtype: Literal["float32", "bfloat16"]
-    device: Literal["cpu", "cuda"]
-    max_model_len: int
-    max_num_seqs: int
-    kv_cache_bytes: int  # of a CPU engine
-    num_threads: int  # of a CPU engine
-    gpu_memory_utilization: float = 0.5
-    tensor_parallel_size: int = 1
-    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of a GPU engine
-    seed: int = 0
 
 
 class EngineServer:

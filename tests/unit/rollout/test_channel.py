@@ -37,6 +37,12 @@ def test_a_receiver_gives_up_at_its_deadline(ends):
     assert 0.3 <= time.monotonic() - begin < 2
 
 
+def test_an_answer_that_came_in_time_is_read_after_the_deadline(ends):
+    """An engine that was ready long before its trainer asked is not late."""
+    ends[1].send(Reply(value="ready"))
+    assert ends[0].receive(time.monotonic() - 100, alive=lambda: True) == Reply(value="ready")
+
+
 def test_a_sender_gives_up_when_nobody_reads(ends):
     with pytest.raises(TimeoutError):
         ends[0].send(bytes(2**24), time.monotonic() + 0.3)

@@ -10,9 +10,9 @@ import pytest
 
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
-from oblr_megatron.rollout.colocated import Placement, place
+from oblr_megatron.rollout.engine import EngineSpec
+from oblr_megatron.rollout.placement import Placement, place
 from oblr_megatron.rollout.vllm_local import child_environment
-from oblr_megatron.rollout.vllm_server import EngineSpec
 
 TORCHRUN = (
     *(

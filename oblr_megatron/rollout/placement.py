@@ -1,0 +1,95 @@
+"""Which rank owns which engine, which prompts an engine samples, and what its process is told."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.rollout.engine import EngineSpec
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.model.parallel import Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which rank owns which engine.
+
+    Example, 8 GPUs with tensor_parallel_size 4: Placement(owners=(0, 4), width=4)
+    """
+
+    owners: tuple[int, ...]
+    width: int  # devices of one engine
+
+    def engine_of(self, rank: int) -> int | None:
+        """The engine a rank owns, if any."""
+        return self.owners.index(rank) if rank in self.owners else None
+
+    def share(self, count: int, engine: int) -> slice:
+        """Which of a call's prompts an engine samples: contiguous, sizes equal within one."""
+        engines = len(self.owners)
+        return slice(count * engine // engines, count * (engine + 1) // engines)
+
+
+def place(config: Config, world_size: int, *, on_gpu: bool) -> Placement:
+    """Spread the engines over the ranks.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    rollout, where = config.rollout, "config: rollout"
+    if not on_gpu and rollout.tensor_parallel_size > 1:
+        raise UserError(
+            f"tensor_parallel_size {rollout.tensor_parallel_size} needs GPUs",
+            where=where,
+            mend="set rollout.tensor_parallel_size to 1; a CPU engine uses rollout.num_threads cores",
+        )
+    width = rollout.tensor_parallel_size
+    most = world_size // width
+    engines = rollout.num_engines or (most if on_gpu else 1)
+    if not 1 <= engines <= most:
+        raise UserError(
+            f"{engines} engine{'s' if engines > 1 else ''} of {width} rank{'s' if width > 1 else ''} do not fit "
+            f"{world_size} ranks",
+            where=where,
+            mend=f"lower num_engines or tensor_parallel_size, or start {max(engines, 1) * width} ranks",
+        )
+    return Placement(tuple(engine * width for engine in range(engines)), width)
+
+
+def engine_spec(config: Config, parallel: Parallel, index: int, placement: Placement) -> EngineSpec:
+    """What an engine process of this run is told."""
+    rollout = config.rollout
+    on_gpu = parallel.device.type == "cuda"
+    return EngineSpec(
+        name=f"engine {index}",
+        model=config.model.path.absolute(),
+        dtype="bfloat16" if engine_dtype(config) is torch.bfloat16 else "float32",
+        device="cuda" if on_gpu else "cpu",
+        max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_num_seqs=rollout.max_num_seqs,
+        kv_cache_bytes=int(rollout.kv_cache_gib * 2**30),
+        num_threads=rollout.num_threads or max(1, len(os.sched_getaffinity(0)) // len(placement.owners)),
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        tensor_parallel_size=placement.width,
+        visible_devices=_visible_devices(parallel.device.index or 0, placement.width) if on_gpu else None,
+        seed=config.seed,
+    )
+
+
+def engine_dtype(config: Config) -> torch.dtype:
+    """Dtype of the engine's weights, and so of what is pushed: rollout.dtype, or the trainer's, which may be wider."""
+    name = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def _visible_devices(first: int, count: int) -> str:
+    """CUDA_VISIBLE_DEVICES of an engine whose block starts at the trainer's device number `first`."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbers = devices.split(",") if devices else [str(number) for number in range(first + count)]
+    return ",".join(numbers[first : first + count])
