@@ -39,7 +39,7 @@ def guarded(command: Callable[[], int]) -> int:
         if "gloo" not in message and "NCCL" not in message:
             raise
         # torch.distributed has no type of its own for it: the rank that caused it says more than this one can
-        reason = message.splitlines()[0]
+        reason = message.splitlines()[0].split(". ")[0]
         print(f"error: rank {os.environ.get('RANK', '0')}: lost another rank: {reason}", file=sys.stderr)
         return EXIT_RUN
 

@@ -99,7 +99,7 @@ class Display:
         """How the run went, in one line."""
         parts = [f"{self.last_step} of {self.num_steps} steps in {duration(time.monotonic() - self._start)}"]
         for name, after in self.last_evaluation.items():
-            if name.endswith("/accuracy"):
+            if name.endswith(("/accuracy", "/mean_at_k")):
                 before = self.first_evaluation[name]
                 parts.append(f"{_eval_label(name)} {fixed(before, 2)} -> {fixed(after, 2)}")
         return "  ".join(parts)

@@ -83,6 +83,7 @@ def random_weights(config: Qwen3Config, *, num_tokens: int, seed: int) -> dict[s
     """Tensors by Hugging Face name, tied lm_head left out; norms are 1 but for the last, see FINAL_NORM."""
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
+    assert isinstance(config.dtype, torch.dtype), f"dtype {config.dtype!r} was not resolved"
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, parameter in model.named_parameters():  # a tied weight is named once

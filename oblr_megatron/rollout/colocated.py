@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch.distributed as dist
 
 from oblr_megatron.errors import RunError
-from oblr_megatron.rollout.engine import PushStats, SamplingRequest
+from oblr_megatron.rollout.engine import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.rollout.placement import engine_dtype, engine_spec, place
 from oblr_megatron.rollout.push import Pusher
 from oblr_megatron.rollout.vllm_local import Deadlines, VllmEngine
@@ -39,7 +39,7 @@ EXCHANGE_SLACK_S = 120.0
 """Added to the longest deadline of an engine, for the collective in which the other ranks hear of it."""
 
 
-class ColocatedEngines:
+class ColocatedEngines(RolloutEngine):
     """All engines of a run; every rank calls every method, with the same arguments."""
 
     def __init__(self, config: Config, parallel: Parallel) -> None:
@@ -78,19 +78,7 @@ class ColocatedEngines:
         seed: int,
         greedy: bool = False,
     ) -> list[Sample]:
-        """Sample N = Q * group_size responses, prompt-major, the same list on every rank.
-
-        Args:
-            prompts: Q prompts; sample n answers prompts[n // group_size].
-            group_size: responses a prompt.
-            temperature: of the sampling; the log-probs are those of the sharpened or flattened distribution.
-            max_tokens: of a response; prompt and response together end at the engine's max_model_len at the latest.
-            seed: equal seeds give equal samples; give each step its own.
-            greedy: the most likely tokens instead; log-probs are then those of temperature 1.
-
-        Raises:
-            RunError: an engine failed, or a push has failed since the last complete one.
-        """
+        """See `RolloutEngine.generate`; each engine samples a contiguous share of the prompts."""
         if self._unusable is not None:
             raise RunError(self._unusable)
         rollout = self._config.rollout
@@ -115,15 +103,7 @@ class ColocatedEngines:
         return samples
 
     def push(self, source: Source, version: int) -> PushStats:
-        """Send the weights to every engine. All ranks iterate the source in lockstep, whatever an engine does.
-
-        Args:
-            source: of whole tensors under Hugging Face names, the same on every rank.
-            version: of the weights; samples carry it.
-
-        Raises:
-            RunError: an engine did not take them; all engines refuse to generate until a push succeeds everywhere.
-        """
+        """See `RolloutEngine.push`; the seconds are those of the slowest engine."""
         self._unusable = f"push {version} did not reach every engine; generate again after one that does"
         outcome = _attempt(lambda: self._pusher.push(source, version))
         outcomes = self._exchange(outcome)

@@ -1,8 +1,7 @@
-"""What the trainer asks of a rollout engine, whatever holds it: the protocol and its records. Imports no vllm.
+"""What the trainer asks of the rollout engines, wherever they run: the protocol and its records. Imports no vllm.
 
-    engine.push(source, version=1)                     # all weights, or the engine refuses to generate
-    request = SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7)
-    groups = engine.generate([(5, 9, 2), (5, 3)], request)   # 2 lists of 8 samples, each of version 1
+    engines.push(source, version=1)                # all weights, or nothing is generated any more
+    samples = engines.generate(prompts, group_size=8, temperature=1.0, max_tokens=256, seed=7)   # all of version 1
 
 Sampling is a pure function of the weights, the prompts and the request: prompt number q of a step draws from the seed
 `prompt_seed(seed, q)` wherever it is sampled, so the split of a batch over engines does not change the draws. (A batch
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
-    from oblr_megatron.types import Sample
+    from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
 
 MIN_TEMPERATURE = 0.01
@@ -29,7 +28,7 @@ MIN_TEMPERATURE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """How one call samples.
+    """What one engine is asked for: its share of a call's prompts, and how to sample them.
 
     Example: SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7, first_group=16) samples prompts
     16, 17, ... of the step, eight responses each.
@@ -111,9 +110,10 @@ class PushStats:
 
 
 class RolloutEngine(Protocol):
-    """One engine, or many behind one face.
+    """Where the step loop gets its samples from: one engine or many, in whatever place.
 
-    Every call has a deadline (`DeadlineError`), and an engine that died raises `RunError` with the tail of its log.
+    Every rank of the trainer calls every method with the same arguments and gets the same result. Every wait has a
+    deadline (`DeadlineError`), and an engine that died raises `RunError` with the tail of its log.
     """
 
     @property
@@ -121,20 +121,41 @@ class RolloutEngine(Protocol):
         """Of the weights being served; 0 is the checkpoint the engine started from."""
         ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[list[Sample]]:
-        """Q prompts of token ids -> Q groups of G samples.
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        greedy: bool = False,
+    ) -> list[Sample]:
+        """Sample N = Q * group_size responses, prompt-major, the same list on every rank.
+
+        Args:
+            prompts: Q prompts; sample n answers prompts[n // group_size].
+            group_size: responses a prompt.
+            temperature: of the sampling; the log-probs are those of the sharpened or flattened distribution.
+            max_tokens: of a response; prompt and response together end at the engine's max_model_len at the latest.
+            seed: equal seeds give equal samples; give each step its own.
+            greedy: the most likely tokens instead; log-probs are then those of temperature 1.
 
         Raises:
-            RunError: also when a push has failed since the last complete one.
+            RunError: an engine failed, or a push has failed since the last complete one.
         """
         ...
 
     def push(self, source: Source, version: int) -> PushStats:
-        """Replace all weights, and forget every cached prefix.
+        """Replace all weights, and forget every cached prefix. All ranks iterate the source, whatever an engine does.
+
+        Args:
+            source: of whole tensors under Hugging Face names, the same on every rank.
+            version: of the weights; samples carry it.
 
         Raises:
-            RunError: a tensor is missing, unknown, of another shape or damaged on the way; nothing is served until a
-                later push succeeds.
+            RunError: an engine did not take them (a tensor is missing, unknown, of another shape, damaged on the way);
+                nothing is generated until a later push succeeds everywhere.
         """
         ...
 
@@ -147,5 +168,5 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """End the engine; may be called again."""
+        """End the engines. Not collective: a rank may close at any time, also after an error, and more than once."""
         ...

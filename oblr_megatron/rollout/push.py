@@ -52,12 +52,17 @@ class Pusher:
         begin = time.monotonic()
         manifest = manifest_of(source)
         self._client.begin(manifest, version, begin)
+        sender, self._sender = self._sender, None  # back in place when all went well; else made anew next time
         try:
-            self._send(source, manifest)
+            if sender is None or manifest != self._manifest:
+                sender = self._make_sender(source, manifest)
+            sender.source = source  # type: ignore[assignment]  # vLLM names its base class, and uses no more
+            sender.send_weights()
         except BaseException as error:
             self._client.abort(f"the trainer broke off: {error!r}")
             raise
         self._client.finish()
+        self._sender, self._manifest = sender, manifest
         return PushStats(
             bytes=sum(spec.num_bytes for spec in manifest),
             seconds=time.monotonic() - begin,
@@ -65,19 +70,13 @@ class Pusher:
             buckets=self._client.buckets,
         )
 
-    def _send(self, source: Any, manifest: Manifest) -> None:
+    def _make_sender(self, source: Any, manifest: Manifest) -> TrainerWeightTransferEngine[Any]:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         from oblr_megatron.rollout.vllm_plugin import register_transfer_engines
 
-        if self._sender is None or manifest != self._manifest:
-            register_transfer_engines()
-            self._sender = WeightTransferTrainerFactory.trainer_init(
-                self._init_info(manifest), client=self._client, source=source
-            )
-            self._manifest = manifest
-        self._sender.source = source
-        self._sender.send_weights()
+        register_transfer_engines()
+        return WeightTransferTrainerFactory.trainer_init(self._init_info(manifest), client=self._client, source=source)
 
     def _init_info(self, manifest: Manifest) -> TrainerInitInfo:
         from oblr_megatron.weights.transfer import IpcTrainerInitInfo, ShmTrainerInitInfo

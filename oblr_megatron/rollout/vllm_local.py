@@ -170,7 +170,12 @@ class VllmEngine:
         return self._receive(*wait_for)
 
     def generate(self, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[list[Sample]]:
-        """See `RolloutEngine.generate`."""
+        """Q prompts of token ids -> Q groups of G samples.
+
+        Raises:
+            DeadlineError: they took longer than `deadlines.generate`.
+            RunError: the engine refused, or died.
+        """
         what = f"{len(prompts)} x {request.group_size} samples of {self.spec.name}"
         arguments = {"prompts": prompts, "request": request}
         return self.call("generate", arguments, what=what, seconds=self.deadlines.generate)

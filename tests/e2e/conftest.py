@@ -46,6 +46,7 @@ def overrides(tiny: Path) -> Callable[..., list[str]]:
             "reward.name": "tests.e2e.rewards:matching_characters",
             "num_steps": 1,
             "log.console": "plain",
+            "evaluate.data.heldout": tiny / "heldout.jsonl",
             "evaluate.every_steps": 0,
             "log.tensorboard": "false",
         }

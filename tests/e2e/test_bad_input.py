@@ -102,7 +102,7 @@ def test_port_taken(tiny: Path, tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         keys = [f"run_dir={tmp_path / 'run'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
         command = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml"]
-        launch = ["--nproc-per-node", "2", "--master-port", port, "evaluate.every_steps=0"]
+        launch = ["--nproc-per-node", "2", "--master-port", port, f"evaluate.data.heldout={tiny / 'heldout.jsonl'}"]
         result = run([*command, *launch, *keys], 120)
     assert result.returncode == 2, result.stderr[-2000:]
     assert f"cannot listen on port {port}" in result.stderr
@@ -119,6 +119,7 @@ def test_bad_input_ends_in_one_line(case: str, tiny: Path, tmp_path: Path) -> No
         "run_dir": tmp_path / "run",
         "model.path": tmp_path / "model",
         "data.train": tmp_path / "train.jsonl",
+        "evaluate.data.heldout": tmp_path / "heldout.jsonl",
         "evaluate.every_steps": 0,
     }
     edit(tmp_path, keys)

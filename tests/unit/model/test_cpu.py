@@ -34,6 +34,16 @@ OWNERS: list[Any] = [
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
 
 
+@pytest.fixture(autouse=True)
+def _as_found() -> Iterator[None]:
+    """Each test begins without the shim, and leaves it as an earlier test of the same process had it."""
+    found = cpu.installed()
+    cpu.uninstall()
+    yield
+    if found:
+        cpu.install()
+
+
 @pytest.fixture
 def shim() -> Iterator[None]:
     assert cpu.install()
