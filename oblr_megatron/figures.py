@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.baseline import baseline_values, variance_ratio_vs_rloo
+from oblr_megatron.algo.baseline import baseline_values, sanitize_norms, variance_ratio_vs_rloo
 from oblr_megatron.config import AlgoConfig
 from oblr_megatron.types import GradientStats, Judged, Sample
 
 
 def of_baseline(algo: AlgoConfig, judged: Judged, norms_sq: Tensor) -> dict[str, float]:
     """What the baseline did to the variance, as far as the norms [Q, G] at hand tell; empty without norms."""
+    norms_sq, _ = sanitize_norms(norms_sq)
     measured = norms_sq.sum(-1) > 0  # groups whose passes were skipped have none
     if not measured.any():
         return {}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from oblr_megatron import figures
-from oblr_megatron.algo.baseline import BASELINES, advantages, sanitize_norms
+from oblr_megatron.algo.baseline import BASELINES, advantages
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.types import GradientStats, Prompt, Sample
 
-MAX_NONFINITE_FRACTION = 0.01  # of a step's norms; beyond it the gradient is broken, and the run stops
+MAX_NONFINITE = 3  # norms of a step; with more of them it is the model that is broken, and the run stops
 
 
 @dataclass(slots=True)
@@ -64,24 +65,17 @@ class Run:
     record: dict[str, float] = field(default_factory=dict)  # figures of the step in progress
 
     def rollout(self, prompts: list[Prompt], step: int) -> list[Sample]:
-        """N = Q * G samples in prompt-major order, the same on every rank, drawn from the current weights.
-
-        Raises:
-            RunError: a sample was made by other weights than the trainer's.
-        """
+        """N = Q * G samples in prompt-major order, the same on every rank, drawn from the current weights."""
         config = self.config
+        assert self.engines.version == step, f"step {step} would sample from weights {self.engines.version}: off-policy"
         with self.timer("rollout"):
-            samples = self.engines.generate(
+            return self.engines.generate(
                 prompts,
                 group_size=config.group_size,
                 temperature=config.rollout.temperature,
                 max_tokens=config.rollout.max_response_tokens,
                 seed=config.seed * 1_000_003 + step,
             )
-        stale = next((sample.version for sample in samples if sample.version != step), None)
-        if stale is not None:
-            raise RunError(f"step {step} holds a sample of weights version {stale}; the run is strictly on-policy")
-        return samples
 
     def judge(self, prompts: list[Prompt], samples: list[Sample]) -> Judged:
         """Rewards [Q, G] of a step's samples, on every rank."""
@@ -98,25 +92,34 @@ class Run:
         """w [Q, G] fp64 of the active groups, where the baseline needs them or the config asks for them; else zeros.
 
         Raises:
-            RunError: more than MAX_NONFINITE_FRACTION of the norms are not finite.
+            RunError: more than a few of the norms are not finite (MAX_NONFINITE); the samples are written down first.
         """
         with self.timer("gradnorm"):
             if not (BASELINES[self.config.algo.baseline].needs_norms or self.config.gradnorm.always):
                 return torch.zeros(len(active), self.config.group_size, dtype=torch.float64)
             norms_sq = measure_norms(self.policy, samples, active, self.config).view(len(active), -1)
-        _, replaced = sanitize_norms(norms_sq)
-        self.record["gradnorm/nonfinite"] = replaced
-        if replaced > MAX_NONFINITE_FRACTION * norms_sq.numel():
+        broken = (~norms_sq.isfinite()).flatten().nonzero().flatten().tolist()
+        self.record["gradnorm/nonfinite"] = len(broken)
+        if len(broken) > MAX_NONFINITE:
+            path = self.config.run_dir / "nonfinite_samples.jsonl"
+            if self.parallel.rank == 0:
+                path.write_text("".join(json.dumps(asdict(samples[n])) + "\n" for n in broken), encoding="utf-8")
             raise RunError(
-                f"{replaced} of {norms_sq.numel()} gradient norms are not finite: the model or its input is broken"
+                f"{len(broken)} of {norms_sq.numel()} gradient norms are not finite: the model or its input is broken; "
+                f"the samples are in {path}"
             )
         return norms_sq
 
     def advantages(self, judged: Judged, norms_sq: Tensor) -> Tensor:
-        """A = r - b [Q, G] fp64, with the figures that describe the baseline."""
+        """A = r - b [Q, G] fp64, with the figures that describe the baseline.
+
+        A sample whose norm is not finite gets 0: its gradient is no number either, and one such sample must not end
+        the run.
+        """
         algo = self.config.algo
         self.record |= figures.of_baseline(algo, judged, norms_sq)
-        return advantages(algo.baseline, judged.rewards, norms_sq, judged.lengths, algo)
+        values = advantages(algo.baseline, judged.rewards, norms_sq, judged.lengths, algo)
+        return values.masked_fill(~norms_sq.isfinite(), 0.0)
 
     def gradient(self, samples: list[Sample], judged: Judged, values: Tensor) -> GradientStats:
         """Leave the policy gradient in main_grad, summed over all ranks."""
@@ -127,7 +130,7 @@ class Run:
             )
             return policy_gradient(self.policy, samples, coefficients, self.config)
 
-    def update(self, stats: GradientStats, step: int) -> float:
+    def update(self, stats: GradientStats, step: int) -> None:
         """Clip, and step the optimizer at the schedule's rate; with no gradient at all nothing moves but the log."""
         with self.timer("optimizer"):
             lr = self.schedule.rate(step)
@@ -136,7 +139,6 @@ class Run:
                 self.optimizer.step(lr)
             self.schedule.observe(stats)
         self.record |= {"lr": lr, **self.schedule.figures()}
-        return lr
 
     def push(self, version: int) -> None:
         """Send the weights to the engines under a new version number."""

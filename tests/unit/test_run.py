@@ -1,0 +1,102 @@
+"""What a step does with norms that are no numbers, and the figures of a step.
+
+Does not cover: a run as a whole (tests/e2e).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from oblr_megatron import figures, run
+from oblr_megatron.config import parse_config
+from oblr_megatron.errors import RunError
+from oblr_megatron.timing import PhaseTimer
+from oblr_megatron.types import GradientStats, Judged, Sample
+
+NAN, INF = float("nan"), float("inf")
+JUDGED = Judged(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([[2, 3], [4, 5]]), failures=1)
+SAMPLES = [Sample(n // 2, (3,), (4,) * (n + 2), (-1.0,) * (n + 2), "", "length" if n else "stop", 0) for n in range(4)]
+
+
+def make_run(tmp_path: Path, **algo: Any) -> Any:
+    """The parts of a `Run` that these methods touch."""
+    config = parse_config(
+        {
+            "run_dir": tmp_path,
+            "num_prompts": 2,
+            "group_size": 2,
+            "model": {"path": "unused"},
+            "data": {"train": "unused"},
+            "algo": {"snr": {"num_folds": 2}, **algo},
+        }
+    )
+    return SimpleNamespace(config=config, timer=PhaseTimer(), record={}, parallel=SimpleNamespace(rank=0), policy=None)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_sample_without_a_norm_is_left_out_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    parts = make_run(tmp_path, baseline="optimal")
+    monkeypatch.setattr(run, "measure_norms", lambda *_: torch.tensor([1.0, value, 2.0, 3.0]).double())
+    norms_sq = run.Run.norms(parts, SAMPLES, torch.ones(2, dtype=torch.bool))
+    assert parts.record["gradnorm/nonfinite"] == 1
+    advantages = run.Run.advantages(parts, JUDGED, norms_sq)
+    assert advantages.tolist() == [[1.0, 0.0], [-1.0, 1.0]]  # G = 2: the other's reward is the baseline
+    assert all(torch.tensor(figure).isfinite() for figure in parts.record.values())
+
+
+def test_many_norms_that_are_no_numbers_end_the_run_and_are_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = make_run(tmp_path, baseline="optimal")
+    monkeypatch.setattr(run, "measure_norms", lambda *_: torch.full((4,), NAN).double())
+    with pytest.raises(RunError, match="4 of 4 gradient norms are not finite"):
+        run.Run.norms(parts, SAMPLES, torch.ones(2, dtype=torch.bool))
+    written = (tmp_path / "nonfinite_samples.jsonl").read_text().splitlines()
+    assert [len(json.loads(line)["response_ids"]) for line in written] == [2, 3, 4, 5]
+
+
+def test_a_baseline_without_norms_measures_none_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(run, "measure_norms", lambda *_: calls.append(1) or torch.ones(4).double())
+    active = torch.ones(2, dtype=torch.bool)
+    parts = make_run(tmp_path, baseline="rloo")
+    assert run.Run.norms(parts, SAMPLES, active).sum() == 0 and not calls
+    assert figures.of_baseline(parts.config.algo, JUDGED, torch.zeros(2, 2)) == {}
+    parts.config = parts.config.model_copy(
+        update={"gradnorm": parts.config.gradnorm.model_copy(update={"always": True})}
+    )
+    assert run.Run.norms(parts, SAMPLES, active).sum() == 4 and calls
+
+
+def test_figures_of_a_step() -> None:
+    stats = GradientStats(-0.5, 4.0, 9.0, 2, 1.5, 1e-6, 0.0, 14)
+    timing = {"timing_s/step": 3.0, "timing_s/evaluate": 1.0}
+    found = figures.of_step(SAMPLES, JUDGED, stats, timing)
+    wanted = {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "reward/failures": 1,
+        "response_length/mean": 3.5,
+        "response_length/truncated_fraction": 0.75,
+        "groups/mixed_fraction": 1.0,
+        "grad_norm": 2.0,
+        "perf/tokens_per_s": 7.0,
+        "perf/samples_per_s": 2.0,
+    }
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+    assert found["perf/peak_memory_bytes"] > 2**20
+
+
+def test_correlation() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert figures.correlation(x, 2 * x) == pytest.approx(1.0)
+    assert figures.correlation(x, -x) == pytest.approx(-1.0)
+    assert figures.correlation(x, torch.ones(3)) != figures.correlation(x, torch.ones(3))  # NaN
