@@ -17,6 +17,7 @@ COMMON = [
     "matplotlib",
     "tensorboard",
     "math-verify==0.9.0",
+    "xxhash",
 ]
 
 setup(

@@ -30,7 +30,8 @@ from oblr_megatron.preflight import preflight, write_config
 from oblr_megatron.rewards.base import Reward
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import SharedReward
-from oblr_megatron.rollout.colocated import ColocatedEngines, engine_dtype
+from oblr_megatron.rollout.colocated import ColocatedEngines
+from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import Judged
 from oblr_megatron.weights.export import MegatronWeights

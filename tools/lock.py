@@ -29,7 +29,9 @@ def main() -> int:
         subprocess.run([*pip, "torch==2.13.0"], check=True)
         subprocess.run([*pip, "-r", str(ROOT / "requirements" / "cpu.in")], check=True)
         subprocess.run([*pip, "--no-deps", VLLM], check=True)
-        frozen = subprocess.run([python, "-m", "pip", "freeze", "--all"], check=True, capture_output=True, text=True).stdout
+        frozen = subprocess.run(
+            [python, "-m", "pip", "freeze", "--all"], check=True, capture_output=True, text=True
+        ).stdout
     # a local version label such as "+cpu" exists on one index only; without it the pin resolves anywhere
     pins = [re.sub(r"\+\S+$", "", line) for line in frozen.splitlines() if not line.startswith("pip==")]
     (ROOT / "requirements" / "cpu.txt").write_text(HEADER + "\n".join(pins) + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from oblr_megatron.errors import RunError
 from oblr_megatron.rollout.engine import PushStats, RolloutEngine, SamplingRequest
-from oblr_megatron.rollout.placement import engine_dtype, engine_spec, place
+from oblr_megatron.rollout.placement import engine_spec, place
 from oblr_megatron.rollout.push import Pusher
 from oblr_megatron.rollout.vllm_local import Deadlines, VllmEngine
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
-
-__all__ = ("ColocatedEngines", "engine_dtype")
 
 Value = TypeVar("Value")
 
