@@ -46,7 +46,7 @@ class DataConfig(Section):
     """Where prompts come from and how a row becomes a prompt."""
 
     train: Path
-    """JSONL file of training rows."""
+    """JSONL file of training rows; those with a true overlaps_benchmark column are left out."""
     question_column: str = "question"
     """Column that holds the question."""
     answer_column: str = "answer"
@@ -122,10 +122,11 @@ class GradnormConfig(Section):
 
 
 class SnrConfig(Section):
-    """The learning rate's signal-to-noise schedule (OBLR-PO, Theorem 4)."""
+    """The learning rate's signal-to-noise schedule (OBLR-PO, Theorem 4); estimates are logged for every schedule."""
 
     num_folds: int = Field(4, ge=1)
-    """Folds of whole prompts the batch is split into; a multiple of the data-parallel size."""
+    """Folds of whole prompts the batch is split into, whatever the schedule; a divisor of num_prompts and a multiple of
+    the data-parallel size. With 1 nothing is known of the noise, and the snr schedule holds its rate."""
     horizon: float = Field(150.0, gt=0)
     """Steps over which signal and noise are averaged (exponentially, separately)."""
     warmup_steps: int = Field(10, ge=0)
@@ -163,7 +164,8 @@ class OptimizerConfig(Section):
     name: Literal["adam", "sgd"] = "adam"
     """Optimizer."""
     lr: float = Field(1e-6, gt=0)
-    """eta_0, the rate at full signal (or of the constant schedule)."""
+    """eta_0: the rate at the end of warm-up (snr.reference "warmup") or at full signal ("one"); the constant schedule's
+    rate, or where the cosine starts."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Where the cosine schedule ends, as a share of lr."""
     weight_decay: float = Field(0.0, ge=0)
@@ -210,7 +212,7 @@ class EvaluateConfig(Section):
     every_steps: int = Field(0, ge=0)
     """Evaluate every so many steps (and before the first and after the last); 0 turns it off."""
     num_prompts: int | None = Field(None, ge=1)
-    """Use only the first so many rows of every file."""
+    """Use only the first so many usable rows of every file."""
     samples_per_prompt: int = Field(1, ge=1)
     """k: sampled responses a prompt, for mean@k and pass@k."""
     temperature: float = Field(1.0, gt=0)

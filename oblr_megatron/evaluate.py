@@ -125,6 +125,7 @@ def evaluate_model(options: argparse.Namespace) -> int:
     from oblr_megatron.data.prompts import load_prompts
     from oblr_megatron.model import parallel as layout
     from oblr_megatron.rewards.registry import build_reward
+    from oblr_megatron.rewards.shared import SharedReward
     from oblr_megatron.rollout.colocated import ColocatedEngines
 
     config = _config_of(options)
@@ -137,9 +138,9 @@ def evaluate_model(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         scratch = stack.enter_context(TemporaryDirectory(prefix="oblr-eval-"))  # of the engine's log
         config = config.model_copy(update={"run_dir": Path(scratch)})
-        reward = stack.enter_context(build_reward(config.reward))
         parallel = layout.initialize(config.parallel, seed=config.seed)
         stack.callback(layout.shutdown)
+        reward = stack.enter_context(SharedReward(build_reward(config.reward), share=0, shares=1))
         engines = ColocatedEngines(config, parallel)
         stack.callback(engines.close)
         for name, prompts in sets.items():

@@ -40,16 +40,13 @@ def of_step(
     tokens = int(judged.lengths.sum())
     working = max(timing["timing_s/step"] - timing.get("timing_s/evaluate", 0.0), 1e-9)
     mixed = judged.rewards.amax(-1) != judged.rewards.amin(-1)
-    return {
+    found = {
         "reward/mean": float(judged.rewards.mean()),
         "reward/std": float(judged.rewards.std(correction=0)),
         "reward/failures": judged.failures,
         "response_length/mean": float(judged.lengths.double().mean()),
         "response_length/truncated_fraction": statistics.fmean(s.finish_reason == "length" for s in samples),
         "groups/mixed_fraction": float(mixed.double().mean()),
-        "entropy": stats.entropy,
-        "rollout/logprob_abs_diff": stats.logprob_abs_diff,
-        "rollout/truncated_ratio_fraction": stats.truncated_ratio_fraction,
         "loss": stats.loss,
         "grad_norm": stats.sq_norm**0.5,
         **timing,
@@ -57,6 +54,13 @@ def of_step(
         "perf/samples_per_s": len(samples) / working,
         "perf/peak_memory_bytes": peak_memory_bytes(),
     }
+    if stats.num_tokens:  # else no sample went through the gradient pass, and nothing of it was measured
+        found |= {
+            "entropy": stats.entropy,
+            "rollout/logprob_abs_diff": stats.logprob_abs_diff,
+            "rollout/truncated_ratio_fraction": stats.truncated_ratio_fraction,
+        }
+    return found
 
 
 def correlation(x: Tensor, y: Tensor) -> float:

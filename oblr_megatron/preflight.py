@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checks import check_layout
 from oblr_megatron.data.packing import check_folds
 from oblr_megatron.data.prompts import PromptStream, load_prompts
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.registry import check_reward
+from oblr_megatron.rollout.placement import place
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -50,6 +53,7 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     parallel = config.parallel
     data_parallel = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     check_folds(config.num_prompts, config.algo.snr.num_folds, data_parallel)
+    place(config, world_size, on_gpu=torch.cuda.is_available())
     check_reward(config.reward)
     check_lengths(config, model)
     return _open_inputs(config, model)

@@ -1,12 +1,12 @@
 """Two full RL steps at the true size of Qwen3-0.6B on this machine, and a check that every phase did its work.
 
-    python tools/smoke.py [--out run/smoke] [--dtype float32] [section.key=value ...]
+    python tools/smoke.py [--out run/smoke] [--dtype float32] [--data FILE.jsonl] [section.key=value ...]
 
-Makes a model with random weights (make_smoke_model.py), takes real GSM8K questions where --data points to them and the
-sample beside this file otherwise, runs `tools/smoke.toml` on one rank, and checks metrics and export. The reward is
-smoke_reward.py's and means nothing: this shows that the sizes fit and the parts work together, not that anything
-learns. Needs about 19 GiB of memory in float32 and 15 in bfloat16, and some minutes. Ends with status 1 and the list of
-what was wrong.
+Makes a model with random weights (make_smoke_model.py), takes real GSM8K questions (--data, or data/gsm8k_train.jsonl
+here or in a directory "shared" beside the checkout) or else the sample beside this file, runs `tools/smoke.toml` on one
+rank, and checks metrics and export. The reward is smoke_reward.py's and means nothing: this shows that the sizes fit
+and the parts work together, not that anything learns. Needs about 19 GiB of memory in float32 and 15 in bfloat16, and some
+minutes. Ends with status 1 and the list of what was wrong.
 """
 
 from __future__ import annotations
@@ -27,11 +27,16 @@ import psutil
 from make_smoke_model import SAMPLE_TEXTS, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
+GSM8K = [place / "data" / "gsm8k_train.jsonl" for place in (ROOT, ROOT.parent / "shared")]
 NUM_PROMPTS = 64
 PHASES = ("rollout", "reward", "gradnorm", "gradient", "optimizer", "push", "step")
 POSITIVE = (*(f"timing_s/{phase}" for phase in PHASES), "gradnorm/sq_mean", "gradnorm/sq_max", "grad_norm", "entropy")
-FINITE = (*POSITIVE, "reward/mean", "reward/std", "response_length/mean", "loss", "lr", "snr/noise_trace")
+FINITE = (
+    *POSITIVE,
+    *("reward/mean", "reward/std", "response_length/mean", "response_length/truncated_fraction", "loss", "lr"),
+    *("rollout/truncated_ratio_fraction", "baseline/variance_ratio_vs_rloo", "perf/tokens_per_s", "perf/samples_per_s"),
+    *("snr/signal_sq", "snr/noise_trace", "snr/shrink_raw", "snr/shrink_ema"),
+)
 LARGEST_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}  # mean over tokens, nats; trainer against vLLM
 POLL_S = 0.5
 
@@ -41,13 +46,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("run/smoke"), help="directory for model, prompts and run")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
-    parser.add_argument("--data", type=Path, default=GSM8K, help="GSM8K in JSONL; the sample is used when it is absent")
+    parser.add_argument("--data", type=Path, help="GSM8K in JSONL")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of smoke.toml")
     options = parser.parse_args()
     out = options.out.resolve()
     os.chdir(ROOT)  # the reward is named tools.smoke_reward, seen from the repository
 
-    prepare(out, options.data, options.dtype)
+    prepare(
+        out, next((path for path in [options.data, *GSM8K] if path and path.is_file()), SAMPLE_TEXTS), options.dtype
+    )
     overrides = [
         f"run_dir={out / 'run'}",
         f"model.path={out / 'model'}",
@@ -69,9 +76,8 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def prepare(out: Path, data: Path, dtype: str) -> None:
+def prepare(out: Path, texts: Path, dtype: str) -> None:
     """Model and prompts, freshly made; an earlier smoke run in the same place is removed."""
-    texts = data if data.is_file() else SAMPLE_TEXTS
     for name in ("model", "run"):
         shutil.rmtree(out / name, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Judge a run's export with transformers alone and compare with what the run measured through vLLM.
 
-    python examples/tiny_cpu/check_export.py run/tiny_cpu/run
+    python examples/tiny_cpu/check_export.py run/tiny_cpu/demo
 
 Loads RUN/hf, answers the held-out set greedily and sampled, and ends with status 1 when the greedy accuracy differs
 from the run's last evaluation by more than --tolerance: then the export is not the model that was trained. The sampled

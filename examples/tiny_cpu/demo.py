@@ -35,7 +35,7 @@ def main() -> int:
     os.chdir(ROOT)  # the config's paths are relative to the repository
 
     start = time.perf_counter()
-    if problem := clear_run(options.out / "run"):
+    if problem := clear_run(options.out / "demo"):
         print(f"error: {problem}", file=sys.stderr)
         return EXIT_USER
     for name, command in parts(options.out, options.nproc_per_node, options.overrides):
@@ -44,27 +44,26 @@ def main() -> int:
         if status:
             print(f"error: demo stopped: {name} ended with status {status}", file=sys.stderr)
             return status if status > 0 else 128 - status  # a negative one is the signal that killed it
-    print(summary(options.out / "run", time.perf_counter() - start), flush=True)
+    print(summary(options.out / "demo", time.perf_counter() - start), flush=True)
     return 0
 
 
 def parts(out: Path, ranks: int, overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
     """(name, command) of each part, in order."""
-    moved = [] if out == DEFAULT_OUT else relocated(out)
-    config, run_dir = "examples/tiny_cpu/config.toml", str(out / "run")
+    config, run_dir = "examples/tiny_cpu/config.toml", str(out / "demo")
     command = [sys.executable, "-m", "oblr_megatron.cli"]
     return [
         ("prepare", [sys.executable, "examples/tiny_cpu/prepare.py", "--out", str(out)]),
-        ("train", [*command, "train", config, *moved, *overrides, "--nproc-per-node", str(ranks)]),
+        ("train", [*command, "train", config, *located(out), *overrides, "--nproc-per-node", str(ranks)]),
         ("check export", [sys.executable, "examples/tiny_cpu/check_export.py", run_dir]),
         ("report", [*command, "report", run_dir]),
     ]
 
 
-def relocated(out: Path) -> list[str]:
-    """Overrides that point config.toml at another directory."""
+def located(out: Path) -> list[str]:
+    """Overrides that point config.toml at the demo's directories; its own run_dir stays free for runs by hand."""
     return [
-        f"run_dir={out / 'run'}",
+        f"run_dir={out / 'demo'}",
         f"model.path={out / 'model'}",
         f"data.train={out / 'train.jsonl'}",
         f"evaluate.data.heldout={out / 'heldout.jsonl'}",

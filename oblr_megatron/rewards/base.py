@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ from typing import Self
 from oblr_megatron.rewards.pool import Outcome, Pool
 from oblr_megatron.types import Prompt, Sample
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
@@ -22,6 +19,7 @@ class RewardResult:
     rewards: list[float]  # one for each sample
     failures: int = 0  # samples whose judging raised or gave no finite number; they score 0
     timeouts: int = 0  # samples whose judging ran past its deadline; they score 0
+    error: str | None = None  # traceback of the first failure
 
 
 class Reward(ABC):
@@ -67,17 +65,14 @@ class PooledReward(Reward):
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self._reported = False
 
     def close(self) -> None:
         """End the workers."""
         self.pool.close()
 
     def collect(self, outcomes: Sequence[Outcome]) -> RewardResult:
-        """Count what failed; the first failure of a run is logged with its traceback."""
+        """Count what failed; the first failure's traceback goes with the result."""
         failed = [outcome.error for outcome in outcomes if outcome.error]
         late = sum(outcome.timed_out for outcome in outcomes)
-        if failed and not self._reported:
-            self._reported = True
-            logger.warning("judging a response failed; it scores 0, later ones are only counted:\n%s", failed[0])
-        return RewardResult([outcome.value or 0.0 for outcome in outcomes], failures=len(failed), timeouts=late)
+        values = [outcome.value or 0.0 for outcome in outcomes]
+        return RewardResult(values, failures=len(failed), timeouts=late, error=failed[0] if failed else None)

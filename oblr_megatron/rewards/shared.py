@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -9,9 +10,13 @@ import torch.distributed as dist
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.types import Prompt, Sample
 
+logger = logging.getLogger(__name__)
+
 
 class SharedReward(Reward):
-    """Every rank calls `score` with the same samples and receives the whole result.
+    """Every rank calls `score` with the same samples and receives the whole result; needs a process group.
+
+    The first failure of a run is logged with its traceback, by rank 0.
 
     Args:
         reward: judges this rank's share.
@@ -21,6 +26,7 @@ class SharedReward(Reward):
 
     def __init__(self, reward: Reward, share: int | None, shares: int) -> None:
         self._reward, self._share, self._shares = reward, share, shares
+        self._reported = False
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """Collective; see `Reward.score`."""
@@ -32,7 +38,12 @@ class SharedReward(Reward):
         gathered: list[tuple[int, RewardResult] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own)
         parts = [result for _, result in sorted((part for part in gathered if part), key=lambda part: part[0])]
+        error = next((result.error for result in parts if result.error), None)
+        if error and not self._reported and dist.get_rank() == 0:
+            logger.warning("judging a response failed; it scores 0, later ones are only counted:\n%s", error)
+            self._reported = True
         return RewardResult(
+            error=error,
             rewards=[reward for result in parts for reward in result.rewards],
             failures=sum(result.failures for result in parts),
             timeouts=sum(result.timeouts for result in parts),

@@ -74,6 +74,14 @@ def _missing_reward(_: Path, keys: dict[str, object]) -> None:
     keys["reward.name"] = "no_such_package.rewards:score"
 
 
+def _engines(_: Path, keys: dict[str, object]) -> None:
+    keys["rollout.num_engines"] = 5
+
+
+def _wide_engine(_: Path, keys: dict[str, object]) -> None:
+    keys["rollout.tensor_parallel_size"] = 2
+
+
 def _run_dir_in_use(root: Path, keys: dict[str, object]) -> None:
     (root / "run").mkdir()
     (root / "run" / "metrics.jsonl").write_text("{}\n")
@@ -92,6 +100,8 @@ CASES: dict[str, tuple[Edit, str]] = {
     "data set empty": (_empty_data, "train.jsonl"),
     "no usable row": (_only_bad_rows, "train.jsonl"),
     "reward does not exist": (_missing_reward, "no_such_package"),
+    "too many engines": (_engines, "engines"),
+    "tensor-parallel engine on a CPU": (_wide_engine, "tensor_parallel_size"),
     "run directory in use": (_run_dir_in_use, "run_dir"),
 }
 

@@ -1,7 +1,8 @@
 """Whole runs on real megatron-core and real vLLM: every layout takes the same first step, the same seed gives the same
 curve, the export is what was trained, and a killed rank ends the job.
 
-Not covered here: that training lifts accuracy (the demo does), engine faults (test_rollout.py), CUDA.
+Not covered here: that training lifts accuracy (the demo fails when it does not), engine faults
+(test_rollout_failures.py), CUDA.
 """
 
 from __future__ import annotations
