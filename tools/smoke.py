@@ -5,8 +5,8 @@
 Makes a model with random weights (make_smoke_model.py), takes real GSM8K questions (--data, or data/gsm8k_train.jsonl
 here or in a directory "shared" beside the checkout) or else the sample beside this file, runs `tools/smoke.toml` on one
 rank, and checks metrics and export. The reward is smoke_reward.py's and means nothing: this shows that the sizes fit
-and the parts work together, not that anything learns. Needs about 19 GiB of memory in float32 and 15 in bfloat16, and some
-minutes. Ends with status 1 and the list of what was wrong.
+and the parts work together, not that anything learns. Needs about 19 GiB of memory in float32 and 15 in bfloat16, and
+some minutes. Ends with status 1 and the list of what was wrong.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEFAULT_OUT = Path("run/tiny_cpu")
 ACCURACY = "eval/heldout/mean_at_k"
+LEAST_LIFT = 0.30  # of the config as it is; less means that something is broken
 EXIT_USER = 2
 
 
@@ -44,7 +45,11 @@ def main() -> int:
         if status:
             print(f"error: demo stopped: {name} ended with status {status}", file=sys.stderr)
             return status if status > 0 else 128 - status  # a negative one is the signal that killed it
-    print(summary(options.out / "demo", time.perf_counter() - start), flush=True)
+    line, lift = summary(options.out / "demo", time.perf_counter() - start)
+    print(line, flush=True)
+    if lift < LEAST_LIFT and not options.overrides:
+        print(f"error: the accuracy rose by less than {LEAST_LIFT:.0%}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -84,13 +89,14 @@ def clear_run(run_dir: Path) -> str | None:
     return None
 
 
-def summary(run_dir: Path, seconds: float) -> str:
-    """The demo's last line."""
+def summary(run_dir: Path, seconds: float) -> tuple[str, float]:
+    """The demo's last line, and by how much the accuracy rose."""
     with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines]
     accuracies = [record[ACCURACY] for record in records if ACCURACY in record]
     steps = records[-1]["step"]
-    return f"demo: accuracy {accuracies[0]:.1%} -> {accuracies[-1]:.1%} in {steps} steps, {seconds:.0f} s"
+    line = f"demo: accuracy {accuracies[0]:.1%} -> {accuracies[-1]:.1%} in {steps} steps, {seconds:.0f} s"
+    return line, accuracies[-1] - accuracies[0]
 
 
 if __name__ == "__main__":

@@ -245,7 +245,9 @@ def test_check_export_needs_an_evaluation(finished: Path) -> None:
 
 def test_demo_summary(finished: Path) -> None:
     write_metrics(finished, 0.6)
-    assert demo.summary(finished, 12.3) == "demo: accuracy 20.0% -> 40.0% in 3 steps, 12 s"
+    line, lift = demo.summary(finished, 12.3)
+    assert line == "demo: accuracy 20.0% -> 40.0% in 3 steps, 12 s"
+    assert lift == pytest.approx(0.2)
 
 
 def test_demo_clears_only_its_own_run(tmp_path: Path) -> None:
