@@ -10,6 +10,9 @@ from pathlib import Path
 
 from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_USER, RunError, UserError
 
+# torch.distributed has no exception of its own for it; the rank that was lost says more than this one can
+PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
@@ -28,18 +31,16 @@ def guarded(command: Callable[[], int]) -> int:
     try:
         return command()
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank finds the same mistake; one says so
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the ranks of a node find the same mistake; one says so
             print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
     except RunError as error:
         print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
         return EXIT_RUN
     except RuntimeError as error:
-        message = str(error)
-        if "gloo" not in message and "NCCL" not in message:
+        if not any(phrase in str(error) for phrase in PEER_LOST):
             raise
-        # torch.distributed has no type of its own for it: the rank that caused it says more than this one can
-        reason = message.splitlines()[0].split(". ")[0]
+        reason = str(error).splitlines()[0].split(". ")[0]
         print(f"error: rank {os.environ.get('RANK', '0')}: lost another rank: {reason}", file=sys.stderr)
         return EXIT_RUN
 
@@ -88,6 +89,7 @@ def _train(options: argparse.Namespace) -> int:
     from oblr_megatron.preflight import preflight
 
     preflight(config, options.nproc_per_node)  # before torchrun, so that a mistake starts nothing
+    check_devices(options.nproc_per_node)
     rendezvous = ["--standalone"]
     if options.master_port is not None:
         check_port(options.master_port)
@@ -95,6 +97,19 @@ def _train(options: argparse.Namespace) -> int:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.nproc_per_node)]
     script = ["-m", "oblr_megatron.train", str(options.config), *options.overrides]
     return os.execv(sys.executable, [*launcher, *rendezvous, *script])
+
+
+def check_devices(ranks: int) -> None:
+    """Refuse more ranks than this machine has GPUs; a CPU takes any number.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    import torch
+
+    devices = torch.cuda.device_count()
+    if torch.cuda.is_available() and ranks > devices:
+        raise UserError(f"{ranks} ranks on {devices} GPUs", where="--nproc-per-node", mend=f"give {devices} or fewer")
 
 
 def _evaluate(options: argparse.Namespace) -> int:

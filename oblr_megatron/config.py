@@ -11,9 +11,9 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from oblr_megatron.errors import UserError
 
@@ -26,7 +26,21 @@ LEAVE_ONE_OUT = ("rloo", "length_loo", "optimal", "optimal_prior")
 class Section(BaseModel):
     """A table of the TOML file: unknown keys fail, docstrings under the fields are their documentation."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_silent_conversion(cls, value: Any, info: ValidationInfo) -> Any:
+        """A number in quotes, or a truth value for a number, is a mistake and not a spelling."""
+        assert info.field_name is not None, "pydantic validates fields by name"
+        kinds = set(get_args(cls.model_fields[info.field_name].annotation)) or {
+            cls.model_fields[info.field_name].annotation
+        }
+        if kinds & {int, float} and isinstance(value, (bool, str)):
+            raise ValueError("give a number, without quotes")
+        if bool in kinds and not isinstance(value, bool):
+            raise ValueError("give true or false")
+        return value
 
 
 class ModelConfig(Section):
@@ -66,7 +80,7 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """How responses are sampled by vLLM."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.01)
     """Sampling temperature; the trainer's log-probs are those of the same distribution."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus filter; below 1 the rollout log-probs are renormalised over the nucleus and the trainer's are not."""
@@ -215,7 +229,7 @@ class EvaluateConfig(Section):
     """Use only the first so many usable rows of every file."""
     samples_per_prompt: int = Field(1, ge=1)
     """k: sampled responses a prompt, for mean@k and pass@k."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.01)
     """Temperature of the sampled responses; greedy accuracy is reported beside it."""
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.errors import EXIT_OK
+from oblr_megatron.errors import EXIT_OK, UserError
 
 if TYPE_CHECKING:
     import argparse
@@ -119,20 +119,24 @@ def evaluate_model(options: argparse.Namespace) -> int:
     Raises:
         UserError: a bad config, model, reward or data set, before any engine is started.
     """
-    from transformers import AutoTokenizer
-
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
     from oblr_megatron.data.prompts import load_prompts
     from oblr_megatron.model import parallel as layout
+    from oblr_megatron.preflight import check_lengths
     from oblr_megatron.rewards.registry import build_reward
     from oblr_megatron.rewards.shared import SharedReward
     from oblr_megatron.rollout.colocated import ColocatedEngines
 
-    config = _config_of(options)
-    tokenizer = AutoTokenizer.from_pretrained(check_hf_dir(config.model.path).path)
+    model = check_hf_dir(options.model)
+    config = _config_of(options, int(model.config.get("max_position_embeddings", 0)))
+    check_lengths(config, model)
+    names = [Path(path).stem for path in options.data]
+    if len(set(names)) < len(names):
+        raise UserError("two data files have the same name", where="--data", mend="rename one: sets go by file names")
+    tokenizer = model.tokenizer()
     sets = {
-        Path(path).stem: load_prompts(path, config.data, tokenizer, limit=config.evaluate.num_prompts)
-        for path in options.data
+        name: load_prompts(path, config.data, tokenizer, limit=config.evaluate.num_prompts)
+        for name, path in zip(names, options.data, strict=True)
     }
     report: dict[str, Any] = {"model": str(config.model.path), "k": config.evaluate.samples_per_prompt}
     with ExitStack() as stack:
@@ -169,8 +173,11 @@ def _responses(
     return samples
 
 
-def _config_of(options: argparse.Namespace) -> Config:
-    """The run's config, or the defaults, with what the command line says of model and data."""
+def _config_of(options: argparse.Namespace, positions: int) -> Config:
+    """The run's config, or the defaults, with what the command line says of model and data.
+
+    The defaults of prompt and response length are cut to what a small model's `positions` hold.
+    """
     from oblr_megatron.config import load_config, parse_config
 
     given = {
@@ -180,7 +187,11 @@ def _config_of(options: argparse.Namespace) -> Config:
         "parallel.tensor_model_parallel_size": 1,
         "parallel.pipeline_model_parallel_size": 1,
         "parallel.sequence_parallel": "false",
+        "rollout.num_engines": 1,  # this is one process
     }
+    if options.config is None:
+        given |= {"data.max_prompt_tokens": min(1024, positions // 2 or 1024)}
+        given |= {"rollout.max_response_tokens": min(512, positions // 2 or 512)}
     overrides = [*(f"{key}={value}" for key, value in given.items()), *options.overrides]
     if options.config is not None:
         return load_config(options.config, overrides)

@@ -7,6 +7,7 @@ Called by the launcher before torchrun, and again by every rank before it joins 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +66,13 @@ def check_run_dir(run_dir: Path) -> None:
         raise UserError("run_dir is a file", where=str(run_dir), mend="name a directory")
     if run_dir.is_dir() and any(run_dir.iterdir()):
         raise UserError("run_dir is not empty", where=str(run_dir), mend="name a new directory, or remove this one")
+    present = next(place for place in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(place))
+    if not present.is_dir() or not os.access(present, os.W_OK | os.X_OK):
+        raise UserError(
+            f"run_dir cannot be made: {present} is no directory that can be written to",
+            where=str(run_dir),
+            mend="name a directory of your own",
+        )
 
 
 def check_lengths(config: Config, model: HFDir) -> None:
@@ -82,9 +90,7 @@ def check_lengths(config: Config, model: HFDir) -> None:
 
 def _open_inputs(config: Config, model: HFDir) -> Inputs:
     """Tokenize the training and evaluation rows: only then is it known whether any of them can be used."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model.path)
+    tokenizer = model.tokenizer()
     stream = PromptStream(config.data, tokenizer, seed=config.seed)
     held_out = {
         name: load_prompts(path, config.data, tokenizer, limit=config.evaluate.num_prompts)

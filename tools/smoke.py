@@ -29,6 +29,7 @@ from make_smoke_model import SAMPLE_TEXTS, make_model
 ROOT = Path(__file__).resolve().parents[1]
 GSM8K = [place / "data" / "gsm8k_train.jsonl" for place in (ROOT, ROOT.parent / "shared")]
 NUM_PROMPTS = 64
+MODEL, RUN = "smoke_model", "smoke_run"  # made anew each time, whatever is there; no other run has these names
 PHASES = ("rollout", "reward", "gradnorm", "gradient", "optimizer", "push", "step")
 POSITIVE = (*(f"timing_s/{phase}" for phase in PHASES), "gradnorm/sq_mean", "gradnorm/sq_max", "grad_norm", "entropy")
 FINITE = (
@@ -39,6 +40,7 @@ FINITE = (
 )
 LARGEST_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}  # mean over tokens, nats; trainer against vLLM
 POLL_S = 0.5
+EXIT_USER = 2
 
 
 def main() -> int:
@@ -49,15 +51,17 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="GSM8K in JSONL")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of smoke.toml")
     options = parser.parse_args()
+    if options.data is not None and not options.data.is_file():
+        print(f"error: no such file [--data {options.data}]; give GSM8K in JSONL, or leave it out", file=sys.stderr)
+        return EXIT_USER
+    texts = next((path for path in [options.data, *GSM8K] if path is not None and path.is_file()), SAMPLE_TEXTS)
     out = options.out.resolve()
+    prepare(out, texts, options.dtype)
     os.chdir(ROOT)  # the reward is named tools.smoke_reward, seen from the repository
 
-    prepare(
-        out, next((path for path in [options.data, *GSM8K] if path and path.is_file()), SAMPLE_TEXTS), options.dtype
-    )
     overrides = [
-        f"run_dir={out / 'run'}",
-        f"model.path={out / 'model'}",
+        f"run_dir={out / RUN}",
+        f"model.path={out / MODEL}",
         f"data.train={out / 'prompts.jsonl'}",
         f"model.dtype={options.dtype}",
         *options.overrides,
@@ -67,8 +71,8 @@ def main() -> int:
     if status:
         print(f"error: the run ended with status {status}", file=sys.stderr)
         return status if status > 0 else 128 - status
-    problems = check_run(out / "run")
-    show(out / "run")
+    problems = check_run(out / RUN)
+    show(out / RUN)
     print(f"peak memory of all processes {peak_bytes / 2**30:.1f} GiB, {time.perf_counter() - start:.0f} s")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
@@ -78,13 +82,13 @@ def main() -> int:
 
 def prepare(out: Path, texts: Path, dtype: str) -> None:
     """Model and prompts, freshly made; an earlier smoke run in the same place is removed."""
-    for name in ("model", "run"):
+    for name in (MODEL, RUN):
         shutil.rmtree(out / name, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
     with texts.open(encoding="utf-8") as lines:
         chosen = [line for line, _ in zip(lines, range(NUM_PROMPTS), strict=False)]
     (out / "prompts.jsonl").write_text("".join(chosen), encoding="utf-8")
-    count = make_model(out / "model", dtype=dtype, texts=texts, seed=0)
+    count = make_model(out / MODEL, dtype=dtype, texts=texts, seed=0)
     print(f"model of {count:,} parameters ({dtype}) and {len(chosen)} prompts of {texts} in {out}", flush=True)
 
 

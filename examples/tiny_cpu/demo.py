@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-DEFAULT_OUT = Path("run/tiny_cpu")
+DEFAULT_OUT = ROOT / "run" / "tiny_cpu"
 ACCURACY = "eval/heldout/mean_at_k"
 LEAST_LIFT = 0.30  # of the config as it is; less means that something is broken
 EXIT_USER = 2
@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--nproc-per-node", type=int, default=2, metavar="N", help="trainer ranks")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of config.toml")
     options = parser.parse_args()
+    options.out = options.out.resolve()
     os.chdir(ROOT)  # the config's paths are relative to the repository
 
     start = time.perf_counter()

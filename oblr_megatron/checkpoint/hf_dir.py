@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import Qwen3Config
+    from transformers import PreTrainedTokenizerBase, Qwen3Config
 
 ARCHITECTURE, MODEL_TYPE = "Qwen3ForCausalLM", "qwen3"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -45,6 +45,24 @@ class HFDir:
 
         return Qwen3Config.from_pretrained(self.path)
 
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The directory's tokenizer.
+
+        Raises:
+            UserError: its files are damaged.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.path)
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise UserError(
+                f"the tokenizer cannot be read: {type(error).__name__}: {reason}",
+                where=str(self.path),
+                mend="download or export the tokenizer's files again",
+            ) from error
+
 
 def check_hf_dir(path: str | Path) -> HFDir:
     """Check everything that can be checked without reading a weight.
@@ -73,9 +91,12 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         UserError: the file is cut off, or is no safetensors file.
     """
-    size = file.stat().st_size
     mend = "download or export the file again"
-    with file.open("rb") as stream:
+    try:
+        size, stream = file.stat().st_size, file.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read the file: {error.strerror}", where=str(file), mend="make it readable") from error
+    with stream:
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES + length and length <= MAX_HEADER_BYTES:
             raise UserError(f"the file is cut off inside its header ({size} bytes)", where=str(file), mend=mend)
@@ -180,7 +201,7 @@ def _check_weights(path: Path, listed: dict[str, set[str]]) -> tuple[dict[str, t
 
 def _check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path) -> None:
     """Compare the files with what config.json describes."""
-    from oblr_megatron.weights.names import ModelShape, table
+    from oblr_megatron.weights.names import HF_OUTPUT, ModelShape, table
 
     try:
         expected = {
@@ -192,6 +213,14 @@ def _check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], p
             where=str(path / "config.json"),
             mend="give the config.json that came with the weights",
         ) from error
+    allowed = {HF_OUTPUT} if config.get("tie_word_embeddings") else set()  # some tied checkpoints store it as well
+    unknown = [name for name in shapes if name not in expected and name not in allowed]
+    if unknown:
+        raise UserError(
+            f"{len(unknown)} tensors are none of a dense Qwen3, {unknown[0]!r} first",
+            where=str(path),
+            mend="give a plain Qwen3 checkpoint, without added heads or adapters",
+        )
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise UserError(

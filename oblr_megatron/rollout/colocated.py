@@ -59,7 +59,11 @@ class ColocatedEngines(RolloutEngine):
         self._engine = None if index is None else self._launch(index, parallel)
         self._pusher = Pusher(self._engine, parallel.device)
         if parallel.device.type == "cuda":
-            self._on_owners(lambda engine, _: engine.wait_ready())
+            try:
+                self._on_owners(lambda engine, _: engine.wait_ready())
+            except BaseException:
+                self.close()  # an engine that did start holds GPU memory, and nobody else knows of it yet
+                raise
 
     @property
     def version(self) -> int:

@@ -49,9 +49,8 @@ class Pusher:
         Raises:
             RunError: this rank's engine did not take them, and will refuse to generate.
         """
-        begin = time.monotonic()
         manifest = manifest_of(source)
-        self._client.begin(manifest, version, begin)
+        begin = self._client.begin(manifest, version)
         sender, self._sender = self._sender, None  # back in place when all went well; else made anew next time
         try:
             if sender is None or manifest != self._manifest:
@@ -110,10 +109,20 @@ class LockstepClient:
         self._unanswered = False
         self.buckets = 0
 
-    def begin(self, manifest: Manifest, version: int, begin: float) -> None:
-        """Say what the next push is; the engine hears of it with the first bucket."""
-        self._manifest, self._version, self._begin = manifest, version, begin
+    def begin(self, manifest: Manifest, version: int) -> float:
+        """Say what the next push is; the engine hears of it with the first bucket. Returns when the push began.
+
+        The clock starts when the engine is there: its start has a deadline of its own.
+        """
+        self._manifest, self._version = manifest, version
         self._error, self.buckets = None, 0
+        if self._engine is not None:
+            try:
+                self._engine.wait_ready()
+            except RunError as error:
+                self._error = error
+        self._begin = time.monotonic()
+        return self._begin
 
     def abort(self, reason: str) -> None:
         """Have the engine refuse to generate until a later push succeeds."""

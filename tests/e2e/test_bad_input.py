@@ -74,6 +74,19 @@ def _missing_reward(_: Path, keys: dict[str, object]) -> None:
     keys["reward.name"] = "no_such_package.rewards:score"
 
 
+def _truncated_tokenizer(root: Path, keys: dict[str, object]) -> None:
+    tokenizer = root / "model" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text()[:-100])
+
+
+def _run_dir_below_a_file(root: Path, keys: dict[str, object]) -> None:
+    keys["run_dir"] = root / "train.jsonl" / "run"
+
+
+def _truth_for_a_number(_: Path, keys: dict[str, object]) -> None:
+    keys["num_steps"] = "true"
+
+
 def _engines(_: Path, keys: dict[str, object]) -> None:
     keys["rollout.num_engines"] = 5
 
@@ -100,6 +113,9 @@ CASES: dict[str, tuple[Edit, str]] = {
     "data set empty": (_empty_data, "train.jsonl"),
     "no usable row": (_only_bad_rows, "train.jsonl"),
     "reward does not exist": (_missing_reward, "no_such_package"),
+    "tokenizer truncated": (_truncated_tokenizer, "tokenizer"),
+    "run directory below a file": (_run_dir_below_a_file, "train.jsonl"),
+    "truth value for a number": (_truth_for_a_number, "num_steps"),
     "too many engines": (_engines, "engines"),
     "tensor-parallel engine on a CPU": (_wide_engine, "tensor_parallel_size"),
     "run directory in use": (_run_dir_in_use, "run_dir"),

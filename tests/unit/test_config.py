@@ -187,3 +187,14 @@ def test_the_search_for_readers_finds_an_unread_field() -> None:
     found = reads(tree)
     assert {("RewardConfig", "name"), ("rollout", "top_p"), ("config", "rollout")} <= found
     assert ("optimizer", "lr") not in found and ("OptimizerConfig", "lr") not in found
+
+
+@pytest.mark.parametrize(
+    "override",
+    ['group_size="8"', "num_steps=true", "optimizer.lr=inf", "rollout.temperature=0.001", "data.shuffle=1", "seed=nan"],
+)
+def test_a_value_is_not_converted_or_stretched(override: str) -> None:
+    """Numbers in quotes, truth values for numbers, infinities, and temperatures that vLLM does not sample at."""
+    table = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
+    with pytest.raises(UserError, match=override.split("=", maxsplit=1)[0]):
+        parse_config(table, "test", [override])

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE, check_hf_dir
 from oblr_megatron.errors import UserError
@@ -186,3 +188,19 @@ def test_no_directory(tmp_path: Path) -> None:
 def test_the_module_needs_no_torch() -> None:
     script = "import sys, oblr_megatron.checkpoint.hf_dir; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_tensor_of_another_model_is_refused(tmp_path: Path) -> None:
+    """A value head, say, that training would otherwise meet after the engines are started."""
+    path = make_hf_dir(tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"score.weight": torch.zeros(1, 48)}, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"score\.weight"):
+        check_hf_dir(path)
+
+
+def test_a_damaged_tokenizer_is_a_users_error(tmp_path: Path) -> None:
+    path = make_hf_dir(tmp_path / "model")
+    (path / "tokenizer.json").write_text('{"version": "1.0", ')
+    with pytest.raises(UserError, match="tokenizer cannot be read"):
+        check_hf_dir(path).tokenizer()
