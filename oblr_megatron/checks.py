@@ -29,14 +29,29 @@ def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) 
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a number of ranks that is not a multiple of tensor x pipeline parallel size."""
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if world_size % (tp * pp):
+    """Refuse a number of ranks that is not a multiple of a replica's, or that the experts do not divide into."""
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    replica = tp * pp * cp
+    if world_size % replica:
+        factors = f"tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp}"
+        factors += f" x context_parallel_size {cp}" if cp > 1 else ""
         raise UserError(
             f"{world_size} rank{'s' if world_size > 1 else ''} cannot be divided into model replicas of "
-            f"tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} = {tp * pp} ranks",
+            f"{factors} = {replica} ranks",
             where="config: parallel",
-            mend=f"start a multiple of {tp * pp} ranks (torchrun --nproc-per-node), or lower one of the two sizes",
+            mend=f"start a multiple of {replica} ranks (torchrun --nproc-per-node), or lower one of the sizes",
+        )
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or tp
+    if world_size % (ep * etp * pp):
+        raise UserError(
+            f"{world_size} ranks cannot be divided into expert_model_parallel_size {ep} x expert_tensor_parallel_size "
+            f"{etp} x pipeline_model_parallel_size {pp} = {ep * etp * pp}",
+            where="config: parallel",
+            mend="lower parallel.expert_model_parallel_size or expert_tensor_parallel_size",
         )
 
 

@@ -127,12 +127,30 @@ class RewardConfig(Section):
 
 
 class GradnormConfig(Section):
-    """Exact squared gradient norms of single responses."""
+    """Squared gradient norms of single responses."""
 
-    mode: Literal["two_pass"] = "two_pass"
-    """How they are computed; two_pass: a pass of one sample a microbatch before the policy-gradient pass."""
+    source: Literal["exact", "sketch", "logit", "length"] = "exact"
+    """What stands for w: the exact norm, or an estimate. "sketch": an unbiased random projection; "logit": the energy
+    of the score at the logits, forward only; "length": response tokens. An estimate leaves the gradient unbiased."""
+    mode: Literal["auto", "two_pass", "stash", "bookkeep"] = "auto"
+    """How norms are computed: "two_pass", a pass of their own; "stash", one pass that keeps a gradient of each response
+    of a prompt; "bookkeep", one pass that keeps what weight gradients are made of. "auto" chooses, and says why."""
+    stash_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the stashed gradients (float64 runs keep float64); norms are taken before they are rounded."""
+    stash_offload: bool = False
+    """Keep the stashed gradients in host memory."""
+    stash_spread: int = Field(1, ge=1)
+    """Data-parallel ranks that share the responses of a prompt: each stashes group_size / stash_spread gradients."""
+    stash_lag: int = Field(1, ge=0)
+    """Further stash buffers, so that a rank goes on while the norms of other ranks are awaited (stash_spread > 1)."""
+    sketch_size: int = Field(32, ge=1)
+    """Rows of the sketch's random projections; the relative error of a norm falls like 1 / sketch_size."""
+    check_every: int = Field(0, ge=0)
+    """With an estimated source: every so many steps, log its correlation with the exact norms; 0 never."""
+    check_samples: int = Field(16, ge=2)
+    """Responses of that check."""
     always: bool = False
-    """Measure them even when the baseline does not need them, for the metrics."""
+    """Measure norms even when the baseline does not need them, for the metrics."""
 
 
 class SnrConfig(Section):
@@ -203,10 +221,26 @@ class ParallelConfig(Section):
     """Ranks that share each layer."""
     pipeline_model_parallel_size: int = Field(1, ge=1)
     """Stages the layers are cut into."""
+    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)
+    """Model chunks of each pipeline stage (Megatron's interleaved schedule); needs pipeline parallelism."""
+    context_parallel_size: int = Field(1, ge=1)
+    """Ranks that share each sequence."""
+    expert_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that share the experts of a mixture-of-experts layer; taken out of the data-parallel ranks."""
+    expert_tensor_parallel_size: int | None = Field(None, ge=1)
+    """Ranks that share each expert; by default tensor_model_parallel_size."""
     sequence_parallel: bool = False
     """Split norms and residuals over the sequence inside a tensor-parallel group."""
     micro_batch_tokens: int = Field(8192, ge=1)
-    """Padded tokens of one microbatch in the policy-gradient pass; a longer sample goes alone."""
+    """Padded tokens of one microbatch; a longer sample goes alone."""
+    packing: Literal["rows", "packed"] = "rows"
+    """How samples share a microbatch: a row each, padded to the longest; or behind one another without padding."""
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in backward instead of kept: none; those of the core attention; whole layers."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """Which layers "full" recomputes: all, in groups of recompute_num_layers; or the first recompute_num_layers."""
+    recompute_num_layers: int = Field(1, ge=1)
+    """Layers of a group (uniform), or layers recomputed (block)."""
     distributed_timeout_s: float = Field(1800.0, gt=0)
     """Deadline of a collective, seconds."""
 

@@ -66,16 +66,40 @@ class MicroBatch:
     """Right-padded samples that go through the model together.
 
     Position j predicts token j + 1: `labels[:, j]` is that token, `mask[:, j]` is True where it is a response token.
+    One sample a row; or, packed, all samples behind one another in a single row, cut at `cu_seqlens`.
 
     Example for prompt (5, 9), response (7, 1), padded to 4:
         input_ids [[5, 9, 7, 1]]  labels [[9, 7, 1, 0]]  mask [[F, T, T, F]]  rollout_logprobs [[0, -.1, -.02, 0]]
+    Packed with a second sample of 2 tokens: shapes [1, 6], sample_index [n0, n1], cu_seqlens [0, 4, 6]
     """
 
     input_ids: Tensor  # [b, t] int64
     labels: Tensor  # [b, t] int64
     mask: Tensor  # [b, t] bool
     rollout_logprobs: Tensor  # [b, t] fp32, 0 where mask is False
-    sample_index: Tensor  # [b] int64, position of each row among the step's N samples
+    sample_index: Tensor  # [n] int64, position of each sample among the step's N; n = b unless packed
+    cu_seqlens: Tensor | None = None  # [n + 1] int32, packed only: sample i is tokens cu_seqlens[i]..cu_seqlens[i + 1]
+
+    @property
+    def num_samples(self) -> int:
+        """n."""
+        return len(self.sample_index)
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """[n], a value for each sample -> [b, t], the same for each of its tokens."""
+        if self.cu_seqlens is None:
+            return values[:, None].expand(self.input_ids.shape)
+        return values.repeat_interleave(self.cu_seqlens.diff())[None]
+
+    def per_sample(self, values: Tensor) -> Tensor:
+        """[b, t], a value for each token of this rank -> [n] sums over the response tokens of each sample."""
+        values = values.masked_fill(~self.mask, 0.0)
+        if self.cu_seqlens is None:
+            return values.sum(dim=1)
+        import torch
+
+        segments = self.per_token(torch.arange(self.num_samples, device=values.device))[0]
+        return values.new_zeros(self.num_samples).index_add(0, segments, values[0])
 
 
 @dataclass(slots=True)

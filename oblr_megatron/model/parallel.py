@@ -26,6 +26,9 @@ class Parallel:
 
     Example, rank 3 of 4 under TP2 x PP2:
         Parallel(rank=3, world_size=4, tp_rank=1, tp_size=2, pp_rank=1, pp_size=2, dp_rank=0, dp_size=1, ...)
+
+    A replica is the tp x cp x pp ranks that work on the same samples; dp counts replicas. Expert-parallel ranks are
+    ranks of one pipeline stage: with ep_size * etp_size > tp_size * cp_size they belong to several replicas.
     """
 
     rank: int
@@ -34,13 +37,26 @@ class Parallel:
     tp_size: int
     pp_rank: int
     pp_size: int
+    vp_size: int  # model chunks of this rank; 1 without the interleaved schedule
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
     sequence_parallel: bool
     tp_group: ProcessGroup
     pp_group: ProcessGroup
-    dp_group: ProcessGroup
-    model_group: ProcessGroup  # the tp x pp ranks of one replica
+    cp_group: ProcessGroup
+    dp_group: ProcessGroup  # the ranks of other replicas that stand where this one does
+    dp_cp_group: ProcessGroup  # these, and the ranks that share this one's sequences
+    ep_group: ProcessGroup
+    etp_group: ProcessGroup
+    edp_group: ProcessGroup  # the ranks that hold the same experts' same shards
+    replica_group: ProcessGroup  # the tp x cp x pp ranks of one replica
+    model_group: ProcessGroup  # its tp x pp ranks that hold the same part of each sequence
     embedding_group: ProcessGroup | None  # first and last stage; None on the stages between
     device: torch.device
 
@@ -84,11 +100,15 @@ def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(config.distributed_timeout_s / 60)),
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    return _describe(config)
+    return _describe(config, timeout)
 
 
 def shutdown(*, keep_process_group: bool = False) -> None:
@@ -119,12 +139,14 @@ def _join(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def _describe(config: ParallelConfig) -> Parallel:
+def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:
     from megatron.core import parallel_state as state
 
     embedding_group = state.get_embedding_group(check_initialized=False)
     if embedding_group is not None and dist.get_rank() not in dist.get_process_group_ranks(embedding_group):
         embedding_group = None
+    cp_group, dp_group = state.get_context_parallel_group(), state.get_data_parallel_group()
+    model_group = state.get_model_parallel_group()
     return Parallel(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -132,13 +154,35 @@ def _describe(config: ParallelConfig) -> Parallel:
         tp_size=state.get_tensor_model_parallel_world_size(),
         pp_rank=state.get_pipeline_model_parallel_rank(),
         pp_size=state.get_pipeline_model_parallel_world_size(),
+        vp_size=config.virtual_pipeline_model_parallel_size or 1,
+        cp_rank=state.get_context_parallel_rank(),
+        cp_size=state.get_context_parallel_world_size(),
         dp_rank=state.get_data_parallel_rank(),
         dp_size=state.get_data_parallel_world_size(),
+        ep_rank=state.get_expert_model_parallel_rank(),
+        ep_size=state.get_expert_model_parallel_world_size(),
+        etp_rank=state.get_expert_tensor_parallel_rank(),
+        etp_size=state.get_expert_tensor_parallel_world_size(),
         sequence_parallel=config.sequence_parallel,
         tp_group=state.get_tensor_model_parallel_group(),
         pp_group=state.get_pipeline_model_parallel_group(),
-        dp_group=state.get_data_parallel_group(),
-        model_group=state.get_model_parallel_group(),
+        cp_group=cp_group,
+        dp_group=dp_group,
+        dp_cp_group=state.get_data_parallel_group(with_context_parallel=True),
+        ep_group=state.get_expert_model_parallel_group(),
+        etp_group=state.get_expert_tensor_parallel_group(),
+        edp_group=state.get_expert_data_parallel_group(),
+        replica_group=model_group if cp_group.size() == 1 else _replica_group(state.get_data_parallel_rank(), timeout),
+        model_group=model_group,
         embedding_group=embedding_group,
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
     )
+
+
+def _replica_group(dp_rank: int, timeout: timedelta) -> ProcessGroup:
+    """The ranks with this data-parallel rank; megatron-core has no group that takes context parallelism in."""
+    everyone: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(everyone, dp_rank)
+    members = [[rank for rank, replica in enumerate(everyone) if replica == which] for which in sorted(set(everyone))]
+    groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]  # collective: every rank makes all of them
+    return groups[dp_rank]

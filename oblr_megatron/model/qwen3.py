@@ -32,6 +32,7 @@ from oblr_megatron.checks import check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model.attention import RMSNorm, SdpaAttention
 from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.model.taps import Tap, install
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -49,6 +50,7 @@ class Policy:
     parallel: Parallel
     vocab_size: int  # of the tokenizer's embedding, without padding
     padded_vocab_size: int  # a multiple of make_vocab_size_divisible_by * tp_size
+    tap: Tap  # where weight gradients are made
 
     @property
     def module(self) -> GPTModel:
@@ -93,7 +95,9 @@ def build_policy(hf_config: Qwen3Config, config: ModelConfig, parallel: Parallel
         grad_reduce_in_fp32=transformer_config.params_dtype == torch.bfloat16, overlap_grad_reduce=False
     )
     chunk = DistributedDataParallel(transformer_config, ddp_config, model)
-    return Policy([chunk], transformer_config, hf_config, parallel, hf_config.vocab_size, padded)
+    tap = Tap()
+    install(model, tap)
+    return Policy([chunk], transformer_config, hf_config, parallel, hf_config.vocab_size, padded, tap)
 
 
 def build_model(

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import functional
 
+from oblr_megatron.model.taps import Sink
 from oblr_megatron.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -45,19 +46,19 @@ def run_schedule(
     loss_fn: LossFn,
     *,
     forward_only: bool = False,
-    on_sample_backward_done: Callable[[int], None] | None = None,
+    sink: Sink | None = None,
 ) -> list[dict[str, Tensor]]:
     """Forward, and backward unless `forward_only`, over the microbatches (no pipelining, or 1F1B).
 
-    Gradients are added to `main_grad`: not divided by anything, not reduced over any rank.
+    Gradients go to the sink (by default they are added to `main_grad`): not divided by anything, not reduced over any
+    rank.
 
     Args:
         policy: every rank of a replica passes the same microbatches; replicas may differ, in number too.
         microbatches: may differ in length and rows. On this rank's device.
         loss_fn: the loss of one microbatch, see `LossFn`.
         forward_only: no graph is kept, `main_grad` stays as it is.
-        on_sample_backward_done: called on every stage with a microbatch's position, after its backward was added to
-            `main_grad` and before that of any other is.
+        sink: what is done with the weight gradients of each microbatch, on every stage.
 
     Returns:
         The metrics of each microbatch in order on the last stage; an empty list on the others.
@@ -65,9 +66,9 @@ def run_schedule(
     if not microbatches:
         return []
     chunk = policy.chunks[0]
-    with torch.set_grad_enabled(not forward_only):
+    with torch.set_grad_enabled(not forward_only), policy.tap.into(sink):
         return get_forward_backward_func()(
-            forward_step_func=_forward_step(policy, loss_fn, None if forward_only else on_sample_backward_done),
+            forward_step_func=_forward_step(policy, loss_fn, announces=not forward_only),
             data_iterator=iter(list(enumerate(_on_multiple(policy, batch) for batch in microbatches))),
             model=[chunk],
             num_microbatches=len(microbatches),
@@ -95,28 +96,30 @@ def reduce_data_parallel_grads(policy: Policy) -> None:
 
 
 def _forward_step(
-    policy: Policy, loss_fn: LossFn, on_backward_done: Callable[[int], None] | None
+    policy: Policy, loss_fn: LossFn, *, announces: bool
 ) -> Callable[[Iterator[tuple[int, MicroBatch]], DistributedDataParallel], tuple[Tensor, Callable[..., Any]]]:
     def forward_step(
         data: Iterator[tuple[int, MicroBatch]], model: DistributedDataParallel
     ) -> tuple[Tensor, Callable[..., Any]]:
-        index, batch = next(data)
+        position, batch = next(data)
         rows, length = batch.input_ids.shape
         positions = torch.arange(length, device=batch.input_ids.device).expand(rows, length)
         output = model(input_ids=batch.input_ids, position_ids=positions, attention_mask=None)
-        if on_backward_done is not None:
-            output.register_hook(partial(_announce, on_backward_done, index))
+        if announces:
+            chunk = next(index for index, candidate in enumerate(policy.chunks) if candidate is model)
+            output.register_hook(partial(_announce, policy.tap.sink, position, chunk, batch))
         return output, partial(_loss, loss_fn, batch)
 
     return forward_step
 
 
-def _announce(on_backward_done: Callable[[int], None], index: int, grad: Tensor) -> None:
+def _announce(sink: Sink, position: int, chunk: int, batch: MicroBatch, grad: Tensor) -> None:
     """A backward has reached the chunk's output, so it is this microbatch's; tell when it has gone all the way.
 
     The engine runs queued callbacks when the current backward ends, after the last weight gradient was accumulated.
     """
-    Variable._execution_engine.queue_callback(partial(on_backward_done, index))
+    sink.begin(position, chunk, batch)
+    Variable._execution_engine.queue_callback(partial(sink.end, position, chunk))
 
 
 def _loss(loss_fn: LossFn, batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -133,6 +136,6 @@ def _on_multiple(policy: Policy, batch: MicroBatch) -> MicroBatch:
     if not missing:
         return batch
     values = {field.name: getattr(batch, field.name) for field in fields(MicroBatch)}
-    return MicroBatch(
-        **{name: functional.pad(value, (0, missing)) if value.dim() == 2 else value for name, value in values.items()}
-    )
+    for name in ("input_ids", "labels", "mask", "rollout_logprobs"):
+        values[name] = functional.pad(values[name], (0, missing))
+    return MicroBatch(**values)

@@ -62,12 +62,28 @@ def run_ranks(function: Callable[..., Result], world_size: int, *args: Any, dead
 
 
 @contextmanager
-def layout(*, tp: int = 1, pp: int = 1, sp: bool = False) -> Iterator[Parallel]:
+def layout(
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    sp: bool = False,
+    cp: int = 1,
+    vp: int | None = None,
+    ep: int = 1,
+    etp: int | None = None,
+) -> Iterator[Parallel]:
     """Make a layout out of the ranks there are (data parallelism is what is left), and drop it again."""
     from oblr_megatron.model.parallel import initialize, shutdown
 
     config = ParallelConfig(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, sequence_parallel=sp, distributed_timeout_s=120
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        sequence_parallel=sp,
+        distributed_timeout_s=120,
     )
     yield initialize(config)
     shutdown(keep_process_group=True)

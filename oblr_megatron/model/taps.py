@@ -1,0 +1,222 @@
+"""Where a weight gradient is made: the taps that hand its two factors to a sink, in place of autograd's own product.
+
+    dW = sum over tokens of dy x^T
+
+is where per-sample norms are to be had for little: who holds x and dy can form the norm of each sample's own dW without
+the sum over samples, keep the factors for later, or add the product to `main_grad`, as training does. megatron-core's
+linear layers, its embedding and our RMSNorm are tapped (`install`); what a tap cannot reach (Transformer Engine's
+layers, a router) gets its gradient from autograd, in `main_grad`.
+
+    tap = install(model)
+    with tap.into(sink):
+        ...                       # forward and backward: sink.linear(weight, x, dy) and so on, instead of weight.grad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    LinearWithGradAccumulationAndAsyncCommunication,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from oblr_megatron.model.attention import RMSNorm
+
+if TYPE_CHECKING:
+    from oblr_megatron.types import MicroBatch
+
+
+class Sink(Protocol):
+    """What is done with a microbatch's weight gradients; b rows of t tokens, the factors as megatron lays them out.
+
+    `begin` and `end` enclose the backward of one microbatch through one model chunk of this rank; microbatches follow
+    one another, they do not overlap.
+    """
+
+    def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
+        """The backward of microbatch number `position` through model chunk `chunk` starts."""
+
+    def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor) -> None:
+        """dW = sum dy x^T: x [t, b, d] and dy [t, b, p] (an expert's: [tokens, d] and [tokens, p]), weight [p, d].
+
+        Both may be kept, neither may be written to. The tokens are all of this rank's sequence, also under SP.
+        """
+
+    def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None:
+        """dW[r] = sum of dy where rows = r: rows [b, t] int64, -1 where another rank holds the token; dy [b, t, h]."""
+
+    def scale(self, weight: nn.Parameter, x_hat: Tensor, dy: Tensor) -> None:
+        """dW = sum dy * x_hat over all dimensions but the last: [t, b, h] (t / tp under SP) or [t, b, heads, h]."""
+
+    def end(self, position: int, chunk: int) -> None:
+        """Everything of this microbatch and chunk was handed over, or stands in `main_grad`."""
+
+
+class AccumulateSink:
+    """What training does: the gradient is added to `main_grad`."""
+
+    def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
+        """Nothing to prepare."""
+
+    def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor) -> None:
+        """main_grad += dy^T x."""
+        add_product(main_grad(weight), x, dy)
+
+    def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None:
+        """main_grad[rows] += dy."""
+        add_rows(main_grad(weight), rows, dy)
+
+    def scale(self, weight: nn.Parameter, x_hat: Tensor, dy: Tensor) -> None:
+        """main_grad += sum dy * x_hat."""
+        main_grad(weight).add_((dy * x_hat).flatten(0, -2).sum(0))
+
+    def end(self, position: int, chunk: int) -> None:
+        """Nothing to finish."""
+
+
+class Tap:
+    """Hands what the tapped modules of a rank produce to the sink of the moment."""
+
+    def __init__(self) -> None:
+        self.sink: Sink = AccumulateSink()
+        self.weights: set[nn.Parameter] = set()  # those whose gradient goes to the sink
+
+    @contextmanager
+    def into(self, sink: Sink | None) -> Iterator[None]:
+        """Use another sink for a while; None for that of training."""
+        before, self.sink = self.sink, sink or AccumulateSink()
+        try:
+            yield
+        finally:
+            self.sink = before
+
+
+def install(module: nn.Module, tap: Tap) -> None:
+    """Tap every module of this model chunk that can be; parameters without gradient are left alone when they run."""
+    for child in module.modules():
+        if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
+            child._forward_impl = partial(_linear, tap, child._forward_impl)  # type: ignore[method-assign]
+            if child.bias is None and child.weight is not None:
+                tap.weights.add(child.weight)
+        elif isinstance(child, VocabParallelEmbedding):
+            child.forward = partial(_embedding, tap, child)  # type: ignore[method-assign]
+            tap.weights.add(child.weight)
+        elif isinstance(child, RMSNorm):
+            child.tap = tap
+            tap.weights.add(child.weight)
+
+
+def main_grad(weight: nn.Parameter) -> Tensor:
+    """The view of megatron's gradient buffer that belongs to the parameter."""
+    return weight.main_grad  # type: ignore[attr-defined, no-any-return]  # set by the data-parallel wrapper
+
+
+def add_product(target: Tensor, x: Tensor, dy: Tensor) -> None:
+    """target [p, d] += dy^T x, the tokens of all rows."""
+    x, dy = x.flatten(0, -2), dy.flatten(0, -2)
+    if target.dtype == x.dtype:
+        target.addmm_(dy.t(), x)
+    else:
+        target.add_(dy.t() @ x)
+
+
+def add_rows(target: Tensor, rows: Tensor, dy: Tensor) -> None:
+    """target[r] += dy of the tokens whose row is r; those with -1 belong to other ranks."""
+    held = rows >= 0
+    target.index_add_(0, rows[held], dy[held].to(target.dtype))
+
+
+def _linear(
+    tap: Tap, original: Any, input: Tensor, weight: nn.Parameter, bias: Tensor | None, **options: Any
+) -> Tensor:
+    """megatron-core's linear layer, its weight gradient tapped."""
+    if not weight.requires_grad or bias is not None:
+        return original(input=input, weight=weight, bias=bias, **options)
+    return _TappedLinear.apply(
+        input, weight, tap, options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"]
+    )
+
+
+class _TappedLinear(torch.autograd.Function):
+    """megatron-core's `LinearWithGradAccumulationAndAsyncCommunication`, forward and input gradient alike."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: nn.Parameter,
+        tap: Tap,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        group: Any,
+    ) -> Tensor:
+        output = LinearWithGradAccumulationAndAsyncCommunication.forward(
+            ctx, input, weight, None, False, allreduce_dgrad, sequence_parallel, None, None, group
+        )
+        ctx.weight, ctx.tap = weight, tap  # the parameter itself: what is saved for backward may be another object
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        input, weight = ctx.saved_tensors
+        group = ctx.tp_group
+        x, gather = _gathered(input, group) if ctx.sequence_parallel else (input, None)
+        dx = dy.matmul(weight)
+        if gather is not None:
+            gather.wait()
+        pending = None
+        if ctx.allreduce_dgrad:
+            pending = dist.all_reduce(dx, group=group, async_op=True)
+        elif ctx.sequence_parallel:
+            part = torch.empty_like(input)
+            pending = dist.reduce_scatter_tensor(part, dx.contiguous(), group=group, async_op=True)
+            dx = part
+        ctx.tap.sink.linear(ctx.weight, x, dy)  # while the input's gradient travels
+        if pending is not None:
+            pending.wait()
+        return dx, None, None, None, None, None
+
+
+def _gathered(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
+    """The whole sequence, in memory of its own (megatron's is one scratch buffer, overwritten by the next layer)."""
+    whole = input.new_empty((input.shape[0] * group.size(), *input.shape[1:]))
+    return whole, dist.all_gather_into_tensor(whole, input.contiguous(), group=group, async_op=True)
+
+
+def _embedding(tap: Tap, module: VocabParallelEmbedding, ids: Tensor) -> Tensor:
+    """megatron-core's vocabulary-parallel embedding, its weight gradient tapped: [b, t] -> [b, t, h].
+
+    [t / tp, b, h] where the module scatters its output for sequence parallelism.
+    """
+    start, stop = module.vocab_start_index, module.vocab_end_index
+    rows = torch.where((ids >= start) & (ids < stop), ids - start, -1)
+    output = _TappedEmbedding.apply(module.weight, rows, tap)
+    if module.reduce_scatter_embeddings:
+        return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1).contiguous(), group=module.tp_group)
+    return reduce_from_tensor_model_parallel_region(output, group=module.tp_group)
+
+
+class _TappedEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: nn.Parameter, rows: Tensor, tap: Tap) -> Tensor:
+        ctx.weight, ctx.tap = weight, tap
+        ctx.save_for_backward(rows)
+        return nn.functional.embedding(rows.clamp(min=0), weight).masked_fill_((rows < 0)[..., None], 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
+        ctx.tap.sink.embedding(ctx.weight, ctx.saved_tensors[0], dy)
+        return None, None, None
