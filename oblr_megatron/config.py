@@ -142,7 +142,9 @@ class GradnormConfig(Section):
     stash_spread: int = Field(1, ge=1)
     """Data-parallel ranks that share the responses of a prompt: each stashes group_size / stash_spread gradients."""
     stash_lag: int = Field(1, ge=0)
-    """Further stash buffers, so that a rank goes on while the norms of other ranks are awaited (stash_spread > 1)."""
+    """Further prompts that a rank has buffers for while the norms of other ranks are awaited (stash_spread > 1)."""
+    window_tokens: int = Field(65536, ge=1)
+    """Tokens whose factors bookkeep holds together; a prompt with more goes alone."""
     sketch_size: int = Field(32, ge=1)
     """Rows of the sketch's random projections; the relative error of a norm falls like 1 / sketch_size."""
     check_every: int = Field(0, ge=0)
@@ -156,6 +158,8 @@ class GradnormConfig(Section):
 class SnrConfig(Section):
     """The learning rate's signal-to-noise schedule (OBLR-PO, Theorem 4); estimates are logged for every schedule."""
 
+    estimator: Literal["folds", "prompts"] = "folds"
+    """What the noise is estimated from: num_folds folds of the batch, or every prompt as a fold of its own."""
     num_folds: int = Field(4, ge=1)
     """Folds of whole prompts the batch is split into, whatever the schedule; a divisor of num_prompts and a multiple of
     the data-parallel size. With 1 nothing is known of the noise, and the snr schedule holds its rate."""

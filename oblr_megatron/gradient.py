@@ -1,25 +1,32 @@
-"""The two passes over a step's samples: the norm of every response's own gradient, then the policy gradient in folds.
+"""A step's gradient: the norm of each response's own gradient, what follows for its coefficient, the sum of all.
 
-Both give every rank of a replica the same figures; samples are dealt to data-parallel ranks by whole folds of prompts,
-so that a fold never crosses a rank and its gradient norm needs no extra exchange of gradients.
+    s_n = grad_theta sum_t rho_t log pi(o_t),   w_n = ||s_n||^2,   c = A(w) / (Q G),   g = -sum_n c_n s_n
+
+in one pass or two, as `gradnorm.mode` says, and g in folds. Prompts are dealt to data-parallel ranks by whole folds, so
+that a fold never crosses replicas and its gradient norm needs no extra exchange of gradients; where replicas share
+experts, or the responses of a prompt, they share folds as well (`gradnorm/sharing.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.algo.loss import policy_gradient_loss
-from oblr_megatron.data.packing import local_folds, one_per_microbatch, pack
-from oblr_megatron.gradnorm import MODES, RatioFn
-from oblr_megatron.model.logprobs import vocab_parallel_entropy, vocab_parallel_logprobs
+from oblr_megatron.data.packing import microbatches, one_per_microbatch
+from oblr_megatron.gradnorm.estimate import sketches_of, sq_norms_of
+from oblr_megatron.gradnorm.one_pass import BookkeepPass, SpreadStashPass, StashPass, Weigh, Work
+from oblr_megatron.gradnorm.rules import classify
+from oblr_megatron.gradnorm.score import Figures, RatioFn, score_loss
+from oblr_megatron.gradnorm.sharing import Sharing
+from oblr_megatron.gradnorm.two_pass import one_sample_only
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
 from oblr_megatron.rollout.correction import truncated_ratios
-from oblr_megatron.types import GradientStats, MicroBatch, Sample
+from oblr_megatron.types import GradientStats, MicroBatch, Sample, StepGradient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,114 +34,188 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.qwen3 import Policy
 
-LOSS, ENTROPY, ABS_DIFF, CUT, TOKENS = range(5)  # entries of the vector of sums that a microbatch returns
+Timer = Callable[[str], AbstractContextManager[object]]
 
 
-def measure_norms(policy: Policy, samples: Sequence[Sample], active: Tensor, config: Config) -> Tensor:
-    """w_n = ||grad_theta sum_t rho_t log pi(o_t)||^2 of every sample of the active groups.
+class FoldPass(Protocol):
+    """Adds the gradient of some samples to `main_grad`."""
 
-    Args:
-        policy: the model; its gradient buffers are scratch and are left zero.
-        samples: [N] of the step, the same on every rank.
-        active: [Q] bool; the passes of the other groups are skipped, since their advantages are zero whatever w is.
-        config: the run's configuration.
-
-    Returns:
-        [N] fp64, the same on every rank; 0 for samples of inactive groups.
-    """
-    parallel = policy.parallel
-    keep = active.repeat_interleave(config.group_size)
-    mine = [n for fold in _local_samples(policy, config) for n in fold if keep[n]]
-    norms = torch.zeros(len(samples), dtype=torch.float64, device=parallel.device)
-    batches = one_per_microbatch(samples, mine, device=parallel.device)
-    if batches:
-        measure = MODES[config.gradnorm.mode]
-        norms[mine] = measure(policy, batches, temperature=config.rollout.temperature, ratios=_ratios(config))
-    dist.all_reduce(norms, group=parallel.dp_group)
-    return norms.cpu()
+    def add(self, work: Work, indices: Sequence[int]) -> None:
+        """The samples are this replica's of one fold, in prompt-major order: whole prompts, or its share of each."""
 
 
-def policy_gradient(policy: Policy, samples: Sequence[Sample], coefficients: Tensor, config: Config) -> GradientStats:
-    """Leave g = -sum_n c_n grad_theta sum_t rho_t log pi(o_t) in main_grad, summed over all ranks.
+class TrainingGradient:
+    """The gradient of one step after another, with the buffers and process groups that it takes.
 
-    The gradient is taken fold by fold: beside g it yields M = mean_f ||g_f||^2, with g_f the gradient of fold f scaled
-    to stand for the whole batch (R times its share of the sum).
+    Made once, by every rank.
 
     Args:
-        policy: the model; its gradient buffers are overwritten.
-        samples: [N] of the step, the same on every rank.
-        coefficients: [N] fp64, advantage times the aggregation's constant; samples with 0 are left out of the pass.
-        config: the run's configuration.
+        policy: the model.
+        config: the run's configuration, `gradnorm.mode` resolved (not "auto").
     """
-    folds = config.algo.snr.num_folds
-    mine = _local_samples(policy, config)
-    accumulated = _Accumulator(policy, len(mine))
-    sums = torch.zeros(5, dtype=torch.float64, device=policy.parallel.device)
-    fold_sq_norms = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
-    for indices in mine:
-        used = [n for n in indices if coefficients[n] != 0]
-        policy.zero_grad()
-        sums += _accumulate(policy, samples, used, coefficients, config)
-        reduce_model_parallel_grads(policy)
-        fold_sq_norms += grad_sq_norm(policy)
-        accumulated.add()
-    accumulated.finish()
-    reduce_data_parallel_grads(policy)
-    dist.all_reduce(sums, group=policy.parallel.pp_group)  # only the last stage has any
-    dist.all_reduce(sums, group=policy.parallel.dp_group)
-    dist.all_reduce(fold_sq_norms, group=policy.parallel.dp_group)
-    tokens = int(sums[TOKENS])
-    return GradientStats(
-        loss=float(sums[LOSS]),
-        sq_norm=grad_sq_norm(policy),
-        fold_sq_norm_mean=folds * float(fold_sq_norms),
-        num_folds=folds,
-        entropy=float(sums[ENTROPY]) / max(tokens, 1),
-        logprob_abs_diff=float(sums[ABS_DIFF]) / max(tokens, 1),
-        truncated_ratio_fraction=float(sums[CUT]) / max(tokens, 1),
-        num_tokens=tokens,
-    )
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self._policy, self._config = policy, config
+        self._sharing = Sharing(policy.parallel, config)
+        self._sketches = sketches_of(policy, config)
+        self._plain = PlainPass(policy, config, self._sharing)
+        self._one_pass = self._make_one_pass()
+
+    def __call__(
+        self,
+        samples: Sequence[Sample],
+        weigh: Weigh,
+        active: Tensor,
+        *,
+        norms_wanted: bool = True,
+        timer: Timer = lambda _: nullcontext(),
+    ) -> StepGradient:
+        """Leave g in `main_grad`, summed over all ranks.
+
+        Args:
+            samples: [N] of the step, the same on every rank.
+            weigh: from norms to coefficients; asked for all prompts at once, or for some as their norms become known.
+            active: [Q] bool; the coefficients of the other groups are zero whatever w is, and they are left out.
+            norms_wanted: False where nothing depends on w: `weigh` gets zeros, and one plain pass is enough.
+            timer: entered with "gradnorm" and "gradient"; a mode of one pass is all "gradient".
+        """
+        work = Work(samples, weigh, self._ratios, torch.zeros(len(samples), dtype=torch.float64), Figures())
+        if norms_wanted and self._one_pass is not None:
+            with timer("gradient"):
+                stats = self._in_folds(self._one_pass, work, active)
+                return StepGradient(self._from_all_replicas(work.norms_sq), stats)
+        if norms_wanted:
+            with timer("gradnorm"):
+                work.norms_sq = self.norms(samples, active)
+        with timer("gradient"):
+            prompts = range(len(active))
+            coefficients = weigh(prompts, work.norms_sq.view(len(active), -1)).flatten()
+            return StepGradient(work.norms_sq, self.policy_gradient(samples, coefficients))
+
+    def norms(self, samples: Sequence[Sample], active: Tensor, *, source: str | None = None) -> Tensor:
+        """w [N] fp64 of the active groups' samples, by a pass of its own; zeros for the others, the same on every rank.
+
+        Args:
+            samples: [N] of the step, the same on every rank.
+            active: [Q] bool.
+            source: as `gradnorm.source`, by default what the configuration says.
+        """
+        mine = [n for fold in self._sharing.folds(active, split_prompts=False) for n in fold]
+        norms = torch.zeros(len(samples), dtype=torch.float64)
+        batches, order = self._norm_batches(samples, mine)
+        if batches:
+            source = source or self._config.gradnorm.source
+            found = sq_norms_of(self._policy, samples, batches, self._config, self._ratios, source, self._sketches)
+            norms[order] = found.cpu()[: len(order)]
+        return self._from_all_replicas(norms)
+
+    def policy_gradient(self, samples: Sequence[Sample], coefficients: Tensor) -> GradientStats:
+        """Leave g = -sum_n c_n grad_theta sum_t rho_t log pi(o_t) in main_grad, summed over all ranks.
+
+        The gradient is taken fold by fold: beside g it yields M = mean_f ||g_f||^2, with g_f the gradient of fold f
+        scaled to stand for the whole batch (R times its share of the sum).
+
+        Args:
+            samples: [N] of the step, the same on every rank.
+            coefficients: [N] fp64, advantage times the aggregation's constant; samples with 0 are left out of the pass.
+        """
+        unused = torch.zeros(0, dtype=torch.float64)
+        work = Work(samples, lambda *_: unused, self._ratios, unused, Figures())
+        self._plain.coefficients = coefficients
+        return self._in_folds(self._plain, work, torch.ones(self._config.num_prompts, dtype=torch.bool))
+
+    def _in_folds(self, fold_pass: FoldPass, work: Work, active: Tensor) -> GradientStats:
+        policy, parallel = self._policy, self._policy.parallel
+        split = fold_pass is not self._plain
+        folds = self._sharing.folds(active, split_prompts=split)
+        accumulated = _Accumulator(policy, len(folds))
+        fold_sq_norms = torch.zeros((), dtype=torch.float64, device=parallel.device)
+        for indices in folds:
+            policy.zero_grad()
+            fold_pass.add(work, indices)
+            reduce_model_parallel_grads(policy)
+            self._sharing.sum(policy)
+            fold_sq_norms += grad_sq_norm(policy)
+            accumulated.add()
+        accumulated.finish()
+        self._sharing.undo_repeats(policy)
+        reduce_data_parallel_grads(policy)
+        dist.all_reduce(fold_sq_norms, group=parallel.dp_group)
+        num_folds = self._sharing.num_folds
+        sums = work.figures.total(parallel)
+        tokens = max(sums.tokens, 1)
+        return GradientStats(
+            loss=sums.loss,
+            sq_norm=grad_sq_norm(policy),
+            fold_sq_norm_mean=num_folds * float(fold_sq_norms) / self._sharing.size,
+            num_folds=num_folds,
+            entropy=sums.entropy / tokens,
+            logprob_abs_diff=sums.abs_diff / tokens,
+            truncated_ratio_fraction=sums.cut / tokens,
+            num_tokens=int(sums.tokens),
+        )
+
+    def _make_one_pass(self) -> FoldPass | None:
+        options = self._config.gradnorm
+        if options.source not in ("exact", "sketch"):
+            return None
+        if options.mode == "bookkeep":
+            return BookkeepPass(self._policy, self._config, self._sketches)
+        if options.mode == "stash":
+            if options.stash_spread > 1:
+                assert self._sharing.group is not None, "stash_spread replicas share folds"
+                return SpreadStashPass(self._policy, self._config, self._sharing.group)
+            return StashPass(self._policy, self._config)
+        return None
+
+    def _norm_batches(self, samples: Sequence[Sample], mine: Sequence[int]) -> tuple[list[MicroBatch], Tensor]:
+        """Microbatches of the norm pass, and the samples in their order; as many on every replica of a block."""
+        device = self._policy.parallel.device
+        if one_sample_only(classify(self._policy)):
+            batches = one_per_microbatch(samples, mine, device=device)
+        else:
+            batches = microbatches(samples, mine, self._config.parallel, device=device)
+        order = torch.cat([torch.zeros(0, dtype=torch.int64), *(batch.sample_index.cpu() for batch in batches)])
+        return self._sharing.even(batches), order
+
+    def _from_all_replicas(self, norms: Tensor) -> Tensor:
+        """[N] of which each replica knows its own samples -> [N] on every rank."""
+        whole = norms.to(self._policy.parallel.device)
+        dist.all_reduce(whole, group=self._policy.parallel.dp_group)
+        return whole.cpu()
+
+    @property
+    def _ratios(self) -> RatioFn:
+        return importance_ratios(self._config, self._policy)
 
 
-def _local_samples(policy: Policy, config: Config) -> list[list[int]]:
-    """Sample indices of each fold that belongs to this data-parallel rank."""
-    parallel, group = policy.parallel, config.group_size
-    folds = local_folds(config.num_prompts, config.algo.snr.num_folds, parallel.dp_rank, parallel.dp_size)
-    return [list(range(fold.start * group, fold.stop * group)) for fold in folds]
+class PlainPass:
+    """The policy gradient by known coefficients."""
+
+    def __init__(self, policy: Policy, config: Config, sharing: Sharing) -> None:
+        self._policy, self._config, self._sharing = policy, config, sharing
+        self.coefficients = torch.zeros(0, dtype=torch.float64)  # [N] of the step in work
+
+    def add(self, work: Work, indices: Sequence[int]) -> None:
+        """main_grad += the gradient of these samples; those with c = 0 are left out."""
+        used = [n for n in indices if self.coefficients[n] != 0]
+        device = self._policy.parallel.device
+        batches = self._sharing.even(microbatches(work.samples, used, self._config.parallel, device=device))
+        if not batches:
+            return
+        on_device = self.coefficients.to(device)
+        loss_of = score_loss(
+            self._policy,
+            self._config.rollout.temperature,
+            work.ratios,
+            lambda batch: on_device[batch.sample_index],
+            records=True,
+        )
+        records = run_schedule(self._policy, batches, loss_of)
+        work.figures.add(records, self.coefficients[torch.cat([batch.sample_index for batch in batches]).cpu()])
 
 
-def _accumulate(
-    policy: Policy, samples: Sequence[Sample], used: list[int], coefficients: Tensor, config: Config
-) -> Tensor:
-    """Add the gradient of the samples named to main_grad; returns the fp64 [5] sums (zeros but on the last stage)."""
-    device = policy.parallel.device
-    sums = torch.zeros(5, dtype=torch.float64, device=device)
-    batches = pack(samples, used, max_tokens=config.parallel.micro_batch_tokens, device=device)
-    if not batches:
-        return sums
-    coefficients = coefficients.to(device)
-    ratios, temperature = _ratios(config), config.rollout.temperature
-
-    def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """logits [b, t, Vp/tp] -> the loss, and the sums over this microbatch's response tokens."""
-        logprobs = vocab_parallel_logprobs(
-            logits, batch.labels, vocab_size=policy.vocab_size, parallel=policy.parallel, temperature=temperature
-        )  # [b, t]
-        rho, cut = ratios(logprobs, batch)
-        loss = policy_gradient_loss(logprobs, batch.mask, coefficients[batch.sample_index], rho)
-        entropy = vocab_parallel_entropy(
-            logits, vocab_size=policy.vocab_size, parallel=policy.parallel, temperature=temperature
-        )  # [b, t]
-        difference = (logprobs.detach() - batch.rollout_logprobs).abs()
-        parts = (loss.detach(), entropy[batch.mask].sum(), difference[batch.mask].sum(), cut, batch.mask.sum())
-        return loss, {"sums": torch.stack([part.to(torch.float64) for part in parts])}
-
-    for record in run_schedule(policy, batches, loss_of):
-        sums += record["sums"]
-    return sums
-
-
-def _ratios(config: Config) -> RatioFn:
+def importance_ratios(config: Config, policy: Policy) -> RatioFn:
     """The importance-ratio rule of the run: log-probs [b, t], batch -> detached ratios [b, t], number of cut ones."""
 
     def ratios(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -156,7 +237,9 @@ class _Accumulator:
     """
 
     def __init__(self, policy: Policy, folds: int) -> None:
-        self._main_grads = [buffer.grad_data for chunk in policy.chunks for buffer in chunk.buffers]
+        self._main_grads = [
+            buffer.grad_data for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
         self._sums = [torch.zeros_like(grad) for grad in self._main_grads] if folds > 1 else []
 
     def add(self) -> None:

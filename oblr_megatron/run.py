@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron import figures
-from oblr_megatron.algo.baseline import BASELINES, advantages
-from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.algo.baseline import BASELINES
 from oblr_megatron.algo.schedule import Schedule, build_schedule
+from oblr_megatron.algo.weighing import Weighing, usual
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.checks import check_port
 from oblr_megatron.console import Display, open_display
 from oblr_megatron.errors import RunError
 from oblr_megatron.evaluate import evaluate
-from oblr_megatron.gradient import measure_norms, policy_gradient
+from oblr_megatron.gradient import TrainingGradient
 from oblr_megatron.metrics import MetricsWriter
 from oblr_megatron.model import parallel as layout
 from oblr_megatron.model.optimizer import PolicyOptimizer
@@ -63,6 +63,8 @@ class Run:
     metrics: MetricsWriter
     display: Display
     timer: PhaseTimer
+    gradients: TrainingGradient
+    usual_norm: float = 0.0  # mean w of the steps so far
     record: dict[str, float] = field(default_factory=dict)  # figures of the step in progress
 
     def rollout(self, prompts: list[Prompt], step: int) -> list[Sample]:
@@ -89,16 +91,25 @@ class Run:
             failures=result.failures + result.timeouts,
         )
 
-    def norms(self, samples: list[Sample], active: Tensor) -> Tensor:
-        """w [Q, G] fp64 of the active groups, where the baseline needs them or the config asks for them; else zeros.
+    def gradient(self, samples: list[Sample], judged: Judged, active: Tensor) -> GradientStats:
+        """Leave the policy gradient in main_grad, summed over all ranks: w, A = r - b(w) and g, in one pass or two.
 
         Raises:
             RunError: more than a few of the norms are not finite (MAX_NONFINITE); the samples are written down first.
         """
-        with self.timer("gradnorm"):
-            if not (BASELINES[self.config.algo.baseline].needs_norms or self.config.gradnorm.always):
-                return torch.zeros(len(active), self.config.group_size, dtype=torch.float64)
-            norms_sq = measure_norms(self.policy, samples, active, self.config).view(len(active), -1)
+        config = self.config
+        weighing = Weighing(judged, config, self.usual_norm)
+        wanted = BASELINES[config.algo.baseline].needs_norms or config.gradnorm.always
+        found = self.gradients(samples, weighing, active, norms_wanted=wanted, timer=self.timer)
+        norms_sq = found.norms_sq.view(len(active), -1)
+        if wanted:
+            self._refuse_broken(norms_sq, samples)
+            self.usual_norm = usual(norms_sq, self.usual_norm)
+        self.record |= figures.of_baseline(config.algo, judged, norms_sq)
+        return found.stats
+
+    def _refuse_broken(self, norms_sq: Tensor, samples: list[Sample]) -> None:
+        """Count the norms that are no numbers; end the run when they are many."""
         broken = (~norms_sq.isfinite()).flatten().nonzero().flatten().tolist()
         self.record["gradnorm/nonfinite"] = len(broken)
         if len(broken) > MAX_NONFINITE:
@@ -109,27 +120,6 @@ class Run:
                 f"{len(broken)} of {norms_sq.numel()} gradient norms are not finite: the model or its input is broken; "
                 f"the samples are in {path}"
             )
-        return norms_sq
-
-    def advantages(self, judged: Judged, norms_sq: Tensor) -> Tensor:
-        """A = r - b [Q, G] fp64, with the figures that describe the baseline.
-
-        A sample whose norm is not finite gets 0: its gradient is no number either, and one such sample must not end
-        the run.
-        """
-        algo = self.config.algo
-        self.record |= figures.of_baseline(algo, judged, norms_sq)
-        values = advantages(algo.baseline, judged.rewards, norms_sq, judged.lengths, algo)
-        return values.masked_fill(~norms_sq.isfinite(), 0.0)
-
-    def gradient(self, samples: list[Sample], judged: Judged, values: Tensor) -> GradientStats:
-        """Leave the policy gradient in main_grad, summed over all ranks."""
-        num_prompts, group = values.shape
-        with self.timer("gradient"):
-            coefficients = sample_coefficients(
-                values.flatten(), judged.lengths.flatten(), num_prompts, group, self.config.algo.aggregation
-            )
-            return policy_gradient(self.policy, samples, coefficients, self.config)
 
     def update(self, stats: GradientStats, step: int) -> None:
         """Clip, and step the optimizer at the schedule's rate; with no gradient at all nothing moves but the log."""
@@ -227,6 +217,7 @@ def open_run(config: Config) -> Iterator[Run]:
             metrics=metrics,
             display=display,
             timer=PhaseTimer(on_phase=display.phase, synchronize=_synchronize),
+            gradients=TrainingGradient(policy, config),
         )
 
 

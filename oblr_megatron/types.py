@@ -118,3 +118,14 @@ class GradientStats:
     logprob_abs_diff: float  # mean |log pi_trainer - log pi_rollout| over response tokens
     truncated_ratio_fraction: float  # share of importance ratios cut at the cap
     num_tokens: int  # response tokens that went through the pass
+
+
+@dataclass(slots=True)
+class StepGradient:
+    """What a step's gradient was made of; the gradient itself is in the model's main_grad.
+
+    Example, N = 2: StepGradient(norms_sq=[0.31, 4.2], stats=GradientStats(...))
+    """
+
+    norms_sq: Tensor  # [N] fp64, w as measured or estimated; 0 of groups that were left out
+    stats: GradientStats

@@ -50,8 +50,10 @@ def policy_gradient_loss(logprobs: Tensor, mask: Tensor, coefficients: Tensor, r
     Args:
         logprobs: [b, t] with gradient; whatever stands outside the mask has no say, not even a NaN.
         mask: [b, t] bool, True at response tokens.
-        coefficients: [b] of `sample_coefficients`.
+        coefficients: [b] of `sample_coefficients`, or [b, t]: that of each token's sample.
         ratios: [b, t] importance ratios rho, detached here: they weigh the score, they are not differentiated.
     """
     logprobs, ratios = logprobs.masked_fill(~mask, 0.0), ratios.detach().masked_fill(~mask, 0.0)
-    return -(coefficients.to(logprobs.dtype) * (ratios * logprobs).sum(-1)).sum()
+    if coefficients.dim() == 1:
+        coefficients = coefficients[:, None]
+    return -(coefficients.to(logprobs.dtype) * ratios * logprobs).sum()

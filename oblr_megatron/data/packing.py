@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import MicroBatch, Sample
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import ParallelConfig
 
 
 def pack(
@@ -58,6 +62,29 @@ def one_per_microbatch(
     """One microbatch for each index, in the order given, padded to `pad_multiple` only."""
     widths = (-(-_length(samples[index]) // pad_multiple) * pad_multiple for index in sample_indices)
     return [_batch(samples, [index], width, device) for index, width in zip(sample_indices, widths, strict=True)]
+
+
+def microbatches(
+    samples: Sequence[Sample],
+    sample_indices: Sequence[int],
+    options: ParallelConfig,
+    *,
+    device: torch.device | str = "cpu",
+) -> list[MicroBatch]:
+    """`pack` as the configuration says."""
+    return pack(samples, sample_indices, max_tokens=options.micro_batch_tokens, device=device)
+
+
+def empty_batch(*, device: torch.device | str = "cpu") -> MicroBatch:
+    """One token of no sample's response: it takes part in every exchange between ranks and has no gradient."""
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    return MicroBatch(
+        input_ids=ids,
+        labels=ids.clone(),
+        mask=ids.bool(),
+        rollout_logprobs=ids.to(torch.float32),
+        sample_index=ids[0].clone(),
+    )
 
 
 def check_folds(num_prompts: int, num_folds: int, dp_size: int) -> None:

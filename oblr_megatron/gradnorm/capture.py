@@ -1,150 +1,113 @@
-"""The end of a sample's backward: its gradient, as far as this rank has it, becomes a few numbers, and is wiped.
+"""What one rank takes down of each sample's gradient until ranks are put together.
 
-With one sample in a microbatch the ordinary weight gradient in `main_grad` is the sample's gradient, or this rank's
-part of it. What can be squared at once is; what must first be summed over ranks is put aside until the pass is over.
+A gradient that this rank may square at once becomes a number. What is still a summand of a sum over ranks is put aside,
+if it is small (`vectors`, `rows`), or completed on the spot by the reducer, if it is large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.gradnorm.kernels import scratch_for, sq_norm
-from oblr_megatron.gradnorm.rules import Kind, Rule
+from oblr_megatron.gradnorm.kernels import sq_norm
+from oblr_megatron.gradnorm.rows import TokenRows
+from oblr_megatron.gradnorm.rules import EMBEDDING, Kind, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-@dataclass(slots=True)
-class Captured:
-    """What one rank took down of n samples.
-
-    Example, n = 2, a TP rank with 16 elements of partial gradients and no tied embedding:
-        Captured(sq_norms=[0.3, 1.2], partials=[[...16], [...16]], tied_rows=None)
-    """
-
-    sq_norms: Tensor  # [n] fp64, of the elements that this rank counts as they are
-    partials: list[Tensor]  # for each gradient buffer [n, P], summands of gradients to be completed over TP
-    tied_rows: TiedRows | None  # where the other end of the pipeline holds a copy of the embedding
+    from oblr_megatron.gradnorm.reduce import Reducer
+    from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.types import MicroBatch
 
 
-@dataclass(slots=True)
-class TiedRows:
-    """Rows of one copy's embedding gradient, at the tokens that occur in each sample.
-
-    ||E_first + E_last||^2 needs <E_first, E_last>, and E_first is zero but in the rows of the sample's own tokens: both
-    ends know these, so only these rows are kept. Example, vocabulary shard [8, 16) and samples (9, 3, 9) and (15, 8):
-        rows=[[...] of token 9, [...] of 8, [...] of 15], sample=[0, 1, 1]
-    """
-
-    rows: Tensor  # [r, hidden], dtype of the gradient
-    sample: Tensor  # [r] int64, the sample each row belongs to
-
-
-class _Buffer:
-    """One contiguous gradient buffer, and which of its elements are not counted as they stand."""
-
-    def __init__(self, buffer: Any, rules: Sequence[Rule], num_samples: int, *, counts_copies: bool) -> None:
-        self.grad: Tensor = buffer.grad_data
-        mine = [rule for rule in rules if rule.param in buffer.param_index_map]
-        self.partial = self._indices(buffer, [rule for rule in mine if rule.kind is Kind.PARTIAL])  # [P]
-        copies = self._indices(buffer, [rule for rule in mine if rule.kind is Kind.COPY and not counts_copies])
-        self.excluded = torch.cat((self.partial, copies))
-        self.put_aside = self.grad.new_zeros(num_samples, len(self.partial))  # [n, P]
-        self._scratch = scratch_for(self.grad)
-
-    def _indices(self, buffer: Any, rules: Sequence[Rule]) -> Tensor:
-        spans = [torch.arange(*buffer.param_index_map[rule.param][:2]) for rule in rules]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *spans]).to(self.grad.device)
-
-    def take(self, sample: int) -> Tensor:
-        """The fp64 sum of squares of what is counted; the summands are put aside, the buffer is zero afterwards."""
-        if len(self.partial):
-            torch.index_select(self.grad, 0, self.partial, out=self.put_aside[sample])
-        if len(self.excluded):
-            self.grad.index_fill_(0, self.excluded, 0.0)
-        total = sq_norm(self.grad, self._scratch)
-        self.grad.zero_()
-        return total
-
-
-class MaterializeEngine:
-    """Call it with the number of a sample when that sample's gradient stands in `main_grad`.
+class Capture:
+    """The squares and summands of n samples, those of the microbatches in their order.
 
     Args:
-        buffers: megatron's contiguous gradient buffers of this rank; wiped after each sample.
-        rules: what the gradients in them are.
-        tokens: for each sample [t] the ids that went in, on any device; padding among them does no harm.
-        tp_rank: tensor-parallel rank; 0 counts the gradients that all of them have, r holds shard r of the vocabulary.
-        device: where the norms are kept.
+        rules: of every parameter of this rank.
+        batches: the microbatches of one run of the pipeline, whole: as they are before sequences are cut over ranks.
+        reducer: completes large gradients.
+        squares_rows: whether the rows of the embedding put aside are still to be squared; not so where the embedding's
+            whole gradient is handed to `matrix`.
     """
 
     def __init__(
-        self,
-        buffers: Sequence[Any],
-        rules: Sequence[Rule],
-        tokens: Sequence[Tensor],
-        tp_rank: int,
-        device: torch.device,
+        self, rules: Sequence[Rule], batches: Sequence[MicroBatch], reducer: Reducer, *, squares_rows: bool = True
     ) -> None:
-        self._buffers = [_Buffer(buffer, rules, len(tokens), counts_copies=tp_rank == 0) for buffer in buffers]
-        self._sq_norms = torch.zeros(len(tokens), dtype=torch.float64, device=device)
-        tied = _tied_grad(rules)
-        self._tied = None if tied is None else _TiedEngine(tied, tokens, tp_rank)
+        self.reducer, self.parallel = reducer, reducer.parallel
+        self.first = _starts(batch.num_samples for batch in batches)  # slot of each microbatch's first sample
+        slots, device = self.first[-1], self.parallel.device
+        # A column for each replica of the block: in an expert's gradient their samples meet.
+        self.sq_norms = torch.zeros(slots, self.parallel.block_size, dtype=torch.float64, device=device)
+        self.vectors = {kind: _Vectors(kind_rules, slots) for kind, kind_rules in _put_aside(rules, self.parallel)}
+        self.rows = TokenRows.of(rules, batches, self.parallel, squares=squares_rows)
 
-    def __call__(self, sample: int) -> None:
-        """Take down sample number `sample` (of this pass) and leave the buffers zero."""
-        if self._tied is not None:
-            self._tied.keep(sample)
-        for buffer in self._buffers:
-            self._sq_norms[sample] += buffer.take(sample)
+    @property
+    def own(self) -> Tensor:
+        """The column [n] of this rank's own samples."""
+        return self.sq_norms[:, self.parallel.block_rank]
 
-    def captured(self) -> Captured:
-        """What was taken down of all samples."""
-        partials = [buffer.put_aside for buffer in self._buffers]
-        return Captured(self._sq_norms, partials, None if self._tied is None else self._tied.captured())
+    def vector(self, rule: Rule, slot: int, grads: Tensor) -> None:
+        """Gradients [k, ...] of a small parameter: those of the k samples from `slot` on."""
+        aside = self.vectors.get(rule.kind)
+        if aside is not None and id(rule.param) in aside.spans:
+            aside.put(rule, slot, grads)
+        elif self.counts(rule):
+            self.own[slot : slot + len(grads)] += grads.flatten(1).to(torch.float64).square().sum(dim=1)
 
+    def matrix(self, rule: Rule, slot: int, grad: Tensor, source: int | None = None) -> None:
+        """The whole gradient of one sample for one parameter, as far as this rank has it; it may be overwritten.
 
-class _TiedEngine:
-    """Keeps the rows of one embedding gradient [Vp/tp, hidden] that `TiedRows` asks for."""
+        Args:
+            rule: of the parameter.
+            slot: of the sample.
+            grad: of the parameter's shape.
+            source: the replica of the block that the sample belongs to; this rank's own by default.
+        """
+        aside = self.vectors.get(rule.kind)
+        if aside is not None and id(rule.param) in aside.spans:
+            aside.put(rule, slot, grad[None])
+        elif self.counts(rule):
+            column = self.parallel.block_rank if source is None else source
+            self.sq_norms[slot, column] += sq_norm(self.reducer.complete(rule, grad))
 
-    def __init__(self, grad: Tensor, tokens: Sequence[Tensor], tp_rank: int) -> None:
-        self._grad = grad
-        local = [touched_rows(ids, len(grad), tp_rank) for ids in tokens]
-        ends = torch.tensor([len(rows) for rows in local]).cumsum(0).tolist()
-        self._spans = list(zip([0, *ends[:-1]], ends, strict=True))
-        self._local = [rows.to(grad.device) for rows in local]
-        self._rows = grad.new_zeros(ends[-1], grad.shape[1])
-
-    def keep(self, sample: int) -> None:
-        start, end = self._spans[sample]
-        torch.index_select(self._grad, 0, self._local[sample], out=self._rows[start:end])
-
-    def captured(self) -> TiedRows:
-        counts = torch.tensor([end - start for start, end in self._spans], device=self._rows.device)
-        return TiedRows(self._rows, torch.repeat_interleave(counts))
-
-
-def touched_rows(ids: Tensor, shard: int, tp_rank: int) -> Tensor:
-    """Rows of rank `tp_rank`'s vocabulary shard (`shard` tokens) that occur in `ids`: ascending, each once, on the CPU.
-
-    Example: touched_rows(tensor([9, 3, 9, 15]), shard=8, tp_rank=1) -> [1, 7]
-    """
-    rows = torch.unique(ids.cpu()) - tp_rank * shard
-    return rows[(rows >= 0) & (rows < shard)]
+    def counts(self, rule: Rule) -> bool:
+        """Whether the squares of this rank's gradient are part of the norm."""
+        return rule.kind is Kind.SHARD or (rule.kind is not Kind.FROZEN and self.parallel.tp_rank == 0)
 
 
-def bytes_put_aside(rules: Sequence[Rule], ids: Tensor, tp_rank: int) -> int:
-    """Memory that this rank's `Captured` takes for the sample with these ids, without the norm itself."""
-    partials = sum(rule.grad.nbytes for rule in rules if rule.kind is Kind.PARTIAL)
-    tied = _tied_grad(rules)
-    return partials + (0 if tied is None else len(touched_rows(ids, len(tied), tp_rank)) * tied[0].nbytes)
+class _Vectors:
+    """Gradients [n, P] of the small parameters of one kind."""
+
+    def __init__(self, rules: Sequence[Rule], slots: int) -> None:
+        ends = _starts(rule.param.numel() for rule in rules)
+        self.spans = {id(rule.param): span for rule, *span in zip(rules, ends[:-1], ends[1:], strict=True)}
+        self.values = rules[0].grad.new_zeros(slots, ends[-1])
+
+    def put(self, rule: Rule, slot: int, grads: Tensor) -> None:
+        start, end = self.spans[id(rule.param)]
+        self.values[slot : slot + len(grads), start:end] += grads.flatten(1)
 
 
-def _tied_grad(rules: Sequence[Rule]) -> Tensor | None:
-    """The gradient [Vp/tp, hidden] of this stage's embedding, where the other end of the pipeline has a copy of it."""
-    return next((rule.grad for rule in rules if rule.tied and rule.kind is not Kind.FROZEN), None)
+def bytes_put_aside(rules: Sequence[Rule], batch: MicroBatch, parallel: Parallel) -> int:
+    """Memory that this rank puts aside for one microbatch, until ranks are put together."""
+    vectors = sum(rule.grad.nbytes for _, kind_rules in _put_aside(rules, parallel) for rule in kind_rules)
+    return vectors * batch.num_samples + TokenRows.bytes_of(rules, batch, parallel)
+
+
+def _put_aside(rules: Sequence[Rule], parallel: Parallel) -> list[tuple[Kind, list[Rule]]]:
+    """The parameters whose gradients are vectors to be summed over ranks: partials, and copies under CP."""
+    kinds = (Kind.PARTIAL, Kind.COPY) if parallel.cp_size > 1 else (Kind.PARTIAL,)
+    found = [(kind, [rule for rule in rules if rule.kind is kind and rule.name != EMBEDDING]) for kind in kinds]
+    return [(kind, kind_rules) for kind, kind_rules in found if kind_rules]
+
+
+def _starts(counts: Iterable[int]) -> list[int]:
+    """Running sums from 0, the total last."""
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count)
+    return starts

@@ -1,4 +1,4 @@
-"""From what each rank of a replica took down to the norms: complete the partials, square, count once, add up."""
+"""From what each rank took down to the norms: complete the summands, square, count once, add up."""
 
 from __future__ import annotations
 
@@ -8,55 +8,106 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron.gradnorm.kernels import row_dots, row_sq_norms
+from oblr_megatron.gradnorm.rules import Kind, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
-    from oblr_megatron.gradnorm.capture import Captured, TiedRows
+    from oblr_megatron.gradnorm.capture import Capture
+    from oblr_megatron.gradnorm.rows import TokenRows
     from oblr_megatron.model.parallel import Parallel
 
 
 class Reducer:
     """The sums over ranks that make the norms exact, one method each.
 
-    Every rank of a replica calls `finish` after each pass, with the same samples in the same order.
+    Every rank of a replica calls `finish` after each run of the pipeline, with the same samples in the same order; with
+    experts shared by replicas, every rank of the block, with as many samples.
     """
 
     def __init__(self, parallel: Parallel) -> None:
         self.parallel = parallel
 
-    def finish(self, captured: Captured) -> Tensor:
-        """[n] fp64 squared norms, the same on every rank of the replica."""
-        norms = captured.sq_norms.clone()
-        for partials in captured.partials:
-            norms += self.partials(partials)
-        if captured.tied_rows is not None:
-            norms += self.tied_cross_term(captured.tied_rows, len(norms))
-        return self.total(norms)
+    def finish(self, capture: Capture) -> Tensor:
+        """[n] fp64 squared norms of this replica's samples, the same on every rank of it."""
+        norms = capture.sq_norms.clone()
+        own = norms[:, self.parallel.block_rank]
+        for kind, aside in capture.vectors.items():
+            own += self.vectors(kind, aside.values)
+        if capture.rows is not None:
+            own += self.rows(capture.rows, len(norms))
+        return self.total(norms)[:, self.parallel.block_rank]
 
-    def partials(self, partials: Tensor) -> Tensor:
-        """[n, P] summands -> [n]: summed over TP as vectors, then squared, counted on TP rank 0."""
-        if partials.shape[1]:
-            dist.all_reduce(partials, group=self.parallel.tp_group)
-        norms = row_sq_norms(partials)
-        return norms if self.parallel.tp_rank == 0 else torch.zeros_like(norms)
+    def sum_group(self, rule: Rule) -> ProcessGroup | None:
+        """The ranks over which a sample's gradient of this shard is still to be summed; None where it is whole."""
+        if rule.expert:
+            return self.parallel.expert_sum_group
+        return self.parallel.cp_group if self.parallel.cp_size > 1 else None
 
-    def tied_cross_term(self, tied: TiedRows, num_samples: int) -> Tensor:
-        """[n]: 2 <E_first, E_last>, which both ends' own squares leave out; counted on the first stage.
+    def complete(self, rule: Rule, grad: Tensor) -> Tensor:
+        """The elements that this rank squares of one sample's gradient: all, or its share of the sum over ranks."""
+        group = self.sum_group(rule)
+        if group is None:
+            return grad.flatten()
+        whole = grad.flatten().clone()
+        dist.all_reduce(whole, group=group)
+        return whole.tensor_split(group.size())[dist.get_rank(group)]
 
-        The embedding group joins the two ends that hold the same shard of the vocabulary.
+    def vectors(self, kind: Kind, values: Tensor) -> Tensor:
+        """[n, P] summands -> [n]: summed over TP and CP as vectors, then squared, counted once."""
+        if kind is Kind.PARTIAL:
+            self.over_tensor(values)
+        self.over_context(values)
+        norms = row_sq_norms(values)
+        counted = self.parallel.tp_rank == 0 and self.parallel.cp_rank == 0
+        return norms if counted else torch.zeros_like(norms)
+
+    def over_tensor(self, values: Tensor) -> None:
+        """Sum over the tensor-parallel ranks, in place."""
+        dist.all_reduce(values, group=self.parallel.tp_group)
+
+    def over_context(self, values: Tensor) -> None:
+        """Sum over the ranks that share the sequences, in place."""
+        if self.parallel.cp_size > 1:
+            dist.all_reduce(values, group=self.parallel.cp_group)
+
+    def rows(self, rows: TokenRows, num_samples: int) -> Tensor:
+        """[n]: ||E||^2 where the rows stand for it, and 2 <E, H> of a tied embedding; counted on the first stage.
+
+        The embedding group joins the two ends of the pipeline that hold the same shard of the vocabulary.
         """
+        norms = torch.zeros(num_samples, dtype=torch.float64, device=rows.sample.device)
+        for part in (rows.embedding, rows.head):
+            if part is not None:
+                self.over_context(part)
+        head = rows.head
+        if self.parallel.pp_size > 1 and (head is not None or rows.tied):
+            head = self.from_last_stage(rows)
+        if rows.embedding is not None and self.parallel.cp_rank == 0:
+            if rows.squares:
+                norms.index_add_(0, rows.sample, row_dots(rows.embedding, rows.embedding))
+            if head is not None:
+                norms.index_add_(0, rows.sample, self.cross_term(rows.embedding, head))
+        return norms
+
+    def cross_term(self, embedding: Tensor, head: Tensor) -> Tensor:
+        """[r, h] x [r, h] -> [r]: each row's part of 2 <E, H>."""
+        return 2.0 * row_dots(embedding, head)
+
+    def from_last_stage(self, rows: TokenRows) -> Tensor:
+        """H's rows [r, h], sent by the last stage to the first."""
         group = self.parallel.embedding_group
         assert group is not None, "a tied embedding on a stage that belongs to no embedding group"
         last = dist.get_process_group_ranks(group)[-1]
-        rows = tied.rows if dist.get_rank() == last else torch.empty_like(tied.rows)
-        dist.broadcast(rows, src=last, group=group)
-        norms = torch.zeros(num_samples, dtype=torch.float64, device=rows.device)
-        if self.parallel.is_first_stage:
-            norms.index_add_(0, tied.sample, 2.0 * row_dots(tied.rows, rows))
-        return norms
+        head = rows.head
+        if head is None:
+            assert rows.embedding is not None, "neither end of the pipeline"
+            head = torch.empty_like(rows.embedding)
+        dist.broadcast(head, src=last, group=group)
+        return head
 
     def total(self, norms: Tensor) -> Tensor:
-        """Add up the ranks of the replica."""
-        dist.all_reduce(norms, group=self.parallel.model_group)
+        """Add up the ranks of the replica, or of the block whose samples meet in the same experts: [n, block]."""
+        dist.all_reduce(norms, group=self.parallel.block_group)
         return norms

@@ -1,4 +1,5 @@
-"""The oracle: a plain-torch Qwen3 of its own and one autograd call a sample, slow and easy to believe.
+"""The oracle: a plain-torch Qwen3 of its own, dense or a mixture of experts, and one autograd call a sample: slow and
+easy to believe.
 
 It shares no code with the model that is trained (neither megatron nor transformers is imported), takes tensors by their
 Hugging Face names, runs one unpadded sample at a time, and works in the dtype of the weights: give it fp64.
@@ -9,7 +10,7 @@ Hugging Face names, runs one unpadded sample at a time, and works in the dtype o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,13 @@ class Qwen3Shape(Protocol):
     rope_parameters: Any  # {"rope_theta": float, ...}
 
 
+class MixtureShape(Qwen3Shape, Protocol):
+    """The fields of a `Qwen3MoeConfig`."""
+
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+
+
 def reference_sq_norms(
     weights: Weights,
     config: Qwen3Shape,
@@ -45,7 +53,7 @@ def reference_sq_norms(
 
     Args:
         weights: tensors by Hugging Face name; a tied model has no `lm_head.weight`.
-        config: a Hugging Face Qwen3 config.
+        config: a Hugging Face Qwen3 or Qwen3-MoE config.
         samples: prompts with their responses.
         temperature: logits are divided by it.
         ratios: for each sample [response tokens], the factor rho_t of each token; 1 where not given.
@@ -90,10 +98,35 @@ def reference_logits(weights: Weights, config: Qwen3Shape, tokens: Tensor) -> Te
         normed = _rms_norm(hidden, layer["input_layernorm.weight"], config.rms_norm_eps)
         hidden = hidden + _attention(normed, layer, config, rotation)
         normed = _rms_norm(hidden, layer["post_attention_layernorm.weight"], config.rms_norm_eps)
-        gate = F.silu(normed @ layer["mlp.gate_proj.weight"].T)
-        hidden = hidden + (gate * (normed @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+        if "mlp.gate.weight" in layer:
+            hidden = hidden + _mixture(normed, layer, cast("MixtureShape", config))
+        else:
+            hidden = hidden + _mlp(normed, layer, "mlp.")
     hidden = _rms_norm(hidden, weights["model.norm.weight"], config.rms_norm_eps)
     return hidden @ (embedding if config.tie_word_embeddings else weights["lm_head.weight"]).T
+
+
+def _mlp(hidden: Tensor, layer: Weights, prefix: str) -> Tensor:
+    """Gated MLP: [T, hidden] -> [T, hidden]."""
+    gate = F.silu(hidden @ layer[f"{prefix}gate_proj.weight"].T)
+    return (gate * (hidden @ layer[f"{prefix}up_proj.weight"].T)) @ layer[f"{prefix}down_proj.weight"].T
+
+
+def _mixture(hidden: Tensor, layer: Weights, config: MixtureShape) -> Tensor:
+    """The k experts with the highest scores for a token, weighted by these scores: [T, hidden] -> [T, hidden].
+
+    The softmax over experts is taken in the dtype of the weights; transformers always takes it in fp32.
+    """
+    scores = (hidden @ layer["mlp.gate.weight"].T).softmax(dim=-1)  # [T, experts]
+    weight, chosen = scores.topk(config.num_experts_per_tok, dim=-1)  # [T, k]
+    if config.norm_topk_prob:
+        weight = weight / weight.sum(dim=-1, keepdim=True)
+    mixed = torch.zeros_like(hidden)
+    for expert in range(scores.shape[1]):
+        token, place = torch.nonzero(chosen == expert, as_tuple=True)
+        output = _mlp(hidden[token], layer, f"mlp.experts.{expert}.")
+        mixed = mixed.index_add(0, token, output * weight[token, place, None])
+    return mixed
 
 
 def _attention(hidden: Tensor, layer: Weights, config: Qwen3Shape, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -7,16 +7,21 @@
 | a copy of the whole, equal on all ranks | COPY       | -               | TP rank 0       |
 | absent                                  | FROZEN     | -               | nowhere         |
 
+Under context parallelism each of these is, moreover, a summand over the ranks that share the sequence. An expert's is a
+shard that has seen the tokens of every replica in its block (`Parallel.block_group`), and a summand only where expert
+parallelism does not span the ranks that share a sample.
+
 The evidence is what megatron-core puts on its parameters, and reads itself when it reduces gradients
 (`finalize_model_grads`) and when it measures their norm (`get_main_grads_for_grad_norm`): `tensor_model_parallel` on
-column and row weights, column biases, embedding and head; `sequence_parallel`, true or false, on norms and row biases.
-The norms of queries and keys are partials over heads, with sequence parallelism or without: every rank normalises its
-own heads with the same weight. A parameter that carries no such mark may be anything, so it is refused by name.
+column and row weights, column biases, embedding and head; `sequence_parallel`, true or false, on norms, routers and row
+biases. The norms of queries and keys are partials over heads, with sequence parallelism or without: every rank
+normalises its own heads with the same weight. A parameter that carries no such mark may be anything, so it is refused
+by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -27,7 +32,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
 
+    from oblr_megatron.model.qwen3 import Policy
+
 HEAD_NORMS = ("q_layernorm", "k_layernorm")  # children of megatron's attention modules, applied to the rank's own heads
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+EXPERT = ".experts."
 
 
 class Kind(Enum):
@@ -43,13 +53,16 @@ class Kind(Enum):
 class Rule:
     """One parameter of this rank.
 
-    Example: Rule("decoder.layers.0.self_attention.q_layernorm.weight", parameter, Kind.PARTIAL, tied=False)
+    Example: Rule("decoder.layers.0.self_attention.q_layernorm.weight", parameter, Kind.PARTIAL)
     """
 
-    name: str  # inside the stage's module
+    name: str  # inside the chunk's module
     param: Parameter
     kind: Kind
-    tied: bool  # the other end of the pipeline holds a second copy, with a gradient of its own that is to be added
+    chunk: int = 0  # model chunk of this rank
+    tapped: bool = True  # its gradient goes to the sink (model/taps.py), not to main_grad
+    tied: bool = False  # embedding and output layer in one, or one of two copies of that
+    expert: bool = False
 
     @property
     def grad(self) -> Tensor:
@@ -57,43 +70,51 @@ class Rule:
         return self.param.main_grad  # type: ignore[attr-defined]  # set by megatron's data-parallel wrapper
 
 
-def classify(stages: Sequence[Module], *, tp_size: int, sequence_parallel: bool) -> list[Rule]:
+def classify(policy: Policy) -> list[Rule]:
     """The rule of every parameter of this rank.
-
-    Args:
-        stages: the model chunks of this rank, without their data-parallel wrappers.
-        tp_size: tensor-parallel ranks.
-        sequence_parallel: whether norms and residuals are split over the sequence.
 
     Raises:
         UserError: a trainable parameter that no rule covers.
     """
+    parallel, tied = policy.parallel, policy.hf_config.tie_word_embeddings
     rules = []
-    for name, param, head_norm in _parameters(stages):
-        kind = (
-            _kind(param, head_norm=head_norm, sequence_parallel=sequence_parallel)
-            if param.requires_grad
-            else Kind.FROZEN
-        )
+    for chunk, name, param, head_norm in _parameters([chunk.module for chunk in policy.chunks]):
+        expert = EXPERT in name
+        kind: Kind | None = Kind.FROZEN
+        if param.requires_grad:
+            kind = _kind(param, head_norm=head_norm, expert=expert, sequence_parallel=parallel.sequence_parallel)
         if kind is None:
             raise UserError(
                 f"no rule says how the gradient of {name!r} is spread over ranks",
                 where="gradnorm",
                 mend="freeze the parameter, or choose a baseline that needs no gradient norms",
             )
-        if kind is Kind.PARTIAL and tp_size == 1:
-            kind = Kind.SHARD  # the only summand is the whole
-        rules.append(Rule(name, param, kind, tied=getattr(param, "shared_embedding", False)))
+        if kind is Kind.PARTIAL and parallel.tp_size == 1:
+            kind = Kind.COPY  # the only summand is the whole
+        rules.append(
+            Rule(
+                name,
+                param,
+                kind,
+                chunk=chunk,
+                tapped=id(param) in policy.tap.weights,
+                tied=tied and name in (EMBEDDING, OUTPUT),
+                expert=expert,
+            )
+        )
     return rules
 
 
-def _kind(param: Parameter, *, head_norm: bool, sequence_parallel: bool) -> Kind | None:
+def _kind(param: Parameter, *, head_norm: bool, expert: bool, sequence_parallel: bool) -> Kind | None:
     """The kind of a trainable parameter, None where there is no evidence.
 
-    Experts (`allreduce` false) mix tokens of several samples and data-parallel ranks; a parameter whose gradient
-    megatron averages over TP is neither a partial nor a copy. Neither occurs in a dense Qwen3.
+    A parameter whose gradient megatron averages over TP is neither a partial nor a copy; none occurs in a Qwen3.
     """
-    if not getattr(param, "allreduce", True) or getattr(param, "average_gradients_across_tp_domain", False):
+    if getattr(param, "average_gradients_across_tp_domain", False):
+        return None
+    if expert:
+        return Kind.SHARD  # of the expert-tensor-parallel ranks, however few
+    if not getattr(param, "allreduce", True):
         return None
     if getattr(param, "tensor_model_parallel", False):
         return Kind.SHARD
@@ -105,18 +126,18 @@ def _kind(param: Parameter, *, head_norm: bool, sequence_parallel: bool) -> Kind
     return Kind.PARTIAL if over_tokens and sequence_parallel else Kind.COPY
 
 
-def _parameters(stages: Sequence[Module]) -> Iterator[tuple[str, Parameter, bool]]:
-    """Every parameter once: its name, itself, whether it belongs to a norm of queries or keys."""
+def _parameters(chunks: list[Module]) -> Iterator[tuple[int, str, Parameter, bool]]:
+    """Every parameter once: its chunk, its name, itself, whether it belongs to a norm of queries or keys."""
     seen: set[int] = set()
-    for stage in stages:
+    for index, chunk in enumerate(chunks):
         head_norms = {
             id(param)
-            for module in stage.modules()
+            for module in chunk.modules()
             for child in HEAD_NORMS
             if getattr(module, child, None) is not None
             for param in getattr(module, child).parameters()
         }
-        for name, param in stage.named_parameters():
+        for name, param in chunk.named_parameters():
             if id(param) not in seen:
                 seen.add(id(param))
-                yield name, param, id(param) in head_norms
+                yield index, name, param, id(param) in head_norms

@@ -98,6 +98,37 @@ def vocab_parallel_entropy(
     return (normaliser - sums[1] / sums[0]).view(logits.shape[:-1])
 
 
+@torch.no_grad()
+def vocab_parallel_energy(
+    logits: Tensor,  # [b, t, Vp / tp]
+    labels: Tensor,  # [b, t] int64
+    *,
+    vocab_size: int,
+    parallel: Parallel,
+    temperature: float = 1.0,
+) -> Tensor:
+    """||d log pi(a) / d z||^2 = (1 - 2 pi(a) + sum_v pi(v)^2) / temperature^2 of each label a, [b, t]; no gradient.
+
+    The squared score at the logits, which Optimal Token Baselines take for the whole one (arXiv 2602.07078).
+    """
+    options: dict[str, Any] = {"vocab_size": vocab_size, "parallel": parallel, "temperature": temperature}
+    chosen = vocab_parallel_logprobs(logits, labels, **options).exp()
+    start, stop = _vocab_range(logits.shape[-1], vocab_size, parallel)
+    rows = logits.flatten(0, -2)
+    # sum_v pi^2 = sum_v e^(2 s_v) / Z^2, and the normaliser of 2 s is that of half the temperature.
+    moments = []
+    for scale in (1.0, 2.0):
+        local = [_local_moments(part[:, : stop - start], temperature / scale)[:2] for part in rows.split(_ENTROPY_ROWS)]
+        largest, total = (torch.cat(parts) for parts in zip(*local, strict=True))
+        shared = largest.clone()
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=parallel.tp_group)
+        total *= (largest - shared).exp()
+        dist.all_reduce(total, group=parallel.tp_group)
+        moments.append(total.log() + shared)
+    collision = (moments[1] - 2 * moments[0]).exp().view(logits.shape[:-1])
+    return (1 - 2 * chosen + collision) / temperature**2
+
+
 def _local_moments(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Largest score, and the sums of e and e * score with e = exp(score - largest), over this rank's columns."""
     scores = _scaled(logits, temperature)

@@ -57,8 +57,13 @@ class Parallel:
     edp_group: ProcessGroup  # the ranks that hold the same experts' same shards
     replica_group: ProcessGroup  # the tp x cp x pp ranks of one replica
     model_group: ProcessGroup  # its tp x pp ranks that hold the same part of each sequence
+    block_group: ProcessGroup  # the replicas whose samples meet in the same experts; one replica without them
+    block_rank: int  # of this replica among those of its block
+    block_size: int
+    expert_sum_group: ProcessGroup | None  # ranks of one replica whose expert gradients are summands; None: no others
     embedding_group: ProcessGroup | None  # first and last stage; None on the stages between
     device: torch.device
+    timeout_s: float  # of a collective
 
     @property
     def is_first_stage(self) -> bool:
@@ -145,8 +150,17 @@ def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:
     embedding_group = state.get_embedding_group(check_initialized=False)
     if embedding_group is not None and dist.get_rank() not in dist.get_process_group_ranks(embedding_group):
         embedding_group = None
-    cp_group, dp_group = state.get_context_parallel_group(), state.get_data_parallel_group()
-    model_group = state.get_model_parallel_group()
+    dp_rank, dp_size = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
+    cp_group, model_group = state.get_context_parallel_group(), state.get_model_parallel_group()
+    shards = state.get_tensor_model_parallel_world_size() * cp_group.size()  # ranks of a stage that share a sample
+    experts = state.get_expert_model_parallel_world_size() * state.get_expert_tensor_parallel_world_size()
+    block_size = max(1, experts // shards)
+    replica_group = model_group if cp_group.size() == 1 else _group_by(dp_rank, timeout)
+    block_group = replica_group if block_size == 1 else _group_by(dp_rank // block_size, timeout)
+    edp_group = state.get_expert_data_parallel_group()
+    expert_sum_group = None
+    if experts < shards:
+        expert_sum_group = _group_by((dp_rank, min(dist.get_process_group_ranks(edp_group))), timeout)
     return Parallel(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -157,8 +171,8 @@ def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:
         vp_size=config.virtual_pipeline_model_parallel_size or 1,
         cp_rank=state.get_context_parallel_rank(),
         cp_size=state.get_context_parallel_world_size(),
-        dp_rank=state.get_data_parallel_rank(),
-        dp_size=state.get_data_parallel_world_size(),
+        dp_rank=dp_rank,
+        dp_size=dp_size,
         ep_rank=state.get_expert_model_parallel_rank(),
         ep_size=state.get_expert_model_parallel_world_size(),
         etp_rank=state.get_expert_tensor_parallel_rank(),
@@ -167,22 +181,38 @@ def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:
         tp_group=state.get_tensor_model_parallel_group(),
         pp_group=state.get_pipeline_model_parallel_group(),
         cp_group=cp_group,
-        dp_group=dp_group,
+        dp_group=state.get_data_parallel_group(),
         dp_cp_group=state.get_data_parallel_group(with_context_parallel=True),
         ep_group=state.get_expert_model_parallel_group(),
         etp_group=state.get_expert_tensor_parallel_group(),
-        edp_group=state.get_expert_data_parallel_group(),
-        replica_group=model_group if cp_group.size() == 1 else _replica_group(state.get_data_parallel_rank(), timeout),
+        edp_group=edp_group,
+        replica_group=replica_group,
         model_group=model_group,
+        block_group=block_group,
+        block_rank=dp_rank % block_size,
+        block_size=block_size,
+        expert_sum_group=expert_sum_group,
         embedding_group=embedding_group,
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
+        timeout_s=timeout.total_seconds(),
     )
 
 
-def _replica_group(dp_rank: int, timeout: timedelta) -> ProcessGroup:
-    """The ranks with this data-parallel rank; megatron-core has no group that takes context parallelism in."""
-    everyone: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(everyone, dp_rank)
-    members = [[rank for rank, replica in enumerate(everyone) if replica == which] for which in sorted(set(everyone))]
-    groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]  # collective: every rank makes all of them
-    return groups[dp_rank]
+def share_group(parallel: Parallel, size: int) -> ProcessGroup | None:
+    """This rank's group among those of `size` neighbouring replicas, one rank of each; None for 1. Collective."""
+    if size == 1:
+        return None
+    first = parallel.dp_rank // size * size
+    ranks = dist.get_process_group_ranks(parallel.dp_group)[first : first + size]
+    return _group_by(tuple(ranks), timedelta(seconds=parallel.timeout_s))
+
+
+def _group_by(key: object, timeout: timedelta) -> ProcessGroup:
+    """This rank's group among those of equal key, ranks ascending; megatron-core has none that combine like this."""
+    keys: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(keys, key)
+    groups = {}
+    for which in dict.fromkeys(keys):  # collective: every rank makes all of them
+        ranks = [rank for rank, candidate in enumerate(keys) if candidate == which]
+        groups[which] = dist.new_group(ranks, timeout=timeout)
+    return groups[key]

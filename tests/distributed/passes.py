@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import AutoConfig
 
 from oblr_megatron.checkpoint.hf import load_hf_weights
-from oblr_megatron.config import ModelConfig
+from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model.logprobs import vocab_parallel_logprobs
+from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
 from oblr_megatron.types import MicroBatch
 from oblr_megatron.weights.names import OUTPUT, ModelShape, entry, merge
 from tests.tiny import VOCAB
@@ -22,11 +25,14 @@ from tests.tiny import VOCAB
 TEMPERATURE = 0.7
 COEFFICIENTS = torch.tensor([0.5, -1.25, 0.75, 2.0], dtype=torch.float64)
 PROMPT = 3  # tokens before the response
+Outcome = tuple[dict[str, Tensor], float]
+"""The gradients a rank holds after the reductions, by Hugging Face name, and their squared norm over all ranks."""
 
 
-def load_policy(path: Path, parallel: Parallel, **model: object) -> Policy:
+def load_policy(path: Path, parallel: Parallel, options: ParallelConfig | None = None, **model: object) -> Policy:
+    """The directory's model in fp64; `options` are those of `build_policy`, `model` further fields of ModelConfig."""
     config = ModelConfig.model_validate({"path": path, "dtype": "float64"} | model)
-    policy = build_policy(Qwen3Config.from_pretrained(path), config, parallel)
+    policy = build_policy(AutoConfig.from_pretrained(path), config, parallel, options)
     load_hf_weights(policy, path)
     return policy
 
@@ -51,30 +57,56 @@ def make_batches(rows: int = 1) -> list[MicroBatch]:
 
 
 def weighted_logprob_loss(policy: Policy) -> Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]:
-    """sum_n c_n sum_t log pi(o_t); the metric is each row's unweighted sum."""
+    """sum_n c_n sum_t log pi(o_t); the metric is each sample's unweighted sum, as far as this rank has its tokens."""
 
     def loss_fn(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.labels.shape == logits.shape[:2]
         logprobs = vocab_parallel_logprobs(
             logits, batch.labels, vocab_size=policy.vocab_size, parallel=policy.parallel, temperature=TEMPERATURE
         )
-        sums = logprobs.masked_fill(~batch.mask, 0.0).sum(-1)
+        sums = batch.per_sample(logprobs)
         return (COEFFICIENTS[batch.sample_index] * sums).sum(), {"sums": sums.detach()}
 
     return loss_fn
 
 
 def whole_gradients(policy: Policy) -> dict[str, Tensor]:
-    """This stage's main_grad by Hugging Face name; the last stage's copy of a tied embedding as "copy of ..."."""
+    """This rank's main_grad by Hugging Face name; the last stage's copy of a tied embedding as "copy of ...".
+
+    Whole tensors of this pipeline stage, and of experts those of this expert-parallel rank.
+    """
     parallel, shape = policy.parallel, ModelShape.of(policy.hf_config)
     gradients = {}
     for name, parameter in policy.named_parameters():
         item = entry(name, shape)
-        shards = [torch.empty_like(parameter.main_grad) for _ in range(parallel.tp_size)]
-        dist.all_gather(shards, parameter.main_grad, group=parallel.tp_group)
+        group = parallel.tp_group if item.expert is None else parallel.etp_group
+        shards = [torch.empty_like(parameter.main_grad) for _ in range(group.size())]
+        dist.all_gather(shards, parameter.main_grad, group=group)
         prefix = "copy of " if shape.tied and name == OUTPUT else ""
         gradients |= {prefix + hf_name: tensor.clone() for hf_name, tensor in merge(item, shards, shape)}
     return gradients
+
+
+def reduced_gradients(policy: Policy, batches: Sequence[MicroBatch]) -> Outcome:
+    """One pass over this replica's share of the microbatches, and both reductions."""
+    parallel = policy.parallel
+    policy.zero_grad()
+    run_schedule(policy, batches[parallel.dp_rank :: parallel.dp_size], weighted_logprob_loss(policy))
+    reduce_model_parallel_grads(policy)
+    reduce_data_parallel_grads(policy)
+    return whole_gradients(policy), grad_sq_norm(policy)
+
+
+def assert_outcomes(outcomes: Sequence[Outcome], reference: Mapping[str, Tensor], case: object) -> None:
+    """Every rank's gradients and norm are the reference's, and no parameter is missing."""
+    seen = set()
+    norm = sum(float(gradient.square().sum()) for gradient in reference.values())
+    for gradients, sq_norm in outcomes:
+        for name, gradient in gradients.items():
+            assert_close(gradient, reference[name.removeprefix("copy of ")], (case, name))
+            seen.add(name.removeprefix("copy of "))
+        assert sq_norm == pytest.approx(norm, rel=1e-10), case
+    assert seen == reference.keys(), case
 
 
 def assert_close(actual: Tensor, expected: Tensor, name: object, rtol: float = 1e-10) -> None:

@@ -48,7 +48,7 @@ def on_ranks(path: str, cases: list[tuple[int, int, bool]]) -> list[dict[str, fl
     from transformers import Qwen3Config
 
     from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient import policy_gradient
+    from oblr_megatron.gradient import TrainingGradient
     from oblr_megatron.model.qwen3 import build_policy
 
     found = []
@@ -61,13 +61,14 @@ def on_ranks(path: str, cases: list[tuple[int, int, bool]]) -> list[dict[str, fl
             "data": {"train": "unused"},
             "algo": {"snr": {"num_folds": FOLDS}},
             "rollout": {"correction": "none", "temperature": 0.7},
+            "gradnorm": {"mode": "two_pass"},
             "parallel": {"micro_batch_tokens": 24},
         }
         config = parse_config(table)
         with layout(tp=tp, pp=pp, sp=sp) as parallel:
             policy = build_policy(Qwen3Config.from_pretrained(path), config.model, parallel)
             load_hf_weights(policy, Path(path))
-            stats = policy_gradient(policy, make_samples(), coefficients(), config)
+            stats = TrainingGradient(policy, config).policy_gradient(make_samples(), coefficients())
             found.append(
                 {"loss": stats.loss, "B": stats.sq_norm, "M": stats.fold_sq_norm_mean, "tokens": stats.num_tokens}
             )

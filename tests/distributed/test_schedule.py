@@ -1,6 +1,6 @@
-"""The passes themselves: what is divided, in which order, and what main_grad holds when a sample's backward is done.
+"""The passes themselves: what is divided, in which order, and what main_grad holds when a microbatch's backward ends.
 
-Does not cover: speed, activation recomputation, the interleaved schedule (not used).
+Does not cover: speed, activation recomputation (test_recompute.py), the interleaved schedule (test_interleaved.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from oblr_megatron.model.qwen3 import Policy
 from oblr_megatron.model.step import reduce_data_parallel_grads, run_schedule
+from oblr_megatron.model.taps import AccumulateSink
 from oblr_megatron.types import MicroBatch
 from tests.distributed.launch import RankError, layout, run_ranks
 from tests.distributed.passes import assert_close, load_policy, make_batches, weighted_logprob_loss
@@ -26,22 +27,30 @@ def snapshot(policy: Policy) -> dict[str, Tensor]:
     return {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
 
 
-class _Taker:
-    """Takes main_grad away whenever a sample is done."""
+class _Taker(AccumulateSink):
+    """Takes main_grad away whenever a microbatch is done."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.order: list[int] = []
         self.taken: list[dict[str, Tensor]] = []
 
-    def __call__(self, index: int) -> None:
-        self.order.append(index)
+    def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
+        """The microbatch is the one of this position; nothing of it was accumulated before."""
+        assert chunk == 0
+        assert batch.sample_index.tolist() == [position]
+        assert all(not parameter.main_grad.any() for _, parameter in self.policy.named_parameters())
+        self.order.append(position)
+
+    def end(self, position: int, chunk: int) -> None:
+        """Everything of the microbatch is there."""
+        assert (position, chunk) == (self.order[-1], 0)
         self.taken.append(snapshot(self.policy))
         self.policy.zero_grad()
 
 
 def separate_and_together(path: Path) -> list[tuple[list[int], list[dict[str, Tensor]], list[dict[str, Tensor]]]]:
-    """Order of the callbacks, what main_grad held at each, and the gradients of passes of one microbatch each."""
+    """Order of the ends, what main_grad held at each, and the gradients of passes of one microbatch each."""
     results = []
     for sizes in LAYOUTS[dist.get_world_size()]:
         with layout(**sizes) as parallel:
@@ -54,7 +63,7 @@ def separate_and_together(path: Path) -> list[tuple[list[int], list[dict[str, Te
                 separate.append(snapshot(policy))
             policy.zero_grad()
             taker = _Taker(policy)
-            run_schedule(policy, batches, loss_fn, on_sample_backward_done=taker)
+            run_schedule(policy, batches, loss_fn, sink=taker)
             assert all(not parameter.main_grad.any() for _, parameter in policy.named_parameters())
             results.append((taker.order, taker.taken, separate))
     return results
@@ -62,7 +71,7 @@ def separate_and_together(path: Path) -> list[tuple[list[int], list[dict[str, Te
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True])
-def test_callback_finds_exactly_its_samples_gradient(world_size: int, tied: bool, tmp_path: Path) -> None:
+def test_sink_finds_exactly_its_microbatch_between_begin_and_end(world_size: int, tied: bool, tmp_path: Path) -> None:
     """Also with several microbatches in flight, and for the sample whose loss is 0."""
     path = make_hf_dir(tmp_path / "model", tied=tied)
     for rank in run_ranks(separate_and_together, world_size, path):
@@ -73,39 +82,45 @@ def test_callback_finds_exactly_its_samples_gradient(world_size: int, tied: bool
                     assert_close(together[index][name], gradient, (index, name), rtol=1e-12)
 
 
-def events_of_first_stage(path: Path) -> list[str]:
+class _Recorder(AccumulateSink):
+    """Notes beginnings and ends."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
+        self.events.append(f"B{position}")
+
+    def end(self, position: int, chunk: int) -> None:
+        self.events.append(f"E{position}")
+
+
+def events_of_stage(path: Path) -> list[str]:
     """Forwards and backwards of a pipeline stage, in the order they happen."""
     with layout(pp=2) as parallel:
         policy = load_policy(path, parallel)
         events: list[str] = []
         policy.module.register_forward_hook(lambda *_: events.append("F"))
-        run_schedule(
-            policy,
-            make_batches(),
-            weighted_logprob_loss(policy),
-            on_sample_backward_done=lambda index: events.append(f"B{index}"),
-        )
+        run_schedule(policy, make_batches(), weighted_logprob_loss(policy), sink=_Recorder(events))
         return events
 
 
 def test_pipeline_stages_interleave_forwards_and_backwards(tmp_path: Path) -> None:
-    """One forward ahead on the first of two stages: the case that the callback has to get right."""
-    first, last = run_ranks(events_of_first_stage, 2, make_hf_dir(tmp_path / "model"))
-    assert first == ["F", "F", "B0", "F", "B1", "F", "B2", "B3"]
-    assert last == ["F", "B0", "F", "B1", "F", "B2", "F", "B3"]
+    """One forward ahead on the first of two stages: the case that the sink has to get right."""
+    first, last = run_ranks(events_of_stage, 2, make_hf_dir(tmp_path / "model"))
+    assert first == ["F", "F", "B0", "E0", "F", "B1", "E1", "F", "B2", "E2", "B3", "E3"]
+    assert last == ["F", "B0", "E0", "F", "B1", "E1", "F", "B2", "E2", "F", "B3", "E3"]
 
 
 def metrics_and_effects(path: Path) -> tuple[list[list[float]], bool, bool]:
     with layout(pp=dist.get_world_size()) as parallel:
         policy = load_policy(path, parallel)
         loss_fn = weighted_logprob_loss(policy)
-        metrics = run_schedule(policy, make_batches(), loss_fn, forward_only=True, on_sample_backward_done=_forbidden)
+        events: list[str] = []
+        metrics = run_schedule(policy, make_batches(), loss_fn, forward_only=True, sink=_Recorder(events))
+        assert not events
         clean = all(not parameter.main_grad.any() for _, parameter in policy.named_parameters())
         return [record["sums"].tolist() for record in metrics], clean, run_schedule(policy, [], loss_fn) == []
-
-
-def _forbidden(index: int) -> None:
-    raise AssertionError(f"a forward pass has no backward of microbatch {index}")
 
 
 def test_forward_only_returns_metrics_in_order_and_no_gradient(tmp_path: Path) -> None:

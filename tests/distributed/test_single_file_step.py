@@ -69,17 +69,20 @@ def by_the_file(
     return before, figures, model.state_dict()
 
 
-def by_the_package(path: str, baseline: str, cases: list[tuple[int, int, bool]]) -> list[tuple[list[dict], dict]]:
+def by_the_package(
+    path: str, baseline: str, mode: str, cases: list[tuple[int, int, bool]]
+) -> list[tuple[list[dict], dict]]:
     """The same from the package, for each layout, on every rank."""
     from transformers import Qwen3Config
 
     from oblr_megatron.algo.baseline import active_groups, advantages
-    from oblr_megatron.algo.loss import sample_coefficients
     from oblr_megatron.algo.schedule import build_schedule
+    from oblr_megatron.algo.weighing import Weighing
     from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient import measure_norms, policy_gradient
+    from oblr_megatron.gradient import TrainingGradient
     from oblr_megatron.model.optimizer import PolicyOptimizer
     from oblr_megatron.model.qwen3 import build_policy
+    from oblr_megatron.types import Judged
     from oblr_megatron.weights.export import MegatronWeights
 
     table = {
@@ -91,6 +94,7 @@ def by_the_package(path: str, baseline: str, cases: list[tuple[int, int, bool]])
         "algo": {"baseline": baseline, "snr": {"num_folds": FOLDS, "warmup_steps": 1, "horizon": 5.0}},
         "optimizer": {"lr": 2e-3},
         "parallel": {"micro_batch_tokens": 24},
+        "gradnorm": {"mode": mode},
     }
     config, outcomes = parse_config(table), []
     for tp, pp, sp in cases:
@@ -99,7 +103,7 @@ def by_the_package(path: str, baseline: str, cases: list[tuple[int, int, bool]])
             load_hf_weights(policy, Path(path))
             optimizer = PolicyOptimizer(policy, config.optimizer)
             schedule = build_schedule(config.algo, config.optimizer, num_steps=STEPS, num_prompts=NUM_PROMPTS)
-            figures = []
+            gradients, figures = TrainingGradient(policy, config), []
             for step in range(STEPS):
                 drawn, rewards = draw(step)
                 samples = [
@@ -107,10 +111,10 @@ def by_the_package(path: str, baseline: str, cases: list[tuple[int, int, bool]])
                     for n, (prompt, response, logprobs) in enumerate(drawn)
                 ]
                 lengths = torch.tensor([len(sample.response_ids) for sample in samples]).view_as(rewards)
-                norms = measure_norms(policy, samples, active_groups(baseline, rewards), config).view_as(rewards)
+                weighing = Weighing(Judged(rewards, lengths, 0), config, 0.0)
+                found = gradients(samples, weighing, active_groups(baseline, rewards))
+                norms, stats = found.norms_sq.view_as(rewards), found.stats
                 values = advantages(baseline, rewards, norms, lengths, config.algo)
-                coefficients = sample_coefficients(values.flatten(), lengths.flatten(), NUM_PROMPTS, GROUP)
-                stats = policy_gradient(policy, samples, coefficients, config)
                 lr = schedule.rate(step)
                 optimizer.clip(stats.sq_norm)
                 optimizer.step(lr)
@@ -121,14 +125,16 @@ def by_the_package(path: str, baseline: str, cases: list[tuple[int, int, bool]])
     return outcomes
 
 
-@pytest.mark.parametrize("baseline", ["optimal", "optimal_prior"])
-def test_steps_equal_the_single_file(tmp_path: Path, baseline: str) -> None:
+@pytest.mark.parametrize(
+    ("baseline", "mode"), [("optimal", "two_pass"), ("optimal_prior", "bookkeep"), ("optimal_prior", "stash")]
+)
+def test_steps_equal_the_single_file(tmp_path: Path, baseline: str, mode: str) -> None:
     before, wanted, after = by_the_file(baseline)
     model = single_file().build_model(torch.float64)
     model.load_state_dict(before)
     model.save_pretrained(tmp_path)
     for world_size, cases in LAYOUTS.items():
-        for rank, outcomes in enumerate(run_ranks(by_the_package, world_size, str(tmp_path), baseline, cases)):
+        for rank, outcomes in enumerate(run_ranks(by_the_package, world_size, str(tmp_path), baseline, mode, cases)):
             for case, (figures, weights) in zip(cases, outcomes, strict=True):
                 place = f"world size {world_size}, rank {rank}, tp pp sp = {case}"
                 for step in range(STEPS):

@@ -17,7 +17,7 @@ from oblr_megatron import figures, run
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import RunError
 from oblr_megatron.timing import PhaseTimer
-from oblr_megatron.types import GradientStats, Judged, Sample
+from oblr_megatron.types import GradientStats, Judged, Sample, StepGradient
 
 NAN, INF = float("nan"), float("inf")
 JUDGED = Judged(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([[2, 3], [4, 5]]), failures=1)
@@ -36,44 +36,60 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
             "algo": {"snr": {"num_folds": 2}, **algo},
         }
     )
-    return SimpleNamespace(config=config, timer=PhaseTimer(), record={}, parallel=SimpleNamespace(rank=0), policy=None)
+    return SimpleNamespace(
+        config=config, timer=PhaseTimer(), record={}, parallel=SimpleNamespace(rank=0), policy=None, usual_norm=0.0
+    )
+
+
+class Gradients:
+    """In place of the model: answers with given norms, and keeps the coefficients that follow from them."""
+
+    def __init__(self, *norms: float) -> None:
+        self.norms = torch.tensor(norms, dtype=torch.float64)
+        self.coefficients = torch.zeros(0)
+        self.wanted = False
+
+    def __call__(self, samples: Any, weigh: Any, active: Any, *, norms_wanted: bool, timer: Any) -> StepGradient:
+        self.wanted = norms_wanted
+        norms = self.norms if norms_wanted else torch.zeros_like(self.norms)
+        self.coefficients = weigh(range(2), norms.view(2, 2))
+        return StepGradient(norms, GradientStats(-0.5, 4.0, 9.0, 2, 1.5, 1e-6, 0.0, 14))
+
+
+def gradient_of(parts: Any, gradients: Gradients) -> GradientStats:
+    parts.gradients = gradients
+    parts._refuse_broken = lambda *arguments: run.Run._refuse_broken(parts, *arguments)
+    return run.Run.gradient(parts, SAMPLES, JUDGED, torch.ones(2, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_sample_without_a_norm_is_left_out_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
-) -> None:
-    parts = make_run(tmp_path, baseline="optimal")
-    monkeypatch.setattr(run, "measure_norms", lambda *_: torch.tensor([1.0, value, 2.0, 3.0]).double())
-    norms_sq = run.Run.norms(parts, SAMPLES, torch.ones(2, dtype=torch.bool))
+def test_a_sample_without_a_norm_is_left_out_and_the_run_goes_on(tmp_path: Path, value: float) -> None:
+    parts, gradients = make_run(tmp_path, baseline="optimal"), Gradients(1.0, value, 2.0, 3.0)
+    gradient_of(parts, gradients)
     assert parts.record["gradnorm/nonfinite"] == 1
-    advantages = run.Run.advantages(parts, JUDGED, norms_sq)
-    assert advantages.tolist() == [[1.0, 0.0], [-1.0, 1.0]]  # G = 2: the other's reward is the baseline
+    # G = 2: the other's reward is the baseline; divided by Q G = 4
+    assert (4 * gradients.coefficients).tolist() == [[1.0, 0.0], [-1.0, 1.0]]
+    assert parts.usual_norm == 2.0
     assert all(torch.tensor(figure).isfinite() for figure in parts.record.values())
 
 
-def test_many_norms_that_are_no_numbers_end_the_run_and_are_written_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_norms_that_are_no_numbers_end_the_run_and_are_written_down(tmp_path: Path) -> None:
     parts = make_run(tmp_path, baseline="optimal")
-    monkeypatch.setattr(run, "measure_norms", lambda *_: torch.full((4,), NAN).double())
     with pytest.raises(RunError, match="4 of 4 gradient norms are not finite"):
-        run.Run.norms(parts, SAMPLES, torch.ones(2, dtype=torch.bool))
+        gradient_of(parts, Gradients(NAN, NAN, NAN, NAN))
     written = (tmp_path / "nonfinite_samples.jsonl").read_text().splitlines()
     assert [len(json.loads(line)["response_ids"]) for line in written] == [2, 3, 4, 5]
 
 
-def test_a_baseline_without_norms_measures_none_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(run, "measure_norms", lambda *_: calls.append(1) or torch.ones(4).double())
-    active = torch.ones(2, dtype=torch.bool)
-    parts = make_run(tmp_path, baseline="rloo")
-    assert run.Run.norms(parts, SAMPLES, active).sum() == 0 and not calls
-    assert figures.of_baseline(parts.config.algo, JUDGED, torch.zeros(2, 2)) == {}
+def test_a_baseline_without_norms_measures_none_unless_asked(tmp_path: Path) -> None:
+    parts, gradients = make_run(tmp_path, baseline="rloo"), Gradients(1.0, 1.0, 1.0, 1.0)
+    gradient_of(parts, gradients)
+    assert not gradients.wanted and not parts.record
     parts.config = parts.config.model_copy(
         update={"gradnorm": parts.config.gradnorm.model_copy(update={"always": True})}
     )
-    assert run.Run.norms(parts, SAMPLES, active).sum() == 4 and calls
+    gradient_of(parts, gradients)
+    assert gradients.wanted and parts.record["gradnorm/sq_mean"] == 1.0
 
 
 def test_figures_of_a_step() -> None:

@@ -1,0 +1,56 @@
+"""From norms to the coefficients of the loss, for all prompts of a step at once or for some as their norms become known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.loss import sample_coefficients
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.config import Config
+    from oblr_megatron.types import Judged
+
+
+class Weighing:
+    """c = A / divisor of chosen prompts, A = r - b(w).
+
+    A sample whose norm is not finite gets 0: its gradient is no number either, and one such sample must not end the run.
+
+    Args:
+        judged: rewards and lengths of the whole step.
+        config: the baseline and the aggregation.
+        usual_norm: stands for the norms of the prompts that are not asked about. A baseline looks at them only to tell
+            whether a group's norms are next to nothing; it is a mean of earlier steps, so that it depends on no sample
+            of this one.
+    """
+
+    def __init__(self, judged: Judged, config: Config, usual_norm: float) -> None:
+        self._judged, self._config, self._usual = judged, config, usual_norm
+
+    def __call__(self, prompts: Sequence[int], norms_sq: Tensor) -> Tensor:
+        """Positions of k prompts, w [k, G] -> c [k, G] fp64."""
+        rewards, lengths, config = self._judged.rewards, self._judged.lengths, self._config
+        chosen = list(prompts)
+        norms = torch.full_like(rewards, self._usual)
+        norms[chosen] = norms_sq
+        values = advantages(config.algo.baseline, rewards, norms, lengths, config.algo)
+        values = values.masked_fill(~norms.isfinite(), 0.0)
+        coefficients = sample_coefficients(
+            values.flatten(), lengths.flatten(), len(rewards), rewards.shape[1], config.algo.aggregation
+        )
+        return coefficients.view(rewards.shape)[chosen]
+
+
+def usual(norms_sq: Tensor, before: float, share: float = 0.1) -> float:
+    """Running mean of w over steps: the finite, positive norms of this one, mixed into what was known `before`."""
+    known = norms_sq[norms_sq.isfinite() & (norms_sq > 0)]
+    if not len(known):
+        return before
+    mean = float(known.mean())
+    return mean if before == 0 else (1 - share) * before + share * mean

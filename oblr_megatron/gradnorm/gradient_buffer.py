@@ -1,0 +1,80 @@
+"""Gradients beside `main_grad`, laid out like megatron's buffers, so that adding one up is a few long vector sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.model.qwen3 import Policy
+
+CACHED = 2**18  # elements of a CPU's cache: a piece of main_grad stays there while every gradient is added to it
+
+
+class GradientBuffer:
+    """One gradient of all of this rank's parameters.
+
+    Args:
+        policy: whose gradient buffers it is laid out like.
+        dtype: of the gradient; by default that of `main_grad`.
+        device: where it is held; pinned memory, if on the host beside a GPU.
+    """
+
+    def __init__(self, policy: Policy, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
+        self.flats: list[list[Tensor]] = []  # of each model chunk, one for each of megatron's buffers
+        self.views: dict[int, Tensor] = {}  # by id of the parameter, of its shape
+        for chunk in policy.chunks:
+            flats = []
+            for buffer in megatron_buffers(chunk):
+                flat = _empty(len(buffer.grad_data), dtype or buffer.grad_data.dtype, device or policy.parallel.device)
+                flats.append(flat)
+                for parameter, (start, end, _) in buffer.param_index_map.items():
+                    self.views[id(parameter)] = flat[start:end].view(parameter.shape)
+            self.flats.append(flats)
+
+    def copy_chunk(self, source: GradientBuffer, chunk: int) -> None:
+        """Take over one model chunk's gradient, rounded and moved as need be."""
+        for own, other in zip(self.flats[chunk], source.flats[chunk], strict=True):
+            own.copy_(other, non_blocking=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the gradient."""
+        return sum(flat.nbytes for flats in self.flats for flat in flats)
+
+
+def megatron_buffers(chunk: Any) -> list[Any]:
+    """All gradient buffers of a data-parallel wrapper: of dense and of expert parameters."""
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
+def gradient_elements(policy: Policy) -> int:
+    """Elements of one gradient on this rank, the padding of megatron's buffers included."""
+    return sum(len(buffer.grad_data) for chunk in policy.chunks for buffer in megatron_buffers(chunk))
+
+
+def add_weighted(policy: Policy, gradients: Sequence[GradientBuffer], coefficients: Sequence[float]) -> None:
+    """main_grad += sum_i c_i gradient_i; those with c = 0 are not read."""
+    used = [(gradient, factor) for gradient, factor in zip(gradients, coefficients, strict=True) if factor != 0]
+    for index, chunk in enumerate(policy.chunks):
+        for number, buffer in enumerate(megatron_buffers(chunk)):
+            parts = [(gradient.flats[index][number], factor) for gradient, factor in used]
+            for span in _pieces(buffer.grad_data):
+                target = buffer.grad_data[span]
+                for flat, factor in parts:
+                    target.add_(flat[span].to(target.device, non_blocking=True), alpha=factor)
+
+
+def _pieces(flat: Tensor) -> Iterator[slice]:
+    step = CACHED if flat.device.type == "cpu" else max(1, len(flat))
+    return (slice(start, start + step) for start in range(0, len(flat), step))
+
+
+def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros: the padding between parameters is never written."""
+    pinned = device.type == "cpu" and torch.cuda.is_available()
+    return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)

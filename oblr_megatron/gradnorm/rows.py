@@ -1,0 +1,129 @@
+"""Rows of the embedding's gradient, put aside at the tokens of each sample.
+
+A sample's embedding gradient is zero but in the rows of its own tokens, which every rank knows. With tied embeddings
+
+    ||E + H||^2 = ||E||^2 + ||H||^2 + 2 <E, H>
+
+where H is the output layer's use of the same matrix: <E, H> needs these rows of H and no others, whether both uses are
+on this rank or at the two ends of the pipeline. Under context parallelism the rows are summands over the ranks that share
+the sequence, and wait for their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from oblr_megatron.gradnorm.rules import EMBEDDING, OUTPUT, Kind, Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.types import MicroBatch
+
+
+@dataclass(slots=True)
+class TokenRows:
+    """Rows of E and H for each pair of a sample and one of its tokens that is in this rank's part of the vocabulary.
+
+    Example, vocabulary shard [8, 16) and samples (9, 3, 9) and (15, 8):
+        sample [0, 1, 1]  row [1, 0, 7]  embedding [[..of token 9], [..of 8], [..of 15]]
+    """
+
+    sample: Tensor  # [r] int64 slot, ascending
+    row: Tensor  # [r] int64 row of the shard, ascending within a sample
+    embedding: Tensor | None  # [r, h] rows of E; None where this rank does not hold it
+    head: Tensor | None  # [r, h] rows of H; None unless tied and held here
+    shard: int  # rows of this rank's part of the vocabulary
+    squares: bool  # ||E||^2 is to be taken from these rows
+    tied: bool  # there is an H to be met
+
+    @classmethod
+    def of(
+        cls, rules: Sequence[Rule], batches: Sequence[MicroBatch], parallel: Parallel, *, squares: bool
+    ) -> TokenRows | None:
+        """Room for the rows of these microbatches' samples; None on a rank that needs none."""
+        embedding, head = _uses(rules, parallel)
+        if not squares and parallel.pp_size == 1:
+            return None  # whoever squares E whole has added H to it
+        held = embedding or head
+        if held is None:
+            return None
+        grad, slot = held.grad, 0
+        samples, rows = [], []
+        for batch in batches:
+            for ids in _ids(batch):
+                local = touched_rows(ids, len(grad), parallel.tp_rank)
+                rows.append(local)
+                samples.append(torch.full_like(local, slot))
+                slot += 1
+        sample, row = (torch.cat(parts).to(grad.device) for parts in (samples, rows))
+        size = (len(row), grad.shape[1])
+        return cls(
+            sample=sample,
+            row=row,
+            embedding=None if embedding is None else grad.new_zeros(size),
+            head=None if head is None else grad.new_zeros(size),
+            shard=len(grad),
+            squares=squares,
+            tied=held.tied,
+        )
+
+    @staticmethod
+    def bytes_of(rules: Sequence[Rule], batch: MicroBatch, parallel: Parallel) -> int:
+        """Memory of the rows of one microbatch on this rank."""
+        uses = [use for use in _uses(rules, parallel) if use is not None]
+        if not uses:
+            return 0
+        rows = sum(len(touched_rows(ids, len(uses[0].grad), parallel.tp_rank)) for ids in _ids(batch))
+        return rows * uses[0].grad[0].nbytes * len(uses)
+
+    def span(self, first: int, last: int) -> slice:
+        """Where the rows of the slots [first, last) stand."""
+        ends = torch.searchsorted(self.sample, torch.tensor([first, last], device=self.sample.device)).tolist()
+        return slice(*ends)
+
+    def add_embedding(self, sample: Tensor, row: Tensor, grads: Tensor) -> None:
+        """Add gradients [k, h] at pairs of a slot and a row, each of them one of a sample's own."""
+        assert self.embedding is not None, "this rank holds no embedding"
+        keys = self.sample * self.shard + self.row
+        found = torch.searchsorted(keys, sample * self.shard + row)
+        assert bool((keys[found.clamp(max=len(keys) - 1)] == sample * self.shard + row).all()), "a token of no sample"
+        self.embedding.index_add_(0, found, grads.to(self.embedding.dtype))
+
+
+def touched_rows(ids: Tensor, shard: int, tp_rank: int) -> Tensor:
+    """Rows of rank `tp_rank`'s vocabulary shard (`shard` tokens) that occur in `ids`, or are padding's (token 0).
+
+    Ascending, each once, on the CPU. Example: touched_rows(tensor([9, 3, 9, 15]), shard=8, tp_rank=1) -> [1, 7]
+    """
+    ids = ids.cpu().flatten()
+    rows = torch.unique(torch.cat((ids.new_zeros(1), ids))) - tp_rank * shard
+    return rows[(rows >= 0) & (rows < shard)]
+
+
+def waits_for_rows(rule: Rule, parallel: Parallel) -> bool:
+    """Whether the rows of this embedding or output layer have to be put aside."""
+    if rule.kind is Kind.FROZEN:
+        return False
+    return rule.tied or (rule.name == EMBEDDING and parallel.cp_size > 1)
+
+
+def _uses(rules: Sequence[Rule], parallel: Parallel) -> tuple[Rule | None, Rule | None]:
+    """The parameters whose rows are kept on this rank: as embedding, as output layer; one and the same with PP = 1."""
+    kept = {rule.name: rule for rule in rules if waits_for_rows(rule, parallel)}
+    embedding, head = kept.get(EMBEDDING), kept.get(OUTPUT)
+    if embedding is not None and embedding.tied and parallel.pp_size == 1:
+        head = embedding
+    return embedding, head
+
+
+def _ids(batch: MicroBatch) -> list[Tensor]:
+    """The token ids of each sample, padding included."""
+    if batch.cu_seqlens is None:
+        return list(batch.input_ids)
+    return list(batch.input_ids[0].split(batch.cu_seqlens.diff().tolist()))

@@ -1,0 +1,97 @@
+"""The loss of a pass over samples, the figures it leaves, and the importance ratios that weigh its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from oblr_megatron.algo.loss import policy_gradient_loss
+from oblr_megatron.types import MicroBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.model.qwen3 import Policy
+
+RatioFn = Callable[["Tensor", MicroBatch], tuple["Tensor", "Tensor"]]
+"""Detached log-probs [b, t] and their batch -> importance ratios [b, t], and how many of them were cut."""
+
+ScoreLoss = Callable[["Tensor", MicroBatch], tuple["Tensor", dict[str, "Tensor"]]]
+"""logits [b, t, Vp / tp], batch -> the loss, and figures of the microbatch."""
+
+FIGURES = ("entropy", "abs_diff", "cut", "tokens")  # what `score_loss` records, sums over response tokens
+
+
+@dataclass(slots=True)
+class Figures:
+    """Sums over the response tokens that went through a pass; of this rank's until `total`.
+
+    Example: Figures(loss=-0.02, entropy=5931.2, abs_diff=0.006, cut=0.0, tokens=3120.0)
+    """
+
+    loss: float = 0.0  # -sum_n c_n sum_t rho_t log pi_t
+    entropy: float = 0.0  # nats
+    abs_diff: float = 0.0  # |log pi_trainer - log pi_rollout|
+    cut: float = 0.0  # importance ratios at their cap
+    tokens: float = 0.0
+
+    def add(self, records: Sequence[dict[str, Tensor]], coefficients: Tensor) -> None:
+        """Take in the records of `run_schedule` (none but on the last stage) and each sample's c, in their order."""
+        if not records:
+            return
+        scores = torch.cat([record["scores"] for record in records]).cpu()  # [n]
+        used = coefficients != 0
+        self.loss -= float((coefficients[used] * scores[used]).sum())
+        sums = torch.stack([record["sums"] for record in records]).sum(0).tolist()
+        for name, value in zip(FIGURES, sums, strict=True):
+            setattr(self, name, getattr(self, name) + value)
+
+    def total(self, parallel: Parallel) -> Figures:
+        """The sums over all ranks: of replicas, of the parts of sequences, of pipeline stages."""
+        names = [field.name for field in fields(self)]
+        sums = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64, device=parallel.device)
+        dist.all_reduce(sums, group=parallel.pp_group)  # only the last stage has any
+        dist.all_reduce(sums, group=parallel.dp_cp_group)
+        return Figures(**dict(zip(names, sums.tolist(), strict=True)))
+
+
+def score_loss(
+    policy: Policy,
+    temperature: float,
+    ratios: RatioFn | None,
+    coefficients: Callable[[MicroBatch], Tensor] | None = None,
+    *,
+    records: bool = False,
+) -> ScoreLoss:
+    """-sum_i c_i sum_t rho_t log pi(o_t): with c = 1, the gradient of a sample's part is minus its score.
+
+    Args:
+        policy: whose logits are judged.
+        temperature: of the sampling distribution.
+        ratios: the importance ratios; without them every rho is 1.
+        coefficients: c [n] of a microbatch's samples; 1 where not given.
+        records: return `FIGURES` as "sums" [4], and sum_t rho_t log pi(o_t) of each sample as "scores" [n], fp64.
+    """
+    from oblr_megatron.model.logprobs import vocab_parallel_entropy, vocab_parallel_logprobs
+
+    vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": policy.parallel, "temperature": temperature}
+
+    def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs = vocab_parallel_logprobs(logits, batch.labels, **vocab)  # [b, t]
+        found = logprobs.detach()
+        rho, cut = (torch.ones_like(found), found.new_zeros(())) if ratios is None else ratios(found, batch)
+        own = torch.ones_like(found) if coefficients is None else batch.per_token(coefficients(batch))
+        loss = policy_gradient_loss(logprobs, batch.mask, own, rho)
+        if not records:
+            return loss, {}
+        entropy = vocab_parallel_entropy(logits, **vocab)[batch.mask].sum()
+        difference = (found - batch.rollout_logprobs).abs()[batch.mask].sum()
+        sums = torch.stack([part.to(torch.float64) for part in (entropy, difference, cut, batch.mask.sum())])
+        return loss, {"sums": sums, "scores": batch.per_sample((rho * found).to(torch.float64))}
+
+    return loss_of

@@ -1,0 +1,183 @@
+"""Sequences cut over ranks give the logits of whole ones, and the gradients of transformers' autograd.
+
+fp64, relative 1e-10, context parallelism alone, over 4 ranks, and with tensor, sequence, pipeline and data parallelism;
+tied and untied, fewer KV groups than ranks, lengths that nothing divides, repeated tokens, a sample without response.
+
+Does not cover: packed samples (test_packed.py), experts, Transformer Engine's attention, which cuts alike.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.sequence import local_part
+from oblr_megatron.model.step import reduce_data_parallel_grads, run_schedule
+from oblr_megatron.types import MicroBatch
+from tests.distributed.launch import layout, run_ranks
+from tests.distributed.passes import (
+    COEFFICIENTS,
+    TEMPERATURE,
+    Outcome,
+    assert_outcomes,
+    load_policy,
+    make_batches,
+    reduced_gradients,
+    weighted_logprob_loss,
+    whole_gradients,
+)
+from tests.oracle import exact_norms, load_oracle, oracle_gradients
+from tests.tiny import VOCAB, make_hf_dir
+
+LAYOUTS = {
+    2: [{"cp": 2}],
+    4: [{"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "tp": 2, "sp": True}, {"cp": 2, "pp": 2}, {"cp": 2}],
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [
+        make_hf_dir(root / "untied"),
+        make_hf_dir(root / "tied", tied=True, seed=1),
+        make_hf_dir(root / "one_group", num_key_value_heads=1, seed=2),
+    ]
+
+
+def numbered(batch: MicroBatch) -> MicroBatch:
+    """The microbatch with each token's position, from 1, where the rollout's log-probs were."""
+    positions = torch.arange(1, batch.input_ids.shape[1] + 1, dtype=torch.float32).expand(batch.input_ids.shape)
+    return MicroBatch(batch.input_ids, batch.labels, batch.mask, positions, batch.sample_index)
+
+
+def logits_by_position(policy: Policy, batches: list[MicroBatch]) -> list[tuple[Tensor, Tensor]] | None:
+    """For each microbatch the positions [t] of this rank's tokens, 0 for padding, and their logits [b, t, V]."""
+    parallel = policy.parallel
+
+    def gather(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        shards = [torch.empty_like(logits) for _ in range(parallel.tp_size)]
+        dist.all_gather(shards, logits, group=parallel.tp_group)
+        whole = torch.cat(shards, dim=-1)[..., :VOCAB]
+        return logits.sum(), {"positions": batch.rollout_logprobs[0].long(), "logits": whole}
+
+    records = run_schedule(policy, [numbered(batch) for batch in batches], gather, forward_only=True)
+    return [(record["positions"], record["logits"]) for record in records] if parallel.is_last_stage else None
+
+
+def logits_in_layouts(path: Path) -> dict[str, list[tuple[Tensor, Tensor]] | None]:
+    results = {}
+    for sizes in LAYOUTS[dist.get_world_size()]:
+        with layout(**sizes) as parallel:
+            results[str(sizes)] = logits_by_position(load_policy(path, parallel), make_batches(2))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_logits_equal_transformers(world_size: int, paths: list[Path]) -> None:
+    """At each position, and the ranks' positions make up the whole sequence."""
+    ranks = run_ranks(logits_in_layouts, world_size, paths[0])
+    model = load_oracle(paths[0])
+    for case in ranks[0]:
+        for index, batch in enumerate(make_batches(2)):
+            with torch.no_grad(), exact_norms():
+                expected = model(batch.input_ids).logits
+            seen = set()
+            for rank in ranks:
+                if rank[case] is None:
+                    continue
+                positions, logits = rank[case][index]
+                real = positions > 0
+                torch.testing.assert_close(logits[:, real], expected[:, positions[real] - 1], rtol=0, atol=1e-10)
+                seen |= set(positions[real].tolist())
+            assert seen == set(range(1, batch.input_ids.shape[1] + 1)), case
+
+
+def gradients_in_layouts(paths: list[Path]) -> dict[str, Outcome]:
+    results: dict[str, Outcome] = {}
+    for sizes in LAYOUTS[dist.get_world_size()]:
+        with layout(**sizes) as parallel:
+            for path in paths:
+                policy = load_policy(path, parallel)
+                for rows in (1, 2):
+                    results[f"{path.name} {sizes} {rows}"] = reduced_gradients(policy, make_batches(rows))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_equal_transformers(world_size: int, paths: list[Path]) -> None:
+    ranks = run_ranks(gradients_in_layouts, world_size, paths)
+    expected = {
+        path.name: oracle_gradients(load_oracle(path), make_batches(), COEFFICIENTS, TEMPERATURE) for path in paths
+    }
+    for case in ranks[0]:
+        assert_outcomes([rank[case] for rank in ranks], expected[case.split()[0]], case)
+
+
+def unreduced_gradients(path: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Gradients without the reduction inside a replica, and the sums of log-probs of each sample."""
+    with layout(cp=2) as parallel:
+        policy = load_policy(path, parallel)
+        records = run_schedule(policy, make_batches(), weighted_logprob_loss(policy))
+        reduce_data_parallel_grads(policy)
+        return whole_gradients(policy), [record["sums"] for record in records]
+
+
+def test_each_ranks_gradient_and_metrics_are_summands(paths: list[Path]) -> None:
+    """Left alone, every parameter of the two ranks together has half of the whole gradient (see the reduction)."""
+    reference = oracle_gradients(load_oracle(paths[0]), make_batches(), COEFFICIENTS, TEMPERATURE)
+    ranks = run_ranks(unreduced_gradients, 2, paths[0])
+    for gradients, _ in ranks:
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(2 * gradient, reference[name], rtol=1e-10, atol=1e-12)
+    [(_, expected)] = run_ranks(whole_sums, 1, paths[0])
+    for first, second, whole in zip(ranks[0][1], ranks[1][1], expected, strict=True):
+        torch.testing.assert_close(first + second, whole, rtol=1e-12, atol=1e-12)
+
+
+def whole_sums(path: Path) -> tuple[None, list[Tensor]]:
+    with layout() as parallel:
+        policy = load_policy(path, parallel)
+        records = run_schedule(policy, make_batches(), weighted_logprob_loss(policy), forward_only=True)
+        return None, [record["sums"] for record in records]
+
+
+def parts_of_a_row() -> list[list[int]]:
+    with layout(cp=2) as parallel:
+        return [_part(parallel, length) for length in (8, 5, 1)]
+
+
+def _part(parallel: Parallel, length: int) -> list[int]:
+    row = torch.arange(1, length + 1)[None]
+    batch = MicroBatch(row, row, row > 0, row.float(), torch.tensor([0]))
+    part = local_part(parallel, batch)
+    assert torch.equal(part.input_ids, part.labels)
+    assert torch.equal(part.mask, part.input_ids > 0)
+    return part.input_ids[0].tolist()
+
+
+def test_the_cut_is_megatrons() -> None:
+    """An early and a late chunk on each rank; padding is the end of the sequence."""
+    first, second = run_ranks(parts_of_a_row, 2)
+    assert first == [[1, 2, 7, 8], [1, 2, 0, 0], [1, 0]]
+    assert second == [[3, 4, 5, 6], [3, 4, 5, 0], [0, 0]]
+
+
+def refused(path: Path) -> str:
+    with layout(cp=2) as parallel:
+        try:
+            load_policy(path, parallel, attention="local")
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+def test_megatrons_own_attention_is_refused(paths: list[Path]) -> None:
+    assert all('attention "local" does not work' in message for message in run_ranks(refused, 2, paths[0]))

@@ -1,0 +1,183 @@
+"""Every mode gives the oracle's norms and the gradient sum_n A_n grad_n, in every layout: fp64, relative 1e-10.
+
+The real weighing (leave-one-out `optimal`, truncated importance ratios) stands between norms and gradient, so that what
+is compared is a whole step: norms w, loss, B = ||g||^2, M of the folds, and every element of the gradient.
+
+Not covered: fp8, CUDA; context and expert parallelism (test_gradnorm_context.py, test_gradnorm_experts.py).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.types import Judged, Sample
+from tests.distributed.launch import layout, run_ranks
+from tests.tiny import VOCAB, make_hf_dir
+
+PROMPTS, GROUP = 4, 4
+RTOL = 1e-10
+MODES: dict[str, dict[str, Any]] = {
+    "two_pass": {"mode": "two_pass"},
+    "stash": {"mode": "stash"},
+    "offloaded": {"mode": "stash", "stash_offload": True},
+    "bookkeep": {"mode": "bookkeep"},
+    "windows": {"mode": "bookkeep", "window_tokens": 40},
+}
+SPREAD: dict[str, dict[str, Any]] = {
+    "spread2": {"mode": "stash", "stash_spread": 2},
+    "spread2_no_lag": {"mode": "stash", "stash_spread": 2, "stash_lag": 0},
+    "spread4": {"mode": "stash", "stash_spread": 4, "stash_lag": 2},
+}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one": {}},
+    2: {"dp2": {}, "tp2sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}},
+    4: {"dp4": {}, "tp2dp2": {"tp": 2}, "tp2sppp2": {"tp": 2, "sp": True, "pp": 2}, "tp4": {"tp": 4}},
+}
+
+
+def make_samples() -> list[Sample]:
+    """Lengths differ, one response is empty, tokens repeat; one group is all of one reward and left out."""
+    random = Random(3)
+    samples = []
+    for n in range(PROMPTS * GROUP):
+        prompt, response = 2 + n // GROUP, (5 * n + 3) % 9
+        ids = [random.randrange(2, VOCAB) for _ in range(prompt + response)]
+        ids = [ids[0] if j % 3 == 0 else token for j, token in enumerate(ids)]
+        drawn = torch.tensor([-math.log(VOCAB) + random.uniform(-0.5, 0.5) for _ in range(response)])
+        logprobs = tuple(drawn.tolist())  # of fp32, as a microbatch holds them: the ratios are exact
+        samples.append(Sample(n // GROUP, tuple(ids[:prompt]), tuple(ids[prompt:]), logprobs, "", "stop", 0))
+    return samples
+
+
+def judged() -> Judged:
+    """Rewards of one group are equal."""
+    rewards = torch.tensor([[1.0, 0, 0, 1], [0, 0, 1, 0], [1, 1, 1, 1], [0.5, 0, 1, 0]], dtype=torch.float64)
+    lengths = torch.tensor([len(sample.response_ids) for sample in make_samples()]).view(PROMPTS, GROUP)
+    return Judged(rewards, lengths, 0)
+
+
+def config_of(path: str, gradnorm: dict[str, Any], folds: int, **parallel: Any) -> Config:
+    return parse_config(
+        {
+            "run_dir": "unused",
+            "num_prompts": PROMPTS,
+            "group_size": GROUP,
+            "model": {"path": path, "dtype": "float64", "make_vocab_size_divisible_by": 8},
+            "data": {"train": "unused"},
+            "algo": {"baseline": "optimal", "snr": {"num_folds": folds}},
+            "rollout": {"correction": "token", "correction_cap": 1.1, "temperature": 0.8},
+            "parallel": {"micro_batch_tokens": 24} | parallel,
+            "gradnorm": gradnorm,
+        }
+    )
+
+
+def step_of(path: str, parallel: Any, config: Config) -> dict[str, Any]:
+    """One step's figures and the gradient it leaves on this rank."""
+    from transformers import AutoConfig
+
+    from oblr_megatron.algo.baseline import active_groups
+    from oblr_megatron.algo.weighing import Weighing
+    from oblr_megatron.checkpoint.hf import load_hf_weights
+    from oblr_megatron.gradient import TrainingGradient
+    from oblr_megatron.model.qwen3 import build_policy
+
+    policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel)
+    load_hf_weights(policy, Path(path))
+    weighing = Weighing(judged(), config, 0.0)
+    gradients = TrainingGradient(policy, config)
+    active = active_groups("optimal", judged().rewards)
+    for _ in range(2):  # the second step finds the buffers as the first has left them
+        found = gradients(make_samples(), weighing, active)
+    gradient = {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
+    stats = {"loss": found.stats.loss, "B": found.stats.sq_norm, "M": found.stats.fold_sq_norm_mean}
+    return {"norms": found.norms_sq, "gradient": gradient, "stats": stats, "tokens": found.stats.num_tokens}
+
+
+def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the largest element; a shard of nothing but padding is 0 in both."""
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def on_ranks(path: str, layouts: dict[str, dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    results = {}
+    for name, sizes in layouts.items():
+        with layout(**sizes) as parallel:
+            spread = {k: v for k, v in SPREAD.items() if parallel.dp_size % v["stash_spread"] == 0}
+            modes = MODES | (spread if parallel.dp_size > 1 else {})
+            plain: dict[str, torch.Tensor] = {}
+            for mode, gradnorm in modes.items():
+                found = step_of(path, parallel, config_of(path, gradnorm, folds=4))
+                gradient = found.pop("gradient")
+                plain = plain or gradient
+                found["difference"] = max(relative_difference(gradient[key], plain[key]) for key in plain)
+                results[name, mode] = found
+    return results
+
+
+def expected(path: str) -> dict[str, Any]:
+    """The step by the oracle: a loop of autograd over samples, sums written out."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    from oblr_megatron.algo.weighing import Weighing
+    from oblr_megatron.gradnorm.reference import reference_gradient, reference_logprobs
+
+    hf_config = AutoConfig.from_pretrained(path)
+    weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
+    gradients, scores = [], []
+    for sample in make_samples():
+        logprobs = reference_logprobs(weights, hf_config, sample, 0.8)
+        ratio = (logprobs - torch.tensor(sample.logprobs, dtype=torch.float64)).exp().clamp(max=1.1)
+        gradients.append(reference_gradient(weights, hf_config, sample, 0.8, ratio))
+        scores.append(float((ratio * logprobs).sum()))
+    norms = torch.stack([sum(g.square().sum() for g in grad.values()) for grad in gradients])
+    used = norms.view(PROMPTS, GROUP).clone()
+    used[2] = 0  # the group of equal rewards is left out
+    config = config_of(path, {"mode": "two_pass"}, folds=4)
+    coefficients = Weighing(judged(), config, 0.0)(range(PROMPTS), used).flatten()
+    folds = [
+        {k: -sum(coefficients[n] * gradients[n][k] for n in range(q * GROUP, (q + 1) * GROUP)) for k in weights}
+        for q in range(PROMPTS)
+    ]
+    total = {k: sum(fold[k] for fold in folds) for k in weights}
+    tokens = sum(len(s.response_ids) for n, s in enumerate(make_samples()) if n // GROUP != 2)
+    return {
+        "norms": used.flatten(),
+        "stats": {
+            "loss": -sum(float(c) * score for c, score in zip(coefficients, scores, strict=True)),
+            "B": sum(float(g.square().sum()) for g in total.values()),
+            "M": PROMPTS * sum(float(g.square().sum()) for fold in folds for g in fold.values()),
+        },
+        "tokens": tokens,
+    }
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    options = {"tied": {"tied": True, "seed": 5}, "untied": {"seed": 6}}
+    return {name: str(make_hf_dir(root / name, dtype=torch.float64, **o)) for name, o in options.items()}
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_every_mode_is_the_oracles_step(models: dict[str, str], world_size: int, model: str) -> None:
+    wanted = expected(models[model])
+    results = run_ranks(on_ranks, world_size, models[model], LAYOUTS[world_size])
+    for rank, found in enumerate(results):
+        for case, figures in found.items():
+            torch.testing.assert_close(
+                figures["norms"], wanted["norms"], rtol=RTOL, atol=0, msg=lambda m, c=(rank, case): f"{c}: {m}"
+            )
+            tokens = figures.pop("tokens")  # two_pass leaves out single samples as well, whose advantage is 0
+            assert tokens == wanted["tokens"] or (case[1] == "two_pass" and tokens < wanted["tokens"])
+            assert figures["stats"] == pytest.approx(wanted["stats"], rel=RTOL), (rank, case)
+            assert figures["difference"] <= RTOL, (rank, case, figures["difference"])
