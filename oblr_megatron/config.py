@@ -150,7 +150,7 @@ class GradnormConfig(Section):
     check_every: int = Field(0, ge=0)
     """With an estimated source: every so many steps, log its correlation with the exact norms; 0 never."""
     check_samples: int = Field(16, ge=2)
-    """Responses of that check."""
+    """Responses of that check, rounded up to whole prompts."""
     always: bool = False
     """Measure norms even when the baseline does not need them, for the metrics."""
 

@@ -70,6 +70,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("gradnorm/sq_max", "", "largest squared norm of a response's own gradient"),
     Metric("gradnorm/length_corr", "", "correlation of w with response length over the step's responses"),
     Metric(
+        "gradnorm/estimate_corr", "", "correlation of estimated with exact w on a few prompts (gradnorm.check_every)"
+    ),
+    Metric(
         "gradnorm/nonfinite",
         "responses",
         "responses whose norm was not finite; they are left out of the gradient",

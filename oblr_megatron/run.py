@@ -91,7 +91,7 @@ class Run:
             failures=result.failures + result.timeouts,
         )
 
-    def gradient(self, samples: list[Sample], judged: Judged, active: Tensor) -> GradientStats:
+    def gradient(self, samples: list[Sample], judged: Judged, active: Tensor, step: int) -> GradientStats:
         """Leave the policy gradient in main_grad, summed over all ranks: w, A = r - b(w) and g, in one pass or two.
 
         Raises:
@@ -100,13 +100,29 @@ class Run:
         config = self.config
         weighing = Weighing(judged, config, self.usual_norm)
         wanted = BASELINES[config.algo.baseline].needs_norms or config.gradnorm.always
+        exact = self._check(samples, active, step) if wanted else None
         found = self.gradients(samples, weighing, active, norms_wanted=wanted, timer=self.timer)
         norms_sq = found.norms_sq.view(len(active), -1)
+        if exact is not None:
+            measured = exact > 0
+            self.record["gradnorm/estimate_corr"] = figures.correlation(exact[measured], norms_sq[measured])
         if wanted:
             self._refuse_broken(norms_sq, samples)
             self.usual_norm = usual(norms_sq, self.usual_norm)
         self.record |= figures.of_baseline(config.algo, judged, norms_sq)
         return found.stats
+
+    def _check(self, samples: list[Sample], active: Tensor, step: int) -> Tensor | None:
+        """Exact norms [Q, G] of a few prompts, where estimates are due to be held against them; before the gradient."""
+        options = self.config.gradnorm
+        if options.source == "exact" or not options.check_every or step % options.check_every:
+            return None
+        candidates = active.nonzero().flatten()
+        few = -(-options.check_samples // self.config.group_size)
+        chosen = torch.zeros_like(active)
+        chosen[candidates[:: max(1, len(candidates) // few)][:few]] = True
+        with self.timer("gradnorm"):
+            return self.gradients.norms(samples, chosen, source="exact").view(len(active), -1)
 
     def _refuse_broken(self, norms_sq: Tensor, samples: list[Sample]) -> None:
         """Count the norms that are no numbers; end the run when they are many."""
@@ -195,7 +211,7 @@ def open_run(config: Config) -> Iterator[Run]:
         reward = stack.enter_context(SharedReward(build_reward(config.reward), share, parallel.dp_size))
         engines = ColocatedEngines(config, parallel)
         stack.callback(engines.close)
-        policy = build_policy(inputs.model.hf_config(), config.model, parallel)
+        policy = build_policy(inputs.model.hf_config(), config.model, parallel, config.parallel)
         load_hf_weights(policy, config.model.path)
         optimizer = PolicyOptimizer(policy, config.optimizer)
         display = stack.enter_context(open_display(config.log, config.num_steps, rank=parallel.rank))

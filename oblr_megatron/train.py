@@ -36,7 +36,7 @@ def train(run: Run) -> None:
         samples = run.rollout(prompts, step)  # N = Q * G responses with log-probs
         judged = run.judge(prompts, samples)  # rewards [Q, G]
         active = active_groups(config.algo.baseline, judged.rewards)  # [Q]: the others have A = 0
-        stats = run.gradient(samples, judged, active)  # w_i, exact; A = r - b(w); g in main_grad, ||g||^2 in stats
+        stats = run.gradient(samples, judged, active, step)  # w, exact; A = r - b(w); g in main_grad
         run.update(stats, step)  # clip, optimizer step at the lagged SNR rate
         run.push(version=step + 1)
         run.evaluate(step + 1)

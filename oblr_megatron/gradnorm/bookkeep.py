@@ -1,10 +1,10 @@
 """Mode `bookkeep`: one pass that keeps the factors of every weight gradient, and multiplies them when A is known.
 
 Forward and input gradients run once. Each linear layer's x and dy are kept; they give the norms, the norms give the
-advantages, and sum_i c_i dy_i^T x_i is one product over the tokens of all samples. Costs the norms' arithmetic (the Gram
-form, for short responses) and the memory of all factors of the samples that are in flight together.
+advantages, and sum_i c_i dy_i^T x_i is one product over the tokens of a microbatch. Costs the norms' arithmetic (the
+Gram form, for short responses) and the memory of all factors of the samples that are in flight together.
 
-With activation recomputation the factors kept are those of the second forward, so that what recomputation saves is less.
+With activation recomputation the factors kept are those of the second forward: recomputation saves less than otherwise.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from oblr_megatron.gradnorm.capture import Capture
-    from oblr_megatron.gradnorm.segments import Segments
     from oblr_megatron.gradnorm.estimate import Sketches
+    from oblr_megatron.gradnorm.segments import Segments
 
 
 @dataclass(slots=True)

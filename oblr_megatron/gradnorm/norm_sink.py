@@ -1,8 +1,8 @@
 """The norms of a microbatch's samples from the factors of its weight gradients: no gradient of a sample is kept.
 
-For a linear layer ||dy_i^T x_i||^2 comes from `segments.product_sq_norms`, by whichever of two ways is cheaper; where the
-gradient of a sample is a summand over ranks (context parallelism), it is formed, summed and dropped. Several samples may
-share a microbatch, except where a parameter is not tapped: its gradient of a microbatch is in `main_grad` as a sum.
+For a linear layer ||dy_i^T x_i||^2 comes from `segments.product_sq_norms`, by whichever of two ways is cheaper; where
+the gradient of a sample is a summand over ranks (context parallelism), it is formed, summed and dropped. Several
+samples may share a microbatch, except where a parameter is not tapped: `main_grad` holds the sum over a microbatch.
 """
 
 from __future__ import annotations

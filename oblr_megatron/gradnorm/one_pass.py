@@ -133,10 +133,10 @@ class _Pending:
 
 
 class SpreadStashPass:
-    """`stash`, the samples of a prompt dealt to the `share` replicas of a group, G / share buffers and some more on each.
+    """`stash`, the samples of a prompt dealt to the S replicas of a group: G / S buffers on each, and some more.
 
     Norms are exchanged by an all-gather that nobody waits for: a replica goes on with the next prompt as long as it has
-    a free buffer, and settles a prompt when its norms have arrived. Replica r has the samples r, r + share, ... of each.
+    a free buffer, and settles a prompt when its norms have arrived. Replica r has the samples r, r + S, ... of each.
     """
 
     def __init__(self, policy: Policy, config: Config, group: dist.ProcessGroup) -> None:
@@ -176,7 +176,7 @@ class SpreadStashPass:
         """Wait for the other replicas' norms, add the stashed gradients, free their buffers."""
         if item.arrival is not None:
             item.arrival.wait()
-        group = item.gathered.t().flatten()  # sample j of the prompt is number j // share of replica j % share
+        group = item.gathered.t().flatten()  # sample j of the prompt is number j // S of replica j % S
         coefficients = work.weigh([item.prompt], group[None].cpu())[0]
         own = coefficients[dist.get_rank(self._group) :: self._group.size()]
         work.figures.add(item.records, own)

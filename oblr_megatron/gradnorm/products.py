@@ -146,6 +146,6 @@ def _front(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _slices(stop: int, step: int) -> Iterator[slice]:
-    """0..stop in steps."""
+    """0..stop in steps, the last of them cut by what it is applied to."""
     for start in range(0, stop, step):
-        yield slice(start, min(start + step, stop))
+        yield slice(start, start + step)

@@ -5,8 +5,8 @@ A sample's embedding gradient is zero but in the rows of its own tokens, which e
     ||E + H||^2 = ||E||^2 + ||H||^2 + 2 <E, H>
 
 where H is the output layer's use of the same matrix: <E, H> needs these rows of H and no others, whether both uses are
-on this rank or at the two ends of the pipeline. Under context parallelism the rows are summands over the ranks that share
-the sequence, and wait for their sum.
+on this rank or at the two ends of the pipeline. Under context parallelism the rows are summands over the ranks that
+share the sequence, and wait for their sum.
 """
 
 from __future__ import annotations

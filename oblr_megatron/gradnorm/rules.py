@@ -110,14 +110,10 @@ def _kind(param: Parameter, *, head_norm: bool, expert: bool, sequence_parallel:
 
     A parameter whose gradient megatron averages over TP is neither a partial nor a copy; none occurs in a Qwen3.
     """
-    if getattr(param, "average_gradients_across_tp_domain", False):
+    if getattr(param, "average_gradients_across_tp_domain", False) or not (expert or getattr(param, "allreduce", True)):
         return None
-    if expert:
-        return Kind.SHARD  # of the expert-tensor-parallel ranks, however few
-    if not getattr(param, "allreduce", True):
-        return None
-    if getattr(param, "tensor_model_parallel", False):
-        return Kind.SHARD
+    if expert or getattr(param, "tensor_model_parallel", False):
+        return Kind.SHARD  # an expert's: of the expert-tensor-parallel ranks, however few
     if head_norm:
         return Kind.PARTIAL
     over_tokens = getattr(param, "sequence_parallel", None)

@@ -77,7 +77,7 @@ class Sharing:
                 dist.all_reduce(grad, group=self.group)
 
     def undo_repeats(self, policy: Policy) -> None:
-        """Each of the replicas that share a fold holds its whole gradient; the sum over replicas is to count it once."""
+        """Let the sum over replicas count a fold once: all that share it hold its whole gradient."""
         if self.size > 1:
             for grad in _dense(policy):
                 grad.div_(self.size)

@@ -1,8 +1,8 @@
 """Mode `stash`: one pass, in which the gradient of each response is kept until its advantage is known.
 
 The gradient of sample i is made once, in a buffer of its own instead of `main_grad`; its norm is taken there, and when
-the norms of the group are known, sum_i A_i grad_i is added up from the buffers. No arithmetic beyond training's: what it
-costs is to write a gradient for every sample and read it twice, and k buffers of memory.
+the norms of the group are known, sum_i A_i grad_i is added up from the buffers. No arithmetic beyond training's: what
+it costs is to write a gradient for every sample and read it twice, and k buffers of memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from oblr_megatron.gradnorm.gradient_buffer import GradientBuffer
 from oblr_megatron.gradnorm.rules import EMBEDDING, OUTPUT, Kind, Rule
-from oblr_megatron.gradnorm.segments import product_into, scale_grads, Segments
+from oblr_megatron.gradnorm.segments import Segments, product_into, scale_grads
 from oblr_megatron.model.taps import add_product, add_rows
 
 if TYPE_CHECKING:

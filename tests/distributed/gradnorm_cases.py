@@ -10,7 +10,7 @@ from random import Random
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import AutoConfig
 
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig
@@ -60,7 +60,7 @@ def token_ratios(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 def load_policy(path: Path, parallel: Parallel, *, dtype: str = "float64") -> Policy:
     config = ModelConfig.model_validate({"path": path, "dtype": dtype, "make_vocab_size_divisible_by": 8})
-    policy = build_policy(Qwen3Config.from_pretrained(path), config, parallel)
+    policy = build_policy(AutoConfig.from_pretrained(path), config, parallel)
     load_hf_weights(policy, path)
     return policy
 
@@ -77,7 +77,7 @@ def oracle(
 
     Hugging Face parameters whose name contains one of `frozen` are not counted.
     """
-    config = Qwen3Config.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path)
     weights = {name: weight.to(rounded_to).double() for name, weight in load_file(path / "model.safetensors").items()}
     norms = torch.zeros(len(samples), dtype=torch.float64)
     for n, sample in enumerate(samples):

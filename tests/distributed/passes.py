@@ -70,6 +70,26 @@ def weighted_logprob_loss(policy: Policy) -> Callable[[Tensor, MicroBatch], tupl
     return loss_fn
 
 
+def numbered(batch: MicroBatch) -> MicroBatch:
+    """The microbatch with each token's position, from 1, where the rollout's log-probs were."""
+    positions = torch.arange(1, batch.input_ids.shape[1] + 1, dtype=torch.float32).expand(batch.input_ids.shape)
+    return MicroBatch(batch.input_ids, batch.labels, batch.mask, positions, batch.sample_index, batch.cu_seqlens)
+
+
+def logits_by_position(policy: Policy, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]] | None:
+    """For each microbatch the positions [t] of this rank's tokens, 0 for padding, and their logits [b, t, V]."""
+    parallel = policy.parallel
+
+    def gather(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        shards = [torch.empty_like(logits) for _ in range(parallel.tp_size)]
+        dist.all_gather(shards, logits, group=parallel.tp_group)
+        whole = torch.cat(shards, dim=-1)[..., :VOCAB]
+        return logits.sum(), {"positions": batch.rollout_logprobs[0].long(), "logits": whole}
+
+    records = run_schedule(policy, [numbered(batch) for batch in batches], gather, forward_only=True)
+    return [(record["positions"], record["logits"]) for record in records] if parallel.is_last_stage else None
+
+
 def whole_gradients(policy: Policy) -> dict[str, Tensor]:
     """This rank's main_grad by Hugging Face name; the last stage's copy of a tied embedding as "copy of ...".
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import Policy
 from oblr_megatron.model.sequence import local_part
 from oblr_megatron.model.step import reduce_data_parallel_grads, run_schedule
 from oblr_megatron.types import MicroBatch
@@ -28,13 +27,14 @@ from tests.distributed.passes import (
     Outcome,
     assert_outcomes,
     load_policy,
+    logits_by_position,
     make_batches,
     reduced_gradients,
     weighted_logprob_loss,
     whole_gradients,
 )
 from tests.oracle import exact_norms, load_oracle, oracle_gradients
-from tests.tiny import VOCAB, make_hf_dir
+from tests.tiny import make_hf_dir
 
 LAYOUTS = {
     2: [{"cp": 2}],
@@ -50,26 +50,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         make_hf_dir(root / "tied", tied=True, seed=1),
         make_hf_dir(root / "one_group", num_key_value_heads=1, seed=2),
     ]
-
-
-def numbered(batch: MicroBatch) -> MicroBatch:
-    """The microbatch with each token's position, from 1, where the rollout's log-probs were."""
-    positions = torch.arange(1, batch.input_ids.shape[1] + 1, dtype=torch.float32).expand(batch.input_ids.shape)
-    return MicroBatch(batch.input_ids, batch.labels, batch.mask, positions, batch.sample_index)
-
-
-def logits_by_position(policy: Policy, batches: list[MicroBatch]) -> list[tuple[Tensor, Tensor]] | None:
-    """For each microbatch the positions [t] of this rank's tokens, 0 for padding, and their logits [b, t, V]."""
-    parallel = policy.parallel
-
-    def gather(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        shards = [torch.empty_like(logits) for _ in range(parallel.tp_size)]
-        dist.all_gather(shards, logits, group=parallel.tp_group)
-        whole = torch.cat(shards, dim=-1)[..., :VOCAB]
-        return logits.sum(), {"positions": batch.rollout_logprobs[0].long(), "logits": whole}
-
-    records = run_schedule(policy, [numbered(batch) for batch in batches], gather, forward_only=True)
-    return [(record["positions"], record["logits"]) for record in records] if parallel.is_last_stage else None
 
 
 def logits_in_layouts(path: Path) -> dict[str, list[tuple[Tensor, Tensor]] | None]:

@@ -37,8 +37,31 @@ SPREAD: dict[str, dict[str, Any]] = {
 }
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}},
-    2: {"dp2": {}, "tp2sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}},
-    4: {"dp4": {}, "tp2dp2": {"tp": 2}, "tp2sppp2": {"tp": 2, "sp": True, "pp": 2}, "tp4": {"tp": 4}},
+    2: {"dp2": {}, "tp2sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}, "cp2": {"cp": 2}},
+    4: {
+        "dp4": {},
+        "tp2dp2": {"tp": 2},
+        "tp2sppp2": {"tp": 2, "sp": True, "pp": 2},
+        "tp4": {"tp": 4},
+        "cp2tp2sp": {"cp": 2, "tp": 2, "sp": True},
+        "cp2pp2": {"cp": 2, "pp": 2},
+        "cp2dp2": {"cp": 2},
+    },
+}
+PACKED = {"packing": "packed"}
+SELECTIVE = {"recompute_granularity": "selective"}
+FULL = {"recompute_granularity": "full"}
+VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {  # of a model of four layers
+    1: {"packed": ({}, PACKED), "selective": ({}, SELECTIVE), "full": ({}, FULL)},
+    2: {
+        "pp2vp2": ({"pp": 2, "vp": 2}, {}),
+        "pp2vp2 packed full": ({"pp": 2, "vp": 2}, PACKED | FULL),
+        "pp2 full": ({"pp": 2}, FULL),
+        "tp2sp packed selective": ({"tp": 2, "sp": True}, PACKED | SELECTIVE),
+        "cp2 packed": ({"cp": 2}, PACKED),
+        "cp2 full": ({"cp": 2}, FULL),
+    },
+    4: {"tp2sp pp2vp2 packed full": ({"tp": 2, "sp": True, "pp": 2, "vp": 2}, PACKED | FULL)},
 }
 
 
@@ -89,7 +112,7 @@ def step_of(path: str, parallel: Any, config: Config) -> dict[str, Any]:
     from oblr_megatron.gradient import TrainingGradient
     from oblr_megatron.model.qwen3 import build_policy
 
-    policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel)
+    policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
     load_hf_weights(policy, Path(path))
     weighing = Weighing(judged(), config, 0.0)
     gradients = TrainingGradient(policy, config)
@@ -106,15 +129,17 @@ def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=torch.finfo(torch.float64).tiny))
 
 
-def on_ranks(path: str, layouts: dict[str, dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+def on_ranks(
+    path: str, layouts: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+) -> dict[tuple[str, str], dict[str, Any]]:
     results = {}
-    for name, sizes in layouts.items():
+    for name, (sizes, options) in layouts.items():
         with layout(**sizes) as parallel:
             spread = {k: v for k, v in SPREAD.items() if parallel.dp_size % v["stash_spread"] == 0}
             modes = MODES | (spread if parallel.dp_size > 1 else {})
             plain: dict[str, torch.Tensor] = {}
             for mode, gradnorm in modes.items():
-                found = step_of(path, parallel, config_of(path, gradnorm, folds=4))
+                found = step_of(path, parallel, config_of(path, gradnorm, folds=4, **options))
                 gradient = found.pop("gradient")
                 plain = plain or gradient
                 found["difference"] = max(relative_difference(gradient[key], plain[key]) for key in plain)
@@ -163,15 +188,25 @@ def expected(path: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    options = {"tied": {"tied": True, "seed": 5}, "untied": {"seed": 6}}
+    options = {"tied": {"tied": True, "seed": 5}, "untied": {"seed": 6}, "deep": {"tied": True, "num_hidden_layers": 4}}
     return {name: str(make_hf_dir(root / name, dtype=torch.float64, **o)) for name, o in options.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tied", "untied"])
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_mode_is_the_oracles_step(models: dict[str, str], world_size: int, model: str) -> None:
-    wanted = expected(models[model])
-    results = run_ranks(on_ranks, world_size, models[model], LAYOUTS[world_size])
+    layouts = {name: (sizes, {}) for name, sizes in LAYOUTS[world_size].items()}
+    check(expected(models[model]), run_ranks(on_ranks, world_size, models[model], layouts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", VARIANTS)
+def test_packing_recomputation_and_interleaving(models: dict[str, str], world_size: int) -> None:
+    check(expected(models["deep"]), run_ranks(on_ranks, world_size, models["deep"], VARIANTS[world_size]))
+
+
+def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
     for rank, found in enumerate(results):
         for case, figures in found.items():
             torch.testing.assert_close(

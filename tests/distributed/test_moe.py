@@ -83,9 +83,7 @@ class SplitSink(AccumulateSink):
 
     def __init__(self, policy: Policy) -> None:
         self.parallel = policy.parallel
-        self.names = {
-            id(parameter): name for name, parameter in policy.named_parameters() if ".experts." in name
-        }
+        self.names = {id(parameter): name for name, parameter in policy.named_parameters() if ".experts." in name}
         self.position = -1
         self.products: dict[tuple[str, int], Tensor] = {}  # (parameter, sample)
 

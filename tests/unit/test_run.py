@@ -58,8 +58,9 @@ class Gradients:
 
 def gradient_of(parts: Any, gradients: Gradients) -> GradientStats:
     parts.gradients = gradients
+    parts._check = lambda *arguments: run.Run._check(parts, *arguments)
     parts._refuse_broken = lambda *arguments: run.Run._refuse_broken(parts, *arguments)
-    return run.Run.gradient(parts, SAMPLES, JUDGED, torch.ones(2, dtype=torch.bool))
+    return run.Run.gradient(parts, SAMPLES, JUDGED, torch.ones(2, dtype=torch.bool), 0)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])

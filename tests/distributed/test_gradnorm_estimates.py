@@ -1,0 +1,84 @@
+"""Estimated norms: the sketch is unbiased in every mode and layout, the logit energy is autograd's, length is length.
+
+Not covered: how much variance an estimate costs the baseline (docs/evidence).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import layout, run_ranks
+from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, expected, make_samples, step_of
+from tests.tiny import make_hf_dir
+
+SEEDS = 24
+LAYOUTS: dict[int, list[dict[str, Any]]] = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, {}]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_hf_dir(tmp_path_factory.mktemp("model"), tied=True, seed=5, dtype=torch.float64))
+
+
+def of_sources(path: str, layouts: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
+    """Norms by every source in every layout; those of the sketch are the mean over seeds, in two modes."""
+    results = []
+    for sizes in layouts:
+        with layout(**sizes) as parallel:
+            found = {
+                source: step_of(path, parallel, config_of(path, {"source": source, "mode": "two_pass"}, 4))["norms"]
+                for source in ("logit", "length")
+            }
+            for mode in ("two_pass", "bookkeep"):
+                norms = []
+                for seed in range(SEEDS if not sizes else 2):
+                    config = config_of(path, {"source": "sketch", "mode": mode, "sketch_size": 8}, 4)
+                    config = config.model_copy(update={"seed": seed})
+                    norms.append(step_of(path, parallel, config)["norms"])
+                found[f"sketch {mode}"] = torch.stack(norms)
+        results.append(found)
+    return results
+
+
+def energies(path: str) -> torch.Tensor:
+    """||d sum rho log pi / d logits||^2 of each sample of the active groups, by autograd on the oracle's logits."""
+    from safetensors.torch import load_file
+    from transformers import Qwen3Config
+
+    from oblr_megatron.gradnorm.reference import reference_logits
+
+    config = Qwen3Config.from_pretrained(path)
+    weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
+    found = torch.zeros(PROMPTS * GROUP, dtype=torch.float64)
+    for n, sample in enumerate(make_samples()):
+        if n // GROUP == 2:
+            continue
+        tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
+        logits = reference_logits(weights, config, tokens).requires_grad_()
+        logprobs = (logits[:-1] / 0.8).log_softmax(-1).gather(1, tokens[1:, None])[len(sample.prompt_ids) - 1 :, 0]
+        ratios = (logprobs - torch.tensor(sample.logprobs, dtype=torch.float64)).exp().clamp(max=1.1).detach()
+        (ratios * logprobs).sum().backward()
+        found[n] = logits.grad.square().sum()
+    return found
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_sources(model: str, world_size: int) -> None:
+    lengths = torch.tensor([len(s.response_ids) for s in make_samples()]).double()
+    lengths[2 * GROUP : 3 * GROUP] = 0
+    exact, by_autograd = expected(model)["norms"], energies(model)
+    for found in (
+        layouts for ranks in run_ranks(of_sources, world_size, model, LAYOUTS[world_size]) for layouts in ranks
+    ):
+        assert torch.equal(found["length"], lengths)
+        torch.testing.assert_close(found["logit"], by_autograd, rtol=1e-10, atol=0)
+        torch.testing.assert_close(found["sketch bookkeep"], found["sketch two_pass"], rtol=1e-9, atol=0)
+        draws = found["sketch two_pass"]
+        assert not torch.equal(draws[0], draws[1])
+        if len(draws) == SEEDS:
+            error = draws.std(dim=0) / SEEDS**0.5
+            assert ((draws.mean(dim=0) - exact).abs() <= 4 * error).all()

@@ -1,0 +1,132 @@
+"""Activations computed again in backward leave the gradients as they are, and the sink its beginnings and ends.
+
+fp64, relative 1e-10 against transformers' autograd; none, core attention, whole layers in groups and as a block, alone
+and with tensor, sequence, pipeline and context parallelism; 4 layers.
+
+Does not cover: the memory saved, dropout's random states (dropout is 0), Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oblr_megatron.config import ParallelConfig
+from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.step import run_schedule
+from oblr_megatron.model.taps import AccumulateSink, Splits
+from oblr_megatron.types import MicroBatch
+from tests.distributed.launch import layout, run_ranks
+from tests.distributed.passes import (
+    COEFFICIENTS,
+    TEMPERATURE,
+    Outcome,
+    assert_outcomes,
+    load_policy,
+    make_batches,
+    reduced_gradients,
+    weighted_logprob_loss,
+)
+from tests.oracle import load_oracle, oracle_gradients
+from tests.tiny import make_hf_dir
+
+OPTIONS = {
+    "none": ParallelConfig(),
+    "selective": ParallelConfig(recompute_granularity="selective"),
+    "uniform": ParallelConfig(recompute_granularity="full", recompute_num_layers=2),
+    "block": ParallelConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+}
+RERUNS = {"none": (0, 0), "selective": (4, 0), "uniform": (4, 4), "block": (1, 1)}  # core attentions, whole layers
+LAYOUTS = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}], 4: [{"tp": 2, "sp": True, "pp": 2}]}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf_dir(tmp_path_factory.mktemp("models") / "tied", tied=True, num_hidden_layers=4)
+
+
+def gradients_in_layouts(path: Path) -> dict[str, Outcome]:
+    results: dict[str, Outcome] = {}
+    for sizes in LAYOUTS[dist.get_world_size()]:
+        with layout(**sizes) as parallel:
+            for name, options in OPTIONS.items():
+                policy = load_policy(path, parallel, options)
+                results[f"{name} {sizes}"] = reduced_gradients(policy, make_batches(2))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_gradients_equal_transformers(world_size: int, path: Path) -> None:
+    ranks = run_ranks(gradients_in_layouts, world_size, path)
+    expected = oracle_gradients(load_oracle(path), make_batches(), COEFFICIENTS, TEMPERATURE)
+    for case in ranks[0]:
+        assert_outcomes([rank[case] for rank in ranks], expected, case)
+
+
+class _Recorder(AccumulateSink):
+    """Notes every call; an event outside of its microbatch is an error."""
+
+    def __init__(self) -> None:
+        self.current: int | None = None
+        self.order: list[int] = []
+        self.counts: list[int] = []
+
+    def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
+        assert self.current is None, f"microbatch {position} begins inside {self.current}"
+        self.current = position
+        self.order.append(position)
+        self.counts.append(0)
+
+    def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
+        self._note()
+        super().linear(weight, x, dy, splits)
+
+    def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None:
+        self._note()
+        super().embedding(weight, rows, dy)
+
+    def scale(self, weight: nn.Parameter, x_hat: Tensor, dy: Tensor) -> None:
+        self._note()
+        super().scale(weight, x_hat, dy)
+
+    def end(self, position: int, chunk: int) -> None:
+        assert self.current == position
+        self.current = None
+
+    def _note(self) -> None:
+        assert self.current is not None, "a weight gradient before its microbatch began, or after its end"
+        self.counts[-1] += 1
+
+
+def observed(path: Path) -> dict[str, tuple[list[int], list[int], tuple[int, int]]]:
+    """Microbatches in order, weight gradients of each, and how often attentions and layers ran more than once."""
+    results = {}
+    for name, options in OPTIONS.items():
+        with layout() as parallel:
+            policy, recorder = load_policy(path, parallel, options), _Recorder()
+            counters = _count_forwards(policy)
+            run_schedule(policy, make_batches(), weighted_logprob_loss(policy), sink=recorder)
+            reruns = [len(counter) // len(make_batches()) - 4 for counter in counters]
+            results[name] = recorder.order, recorder.counts, (reruns[0], reruns[1])
+    return results
+
+
+def _count_forwards(policy: Policy) -> tuple[list[int], list[int]]:
+    attentions: list[int] = []
+    layers: list[int] = []
+    for layer in policy.module.decoder.layers:
+        layer.self_attention.core_attention.register_forward_hook(lambda *_: attentions.append(1))
+        layer.register_forward_hook(lambda *_: layers.append(1))
+    return attentions, layers
+
+
+def test_a_sink_gets_everything_between_begin_and_end(path: Path) -> None:
+    """4 linear layers and 4 norms a layer, the final norm, embedding and output layer, however much runs twice."""
+    [results] = run_ranks(observed, 1, path)
+    for name, (order, counts, reruns) in results.items():
+        assert order == [0, 1, 2, 3], name
+        assert counts == [4 * 8 + 3] * 4, name
+        assert reruns == RERUNS[name], name
