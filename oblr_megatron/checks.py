@@ -26,6 +26,7 @@ def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) 
     """
     check_world_size(config.parallel, world_size)
     check_model(hf_config, config.parallel, where=str(config.model.path))
+    check_attention(config.model.attention, config.parallel)
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
@@ -80,7 +81,7 @@ def check_port(port: int, address: str = "") -> None:
 def check_model(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: str) -> None:
     """Refuse a model that the layout does not divide, or that uses what is not supported."""
     _check_features(hf_config, where)
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tp = parallel.tensor_model_parallel_size
     heads, groups = _count(hf_config, "num_attention_heads", where), _count(hf_config, "num_key_value_heads", where)
     _check_divides(heads, tp, "num_attention_heads", "tensor_model_parallel_size", where)
     _check_divides(heads, groups, "num_attention_heads", "num_key_value_heads", where)
@@ -90,12 +91,113 @@ def check_model(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: s
             where=where,
             mend=f"set parallel.tensor_model_parallel_size to a divisor or a multiple of {groups}",
         )
-    _check_divides(
-        _count(hf_config, "intermediate_size", where), tp, "intermediate_size", "tensor_model_parallel_size", where
+    _check_mlp(hf_config, parallel, where)
+    _check_stages(_count(hf_config, "num_hidden_layers", where), parallel, where)
+
+
+def check_attention(attention: str, parallel: ParallelConfig) -> None:
+    """Refuse megatron-core's own attention where it cannot work: it knows neither cut sequences nor packed samples."""
+    cuts = f"context_parallel_size {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
+    refused = cuts or ('packing "packed"' if parallel.packing == "packed" else "")
+    if attention == "local" and refused:
+        raise UserError(
+            f'attention "local" does not work with {refused}', where="config: model.attention", mend='set it to "sdpa"'
+        )
+
+
+def _check_stages(layers: int, parallel: ParallelConfig, where: str) -> None:
+    """Layers divide into pipeline stages, their chunks, and what is recomputed together."""
+    pp, vp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    if vp is not None and pp == 1:
+        raise UserError(
+            f"virtual_pipeline_model_parallel_size {vp} without pipeline parallelism",
+            where="config: parallel",
+            mend="leave it out, or set parallel.pipeline_model_parallel_size to 2 or more",
+        )
+    _check_divides(layers, pp, "num_hidden_layers", "pipeline_model_parallel_size", where)
+    if layers % (pp * (vp or 1)):
+        raise UserError(
+            f"num_hidden_layers {layers} is not a multiple of pipeline_model_parallel_size {pp} x "
+            f"virtual_pipeline_model_parallel_size {vp} = {pp * (vp or 1)}",
+            where=where,
+            mend=f"choose sizes whose product divides {layers}",
+        )
+    chunk, group = layers // (pp * (vp or 1)), parallel.recompute_num_layers
+    if parallel.recompute_granularity == "full" and parallel.recompute_method == "uniform" and chunk % group:
+        raise UserError(
+            f"the {chunk} layers of a model chunk do not divide into groups of recompute_num_layers {group}",
+            where="config: parallel.recompute_num_layers",
+            mend=f"choose a divisor of {chunk}",
+        )
+
+
+def num_experts(hf_config: Mapping[str, Any]) -> int:
+    """Experts of each layer, 0 in a dense model; under published checkpoints' key, or the one transformers writes."""
+    return hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0
+
+
+def _check_mlp(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: str) -> None:
+    """The part of a layer after attention: dense, or a mixture of experts."""
+    if num_experts(hf_config):
+        _check_mixture(hf_config, where)
+        _check_experts_divide(hf_config, parallel, where)
+        return
+    tp, ep, etp = (
+        parallel.tensor_model_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
     )
-    _check_divides(
-        _count(hf_config, "num_hidden_layers", where), pp, "num_hidden_layers", "pipeline_model_parallel_size", where
-    )
+    if ep > 1 or etp not in (None, tp):
+        raise UserError(
+            f"expert_model_parallel_size {ep}, expert_tensor_parallel_size {etp} for a model without experts",
+            where="config: parallel",
+            mend="leave both out, or train a Qwen3 mixture of experts",
+        )
+    ffn = _count(hf_config, "intermediate_size", where)
+    _check_divides(ffn, tp, "intermediate_size", "tensor_model_parallel_size", where)
+
+
+def _check_mixture(hf_config: Mapping[str, Any], where: str) -> None:
+    """Every layer a mixture, with enough experts."""
+    if hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1:
+        raise UserError(
+            "dense layers among layers of experts are not supported",
+            where=where,
+            mend="use a Qwen3 model with mlp_only_layers [] and decoder_sparse_step 1 in its config.json",
+        )
+    if _count(hf_config, "num_experts_per_tok", where) > num_experts(hf_config):
+        raise UserError(
+            f"num_experts_per_tok {hf_config['num_experts_per_tok']} is more than the {num_experts(hf_config)} experts "
+            "there are",
+            where=where,
+            mend="give the config.json that came with the weights",
+        )
+
+
+def _check_experts_divide(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: str) -> None:
+    """Experts over expert-parallel ranks; these over the ranks that share a sample, or the other way round.
+
+    Gradients of experts are summed over whole replicas, or over a whole share of one.
+    """
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    if tp > 1 and not parallel.sequence_parallel:
+        raise UserError(
+            f"experts under tensor_model_parallel_size {tp} without sequence_parallel: every token would reach its "
+            f"experts {tp} times",
+            where="config: parallel",
+            mend="set parallel.sequence_parallel to true",
+        )
+    etp, sharing = parallel.expert_tensor_parallel_size or tp, tp * parallel.context_parallel_size
+    _check_divides(num_experts(hf_config), ep, "num_experts", "expert_model_parallel_size", where)
+    ffn = _count(hf_config, "moe_intermediate_size", where)
+    _check_divides(ffn, etp, "moe_intermediate_size", "expert_tensor_parallel_size", where)
+    if ep * etp % sharing and sharing % (ep * etp):
+        raise UserError(
+            f"expert_model_parallel_size {ep} x expert_tensor_parallel_size {etp} = {ep * etp} and the {sharing} ranks "
+            "that share a sample (tensor x context parallel) do not divide one another",
+            where="config: parallel",
+            mend="make one a multiple of the other",
+        )
 
 
 def _check_features(hf_config: Mapping[str, Any], where: str) -> None:

@@ -1,4 +1,6 @@
-"""Tiny Qwen3 directories on disk, made by transformers: the real architecture, every size small and no two equal."""
+"""Tiny Qwen3 and Qwen3-MoE directories on disk, made by transformers: the real architecture, every size small and no
+two equal.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +9,45 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCAB = 37  # odd, so that every padding divisor leaves padding
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
 def tiny_config(**overrides: Any) -> Qwen3Config:
     """4 heads on 2 KV heads, head_dim 16 where hidden / heads is 12, 37 tokens."""
-    values: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 48,
-        "intermediate_size": 56,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    return Qwen3Config(**values | overrides)
+    return Qwen3Config(**SIZES | overrides)
+
+
+def tiny_moe_config(**overrides: Any) -> Qwen3MoeConfig:
+    """The same with 4 experts in each layer, of which a token sees 2."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+    return Qwen3MoeConfig(**SIZES | experts | overrides)
 
 
 def make_hf_dir(
@@ -47,10 +64,29 @@ def make_hf_dir(
     Weights are larger than a fresh model's and norm weights differ from 1, so that no mistake hides behind a small or
     a neutral value.
     """
-    generator = torch.Generator().manual_seed(seed)
     state = torch.get_rng_state()
-    model = Qwen3ForCausalLM(tiny_config(tie_word_embeddings=tied, **overrides)).to(dtype)
+    model = Qwen3ForCausalLM(tiny_config(tie_word_embeddings=tied, **overrides))
     torch.set_rng_state(state)
+    return _save(model.to(dtype), path, seed, max_shard_size)
+
+
+def make_moe_hf_dir(
+    path: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """`make_hf_dir` of a mixture of experts; on disk each expert has its own tensors, as in published checkpoints."""
+    state = torch.get_rng_state()
+    model = Qwen3MoeForCausalLM(tiny_moe_config(**overrides))
+    torch.set_rng_state(state)
+    return _save(model.to(dtype), path, seed, max_shard_size)
+
+
+def _save(model: PreTrainedModel, path: Path, seed: int, max_shard_size: str) -> Path:
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

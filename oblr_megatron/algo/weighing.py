@@ -1,4 +1,4 @@
-"""From norms to the coefficients of the loss, for all prompts of a step at once or for some as their norms become known."""
+"""From norms to coefficients of the loss, for all prompts of a step or for some, as their norms become known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Weighing:
     """c = A / divisor of chosen prompts, A = r - b(w).
 
-    A sample whose norm is not finite gets 0: its gradient is no number either, and one such sample must not end the run.
+    A sample whose norm is not finite gets 0: its gradient is no number either, and one such sample must not end the
+    run.
 
     Args:
         judged: rewards and lengths of the whole step.

@@ -87,12 +87,13 @@ def load_hf_weights(policy: Policy, path: Path) -> None:
         for name, parameter in policy.named_parameters():
             item = entry(name, shape)
             sources = [tensors[hf_name] for hf_name in item.hf]
+            dense = item.expert is None
             shard = split(
                 item,
                 sources,
                 shape,
-                tp_rank=parallel.tp_rank,
-                tp_size=parallel.tp_size,
+                tp_rank=parallel.tp_rank if dense else parallel.etp_rank,
+                tp_size=parallel.tp_size if dense else parallel.etp_size,
                 padded_vocab=policy.padded_vocab_size,
             )
             parameter.copy_(shard)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, Qwen3Config
+    from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
 
-ARCHITECTURE, MODEL_TYPE = "Qwen3ForCausalLM", "qwen3"
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}  # by model_type
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))  # either set will do
 LENGTH_BYTES = 8  # of a safetensors file: the size of the JSON header, little endian
@@ -39,11 +39,11 @@ class HFDir:
     tied: bool  # input and output embeddings are one tensor
     num_bytes: int  # of all weight files
 
-    def hf_config(self) -> Qwen3Config:
+    def hf_config(self) -> Qwen3Config | Qwen3MoeConfig:
         """The configuration as transformers reads it."""
-        from transformers import Qwen3Config
+        from transformers import AutoConfig
 
-        return Qwen3Config.from_pretrained(self.path)
+        return AutoConfig.from_pretrained(self.path)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The directory's tokenizer.
@@ -134,13 +134,15 @@ def _read_json(file: Path, why: str) -> dict[str, Any]:
 
 def _check_architecture(config: dict[str, Any], path: Path) -> None:
     names = config.get("architectures") or []
-    if config.get("model_type") == MODEL_TYPE and names in ([ARCHITECTURE], []):
+    architecture = ARCHITECTURES.get(str(config.get("model_type")))
+    if architecture is not None and names in ([architecture], []):
         return
     found = f"model_type {config.get('model_type')!r}, architectures {names!r}"
     raise UserError(
         f"not a Qwen3 model: {found}",
         where=str(path / "config.json"),
-        mend=f"give a dense Qwen3 checkpoint (model_type {MODEL_TYPE!r}, {ARCHITECTURE})",
+        mend="give a Qwen3 checkpoint: "
+        + " or ".join(f"model_type {kind!r}, {name}" for kind, name in ARCHITECTURES.items()),
     )
 
 
@@ -217,7 +219,7 @@ def _check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], p
     unknown = [name for name in shapes if name not in expected and name not in allowed]
     if unknown:
         raise UserError(
-            f"{len(unknown)} tensors are none of a dense Qwen3, {unknown[0]!r} first",
+            f"{len(unknown)} tensors are none of this Qwen3's, {unknown[0]!r} first",
             where=str(path),
             mend="give a plain Qwen3 checkpoint, without added heads or adapters",
         )

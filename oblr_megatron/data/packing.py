@@ -1,8 +1,8 @@
-"""Samples -> right-padded microbatches, and the split of a step's prompts into folds of whole prompts."""
+"""Samples -> microbatches, in padded rows or packed, and the split of a step's prompts into folds of whole prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ def pack(
     *,
     max_tokens: int,
     pad_multiple: int = 1,
+    packed: bool = False,
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
     """Microbatches of at most `max_tokens` padded tokens; a sample that is longer alone goes alone.
@@ -30,26 +31,20 @@ def pack(
     Args:
         samples: [N] of the step.
         sample_indices: positions in `samples` to pack, each at most once; may be empty.
-        max_tokens: bound on rows times padded length.
-        pad_multiple: padded lengths are multiples of this.
+        max_tokens: bound on the tokens of a microbatch, padding included.
+        pad_multiple: padded lengths, packed those of each sample, are multiples of this.
+        packed: all samples of a microbatch behind one another in one row, each put into the first microbatch that has
+            room; by default a row each, padded to the longest.
         device: where the tensors are made.
 
-    Example, lengths 9, 4, 4, 3 and max_tokens 10: [9], [4, 4], [3].
+    Example, lengths 9, 4, 4, 3 and max_tokens 12: rows [9], [4, 4, 3]; packed [9, 3], [4, 4].
     """
+    widths = {index: -(-_length(samples[index]) // pad_multiple) * pad_multiple for index in sample_indices}
     by_length = sorted(sample_indices, key=lambda index: -_length(samples[index]))
-    batches: list[MicroBatch] = []
-    rows: list[int] = []
-    width = 0
-    for index in by_length:
-        if rows and (len(rows) + 1) * width > max_tokens:
-            batches.append(_batch(samples, rows, width, device))
-            rows = []
-        if not rows:
-            width = -(-_length(samples[index]) // pad_multiple) * pad_multiple
-        rows.append(index)
-    if rows:
-        batches.append(_batch(samples, rows, width, device))
-    return batches
+    if packed:
+        return [_packed(samples, group, widths, device) for group in _first_fit(by_length, widths, max_tokens)]
+    groups = _as_rows(by_length, widths, max_tokens)
+    return [_batch(samples, group, widths[group[0]], device) for group in groups]
 
 
 def one_per_microbatch(
@@ -71,8 +66,16 @@ def microbatches(
     *,
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
-    """`pack` as the configuration says."""
-    return pack(samples, sample_indices, max_tokens=options.micro_batch_tokens, device=device)
+    """`pack` as the configuration says; each sample is padded as context parallelism will cut it."""
+    cp_size = options.context_parallel_size
+    return pack(
+        samples,
+        sample_indices,
+        max_tokens=options.micro_batch_tokens,
+        pad_multiple=1 if cp_size == 1 else 2 * cp_size,
+        packed=options.packing == "packed",
+        device=device,
+    )
 
 
 def empty_batch(*, device: torch.device | str = "cpu") -> MicroBatch:
@@ -124,27 +127,62 @@ def _length(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.response_ids)
 
 
+def _as_rows(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: int) -> list[list[int]]:
+    """Cut the samples, longest first, where another row of the first one's width would be too much."""
+    groups: list[list[int]] = []
+    for index in by_length:
+        if groups and (len(groups[-1]) + 1) * widths[groups[-1][0]] <= max_tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def _first_fit(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: int) -> list[list[int]]:
+    """Put each sample, longest first, into the first group that has room: at most 11/9 of the fewest groups, and 1."""
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index in by_length:
+        group = next((number for number, left in enumerate(room) if widths[index] <= left), len(groups))
+        if group == len(groups):
+            groups.append([])
+            room.append(max_tokens)
+        groups[group].append(index)
+        room[group] -= widths[index]
+    return groups
+
+
 def _batch(samples: Sequence[Sample], rows: Sequence[int], width: int, device: torch.device | str) -> MicroBatch:
-    """Fill the tensors on the CPU, then move each once."""
-    shape = (len(rows), width)
-    input_ids = torch.zeros(shape, dtype=torch.int64)
-    labels = torch.zeros(shape, dtype=torch.int64)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    logprobs = torch.zeros(shape, dtype=torch.float32)
-    for line, index in enumerate(rows):
-        sample = samples[index]
-        assert sample.prompt_ids, "a sample without a prompt has no position that predicts its first token"
-        assert len(sample.logprobs) == len(sample.response_ids), "one log-prob for each response token"
-        tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
-        first, last = len(sample.prompt_ids) - 1, len(tokens) - 1  # positions that predict the response
-        input_ids[line, : len(tokens)] = tokens
-        labels[line, :last] = tokens[1:]
-        mask[line, first:last] = True
-        logprobs[line, first:last] = torch.tensor(sample.logprobs)
+    """A row each."""
+    fields = (torch.stack(values) for values in zip(*(_row(samples[index], width) for index in rows), strict=True))
+    return MicroBatch(*(values.to(device) for values in fields), sample_index=torch.tensor(list(rows), device=device))
+
+
+def _packed(
+    samples: Sequence[Sample], group: Sequence[int], widths: Mapping[int, int], device: torch.device | str
+) -> MicroBatch:
+    """All in one row."""
+    rows = (_row(samples[index], widths[index]) for index in group)
+    fields = (torch.cat(values)[None] for values in zip(*rows, strict=True))
+    lengths = torch.tensor([0, *(widths[index] for index in group)], dtype=torch.int32)
     return MicroBatch(
-        input_ids=input_ids.to(device),
-        labels=labels.to(device),
-        mask=mask.to(device),
-        rollout_logprobs=logprobs.to(device),
-        sample_index=torch.tensor(list(rows), device=device),
+        *(values.to(device) for values in fields),
+        sample_index=torch.tensor(list(group), device=device),
+        cu_seqlens=lengths.cumsum(0, dtype=torch.int32).to(device),
     )
+
+
+def _row(sample: Sample, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels, mask and rollout log-probs of one sample, each [width], on the CPU."""
+    assert sample.prompt_ids, "a sample without a prompt has no position that predicts its first token"
+    assert len(sample.logprobs) == len(sample.response_ids), "one log-prob for each response token"
+    tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
+    first, last = len(sample.prompt_ids) - 1, len(tokens) - 1  # positions that predict the response
+    input_ids, labels = torch.zeros(2, width, dtype=torch.int64)
+    mask = torch.zeros(width, dtype=torch.bool)
+    logprobs = torch.zeros(width, dtype=torch.float32)
+    input_ids[: len(tokens)] = tokens
+    labels[:last] = tokens[1:]
+    mask[first:last] = True
+    logprobs[first:last] = torch.tensor(sample.logprobs)
+    return input_ids, labels, mask, logprobs

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.gradnorm.products import sum_dtype
 from oblr_megatron.gradnorm.rows import waits_for_rows
 from oblr_megatron.gradnorm.rules import OUTPUT, Kind, Rule
 from oblr_megatron.gradnorm.segments import (
     Segments,
+    product_into,
     product_rows,
     product_sq_norms,
     row_grads,
@@ -130,4 +132,6 @@ class NormSink:
                 segments = Segments(1, (0, len(own_x)))
                 self.capture.sq_norms[self.slot, source] += product_sq_norms(own_x, own_dy, segments)[0]
             else:  # also with no token at all: the other ranks of the sum wait
-                self.capture.matrix(rule, self.slot, own_dy.t() @ own_x, source)
+                product = torch.empty(rule.param.shape, dtype=sum_dtype(own_x), device=own_x.device)
+                product_into(product, own_x, own_dy)
+                self.capture.matrix(rule, self.slot, product, source)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def install() -> bool:
     if not _SHIM.installed:
         _replace_device()
         _replace_random_state()
+        _replace_experts()
     return True
 
 
@@ -67,7 +69,7 @@ def installed() -> bool:
 
 
 class _TorchOnCpu:
-    """`torch` as three of megatron-core's modules see it: "cuda" in these factory functions means the CPU.
+    """`torch` as four of megatron-core's modules see it: in these factory functions "cuda" means the CPU, not pinned.
 
     Only those modules see it. Replacing `torch.zeros` itself would break others: `torch.device` as a context recognises
     factory functions by identity, and transformers loads its models inside one.
@@ -84,6 +86,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") == "cuda":
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return create
@@ -91,6 +94,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 def _replace_device() -> None:
     """The current device is the CPU, and there is no queue to wait for."""
+    import megatron.core.models.common.embeddings.rope_utils as megatron_rope
     import megatron.core.optimizer.optimizer as megatron_optimizer
     import megatron.core.pipeline_parallel.schedules as megatron_schedules
     import megatron.core.transformer.utils as megatron_utils
@@ -98,7 +102,7 @@ def _replace_device() -> None:
     _SHIM.replace(torch.cuda, "current_device", lambda: _CPU)
     _SHIM.replace(torch.cuda, "synchronize", lambda device=None: None)
     _SHIM.replace(torch.Tensor, "cuda", lambda tensor, *_args, **_kwargs: tensor)
-    for module in (megatron_optimizer, megatron_schedules, megatron_utils):
+    for module in (megatron_optimizer, megatron_rope, megatron_schedules, megatron_utils):
         _SHIM.replace(module, "torch", _TorchOnCpu())
 
 
@@ -119,6 +123,42 @@ def _replace_random_state() -> None:
     _SHIM.replace(torch.cuda, "manual_seed", generator.manual_seed)
     # Not torch.cuda.set_rng_state: megatron queues its own for the day CUDA is initialised, and the queue would grow.
     _SHIM.replace(megatron_random, "_set_cuda_rng_state", set_state)
+
+
+def _replace_experts() -> None:
+    """A mixture of experts without Transformer Engine, a device to copy from and NCCL.
+
+    The router looks for Transformer Engine's matrix product by a name that is not bound without it. The dispatcher
+    copies token counts to the host, as arrays, in a stream of their own. gloo gathers tensors of one size only.
+    """
+    import megatron.core.tensor_parallel.mappings as megatron_mappings
+    import megatron.core.transformer.moe.moe_utils as megatron_moe
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def counts_to_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            counts = getattr(dispatcher, name)
+            setattr(dispatcher, name, counts.numpy() if isinstance(counts, torch.Tensor) else counts)
+        return tokens_per_expert
+
+    gather = megatron_mappings._gather_along_first_dim
+    _SHIM.replace(megatron_moe, "te_general_gemm", None)
+    _SHIM.replace(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", object())  # there must be one, and none uses it
+    _SHIM.replace(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts_to_host)
+    _SHIM.replace(megatron_mappings, "_gather_along_first_dim", partial(_gather, gather))
+
+
+def _gather(
+    original: Callable[..., torch.Tensor], input_: torch.Tensor, group: Any, sizes: Any = None, *rest: Any
+) -> Any:
+    """Each rank's rows behind one another; rank r has sizes[r] of them. Padded to one size where they differ."""
+    if sizes is None or group.size() == 1:
+        return original(input_, group, sizes, *rest)
+    padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+    padded[: len(input_)] = input_
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch import nn
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.errors import RunError
 from oblr_megatron.gradnorm.kernels import sq_norm
-from oblr_megatron.model import cpu
+from oblr_megatron.model import cpu, moe
 from oblr_megatron.model.qwen3 import Policy
 
 
@@ -32,8 +32,12 @@ def counted_here(parameter: nn.Parameter, policy: Policy) -> bool:
     """Whether this rank counts the parameter in a norm over all ranks of a replica.
 
     Shards count on every rank; what tensor-parallel ranks hold in common counts on the first; a tied embedding counts
-    on the first pipeline stage, not again where the last stage keeps its copy.
+    on the first pipeline stage, not again where the last stage keeps its copy; an expert counts once in a replica, or
+    in the block of replicas that share it.
     """
+    if moe.is_expert(parameter):
+        group = policy.parallel.expert_sum_group
+        return group is None or group.rank() == 0
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
         parameter, policy.parallel.tp_group
     )
@@ -42,14 +46,17 @@ def counted_here(parameter: nn.Parameter, policy: Policy) -> bool:
 def grad_sq_norm(policy: Policy) -> float:
     """||main_grad||^2 over all parameters, each counted once, summed over the replica's ranks in fp64.
 
-    The gradient must be whole: call the reductions of step.py first.
+    The gradient must be whole: call the reductions of step.py first. Replicas that share experts call this together.
     """
-    total = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
+    rest, experts = torch.zeros(2, dtype=torch.float64, device=policy.parallel.device)
     for _, parameter in policy.named_parameters():
         if counted_here(parameter, policy):
+            total = experts if moe.is_expert(parameter) else rest
             total += sq_norm(cast(Any, parameter).main_grad.flatten())
-    dist.all_reduce(total, group=policy.parallel.model_group)
-    return float(total)
+    dist.all_reduce(rest, group=policy.parallel.model_group)
+    if policy.transformer_config.num_moe_experts:
+        dist.all_reduce(experts, group=policy.parallel.block_group)
+    return float(rest + experts)
 
 
 class PolicyOptimizer:

@@ -2,7 +2,7 @@
 
     policy.zero_grad()
     metrics = run_schedule(policy, microbatches, loss_fn)     # main_grad += this rank's part, nothing divided
-    reduce_model_parallel_grads(policy)                       # tensor and pipeline parallel
+    reduce_model_parallel_grads(policy)                       # tensor, pipeline, context and expert parallel
     reduce_data_parallel_grads(policy)                        # sum over replicas
 
 After both reductions `main_grad` is the gradient of the sum of all ranks' losses, identically on every replica.
@@ -11,11 +11,11 @@ After both reductions `main_grad` is the gradient of the sum of all ranks' losse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
@@ -24,9 +24,11 @@ from megatron.core.distributed.finalize_model_grads import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.autograd import Variable
-from torch.nn import functional
 
-from oblr_megatron.model.taps import Sink
+from oblr_megatron.data.packing import empty_batch
+from oblr_megatron.model import moe
+from oblr_megatron.model.sequence import local_part, packed_params
+from oblr_megatron.model.taps import AccumulateSink, Sink, Tap
 from oblr_megatron.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -35,8 +37,9 @@ if TYPE_CHECKING:
 LossFn = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """(logits [b, t, Vp / tp], microbatch) -> (scalar loss, metrics), called on the last pipeline stage.
 
-Under sequence parallelism `t` of logits and microbatch is padded to a multiple of tp_size. The loss must depend on the
-logits, if only with weight 0: the earlier stages wait for its gradient.
+The microbatch is this rank's part of the one given (`sequence.local_part`): padded where sequence or context
+parallelism asks for it, and under context parallelism cut, so that loss and metrics are summands over the ranks of
+`cp_group`. The loss must depend on the logits, if only with weight 0: the earlier stages wait for its gradient.
 """
 
 
@@ -48,7 +51,7 @@ def run_schedule(
     forward_only: bool = False,
     sink: Sink | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Forward, and backward unless `forward_only`, over the microbatches (no pipelining, or 1F1B).
+    """Forward, and backward unless `forward_only`, over the microbatches: no pipelining, 1F1B, or interleaved 1F1B.
 
     Gradients go to the sink (by default they are added to `main_grad`): not divided by anything, not reduced over any
     rank.
@@ -65,61 +68,97 @@ def run_schedule(
     """
     if not microbatches:
         return []
-    chunk = policy.chunks[0]
+    items = _items(policy, microbatches)
     with torch.set_grad_enabled(not forward_only), policy.tap.into(sink):
-        return get_forward_backward_func()(
+        records: list[dict[str, Tensor]] = get_forward_backward_func()(
             forward_step_func=_forward_step(policy, loss_fn, announces=not forward_only),
-            data_iterator=iter(list(enumerate(_on_multiple(policy, batch) for batch in microbatches))),
-            model=[chunk],
-            num_microbatches=len(microbatches),
+            data_iterator=[iter(items) for _ in policy.chunks],
+            model=policy.chunks,
+            num_microbatches=len(items),
             seq_length=0,  # unused: the stages exchange shapes
             micro_batch_size=0,  # unused
             forward_only=forward_only,
         )
+    return records[: len(microbatches)]
 
 
 def reduce_model_parallel_grads(policy: Policy) -> None:
     """Make `main_grad` whole within a replica.
 
-    Sums over tensor parallelism the weights whose gradient is a partial there (q and k norms always; the other norms
-    under sequence parallelism), and a tied embedding over the first and last stage. Call once, after the last
-    microbatch.
+    Sums everything but experts over context parallelism, over tensor parallelism the weights whose gradient is a
+    partial there (q and k norms always; the other norms and routers under sequence parallelism), a tied embedding over
+    the first and last stage, and experts over the ranks that have seen parts of the same sequences. Call once, after
+    the last microbatch.
     """
+    for chunk in policy.chunks:
+        for buffer in chunk.buffers:
+            dist.all_reduce(buffer.grad_data, group=policy.parallel.cp_group)
     _allreduce_non_tensor_model_parallel_grads(policy.chunks, policy.transformer_config)
     _allreduce_word_embedding_grads(policy.chunks, policy.transformer_config)
+    moe.sum_expert_grads(policy)
 
 
 def reduce_data_parallel_grads(policy: Policy) -> None:
     """Sum `main_grad` over the replicas (megatron-core's own gradient sync). Call once after the last microbatch."""
+    moe.share_expert_grads(policy)
+    cp_size = policy.parallel.cp_size
     for chunk in policy.chunks:
+        if cp_size > 1:  # whole on each of these ranks, which megatron-core takes for replicas
+            for buffer in chunk.buffers:
+                buffer.grad_data.div_(cp_size)
         chunk.finish_grad_sync()
+
+
+Item = tuple[int | None, MicroBatch]
+"""Position among the microbatches (None: a filler that counts for nothing), and this rank's part of one."""
+
+
+def _items(policy: Policy, microbatches: Sequence[MicroBatch]) -> list[Item]:
+    """What goes through the pipeline: the interleaved schedule takes a multiple of the number of stages.
+
+    megatron-core would also take other numbers, in larger groups, and keep the activations of so many more microbatches.
+    Fillers are a token each.
+    """
+    parallel = policy.parallel
+    items: list[Item] = [(position, local_part(parallel, batch)) for position, batch in enumerate(microbatches)]
+    if len(policy.chunks) > 1:
+        filler = local_part(parallel, empty_batch(device=parallel.device))
+        items += [(None, filler)] * (-len(items) % parallel.pp_size)
+    return items
 
 
 def _forward_step(
     policy: Policy, loss_fn: LossFn, *, announces: bool
-) -> Callable[[Iterator[tuple[int, MicroBatch]], DistributedDataParallel], tuple[Tensor, Callable[..., Any]]]:
-    def forward_step(
-        data: Iterator[tuple[int, MicroBatch]], model: DistributedDataParallel
-    ) -> tuple[Tensor, Callable[..., Any]]:
+) -> Callable[[Iterator[Item], DistributedDataParallel], tuple[Tensor, Callable[..., Any]]]:
+    def forward_step(data: Iterator[Item], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
         position, batch = next(data)
-        rows, length = batch.input_ids.shape
-        positions = torch.arange(length, device=batch.input_ids.device).expand(rows, length)
-        output = model(input_ids=batch.input_ids, position_ids=positions, attention_mask=None)
+        output = model(
+            input_ids=batch.input_ids,
+            position_ids=None,  # the rotary embedding counts by itself
+            attention_mask=None,
+            packed_seq_params=packed_params(policy.parallel, batch),
+        )
         if announces:
             chunk = next(index for index, candidate in enumerate(policy.chunks) if candidate is model)
-            output.register_hook(partial(_announce, policy.tap.sink, position, chunk, batch))
-        return output, partial(_loss, loss_fn, batch)
+            output.register_hook(partial(_announce, policy.tap, position, chunk, batch))
+        return output, partial(_loss, loss_fn if position is not None else _no_loss, batch)
 
     return forward_step
 
 
-def _announce(sink: Sink, position: int, chunk: int, batch: MicroBatch, grad: Tensor) -> None:
+def _announce(tap: Tap, position: int | None, chunk: int, batch: MicroBatch, grad: Tensor) -> None:
     """A backward has reached the chunk's output, so it is this microbatch's; tell when it has gone all the way.
 
-    The engine runs queued callbacks when the current backward ends, after the last weight gradient was accumulated.
+    The engine runs queued callbacks when the current backward ends, after the last weight gradient was accumulated. The
+    zeros of a filler are kept from the sink.
     """
-    sink.begin(position, chunk, batch)
-    Variable._execution_engine.queue_callback(partial(sink.end, position, chunk))
+    sink = tap.sink
+    if position is None:
+        tap.sink = AccumulateSink()
+        Variable._execution_engine.queue_callback(partial(setattr, tap, "sink", sink))
+    else:
+        sink.begin(position, chunk, batch)
+        Variable._execution_engine.queue_callback(partial(sink.end, position, chunk))
 
 
 def _loss(loss_fn: LossFn, batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -129,13 +168,6 @@ def _loss(loss_fn: LossFn, batch: MicroBatch, logits: Tensor) -> tuple[Tensor, T
     return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
 
 
-def _on_multiple(policy: Policy, batch: MicroBatch) -> MicroBatch:
-    """Pad the sequence on the right so that sequence parallelism can split it."""
-    parallel = policy.parallel
-    missing = -batch.input_ids.shape[1] % (parallel.tp_size if parallel.sequence_parallel else 1)
-    if not missing:
-        return batch
-    values = {field.name: getattr(batch, field.name) for field in fields(MicroBatch)}
-    for name in ("input_ids", "labels", "mask", "rollout_logprobs"):
-        values[name] = functional.pad(values[name], (0, missing))
-    return MicroBatch(**values)
+def _no_loss(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Depends on the logits with gradient zero, whatever they are."""
+    return logits[..., :0].sum(), {}

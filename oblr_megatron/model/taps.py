@@ -14,7 +14,7 @@ layers, a router) gets its gradient from autograd, in `main_grad`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,6 +38,11 @@ from oblr_megatron.model.attention import RMSNorm
 if TYPE_CHECKING:
     from oblr_megatron.types import MicroBatch
 
+Splits = Sequence[tuple[int, int]]
+"""How the tokens that an expert sees follow one another: (replica of the block, number of tokens) of each stretch."""
+SplitsFn = Callable[[], Splits]
+"""The splits of the forward under way."""
+
 
 class Sink(Protocol):
     """What is done with a microbatch's weight gradients; b rows of t tokens, the factors as megatron lays them out.
@@ -49,10 +54,11 @@ class Sink(Protocol):
     def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
         """The backward of microbatch number `position` through model chunk `chunk` starts."""
 
-    def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor) -> None:
+    def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
         """dW = sum dy x^T: x [t, b, d] and dy [t, b, p] (an expert's: [tokens, d] and [tokens, p]), weight [p, d].
 
-        Both may be kept, neither may be written to. The tokens are all of this rank's sequence, also under SP.
+        Both may be kept, neither may be written to. The tokens are all of this rank's sequence, also under SP. Those of
+        an expert come from the replicas that `splits` says; from this rank's own where there are no splits.
         """
 
     def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None:
@@ -71,7 +77,7 @@ class AccumulateSink:
     def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
         """Nothing to prepare."""
 
-    def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor) -> None:
+    def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
         """main_grad += dy^T x."""
         add_product(main_grad(weight), x, dy)
 
@@ -92,7 +98,7 @@ class Tap:
 
     def __init__(self) -> None:
         self.sink: Sink = AccumulateSink()
-        self.weights: set[nn.Parameter] = set()  # those whose gradient goes to the sink
+        self.weights: set[int] = set()  # ids of the parameters whose gradient goes to the sink
 
     @contextmanager
     def into(self, sink: Sink | None) -> Iterator[None]:
@@ -104,19 +110,26 @@ class Tap:
             self.sink = before
 
 
-def install(module: nn.Module, tap: Tap) -> None:
-    """Tap every module of this model chunk that can be; parameters without gradient are left alone when they run."""
+def install(module: nn.Module, tap: Tap, splits: Mapping[nn.Module, SplitsFn] | None = None) -> None:
+    """Tap every module of this model chunk that can be; parameters without gradient are left alone when they run.
+
+    Args:
+        module: the model chunk.
+        tap: where to.
+        splits: for the linear layers of experts, whose tokens they are given (`moe.splits_of`).
+    """
     for child in module.modules():
         if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
-            child._forward_impl = partial(_linear, tap, child._forward_impl)  # type: ignore[method-assign]
+            forward = partial(_linear, tap, child._forward_impl, (splits or {}).get(child))
+            child._forward_impl = forward  # type: ignore[method-assign]
             if child.bias is None and child.weight is not None:
-                tap.weights.add(child.weight)
+                tap.weights.add(id(child.weight))
         elif isinstance(child, VocabParallelEmbedding):
             child.forward = partial(_embedding, tap, child)  # type: ignore[method-assign]
-            tap.weights.add(child.weight)
+            tap.weights.add(id(child.weight))
         elif isinstance(child, RMSNorm):
             child.tap = tap
-            tap.weights.add(child.weight)
+            tap.weights.add(id(child.weight))
 
 
 def main_grad(weight: nn.Parameter) -> Tensor:
@@ -124,13 +137,13 @@ def main_grad(weight: nn.Parameter) -> Tensor:
     return weight.main_grad  # type: ignore[attr-defined, no-any-return]  # set by the data-parallel wrapper
 
 
-def add_product(target: Tensor, x: Tensor, dy: Tensor) -> None:
-    """target [p, d] += dy^T x, the tokens of all rows."""
+def add_product(target: Tensor, x: Tensor, dy: Tensor, factor: float = 1.0) -> None:
+    """target [p, d] += factor * dy^T x, the tokens of all rows."""
     x, dy = x.flatten(0, -2), dy.flatten(0, -2)
     if target.dtype == x.dtype:
-        target.addmm_(dy.t(), x)
+        target.addmm_(dy.t(), x, alpha=factor)
     else:
-        target.add_(dy.t() @ x)
+        target.add_(dy.t() @ x, alpha=factor)
 
 
 def add_rows(target: Tensor, rows: Tensor, dy: Tensor) -> None:
@@ -140,13 +153,25 @@ def add_rows(target: Tensor, rows: Tensor, dy: Tensor) -> None:
 
 
 def _linear(
-    tap: Tap, original: Any, input: Tensor, weight: nn.Parameter, bias: Tensor | None, **options: Any
+    tap: Tap,
+    original: Any,
+    splits: SplitsFn | None,
+    input: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    **options: Any,
 ) -> Tensor:
     """megatron-core's linear layer, its weight gradient tapped."""
     if not weight.requires_grad or bias is not None:
         return original(input=input, weight=weight, bias=bias, **options)
     return _TappedLinear.apply(
-        input, weight, tap, options["allreduce_dgrad"], options["sequence_parallel"], options["tp_group"]
+        input,
+        weight,
+        tap,
+        None if splits is None else splits(),
+        options["allreduce_dgrad"],
+        options["sequence_parallel"],
+        options["tp_group"],
     )
 
 
@@ -159,6 +184,7 @@ class _TappedLinear(torch.autograd.Function):
         input: Tensor,
         weight: nn.Parameter,
         tap: Tap,
+        splits: Splits | None,
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         group: Any,
@@ -167,10 +193,11 @@ class _TappedLinear(torch.autograd.Function):
             ctx, input, weight, None, False, allreduce_dgrad, sequence_parallel, None, None, group
         )
         ctx.weight, ctx.tap = weight, tap  # the parameter itself: what is saved for backward may be another object
+        ctx.splits = splits
         return output
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:
         input, weight = ctx.saved_tensors
         group = ctx.tp_group
         x, gather = _gathered(input, group) if ctx.sequence_parallel else (input, None)
@@ -184,10 +211,10 @@ class _TappedLinear(torch.autograd.Function):
             part = torch.empty_like(input)
             pending = dist.reduce_scatter_tensor(part, dx.contiguous(), group=group, async_op=True)
             dx = part
-        ctx.tap.sink.linear(ctx.weight, x, dy)  # while the input's gradient travels
+        ctx.tap.sink.linear(ctx.weight, x, dy, ctx.splits)  # while the input's gradient travels
         if pending is not None:
             pending.wait()
-        return dx, None, None, None, None, None
+        return dx, None, None, None, None, None, None
 
 
 def _gathered(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Any]:

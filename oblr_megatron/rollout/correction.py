@@ -17,6 +17,7 @@ Degenerate cases:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -27,7 +28,14 @@ Level = Literal["none", "token", "sequence"]
 
 @torch.no_grad()
 def truncated_ratios(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, level: Level, cap: float
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: Level,
+    cap: float,
+    cu_seqlens: Tensor | None = None,
+    reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Importance ratios of the response tokens, without gradient.
 
@@ -37,6 +45,9 @@ def truncated_ratios(
         mask: [b, t] True on response tokens.
         level: "none" gives ones.
         cap: C >= 1.
+        cu_seqlens: [n + 1] of packed samples (b = 1), see `types.MicroBatch`; by default each row is one.
+        reduce: where each of several ranks holds some tokens of every sample: from what this rank has summed over its
+            tokens, an fp64 tensor, to the sum over all these ranks. Called on level "sequence" only.
 
     Returns:
         ratios [b, t] in logprobs' dtype, 0 outside the mask; and the number of response tokens whose ratio was cut.
@@ -48,9 +59,24 @@ def truncated_ratios(
     if level == "none":
         difference = torch.zeros_like(difference)
     elif level == "sequence":
-        total = difference.sum(dim=-1, keepdim=True, dtype=torch.float64)  # [b, 1]; a long sum in fp32 loses digits
-        impossible = (difference == -torch.inf).any(dim=-1, keepdim=True)
-        difference = total.masked_fill(impossible, -torch.inf).to(difference.dtype).expand_as(difference)
+        difference = _sample_totals(difference, cu_seqlens, reduce)
     ratios = difference.exp()
     cut = (ratios > cap) & mask
     return ratios.clamp(max=cap) * mask, cut.sum()
+
+
+def _sample_totals(difference: Tensor, cu_seqlens: Tensor | None, reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """[b, t] log-ratios -> [b, t], at each token the sum over its sample; -inf where the trainer excludes a token."""
+    rows, length = difference.shape
+    if cu_seqlens is None:
+        sample = torch.arange(rows, device=difference.device)[:, None].expand(rows, length)
+        count = rows
+    else:
+        count = len(cu_seqlens) - 1
+        sample = torch.arange(count, device=difference.device).repeat_interleave(cu_seqlens.diff())[None]
+    excluded = difference == -torch.inf
+    values = torch.stack([difference.double(), excluded.double()]).flatten(1)  # a long sum in fp32 loses digits
+    totals = values.new_zeros(2, count).index_add(1, sample.flatten(), values)
+    if reduce is not None:
+        totals = reduce(totals)
+    return totals[0].masked_fill(totals[1] > 0, -torch.inf).to(difference.dtype)[sample]

@@ -4,8 +4,9 @@
     for name, tensor in weights:            # on every rank, in the same order: iterating is collective
         ...
 
-Every rank receives every tensor; the most it holds beside its own shards is one parameter (q, k, v count as one).
-The order is embedding, layers, final norm, output layer (left out when tied), with q, k, v and gate, up side by side.
+Every rank receives every tensor; the most it holds beside its own shards is one parameter (q, k, v count as one, and of
+experts it is one expert's). The order is embedding, layers, final norm, output layer (left out when tied), with q, k, v
+and gate, up side by side, and the experts of a layer behind one another.
 """
 
 from __future__ import annotations
@@ -73,11 +74,13 @@ class MegatronWeights:
 
     @torch.no_grad()
     def _whole(self, item: Entry, parameter: nn.Parameter | None) -> list[tuple[str, Tensor]]:
-        """Gather over tensor parallelism on the stage that owns the parameter, broadcast to the other stages."""
+        """Gather over tensor parallelism where the parameter is, broadcast to the other expert ranks and stages."""
         parallel = self._policy.parallel
-        stage = self._stage_of(item)
-        if stage == parallel.pp_rank:
-            assert parameter is not None, f"pipeline stage {stage} does not hold {item.megatron}"
+        stage, owner = self._stage_of(item), self._expert_rank_of(item)
+        assert (parameter is not None) == (stage == parallel.pp_rank and owner in (None, parallel.ep_rank)), (
+            f"{item.megatron} belongs to pipeline stage {stage}, expert-parallel rank {owner}"
+        )
+        if parameter is not None:
             tensors = merge(item, self._shards(item, parameter.detach().to(self._dtype)), self._shape)
         else:
             tensors = [
@@ -85,24 +88,36 @@ class MegatronWeights:
                 for name, size in zip(item.hf, item.shapes, strict=True)
             ]
         tensors = [(name, tensor.contiguous()) for name, tensor in tensors]
-        if parallel.pp_size > 1:
-            for _, tensor in tensors:
+        for _, tensor in tensors:
+            if owner is not None and parallel.ep_size > 1 and stage == parallel.pp_rank:
+                dist.broadcast(tensor, group_src=owner, group=parallel.ep_group)
+            if parallel.pp_size > 1:
                 dist.broadcast(tensor, src=parallel.stage_rank(stage), group=parallel.pp_group)
         return tensors
 
     def _shards(self, item: Entry, shard: Tensor) -> list[Tensor]:
         parallel = self._policy.parallel
-        if item.cut == "replicated" or parallel.tp_size == 1:
+        group = parallel.tp_group if item.expert is None else parallel.etp_group
+        if item.cut == "replicated" or group.size() == 1:
             return [shard]
-        shards = [torch.empty_like(shard) for _ in range(parallel.tp_size)]
-        dist.all_gather(shards, shard.contiguous(), group=parallel.tp_group)
+        shards = [torch.empty_like(shard) for _ in range(group.size())]
+        dist.all_gather(shards, shard.contiguous(), group=group)
         return shards
 
+    def _expert_rank_of(self, item: Entry) -> int | None:
+        """The expert-parallel rank that holds an expert; None for what is no expert's."""
+        if item.expert is None:
+            return None
+        return item.expert // (self._shape.experts // self._policy.parallel.ep_size)
+
     def _stage_of(self, item: Entry) -> int:
+        """The pipeline stage that holds the parameter; chunks of layers are dealt to the stages in turn."""
+        parallel = self._policy.parallel
         layer = layer_of(item)
         if layer is not None:
-            return layer // (self._shape.layers // self._policy.parallel.pp_size)
-        return 0 if item.megatron == EMBEDDING else self._policy.parallel.pp_size - 1
+            chunk = layer // (self._shape.layers // (parallel.pp_size * parallel.vp_size))
+            return chunk % parallel.pp_size
+        return 0 if item.megatron == EMBEDDING else parallel.pp_size - 1
 
 
 def vllm_source(policy: Policy, dtype: torch.dtype | None = None) -> WeightSource:

@@ -12,6 +12,8 @@ How a parameter is cut over tp ranks:
     gate_up      each rank holds its rows of gate, then its rows of up
     qkv          rows of the matrix [q-heads of group 0, k 0, v 0, q-heads of group 1, k 1, v 1, ...]; with more ranks
                  than KV groups, a rank's rows are simply a smaller piece of that matrix
+
+An expert of a mixture is cut over the expert-tensor-parallel ranks instead, and is on one expert-parallel rank only.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from oblr_megatron.checks import num_experts
 
 Cut = Literal["replicated", "rows", "columns", "vocab", "gate_up", "qkv"]
 
@@ -49,10 +53,12 @@ class ModelShape:
     ffn: int
     vocab: int
     tied: bool
+    experts: int = 0  # 0: the model is dense
+    expert_ffn: int = 0
 
     @classmethod
     def of(cls, hf_config: Any) -> ModelShape:
-        """From a transformers Qwen3Config, or the dict of a config.json."""
+        """From a transformers Qwen3Config or Qwen3MoeConfig, or the dict of a config.json."""
         values = hf_config if isinstance(hf_config, Mapping) else hf_config.to_dict()
         return cls(
             hidden=values["hidden_size"],
@@ -63,6 +69,8 @@ class ModelShape:
             ffn=values["intermediate_size"],
             vocab=values["vocab_size"],
             tied=values.get("tie_word_embeddings", False),
+            experts=num_experts(values),
+            expert_ffn=values["moe_intermediate_size"] if num_experts(values) else 0,
         )
 
 
@@ -78,6 +86,7 @@ class Entry:
     cut: Cut
     hf: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # whole, unpadded, one for each name in hf
+    expert: int | None = None  # the expert it belongs to, counted over all expert-parallel ranks
 
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -102,15 +111,32 @@ _IN_LAYER: dict[str, tuple[Cut, tuple[str, ...]]] = {
     "self_attention.k_layernorm.weight": ("replicated", ("self_attn.k_norm.weight",)),
     "mlp.linear_fc1.weight": ("gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     "mlp.linear_fc2.weight": ("columns", ("mlp.down_proj.weight",)),
+    "mlp.router.weight": ("replicated", ("mlp.gate.weight",)),
     "input_layernorm.weight": ("replicated", ("input_layernorm.weight",)),
     "pre_mlp_layernorm.weight": ("replicated", ("post_attention_layernorm.weight",)),
 }
 
 
+_DENSE_ONLY = {"mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
+_MIXTURE_ONLY = {"mlp.router.weight"}
+# A module for each expert, or Transformer Engine's grouped layer with a weight for each.
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))")
+_IN_EXPERT: dict[str, tuple[Cut, tuple[str, ...]]] = {
+    "linear_fc1": ("gate_up", ("gate_proj.weight", "up_proj.weight")),
+    "linear_fc2": ("columns", ("down_proj.weight",)),
+}
+
+
 def table(shape: ModelShape) -> list[Entry]:
-    """Every parameter, in export order: embedding, layers, final norm, output layer unless tied."""
+    """Every parameter, in export order: embedding, layers, final norm, output layer unless tied.
+
+    An expert has the name it has as a module of its own.
+    """
     names = [EMBEDDING]
-    names += [f"decoder.layers.{layer}.{name}" for layer in range(shape.layers) for name in _IN_LAYER]
+    for layer in range(shape.layers):
+        experts = [f"local_experts.{expert}.{part}.weight" for expert in range(shape.experts) for part in _IN_EXPERT]
+        inside = _outside_experts(shape) + [f"mlp.experts.{name}" for name in experts]
+        names += [f"decoder.layers.{layer}.{name}" for name in inside]
     names += [FINAL_NORM] if shape.tied else [FINAL_NORM, OUTPUT]
     return [entry(name, shape) for name in names]
 
@@ -134,10 +160,46 @@ def entry(name: str, shape: ModelShape) -> Entry:
     if match is None or int(match[1]) >= shape.layers:
         raise KeyError(f"unknown Megatron parameter {name!r}")
     inside = _FUSED_NORMS.get(match[2], match[2])
-    if inside not in _IN_LAYER:
+    expert, part = _expert_of(inside)
+    if expert is not None and expert < shape.experts:
+        cut, hf = _IN_EXPERT[part]
+        names = tuple(f"model.layers.{match[1]}.mlp.experts.{expert}.{tensor}" for tensor in hf)
+        return Entry(name, cut, names, _mlp_shapes(part, shape.expert_ffn, shape), expert)
+    if inside not in _outside_experts(shape):
         raise KeyError(f"unknown Megatron parameter {name!r}")
     cut, hf = _IN_LAYER[inside]
-    return Entry(name, cut, tuple(f"model.layers.{match[1]}.{part}" for part in hf), _shapes(inside, shape))
+    return Entry(name, cut, tuple(f"model.layers.{match[1]}.{tensor}" for tensor in hf), _shapes(inside, shape))
+
+
+def with_global_expert(name: str, first: int) -> str:
+    """The name with the expert counted over all expert-parallel ranks, where this rank's experts begin at `first`.
+
+    Example: ("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", 4) -> "... local_experts.5 ...".
+    Names of anything but an expert stay as they are.
+    """
+    match = _LAYER.fullmatch(name)
+    expert, part = _expert_of(match[2]) if match else (None, "")
+    if match is None or expert is None:
+        return name
+    prefix = f"decoder.layers.{match[1]}.mlp.experts."
+    if name.startswith(f"{prefix}local_experts."):
+        return f"{prefix}local_experts.{first + expert}.{part}.weight"
+    return f"{prefix}{part}.weight{first + expert}"
+
+
+def _expert_of(inside: str) -> tuple[int | None, str]:
+    """The expert and its layer in a name inside a transformer layer, (None, "") for anything else.
+
+    Example: "mlp.experts.linear_fc2.weight7" -> (7, "linear_fc2")
+    """
+    match = _EXPERT.fullmatch(inside)
+    return (int(match[1] or match[4]), match[2] or match[3]) if match else (None, "")
+
+
+def _outside_experts(shape: ModelShape) -> list[str]:
+    """Names of the parameters that a layer of this model has beside experts, in export order."""
+    absent = _DENSE_ONLY if shape.experts else _MIXTURE_ONLY
+    return [name for name in _IN_LAYER if name not in absent]
 
 
 def layer_of(item: Entry) -> int | None:
@@ -153,11 +215,16 @@ def _shapes(inside: str, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
         "self_attention.linear_proj.weight": ((shape.hidden, queries),),
         "self_attention.q_layernorm.weight": ((shape.head_dim,),),
         "self_attention.k_layernorm.weight": ((shape.head_dim,),),
-        "mlp.linear_fc1.weight": ((shape.ffn, shape.hidden),) * 2,
-        "mlp.linear_fc2.weight": ((shape.hidden, shape.ffn),),
+        "mlp.linear_fc1.weight": _mlp_shapes("linear_fc1", shape.ffn, shape),
+        "mlp.linear_fc2.weight": _mlp_shapes("linear_fc2", shape.ffn, shape),
+        "mlp.router.weight": ((shape.experts, shape.hidden),),
         "input_layernorm.weight": ((shape.hidden,),),
         "pre_mlp_layernorm.weight": ((shape.hidden,),),
     }[inside]
+
+
+def _mlp_shapes(part: str, ffn: int, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
+    return ((ffn, shape.hidden),) * 2 if part == "linear_fc1" else ((shape.hidden, ffn),)
 
 
 def split(
@@ -169,8 +236,8 @@ def split(
         item: the parameter.
         tensors: the whole Hugging Face tensors, in the order of `item.hf`; only what the shard needs is read.
         shape: the model's sizes.
-        tp_rank: which shard.
-        tp_size: how many there are.
+        tp_rank: which shard; of an expert the expert-tensor-parallel rank.
+        tp_size: how many there are; of an expert the expert-tensor-parallel size.
         padded_vocab: rows of the vocabulary matrices with padding, over all ranks.
     """
     if item.cut == "replicated":
@@ -179,7 +246,7 @@ def split(
         start, stop = _share(item.shapes[0][1], tp_rank, tp_size)
         return tensors[0][:, start:stop]
     if item.cut == "gate_up":
-        start, stop = _share(shape.ffn, tp_rank, tp_size)
+        start, stop = _share(item.shapes[0][0], tp_rank, tp_size)
         return torch.cat([tensor[start:stop] for tensor in tensors])
     if item.cut == "vocab":
         return _split_vocab(tensors[0], shape, *_share(padded_vocab, tp_rank, tp_size))

@@ -1,11 +1,12 @@
-"""A mixture of experts in every kind of layout: logits, gradients, an optimizer step, per-sample expert gradients, export.
+"""A mixture of experts in every kind of layout: logits, gradients, a step, per-sample expert gradients, export.
 
 fp64, relative 1e-10, against the reference (tests/unit/gradnorm/test_reference_moe.py holds that against transformers).
 Expert parallelism inside the data-parallel ranks, inside the tensor-parallel ranks, across both; whole and cut experts;
-one expert a rank and several; weights of a token's experts that sum to 1 and that do not.
+one expert a rank and several; weights of a token's experts that sum to 1 and that do not; context parallelism,
+interleaved pipeline stages, recomputation.
 
-Does not cover: context parallelism, recomputation, Transformer Engine's grouped experts, replicas that disagree in the
-number of microbatches (they wait for one another until the process group's deadline).
+Does not cover: Transformer Engine's grouped experts, replicas that disagree in the number of microbatches (they wait for
+one another until the process group's deadline).
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
-from oblr_megatron.config import ModelConfig, OptimizerConfig
+from oblr_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from oblr_megatron.gradnorm.reference import reference_gradient, reference_logits
 from oblr_megatron.model.optimizer import PolicyOptimizer, grad_sq_norm
-from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
 from oblr_megatron.model.taps import AccumulateSink, Splits
@@ -54,15 +54,18 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"tp": 2, "sp": True, "ep": 2, "etp": 1},
         {"tp": 2, "sp": True, "etp": 1},  # whole experts on both tensor-parallel ranks
         {"pp": 2},
+        {"cp": 2, "ep": 2},
     ],
     4: [
         {"ep": 4},  # one expert a rank
         {"tp": 2, "sp": True, "ep": 2},
         {"tp": 2, "sp": True, "ep": 4, "etp": 1},  # across tensor- and data-parallel ranks
         {"tp": 4, "sp": True, "ep": 2, "etp": 1},  # on half of a replica's ranks
+        {"tp": 2, "sp": True, "cp": 2, "ep": 2, "etp": 1},
         {"pp": 2, "ep": 2},
     ],
 }
+RECOMPUTED: list[dict[str, Any]] = [{"tp": 2, "sp": True, "ep": 2}, {"pp": 2, "vp": 2, "ep": 2}]
 LR = 0.01
 
 
@@ -70,7 +73,7 @@ LR = 0.01
 class Outcome:
     """What one rank found in one layout."""
 
-    logits: list[Tensor]  # of its replica's microbatches, on the last stage
+    logits: list[Tensor]  # of its replica's microbatches, on the last stage; none where sequences are cut
     # After both reductions, and where there is one replica already after the first:
     gradients: list[dict[str, Tensor]]  # of its stage and expert-parallel rank, by Hugging Face name
     sq_norms: list[float]
@@ -124,10 +127,10 @@ def logits_of(policy: Policy, batches: list[MicroBatch]) -> list[Tensor]:
     return [record["logits"] for record in run_schedule(policy, batches, gather, forward_only=True)]
 
 
-def outcome_of(path: Path, parallel: Parallel) -> Outcome:
-    policy = load_policy(path, parallel)
+def outcome_of(policy: Policy) -> Outcome:
+    parallel = policy.parallel
     mine = make_batches()[parallel.dp_rank :: parallel.dp_size]
-    logits = logits_of(policy, mine)
+    logits = logits_of(policy, mine) if parallel.cp_size == 1 else []
     sink = SplitSink(policy)
     policy.zero_grad()
     run_schedule(policy, mine, weighted_logprob_loss(policy), sink=sink)
@@ -154,7 +157,19 @@ def outcomes(paths: list[Path]) -> dict[str, tuple[int, Outcome]]:
         with layout(**sizes) as parallel:
             for path in paths:
                 if fits(path, sizes):
-                    results[f"{path.name} {sizes}"] = parallel.dp_rank, outcome_of(path, parallel)
+                    results[f"{path.name} {sizes}"] = parallel.dp_rank, outcome_of(load_policy(path, parallel))
+    return results
+
+
+def recomputed(path: Path) -> dict[str, tuple[int, Outcome]]:
+    """The same where whole layers run again in backward: the splits are those of the second run."""
+    results, config = {}, ModelConfig.model_validate({"path": path, "dtype": "float64"})
+    for sizes in RECOMPUTED:
+        with layout(**sizes) as parallel:
+            options = ParallelConfig(recompute_granularity="full")
+            policy = build_policy(AutoConfig.from_pretrained(path), config, parallel, options)
+            load_hf_weights(policy, path)
+            results[f"{path.name} {sizes}"] = parallel.dp_rank, outcome_of(policy)
     return results
 
 
@@ -194,8 +209,19 @@ def expected_of(path: Path) -> Expected:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_layout_equals_the_reference(world_size: int, paths: list[Path]) -> None:
     ranks = run_ranks(outcomes, world_size, paths)
-    expected = {path.name: expected_of(path) for path in paths}
-    assert len(ranks[0]) >= len(LAYOUTS[world_size]) * 2 - 2
+    assert len(ranks[0]) == sum(fits(path, sizes) for path in paths for sizes in LAYOUTS[world_size])
+    assert_equal(ranks, {path.name: expected_of(path) for path in paths})
+
+
+def test_layers_that_run_again_in_backward_equal_the_reference(tmp_path: Path) -> None:
+    path = make_moe_hf_dir(tmp_path / "deep", num_hidden_layers=4)
+    ranks = run_ranks(recomputed, 4, path)
+    assert len(ranks[0]) == len(RECOMPUTED)
+    assert_equal(ranks, {path.name: expected_of(path)})
+
+
+def assert_equal(ranks: list[dict[str, tuple[int, Outcome]]], expected: dict[str, Expected]) -> None:
+    """Everything that every rank found, in every layout."""
     for case in ranks[0]:
         reference = expected[case.split()[0]]
         found = [rank[case] for rank in ranks]

@@ -25,11 +25,10 @@ MODEL: dict[str, Any] = {
 }
 
 
-def config(tp: int = 1, pp: int = 1) -> Config:
-    parallel = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    return parse_config(
-        {"run_dir": "run", "model": {"path": "models/qwen"}, "data": {"train": "t.jsonl"}, "parallel": parallel}
-    )
+def config(tp: int = 1, pp: int = 1, attention: str = "sdpa", **parallel: Any) -> Config:
+    parallel = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp} | parallel
+    model = {"path": "models/qwen", "attention": attention}
+    return parse_config({"run_dir": "run", "model": model, "data": {"train": "t.jsonl"}, "parallel": parallel})
 
 
 @pytest.mark.parametrize(
@@ -60,6 +59,37 @@ def test_layouts_that_divide_pass(tp: int, pp: int, world_size: int) -> None:
 def test_what_does_not_fit_is_refused(tp: int, pp: int, world_size: int, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         check_layout(MODEL | changes, config(tp, pp), world_size)
+    assert caught.value.where
+    assert caught.value.mend
+
+
+@pytest.mark.parametrize(
+    ("pp", "parallel"),
+    [
+        (3, {"virtual_pipeline_model_parallel_size": 2}),
+        (2, {"recompute_granularity": "full", "recompute_num_layers": 3}),
+        (2, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}),
+        (1, {"context_parallel_size": 3, "packing": "packed"}),
+    ],
+)
+def test_other_layouts_that_fit_pass(pp: int, parallel: dict[str, Any]) -> None:
+    check_layout(MODEL, config(pp=pp, **parallel), 6)
+
+
+@pytest.mark.parametrize(
+    ("pp", "parallel", "message"),
+    [
+        (1, {"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size 2 without pipeline"),
+        (2, {"virtual_pipeline_model_parallel_size": 2}, r"num_hidden_layers 6 is not a multiple of .* 2 x .* 2 = 4"),
+        (3, {"virtual_pipeline_model_parallel_size": 4}, r"num_hidden_layers 6 is not a multiple of .* 3 x .* 4 = 12"),
+        (2, {"recompute_granularity": "full", "recompute_num_layers": 2}, "3 layers of a model chunk do not divide"),
+        (1, {"context_parallel_size": 2, "attention": "local"}, '"local" does not work with context_parallel_size 2'),
+        (1, {"packing": "packed", "attention": "local"}, '"local" does not work with packing "packed"'),
+    ],
+)
+def test_other_layouts_that_do_not_fit_are_refused(pp: int, parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        check_layout(MODEL, config(pp=pp, **parallel), 6)
     assert caught.value.where
     assert caught.value.mend
 

@@ -54,7 +54,7 @@ def test_a_config_cannot_be_changed() -> None:
     ("override", "named"),
     [
         ("algo.baselin=rloo", ["'algo.baselin'", "did you mean 'baseline'?"]),
-        ("algo.snr.zzz=1", ["'algo.snr.zzz'", "known keys here: num_folds"]),
+        ("algo.snr.zzz=1", ["'algo.snr.zzz'", "known keys here: estimator"]),
         ("optimiser.lr=1", ["'optimiser'", "did you mean 'optimizer'?"]),
         ("num_steps=many", ["num_steps = 'many'"]),
         ("num_steps=1.5", ["num_steps = 1.5"]),

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE, check_hf_dir
 from oblr_megatron.errors import UserError
-from tests.tiny import make_hf_dir
+from tests.tiny import make_hf_dir, make_moe_hf_dir
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,19 @@ def test_a_directory_of_shards(sharded: Path, single: Path) -> None:
     found = check_hf_dir(str(sharded))
     assert len(found.weight_files) > 2 and all((sharded / name).is_file() for name in found.weight_files)
     assert found.shapes == check_hf_dir(single).shapes
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    path = make_moe_hf_dir(tmp_path / "model")
+    found = check_hf_dir(path)
+    assert found.shapes["model.layers.1.mlp.experts.3.down_proj.weight"] == (48, 20)
+    assert found.hf_config().num_experts == 4
+    edit_json(path / "config.json", lambda config: config.update(num_local_experts=5))
+    with pytest.raises(UserError, match=r"6 tensors are missing from the weights, 'model.layers.0.mlp.experts.4."):
+        check_hf_dir(path)
+    edit_json(path / "config.json", lambda config: config.update(num_local_experts=3))
+    with pytest.raises(UserError, match=r"6 tensors are none of this Qwen3's, 'model.layers.0.mlp.experts.3."):
+        check_hf_dir(path)
 
 
 def test_tied_embeddings_need_no_output_layer(tmp_path: Path) -> None:
@@ -117,7 +130,7 @@ DAMAGE_SINGLE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: edit_json(path / "config.json", lambda c: c.update(model_type="llama", architectures=["Llama"])),
         "not a Qwen3 model: model_type 'llama', architectures ['Llama']",
     ),
-    "a mixture of experts": (
+    "a mixture of experts by name only": (
         lambda path: edit_json(path / "config.json", lambda c: c.update(architectures=["Qwen3MoeForCausalLM"])),
         "Qwen3MoeForCausalLM",
     ),

@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
 
-from oblr_megatron.data.packing import check_folds, local_folds, one_per_microbatch, pack
+from oblr_megatron.config import ParallelConfig
+from oblr_megatron.data.packing import check_folds, local_folds, microbatches, one_per_microbatch, pack
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import MicroBatch, Sample
 
@@ -23,9 +25,23 @@ def sample(prompt: int, response: int, first: int = 1) -> Sample:
     return Sample(0, tokens[:prompt], tokens[prompt:], logprobs, "", "stop", 0)
 
 
+def as_rows(batch: MicroBatch) -> MicroBatch:
+    """The samples of a packed microbatch, a row each."""
+    if batch.cu_seqlens is None:
+        return batch
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert len(batch.input_ids) == 1
+    fields = (batch.input_ids, batch.labels, batch.mask, batch.rollout_logprobs)
+    lengths = batch.cu_seqlens.diff().tolist()
+    return MicroBatch(
+        *(pad_sequence(values[0].split(lengths), batch_first=True) for values in fields), batch.sample_index
+    )
+
+
 def unpack(batch: MicroBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:
     """Sample index -> (tokens up to the last label, response, log-probs), as the loss would see them."""
     found = {}
+    batch = as_rows(batch)
     for ids, labels, mask, logprobs, index in zip(
         batch.input_ids, batch.labels, batch.mask, batch.rollout_logprobs, batch.sample_index, strict=True
     ):
@@ -48,12 +64,13 @@ def test_the_example_of_the_record() -> None:
     st.lists(st.tuples(st.integers(1, 6), st.integers(0, 8)), max_size=12),
     st.integers(1, 40),
     st.integers(1, 4),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_nothing_is_lost_and_the_budget_holds(shapes, max_tokens, pad_multiple, random) -> None:
+def test_nothing_is_lost_and_the_budget_holds(shapes, max_tokens, pad_multiple, packed, random) -> None:
     samples = [sample(*shape, first=1 + 20 * index) for index, shape in enumerate(shapes)]
     chosen = random.sample(range(len(samples)), random.randint(0, len(samples)))
-    batches = pack(samples, chosen, max_tokens=max_tokens, pad_multiple=pad_multiple)
+    batches = pack(samples, chosen, max_tokens=max_tokens, pad_multiple=pad_multiple, packed=packed)
     found = {index: row for batch in batches for index, row in unpack(batch).items()}
     assert sorted(index for batch in batches for index in batch.sample_index.tolist()) == sorted(chosen)
     for index in chosen:
@@ -63,10 +80,35 @@ def test_nothing_is_lost_and_the_budget_holds(shapes, max_tokens, pad_multiple, 
         assert response == samples[index].response_ids and logprobs == samples[index].logprobs
     for batch in batches:
         rows, width = batch.input_ids.shape
-        assert rows == 1 or rows * width <= max_tokens
-        assert width % pad_multiple == 0
-    widths = [batch.input_ids.shape[1] for batch in batches]
-    assert widths == sorted(widths, reverse=True), "the longest come first"
+        assert batch.num_samples == 1 or rows * width <= max_tokens
+        lengths = torch.tensor([width]) if batch.cu_seqlens is None else batch.cu_seqlens.diff()
+        assert int(lengths.sum()) == width
+        assert not (lengths % pad_multiple).any()
+    longest = [len(tokens_of_first(samples, batch)) for batch in batches]
+    assert longest == sorted(longest, reverse=True), "the longest come first"
+
+
+def tokens_of_first(samples: list[Sample], batch: MicroBatch) -> tuple[int, ...]:
+    first = samples[int(batch.sample_index[0])]
+    return first.prompt_ids + first.response_ids
+
+
+def test_packed_samples_fill_the_first_microbatch_with_room() -> None:
+    samples = [sample(1, length - 1) for length in (3, 9, 4, 4)]
+    batches = pack(samples, [0, 1, 2, 3], max_tokens=12, packed=True)
+    assert [batch.sample_index.tolist() for batch in batches] == [[1, 0], [2, 3]]
+    assert [batch.cu_seqlens.tolist() for batch in batches] == [[0, 9, 12], [0, 4, 8]]
+    rows = pack(samples, [0, 1, 2, 3], max_tokens=12)
+    assert [batch.sample_index.tolist() for batch in rows] == [[1], [2, 3, 0]]
+
+
+def test_the_configuration_says_how_samples_are_packed() -> None:
+    samples = [sample(1, length - 1) for length in (3, 9, 4, 4)]
+    options = ParallelConfig(packing="packed", context_parallel_size=2, micro_batch_tokens=16)
+    batches = microbatches(samples, [0, 1, 2, 3], options)
+    assert [batch.cu_seqlens.tolist() for batch in batches] == [[0, 12, 16], [0, 4, 8]]
+    rows = microbatches(samples, [0, 1, 2, 3], ParallelConfig(micro_batch_tokens=16))
+    assert [tuple(batch.input_ids.shape) for batch in rows] == [(1, 9), (3, 4)]
 
 
 def test_packing_is_deterministic_and_a_long_sample_goes_alone() -> None:

@@ -4,6 +4,8 @@ The model is built on one rank; its marks are those it has on several, except `s
 tests/distributed holds the rules against the oracle. Not covered: Transformer Engine's modules, experts as they are.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,15 +22,24 @@ NORMS = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm")
 
 
 @pytest.fixture
-def model():
+def policy():
     parallel = initialize(ParallelConfig())
-    yield build_policy(tiny_config(), ModelConfig(path="."), parallel).module
+    yield build_policy(tiny_config(), ModelConfig(path="."), parallel)
     shutdown()
 
 
-def kinds(model, *, tp_size=2, sequence_parallel=False):
-    rules = classify([model], tp_size=tp_size, sequence_parallel=sequence_parallel)
-    return {rule.name: rule.kind for rule in rules}
+@pytest.fixture
+def model(policy):
+    return policy.module
+
+
+def rules_of(policy, *, tp_size=2, sequence_parallel=False):
+    parallel = replace(policy.parallel, tp_size=tp_size, sequence_parallel=sequence_parallel)
+    return classify(replace(policy, parallel=parallel))
+
+
+def kinds(policy, **layout):
+    return {rule.name: rule.kind for rule in rules_of(policy, **layout)}
 
 
 def names_of(table, kind):
@@ -39,63 +50,69 @@ def names_with(model, parts):
     return {name for name, _ in model.named_parameters() if any(part in name for part in parts)}
 
 
-def test_every_parameter_has_one_rule(model):
-    rules = classify([model], tp_size=2, sequence_parallel=False)
+def test_every_parameter_has_one_rule(policy, model):
+    rules = rules_of(policy)
     assert [rule.name for rule in rules] == [name for name, _ in model.named_parameters()]
     assert len(rules) == 2 + 2 * 8 + 1  # embedding and head, eight a layer, final norm
 
 
-def test_without_sequence_parallel_only_head_norms_are_partial(model):
-    table = kinds(model)
+def test_without_sequence_parallel_only_head_norms_are_partial(policy, model):
+    table = kinds(policy)
     assert names_of(table, Kind.SHARD) == names_with(model, SHARDS)
     assert names_of(table, Kind.PARTIAL) == names_with(model, HEAD_NORMS)
     assert names_of(table, Kind.COPY) == names_with(model, NORMS)
 
 
-def test_with_sequence_parallel_all_norms_are_partial(model):
+def test_with_sequence_parallel_all_norms_are_partial(policy, model):
     for name, parameter in model.named_parameters():
         if "layernorm" in name:
             parameter.sequence_parallel = True
-    table = kinds(model, sequence_parallel=True)
+    table = kinds(policy, sequence_parallel=True)
     assert names_of(table, Kind.SHARD) == names_with(model, SHARDS)
     assert names_of(table, Kind.PARTIAL) == names_with(model, (*HEAD_NORMS, *NORMS))
     # The mark alone, without the sequence being split, says nothing: megatron does not reduce such a gradient either.
-    assert names_of(kinds(model), Kind.COPY) == names_with(model, NORMS)
+    assert names_of(kinds(policy), Kind.COPY) == names_with(model, NORMS)
 
 
-def test_on_one_rank_nothing_is_partial(model):
-    assert Kind.PARTIAL not in kinds(model, tp_size=1).values()
+def test_on_one_rank_nothing_is_partial(policy):
+    assert Kind.PARTIAL not in kinds(policy, tp_size=1).values()
 
 
-def test_a_tied_copy_is_known_by_its_mark(model):
-    model.embedding.word_embeddings.weight.shared_embedding = True
-    rules = classify([model], tp_size=2, sequence_parallel=False)
-    assert [rule.name for rule in rules if rule.tied] == ["embedding.word_embeddings.weight"]
+def test_tied_are_embedding_and_output_layer_of_a_tied_model(policy):
+    assert not any(rule.tied for rule in rules_of(policy))
+    policy.hf_config.tie_word_embeddings = True
+    assert {r.name for r in rules_of(policy) if r.tied} == {"embedding.word_embeddings.weight", "output_layer.weight"}
 
 
-def test_frozen_parameters_need_no_mark(model):
+def test_what_is_not_tapped_is_known(policy, model):
+    assert all(rule.tapped for rule in rules_of(policy))
+    policy.tap.weights.discard(id(model.decoder.final_layernorm.weight))
+    assert [rule.name for rule in rules_of(policy) if not rule.tapped] == ["decoder.final_layernorm.weight"]
+
+
+def test_frozen_parameters_need_no_mark(policy, model):
     model.decoder.adapter = torch.nn.Linear(3, 3)
     model.decoder.adapter.requires_grad_(False)
-    table = kinds(model)
+    table = kinds(policy)
     assert names_of(table, Kind.FROZEN) == {"decoder.adapter.weight", "decoder.adapter.bias"}
 
 
-def test_an_unmarked_parameter_is_refused_by_name(model):
+def test_an_unmarked_parameter_is_refused_by_name(policy, model):
     model.decoder.layers[1].mlp.adapter = torch.nn.Linear(3, 3, bias=False)
     with pytest.raises(UserError, match=r"'decoder\.layers\.1\.mlp\.adapter\.weight'.*freeze"):
-        kinds(model)
+        kinds(policy)
 
 
 @pytest.mark.parametrize(
     ("mark", "value"), [("allreduce", False), ("average_gradients_across_tp_domain", True)], ids=["expert", "averaged"]
 )
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_parameter_with_rules_of_its_own_is_refused(model, mark, value, tp_size):
+def test_a_parameter_with_rules_of_its_own_is_refused(policy, model, mark, value, tp_size):
     setattr(model.decoder.layers[0].mlp.linear_fc1.weight, mark, value)
     with pytest.raises(UserError, match=r"decoder\.layers\.0\.mlp\.linear_fc1\.weight"):
-        kinds(model, tp_size=tp_size)
+        kinds(policy, tp_size=tp_size)
 
 
-def test_a_shared_parameter_is_listed_once(model):
+def test_a_shared_parameter_is_listed_once(policy, model):
     model.decoder.again = model.decoder.layers[0].mlp.linear_fc1
-    assert len(classify([model, model], tp_size=2, sequence_parallel=False)) == 2 + 2 * 8 + 1
+    assert len(rules_of(policy)) == 2 + 2 * 8 + 1

@@ -11,10 +11,13 @@ from typing import Any
 
 import megatron.core.optimizer.optimizer as megatron_optimizer
 import megatron.core.pipeline_parallel.schedules as megatron_schedules
+import megatron.core.tensor_parallel.mappings as megatron_mappings
 import megatron.core.tensor_parallel.random as megatron_random
+import megatron.core.transformer.moe.moe_utils as megatron_moe
 import megatron.core.transformer.utils as megatron_utils
 import pytest
 import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.model import cpu
@@ -25,6 +28,9 @@ OWNERS: list[Any] = [
     torch.cuda,
     torch.cuda.random,
     torch.Tensor,
+    MoEAlltoAllTokenDispatcher,
+    megatron_mappings,
+    megatron_moe,
     megatron_optimizer,
     megatron_random,
     megatron_schedules,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import PreTrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
@@ -19,7 +19,7 @@ from oblr_megatron.model.attention import RMSNorm
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from oblr_megatron.model.qwen3 import build_model, padded_vocab_size, transformer_config_of
 from oblr_megatron.weights.names import ModelShape, entry, table
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_moe_config
 from tests.unit.weights.test_names import SIZES, qwen3_config
 
 
@@ -30,7 +30,9 @@ def parallel() -> Iterator[Parallel]:
     cpu.uninstall()
 
 
-def shapes_on_meta(config: Qwen3Config, parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Size]:
+def shapes_on_meta(
+    config: PreTrainedConfig, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, torch.Size]:
     """Build the model without memory."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
     model_config = ModelConfig.model_validate({"path": "none", "dtype": "bfloat16"})
@@ -50,6 +52,18 @@ def test_real_sizes_have_the_tables_parameters(size: str, parallel: Parallel, mo
         expected = entry(name, shape).shapes
         assert actual.numel() == sum(torch.Size(part).numel() for part in expected), name
         assert actual[-1] == expected[0][-1], name
+
+
+def test_a_mixture_has_the_tables_parameters(parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers with the 128 experts of Qwen3-30B-A3B."""
+    config = tiny_moe_config(
+        vocab_size=128, hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8
+    )
+    shapes = shapes_on_meta(config, parallel, monkeypatch)
+    items = {item.megatron: item for item in table(ModelShape.of(config))}
+    assert shapes.keys() == items.keys()
+    for name, actual in shapes.items():
+        assert actual.numel() == sum(torch.Size(part).numel() for part in items[name].shapes), name
 
 
 def test_configuration_carries_every_size_over(parallel: Parallel) -> None:

@@ -97,3 +97,48 @@ def test_values_outside_the_mask_do_not_matter():
     )
     torch.testing.assert_close(ratios, torch.tensor([[0.0, math.exp(0.5)]]))
     assert int(cut) == 0
+
+
+def random_rows():
+    """Three rows of 6 tokens, one of them without response, one that the trainer excludes."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs, rollout = -torch.rand(2, 3, 6, generator=generator, dtype=torch.float64)
+    mask = torch.rand(3, 6, generator=generator) < 0.6
+    mask[1] = False
+    mask[2, 3], logprobs[2, 3] = True, -INF
+    return logprobs, rollout, mask
+
+
+def test_packed_samples_have_the_ratios_of_rows():
+    logprobs, rollout, mask = random_rows()
+    lengths = [4, 6, 5]
+    mask[0, 4:] = mask[2, 5:] = False
+    expected, cut = truncated_ratios(logprobs, rollout, mask, level="sequence", cap=1.1)
+    packed = [
+        torch.cat([row[:length] for row, length in zip(values, lengths, strict=True)])[None]
+        for values in (logprobs, rollout, mask, expected)
+    ]
+    offsets = torch.tensor([0, 4, 10, 15], dtype=torch.int32)
+    ratios, packed_cut = truncated_ratios(*packed[:3], level="sequence", cap=1.1, cu_seqlens=offsets)
+    torch.testing.assert_close(ratios, packed[3], rtol=1e-14, atol=0)
+    assert int(packed_cut) == int(cut)
+
+
+def test_ranks_that_share_samples_have_the_ratios_of_whole_ones():
+    """Two halves of every row: each is given what the other has summed."""
+    whole = random_rows()
+    expected, cut = truncated_ratios(*whole, level="sequence", cap=1.1)
+    halves = [[values[:, :3] for values in whole], [values[:, 3:] for values in whole]]
+    sums = []
+
+    def collect(totals):
+        sums.append(totals)
+        return totals
+
+    for half in halves:
+        truncated_ratios(*half, level="sequence", cap=1.1, reduce=collect)
+    results = [
+        truncated_ratios(*half, level="sequence", cap=1.1, reduce=lambda _: sums[0] + sums[1]) for half in halves
+    ]
+    torch.testing.assert_close(torch.cat([ratios for ratios, _ in results], dim=1), expected, rtol=1e-14, atol=0)
+    assert sum(int(number) for _, number in results) == int(cut)

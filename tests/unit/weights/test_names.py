@@ -10,12 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
 from oblr_megatron.weights.export import metadata_of
-from oblr_megatron.weights.names import ModelShape, entry, layer_of, merge, split, table
+from oblr_megatron.weights.names import ModelShape, entry, layer_of, merge, split, table, with_global_expert
 
 SMALL = ModelShape(hidden=3, layers=2, heads=4, groups=2, head_dim=1, ffn=4, vocab=5, tied=False)
+MIXTURE = ModelShape(
+    hidden=3, layers=2, heads=4, groups=2, head_dim=1, ffn=0, vocab=5, tied=False, experts=4, expert_ffn=2
+)
 
 
 @st.composite
@@ -32,6 +35,8 @@ def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
         ffn=tp * draw(st.integers(1, 4)),
         vocab=draw(st.integers(1, 9)),
         tied=draw(st.booleans()),
+        experts=draw(st.integers(0, 3)),
+        expert_ffn=tp * draw(st.integers(1, 4)),
     )
     return shape, tp
 
@@ -126,6 +131,44 @@ def test_transformer_engines_fused_norms_are_the_same_tensors() -> None:
         assert layer_of(item) == 1
 
 
+def test_an_expert_is_the_same_tensors_in_a_module_of_its_own_and_in_a_group() -> None:
+    for part, hf in (("linear_fc1", ("gate_proj", "up_proj")), ("linear_fc2", ("down_proj",))):
+        own = entry(f"decoder.layers.1.mlp.experts.local_experts.3.{part}.weight", MIXTURE)
+        grouped = entry(f"decoder.layers.1.mlp.experts.{part}.weight3", MIXTURE)
+        assert own.hf == grouped.hf == tuple(f"model.layers.1.mlp.experts.3.{name}.weight" for name in hf)
+        assert own.shapes == grouped.shapes
+        assert own.expert == grouped.expert == 3
+        assert layer_of(grouped) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.0.mlp.experts.local_experts.4.linear_fc1.weight",  # an expert too many
+        "decoder.layers.0.mlp.experts.linear_fc1.weight4",
+        "decoder.layers.0.mlp.experts.linear_fc1.weight",
+        "decoder.layers.0.mlp.experts.weight1",
+        "decoder.layers.0.mlp.shared_experts.linear_fc1.weight",
+    ],
+)
+def test_an_unknown_name_in_a_mixture_raises(name: str) -> None:
+    with pytest.raises(KeyError, match="unknown Megatron parameter"):
+        entry(name, MIXTURE)
+
+
+def test_only_experts_are_counted_over_expert_parallel_ranks() -> None:
+    layer = "decoder.layers.11.mlp."
+    for before, after in (
+        ("experts.local_experts.1.linear_fc1.weight", "experts.local_experts.13.linear_fc1.weight"),
+        ("experts.linear_fc2.weight0", "experts.linear_fc2.weight12"),
+        ("router.weight", "router.weight"),
+        ("linear_fc1.weight", "linear_fc1.weight"),
+    ):
+        assert with_global_expert(layer + before, 12) == layer + after
+    assert with_global_expert("output_layer.weight", 12) == "output_layer.weight"
+
+
 def test_a_tied_output_layer_is_the_embedding() -> None:
     tied = ModelShape(hidden=3, layers=2, heads=4, groups=2, head_dim=1, ffn=4, vocab=5, tied=True)
     assert entry("output_layer.weight", tied).hf == ("model.embed_tokens.weight",)
@@ -176,3 +219,36 @@ def test_real_sizes_have_exactly_transformers_tensors(size: str) -> None:
         assert [name.rsplit(".", 2)[1] for name in names[start : start + 3]] == ["q_proj", "k_proj", "v_proj"]
         start = names.index(f"model.layers.{layer}.mlp.gate_proj.weight")
         assert names[start + 1] == f"model.layers.{layer}.mlp.up_proj.weight"
+
+
+# hidden, layers, heads, KV heads, experts, ffn of one; parameters as the model cards give them, in billions
+MIXTURES = {"30B-A3B": (2048, 48, 32, 4, 128, 768, 30.5), "235B-A22B": (4096, 94, 64, 4, 128, 1536, 235.1)}
+
+
+@pytest.mark.parametrize("size", MIXTURES)
+def test_real_mixtures_have_exactly_the_published_tensors(size: str) -> None:
+    """The names are those of model.safetensors.index.json; each expert has three tensors there."""
+    hidden, layers, heads, groups, experts, ffn, billions = MIXTURES[size]
+    config = Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=128,
+        moe_intermediate_size=ffn,
+        num_experts=experts,
+        num_experts_per_tok=8,
+    )
+    metadata = metadata_of(ModelShape.of(config), torch.bfloat16)
+    shapes = {meta.name: meta.shape for meta in metadata}
+    assert len(shapes) == len(metadata) == 3 + layers * (9 + 3 * experts)
+    last = f"model.layers.{layers - 1}.mlp"
+    assert shapes[f"{last}.gate.weight"] == (experts, hidden)
+    assert shapes[f"{last}.experts.{experts - 1}.gate_proj.weight"] == (ffn, hidden)
+    assert shapes[f"{last}.experts.{experts - 1}.up_proj.weight"] == (ffn, hidden)
+    assert shapes[f"{last}.experts.{experts - 1}.down_proj.weight"] == (hidden, ffn)
+    assert round(sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9, 1) == billions
+    published = config.to_dict()
+    published["num_experts"] = published.pop("num_local_experts")
+    assert ModelShape.of(published) == ModelShape.of(config)

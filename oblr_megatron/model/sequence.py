@@ -1,0 +1,113 @@
+"""Which tokens of a microbatch a rank works on, and how the sequence is padded so that it divides.
+
+Under context parallelism megatron-core cuts each sequence into 2 cp chunks of equal length; rank r holds chunks r and
+2 cp - 1 - r, an early one and a late one, so that causal attention costs every rank the same:
+
+    cp = 2, a sequence of 8:   rank 0 has tokens 0 1 | 6 7,   rank 1 has 2 3 | 4 5
+
+Packed samples are each cut this way. Sequence parallelism splits what a rank then has once more, inside the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+from torch.nn import functional
+
+from oblr_megatron.types import MicroBatch
+
+if TYPE_CHECKING:
+    from oblr_megatron.model.parallel import Parallel
+
+
+def chunks_of(cp_rank: int, cp_size: int) -> tuple[int, ...]:
+    """The chunks of a sequence that a rank holds, in order; the only one, number 0, without context parallelism.
+
+    Example: chunks_of(1, 4) == (1, 6), of 8.
+    """
+    return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
+
+
+def sample_multiple(parallel: Parallel) -> int:
+    """Each packed sample is padded to a multiple of this; packing accordingly, the token budget is met exactly."""
+    return 1 if parallel.cp_size == 1 else 2 * parallel.cp_size
+
+
+def row_multiple(parallel: Parallel) -> int:
+    """The sequence of a microbatch, packed or in rows, is padded to a multiple of this."""
+    return sample_multiple(parallel) * (parallel.tp_size if parallel.sequence_parallel else 1)
+
+
+def local_part(parallel: Parallel, batch: MicroBatch) -> MicroBatch:
+    """Pad a microbatch as its layout needs it and take this context parallel rank's tokens.
+
+    Tokens put in have mask False; at the end of the row they count to the last sample. Position j of the result still
+    predicts `labels[:, j]`; `cu_seqlens` counts this rank's tokens, 1 / cp_size of the padded ones.
+    """
+    length = batch.input_ids.shape[1]
+    bounds = [0, length] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+    assert bounds[-1] == length, f"cu_seqlens end at {bounds[-1]}, the row at {length}"
+    padded = _padded_lengths(parallel, bounds)
+    if parallel.cp_size == 1 and sum(padded) == length:
+        return batch
+    device = batch.input_ids.device
+    source = torch.tensor(_source_positions(parallel, bounds, padded), device=device)
+    return MicroBatch(
+        *(
+            functional.pad(values, (0, 1)).index_select(1, source)
+            for values in (batch.input_ids, batch.labels, batch.mask, batch.rollout_logprobs)
+        ),
+        sample_index=batch.sample_index,
+        cu_seqlens=None if batch.cu_seqlens is None else _bounds(padded, parallel.cp_size).to(batch.cu_seqlens),
+    )
+
+
+def packed_params(parallel: Parallel, batch: MicroBatch) -> PackedSeqParams | None:
+    """What megatron-core is told of a packed microbatch that went through `local_part`; None for rows.
+
+    Its lengths are those of whole samples, before the cut. Padding inside a sample is told as tokens of it: it comes
+    after every token that counts, where causal attention does not look.
+    """
+    if batch.cu_seqlens is None:
+        return None
+    bounds = batch.cu_seqlens * parallel.cp_size
+    longest = int(bounds.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _padded_lengths(parallel: Parallel, bounds: Sequence[int]) -> list[int]:
+    """Of each sample (or of the rows, which are all alike)."""
+    multiple = sample_multiple(parallel)
+    lengths = [-(-(stop - start) // multiple) * multiple for start, stop in pairwise(bounds)]
+    lengths[-1] += -sum(lengths) % row_multiple(parallel)
+    return lengths
+
+
+def _source_positions(parallel: Parallel, bounds: Sequence[int], padded: Sequence[int]) -> list[int]:
+    """For each token of this rank its position in the microbatch; one past the end for padding."""
+    chunks, blank = chunks_of(parallel.cp_rank, parallel.cp_size), bounds[-1]
+    sources: list[int] = []
+    for (start, stop), length in zip(pairwise(bounds), padded, strict=True):
+        size = length // sample_multiple(parallel)
+        for chunk in chunks:
+            first = start + chunk * size
+            sources += [position if position < stop else blank for position in range(first, first + size)]
+    return sources
+
+
+def _bounds(padded: Sequence[int], cp_size: int) -> Tensor:
+    """cu_seqlens of one rank's tokens."""
+    return functional.pad(torch.tensor(padded).cumsum(0) // cp_size, (1, 0))

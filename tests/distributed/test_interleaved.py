@@ -1,0 +1,141 @@
+"""The interleaved pipeline schedule: several stretches of layers a rank, any number of microbatches of any length.
+
+Gradients in fp64, relative 1e-10, against transformers' autograd; exported weights against the directory that was
+loaded, bit for bit; 4 layers in 2 stages of 2 chunks, alone and with tensor, sequence, context and data parallelism.
+
+Does not cover: speed, more than 2 stages, experts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from oblr_megatron.model.step import run_schedule
+from oblr_megatron.model.taps import AccumulateSink
+from oblr_megatron.types import MicroBatch
+from oblr_megatron.weights.export import MegatronWeights
+from tests.distributed.launch import layout, run_ranks
+from tests.distributed.passes import (
+    COEFFICIENTS,
+    TEMPERATURE,
+    Outcome,
+    assert_outcomes,
+    load_policy,
+    make_batches,
+    reduced_gradients,
+    weighted_logprob_loss,
+)
+from tests.oracle import load_oracle, oracle_gradients
+from tests.tiny import make_hf_dir
+
+LAYOUTS = {2: [{}], 4: [{"tp": 2, "sp": True}, {"cp": 2}, {}]}  # beside pp 2 and vp 2
+COUNTS = (1, 2, 3, 5)  # microbatches; the schedule takes multiples of 2, the rest is filled
+
+
+def some_batches(count: int) -> list[MicroBatch]:
+    """The samples of `make_batches`, one a microbatch, over and over."""
+    return [make_batches()[index % 4] for index in range(count)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [make_hf_dir(root / name, tied=name == "tied", num_hidden_layers=4) for name in ("untied", "tied")]
+
+
+def gradients_in_layouts(paths: list[Path]) -> dict[str, Outcome]:
+    results: dict[str, Outcome] = {}
+    for sizes in LAYOUTS[dist.get_world_size()]:
+        with layout(pp=2, vp=2, **sizes) as parallel:
+            for path in paths:
+                policy = load_policy(path, parallel)
+                assert len(policy.chunks) == 2
+                for count in COUNTS:
+                    if count >= parallel.dp_size:
+                        results[f"{path.name} {count} {sizes}"] = reduced_gradients(policy, some_batches(count))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_equal_transformers(world_size: int, paths: list[Path]) -> None:
+    """Replicas run different numbers of microbatches, too: with two of them 3 are 2 and 1."""
+    ranks = run_ranks(gradients_in_layouts, world_size, paths)
+    expected = {
+        (path.name, str(count)): oracle_gradients(load_oracle(path), some_batches(count), COEFFICIENTS, TEMPERATURE)
+        for path in paths
+        for count in COUNTS
+    }
+    for case in ranks[0]:
+        name, count, _ = case.split(maxsplit=2)
+        assert_outcomes([rank[case] for rank in ranks], expected[name, count], case)
+
+
+def exported(path: Path) -> tuple[list[str], dict[str, Tensor]]:
+    """Global names of this rank's parameters, and the weights as every rank gathers them."""
+    with layout(pp=2, vp=2) as parallel:
+        policy = load_policy(path, parallel, dtype="float32")
+        return [name for name, _ in policy.named_parameters()], dict(MegatronWeights(policy))
+
+
+def test_exported_weights_are_those_loaded(paths: list[Path]) -> None:
+    for path in paths:
+        expected = load_file(path / "model.safetensors")
+        ranks = run_ranks(exported, 2, path)
+        for _, weights in ranks:
+            assert weights.keys() == expected.keys() - ({"lm_head.weight"} if path.name == "tied" else set())
+            for name, tensor in weights.items():
+                assert torch.equal(tensor, expected[name]), name
+        held = [{int(name.split(".")[2]) for name in names if "layers" in name} for names, _ in ranks]
+        assert held == [{0, 2}, {1, 3}]
+
+
+class _Recorder(AccumulateSink):
+    """Notes beginnings and ends with their chunk."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, int]] = []
+
+    def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
+        self.events.append(("begin", position, chunk))
+
+    def end(self, position: int, chunk: int) -> None:
+        self.events.append(("end", position, chunk))
+
+
+def observed(path: Path, count: int) -> tuple[list[tuple[str, int, int]], list[list[float]], list[list[float]]]:
+    """What a sink hears, the metrics of a training pass, and those of a forward pass."""
+    with layout(pp=2, vp=2) as parallel:
+        policy, recorder = load_policy(path, parallel), _Recorder()
+        loss_fn = weighted_logprob_loss(policy)
+        trained = run_schedule(policy, some_batches(count), loss_fn, sink=recorder)
+        forward = run_schedule(policy, some_batches(count), loss_fn, forward_only=True)
+        return recorder.events, *([record["sums"].tolist() for record in records] for records in (trained, forward))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_sink_and_metrics_know_the_microbatches_and_no_filler(count: int, paths: list[Path]) -> None:
+    """Each microbatch goes backwards through the later chunk before the earlier one; metrics are the last stage's."""
+    first, last = run_ranks(observed, 2, paths[0], count)
+    for events, _, _ in (first, last):
+        begins, ends = events[::2], events[1::2]
+        assert [event[1:] for event in begins] == [event[1:] for event in ends]
+        for position in range(count):
+            assert [chunk for _, index, chunk in begins if index == position] == [1, 0]
+        assert len(begins) == 2 * count
+    assert first[1] == first[2] == []
+    [expected] = run_ranks(plain_metrics, 1, paths[0], count)
+    torch.testing.assert_close(last[1], expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(last[2], expected, rtol=1e-12, atol=0)
+
+
+def plain_metrics(path: Path, count: int) -> list[list[float]]:
+    with layout() as parallel:
+        policy = load_policy(path, parallel)
+        records = run_schedule(policy, some_batches(count), weighted_logprob_loss(policy), forward_only=True)
+        return [record["sums"].tolist() for record in records]

@@ -1,0 +1,92 @@
+"""Microbatches drawn at random, rows or packed, and what autograd says of each of their samples."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oblr_megatron.gradnorm import products
+from oblr_megatron.gradnorm.products import Tiles
+from oblr_megatron.gradnorm.segments import Segments
+
+
+@dataclass(frozen=True)
+class Case:
+    """n samples of these lengths, laid out one way or the other."""
+
+    lengths: tuple[int, ...]
+    packed: bool
+    flat: bool  # packed factors without the dimension b = 1
+    seed: int
+
+    @property
+    def segments(self) -> Segments:
+        if not self.packed:
+            return Segments(len(self.lengths), None)
+        return Segments(len(self.lengths), tuple(sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)))
+
+    def factor(self, width: int | tuple[int, ...], *, salt: int, zero_padding: bool) -> Tensor:
+        """[t, b, width...] in fp64; padding is noise unless it is to be zero, as it is in what comes from backward."""
+        sizes = (width,) if isinstance(width, int) else width
+        generator = torch.Generator().manual_seed(1000 * self.seed + salt)
+        if self.packed:
+            return torch.randn(sum(self.lengths), 1, *sizes, generator=generator, dtype=torch.float64)
+        longest = max(self.lengths, default=3) + 1
+        values = torch.randn(longest, len(self.lengths), *sizes, generator=generator, dtype=torch.float64)
+        if zero_padding:
+            for column, length in enumerate(self.lengths):
+                values[length:, column] = 0.0
+        return values
+
+    def laid_out(self, factor: Tensor) -> Tensor:
+        """As the functions under test may be given it."""
+        return factor[:, 0] if self.packed and self.flat else factor
+
+    def sample(self, factor: Tensor, index: int) -> Tensor:
+        """The tokens of one sample, without padding."""
+        if not self.packed:
+            return factor[: self.lengths[index], index]
+        start = sum(self.lengths[:index])
+        return factor[start : start + self.lengths[index], 0]
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """No sample, samples without a token, one token, several."""
+    lengths = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 13)), max_size=5).map(tuple)
+    return st.builds(Case, lengths=lengths, packed=st.booleans(), flat=st.booleans(), seed=st.integers(0, 1000))
+
+
+@contextmanager
+def tiles(side: int, strip: int, call_flops: int) -> Iterator[None]:
+    """Tiles so small that a few tokens fill several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "CPU_TILES", Tiles(side=side, strip=strip, element_flops=4, call_flops=call_flops))
+        yield
+
+
+def weight_grad(shape: tuple[int, ...], objective: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient of a scalar by a weight of this shape."""
+    weight = torch.ones(shape, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(objective(weight), weight)
+    return grad
+
+
+def linear_grads(case: Case, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """The gradient [p, d] of each sample by a linear layer, from autograd."""
+    grads = []
+    for index in range(len(case.lengths)):
+        x_i, dy_i = case.sample(x, index), case.sample(dy, index)
+        shape = (dy.shape[-1], x.shape[-1])
+        grads.append(
+            weight_grad(shape, lambda w, x_i=x_i, dy_i=dy_i: (torch.nn.functional.linear(x_i, w) * dy_i).sum())
+        )
+    return grads
+
+
+def stacked(grads: list[Tensor], *shape: int) -> Tensor:
+    """[n, ...], also of no gradient."""
+    return torch.stack(grads) if grads else torch.zeros(0, *shape, dtype=torch.float64)

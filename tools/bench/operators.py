@@ -1,0 +1,131 @@
+"""Which operators a step spends its time in, and whether arithmetic or memory traffic bounds each of them.
+
+An operator is bounded by FLOPs where these take longer at the machine's rate of a large matrix product than its tensor
+arguments take at the rate of a large copy, both measured here. That is a roofline of what must be done, not of how the
+kernel does it. Operators that are no product and no attention count as traffic; those without tensors, as neither.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from meter import Meter, Step
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+BYTES = 4  # of an element, fp32
+WIDTH = 140  # of the tables, on a terminal or in a file
+ATTENTION = "scaled_dot_product"
+FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}  # where the two factors stand
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """All calls of one operator in a step.
+
+    Example: Operator(name="aten::mm", calls=56, seconds=2.1, flops=1.6e11, read_bytes=3.1e9)
+    """
+
+    name: str
+    calls: int
+    seconds: float  # in the operator itself, without those that it calls
+    flops: float  # 0 where unknown
+    read_bytes: float  # of its tensor arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the machine does at best: FLOP/s of a matrix product, bytes/s of a copy (read and written)."""
+
+    flops: float
+    read_bytes: float
+
+    def bound(self, operator: Operator) -> str:
+        """Which of the two takes the operator longer; "" where it has neither, as autograd's own bookkeeping."""
+        times = {"FLOPs": operator.flops / self.flops, "bytes": operator.read_bytes / self.read_bytes}
+        return max(times, key=lambda name: times[name]) if any(times.values()) else ""
+
+
+def operators_of(step: Step, device: torch.device) -> list[Operator]:
+    """One step under torch's profiler: its operators, the longest first."""
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities, record_shapes=True) as recorded:
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+    totals: dict[str, list[float]] = {}
+    for event in recorded.key_averages(group_by_input_shape=True):
+        seconds = (event.self_device_time_total if cuda else event.self_cpu_time_total) * 1e-6
+        read = BYTES * event.count * sum(math.prod(shape) for shape in _tensors(event.input_shapes))
+        total = totals.setdefault(event.key, [0, 0.0, 0.0, 0.0])
+        for index, value in enumerate((event.count, seconds, _flops(event), read)):
+            total[index] += value
+    operators = [Operator(name, int(calls), *rest) for name, (calls, *rest) in totals.items()]
+    return sorted(operators, key=lambda operator: -operator.seconds)
+
+
+def measure_rates(device: torch.device) -> Rates:
+    """Best of five of a [2048, 2048] product and of a copy of 128 MiB."""
+    meter = Meter(device)
+    left, right = torch.randn(2, 2048, 2048, device=device)
+    source = torch.randn(2**25, device=device)
+    target = torch.empty_like(source)
+    product = min(meter.seconds(lambda: left @ right) for _ in range(5))
+    copy = min(meter.seconds(lambda: target.copy_(source)) for _ in range(5))
+    return Rates(flops=2 * 2048**3 / product, read_bytes=2 * source.nbytes / copy)
+
+
+def show_operators(title: str, operators: list[Operator], rates: Rates, count: int = 15) -> None:
+    """The longest operators as a table, and the shares of both bounds in the whole."""
+    whole = sum(operator.seconds for operator in operators)
+    headings = ("operator", "calls", "self s", "share", "GFLOP/s", "GB/s", "bound by")
+    table = Table(*headings, title=title)
+    for operator in operators[:count]:
+        seconds = max(operator.seconds, 1e-9)
+        table.add_row(
+            operator.name[-60:],
+            f"{operator.calls:,}",
+            f"{operator.seconds:.3f}",
+            f"{operator.seconds / whole:.1%}",
+            f"{operator.flops / seconds / 1e9:.1f}" if operator.flops else "",
+            f"{operator.read_bytes / seconds / 1e9:.1f}",
+            rates.bound(operator),
+        )
+    shares = {"FLOPs": 0.0, "bytes": 0.0, "": 0.0}
+    for operator in operators:
+        shares[rates.bound(operator)] += operator.seconds / whole
+    console = Console(width=WIDTH)
+    console.print(table)
+    console.print(
+        f"of {whole:.3g} s {shares['FLOPs']:.0%} bounded by FLOPs, {shares['bytes']:.0%} by bytes; this machine: "
+        f"{rates.flops / 1e9:.0f} GFLOP/s in a matrix product, {rates.read_bytes / 1e9:.1f} GB/s in a copy"
+    )
+
+
+def _tensors(shapes: list[Any]) -> list[list[int]]:
+    """The shapes of tensor arguments, those in lists of tensors too; what is no tensor has an empty shape."""
+    found: list[list[int]] = []
+    for shape in shapes:
+        if shape and isinstance(shape[0], (list, tuple)):
+            found += _tensors(shape)
+        elif shape:
+            found.append(shape)
+    return found
+
+
+def _flops(event: Any) -> float:
+    """Of all calls of a matrix product or of causal attention; 0 for other operators."""
+    name, shapes = event.key.removeprefix("aten::"), _tensors(event.input_shapes)
+    if name in FACTORS:
+        left, right = shapes[FACTORS[name] :][:2]  # [.., m, k] and [.., k, n]
+        return event.count * 2.0 * math.prod(left) * right[-1]
+    if ATTENTION in name and shapes:
+        rows, heads, length, size = max(shapes, key=math.prod)  # of q or its gradient
+        products = 5 if "backward" in name else 2  # [t, t] by head_dim; backward forms the scores again
+        return event.count * products * 2.0 * rows * heads * length**2 * size / 2
+    return 0.0

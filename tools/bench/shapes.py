@@ -1,0 +1,109 @@
+"""What the benchmark of gradient norms runs on: layers of Qwen3's sizes, random weights and responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config
+
+from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.types import Sample
+
+VOCAB, PROMPT_TOKENS = 2048, 16  # the vocabulary is cut, so that the layers and not the head are measured
+
+
+class Shape(NamedTuple):
+    """The sizes of a layer."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+SHAPES = {
+    "tiny": Shape(128, 256, 4, 2, 32),
+    "qwen3-0.6b": Shape(1024, 3072, 16, 8, 128),
+    "qwen3-8b": Shape(4096, 12288, 32, 8, 128),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One line of the table: a model and a step's responses, of one prompt.
+
+    Example: Cell(shape="qwen3-0.6b", layers=2, tokens=512, samples=4)
+    """
+
+    shape: str
+    layers: int
+    tokens: int  # T, of each response
+    samples: int  # G
+
+    @property
+    def parameters(self) -> int:
+        """P, of the whole model."""
+        hidden, ffn, heads, kv_heads, size = SHAPES[self.shape]
+        attention = 2 * hidden * size * (heads + kv_heads) + 2 * size
+        return 2 * VOCAB * hidden + hidden + self.layers * (attention + 3 * hidden * ffn + 2 * hidden)
+
+    def hf_config(self) -> Qwen3Config:
+        """The model; its head is not tied, since Opacus refuses tied parameters."""
+        shape = SHAPES[self.shape]
+        return Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.ffn,
+            num_hidden_layers=self.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=self.tokens + PROMPT_TOKENS,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            tie_word_embeddings=False,
+        )
+
+    def config(self, baseline: str, gradnorm: dict[str, str]) -> Config:
+        """One fold, one rank; every sample in a microbatch of its own, as at a cluster's token budgets."""
+        table = {
+            "run_dir": "unused",
+            "num_prompts": 1,
+            "group_size": self.samples,
+            "model": {"path": "unused"},
+            "data": {"train": "unused"},
+            "algo": {"baseline": baseline, "snr": {"num_folds": 1}},
+            "gradnorm": gradnorm,
+            "rollout": {"correction": "none"},
+            "parallel": {"micro_batch_tokens": 1},
+        }
+        return parse_config(table)
+
+    def random_samples(self) -> list[Sample]:
+        """G responses of exactly T random tokens to prompts of one length."""
+        generator = torch.Generator().manual_seed(1)
+        draws = torch.randint(VOCAB, (self.samples, PROMPT_TOKENS + self.tokens), generator=generator).tolist()
+        return [
+            Sample(0, tuple(row[:PROMPT_TOKENS]), tuple(row[PROMPT_TOKENS:]), (-1.0,) * self.tokens, "", "length", 0)
+            for row in draws
+        ]
+
+    def coefficients(self, config: Config, norms_sq: Tensor) -> Tensor:
+        """The config's advantages over G, for rewards 1, 0, 1, 0, ... and norms [G]: [G] fp64, none of them 0."""
+        rewards = (torch.arange(self.samples) % 2 == 0).to(torch.float64)[None]
+        lengths = torch.full_like(rewards, self.tokens)
+        baseline = config.algo.baseline
+        return advantages(baseline, rewards, norms_sq.cpu()[None], lengths, config.algo)[0] / self.samples
+
+
+@torch.no_grad()
+def randomize(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Small random weights, norms at 1."""
+    torch.manual_seed(0)
+    for name, parameter in named:
+        parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02)
