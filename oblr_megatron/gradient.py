@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
+from oblr_megatron.algo.baseline import BASELINES
 from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.gradnorm.estimate import sketches_of, sq_norms_of
 from oblr_megatron.gradnorm.one_pass import BookkeepPass, SpreadStashPass, StashPass, Weigh, Work
@@ -52,6 +53,9 @@ class TrainingGradient:
     Args:
         policy: the model.
         config: the run's configuration, `gradnorm.mode` resolved (not "auto").
+
+    Raises:
+        UserError: norms are wanted, and no rule covers a trainable parameter.
     """
 
     def __init__(self, policy: Policy, config: Config) -> None:
@@ -59,7 +63,9 @@ class TrainingGradient:
         self._sharing = Sharing(policy.parallel, config)
         self._sketches = sketches_of(policy, config)
         self._plain = PlainPass(policy, config, self._sharing)
-        self._one_pass = self._make_one_pass()
+        wanted = BASELINES[config.algo.baseline].needs_norms or config.gradnorm.always
+        self._one_sample_only = wanted and one_sample_only(classify(policy))  # refuses what no rule covers
+        self._one_pass = self._make_one_pass() if wanted else None
 
     def __call__(
         self,
@@ -171,7 +177,7 @@ class TrainingGradient:
     def _norm_batches(self, samples: Sequence[Sample], mine: Sequence[int]) -> tuple[list[MicroBatch], Tensor]:
         """Microbatches of the norm pass, and the samples in their order; as many on every replica of a block."""
         device = self._policy.parallel.device
-        if one_sample_only(classify(self._policy)):
+        if self._one_sample_only:
             batches = one_per_microbatch(samples, mine, device=device)
         else:
             batches = microbatches(samples, mine, self._config.parallel, device=device)
@@ -225,7 +231,14 @@ def importance_ratios(config: Config, policy: Policy) -> RatioFn:
             batch.mask,
             level=config.rollout.correction,
             cap=config.rollout.correction_cap,
+            cu_seqlens=batch.cu_seqlens,
+            reduce=over_context,
         )
+
+    def over_context(sums: Tensor) -> Tensor:
+        """Sums over a sample's tokens, of which this rank has a part."""
+        dist.all_reduce(sums, group=policy.parallel.cp_group)
+        return sums
 
     return ratios
 

@@ -149,13 +149,14 @@ def _weight_files(path: Path) -> list[str]:
 def _check_names(tensors: HFTensors, shape: ModelShape, path: Path) -> None:
     expected = {name: size for item in table(shape) for name, size in zip(item.hf, item.shapes, strict=True)}
     allowed = {HF_OUTPUT} if shape.tied else set()  # some tied checkpoints store the output layer all the same
+    stored = set(tensors.names)
     problems = {
-        "missing": [name for name in expected if name not in tensors.names],
+        "missing": [name for name in expected if name not in stored],
         "unknown": [name for name in tensors.names if name not in expected and name not in allowed],
         "of another shape than config.json says": [
             name
             for name, size in expected.items()
-            if name in tensors.names and tuple(tensors[name].get_shape()) != size  # type: ignore[attr-defined]
+            if name in stored and tuple(tensors[name].get_shape()) != size  # type: ignore[attr-defined]
         ],
     }
     for what, names in problems.items():

@@ -139,7 +139,7 @@ def _as_rows(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: in
 
 
 def _first_fit(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: int) -> list[list[int]]:
-    """Put each sample, longest first, into the first group that has room: at most 11/9 of the fewest groups, and 1."""
+    """Put each sample, longest first, into the first group that has room: at most 11/9 of the fewest groups and one."""
     groups: list[list[int]] = []
     room: list[int] = []
     for index in by_length:
@@ -152,23 +152,27 @@ def _first_fit(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: 
     return groups
 
 
-def _batch(samples: Sequence[Sample], rows: Sequence[int], width: int, device: torch.device | str) -> MicroBatch:
+def _batch(samples: Sequence[Sample], group: Sequence[int], width: int, device: torch.device | str) -> MicroBatch:
     """A row each."""
-    fields = (torch.stack(values) for values in zip(*(_row(samples[index], width) for index in rows), strict=True))
-    return MicroBatch(*(values.to(device) for values in fields), sample_index=torch.tensor(list(rows), device=device))
+    rows = [_row(samples[index], width) for index in group]
+    ids, labels, mask, logprobs = (torch.stack(values).to(device) for values in zip(*rows, strict=True))
+    return MicroBatch(ids, labels, mask, logprobs, sample_index=torch.tensor(list(group), device=device))
 
 
 def _packed(
     samples: Sequence[Sample], group: Sequence[int], widths: Mapping[int, int], device: torch.device | str
 ) -> MicroBatch:
     """All in one row."""
-    rows = (_row(samples[index], widths[index]) for index in group)
-    fields = (torch.cat(values)[None] for values in zip(*rows, strict=True))
-    lengths = torch.tensor([0, *(widths[index] for index in group)], dtype=torch.int32)
+    rows = [_row(samples[index], widths[index]) for index in group]
+    ids, labels, mask, logprobs = (torch.cat(values)[None].to(device) for values in zip(*rows, strict=True))
+    lengths = torch.tensor([0, *(widths[index] for index in group)], device=device)
     return MicroBatch(
-        *(values.to(device) for values in fields),
+        ids,
+        labels,
+        mask,
+        logprobs,
         sample_index=torch.tensor(list(group), device=device),
-        cu_seqlens=lengths.cumsum(0, dtype=torch.int32).to(device),
+        cu_seqlens=lengths.cumsum(0, dtype=torch.int32),
     )
 
 

@@ -111,7 +111,7 @@ class SdpaAttention(nn.Module):
             part = query[start:stop].unflatten(0, (samples, -1))
             keys, values = (tensor[:, start:stop].unflatten(1, (samples, -1)) for tensor in (key, value))
             parts.append(self._attend(part, keys, values).flatten(0, 1))
-        return torch.cat(parts).flatten(1)
+        return _joined(parts, dim=0).flatten(1)
 
     def _runs(self, packed: PackedSeqParams) -> Iterator[tuple[int, int, int]]:
         """Neighbouring samples of equal length: first of this rank's tokens, one past the last, number of samples."""
@@ -135,7 +135,7 @@ class SdpaAttention(nn.Module):
         for chunk, part in zip(chunks, query.chunk(len(chunks), dim=1), strict=True):
             seen = (chunk + 1) * part.shape[1]
             parts.append(self._causal(part, key[:, :seen], value[:, :seen]))
-        return torch.cat(parts, dim=1)
+        return _joined(parts, dim=1)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The last query sees every key, each one before it one key less."""
@@ -145,6 +145,11 @@ class SdpaAttention(nn.Module):
             query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
         )
         return context.transpose(1, 2)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """torch.cat, without a copy of a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _in_order(gathered: Tensor) -> Tensor:

@@ -116,8 +116,8 @@ Item = tuple[int | None, MicroBatch]
 def _items(policy: Policy, microbatches: Sequence[MicroBatch]) -> list[Item]:
     """What goes through the pipeline: the interleaved schedule takes a multiple of the number of stages.
 
-    megatron-core would also take other numbers, in larger groups, and keep the activations of so many more microbatches.
-    Fillers are a token each.
+    megatron-core would also take other numbers, in larger groups, and keep the activations of as many more of them. A
+    filler is one token.
     """
     parallel = policy.parallel
     items: list[Item] = [(position, local_part(parallel, batch)) for position, batch in enumerate(microbatches)]

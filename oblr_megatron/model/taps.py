@@ -121,11 +121,11 @@ def install(module: nn.Module, tap: Tap, splits: Mapping[nn.Module, SplitsFn] | 
     for child in module.modules():
         if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
             forward = partial(_linear, tap, child._forward_impl, (splits or {}).get(child))
-            child._forward_impl = forward  # type: ignore[method-assign]
+            child._forward_impl = forward
             if child.bias is None and child.weight is not None:
                 tap.weights.add(id(child.weight))
         elif isinstance(child, VocabParallelEmbedding):
-            child.forward = partial(_embedding, tap, child)  # type: ignore[method-assign]
+            child.forward = partial(_embedding, tap, child)
             tap.weights.add(id(child.weight))
         elif isinstance(child, RMSNorm):
             child.tap = tap
@@ -134,7 +134,7 @@ def install(module: nn.Module, tap: Tap, splits: Mapping[nn.Module, SplitsFn] | 
 
 def main_grad(weight: nn.Parameter) -> Tensor:
     """The view of megatron's gradient buffer that belongs to the parameter."""
-    return weight.main_grad  # type: ignore[attr-defined, no-any-return]  # set by the data-parallel wrapper
+    return weight.main_grad  # type: ignore[attr-defined]  # set by the data-parallel wrapper
 
 
 def add_product(target: Tensor, x: Tensor, dy: Tensor, factor: float = 1.0) -> None:

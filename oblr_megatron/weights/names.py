@@ -80,6 +80,8 @@ class Entry:
 
     Example: Entry("decoder.layers.0.mlp.linear_fc1.weight", "gate_up",
                    ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"), ((3072, 1024),) * 2)
+    Of a mixture: Entry("decoder.layers.0.mlp.experts.local_experts.7.linear_fc2.weight", "columns",
+                        ("model.layers.0.mlp.experts.7.down_proj.weight",), ((2048, 768),), expert=7)
     """
 
     megatron: str
@@ -115,8 +117,6 @@ _IN_LAYER: dict[str, tuple[Cut, tuple[str, ...]]] = {
     "input_layernorm.weight": ("replicated", ("input_layernorm.weight",)),
     "pre_mlp_layernorm.weight": ("replicated", ("post_attention_layernorm.weight",)),
 }
-
-
 _DENSE_ONLY = {"mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
 _MIXTURE_ONLY = {"mlp.router.weight"}
 # A module for each expert, or Transformer Engine's grouped layer with a weight for each.

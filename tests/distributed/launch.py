@@ -73,6 +73,8 @@ def layout(
     etp: int | None = None,
 ) -> Iterator[Parallel]:
     """Make a layout out of the ranks there are (data parallelism is what is left), and drop it again."""
+    import torch.distributed as dist
+
     from oblr_megatron.model.parallel import initialize, shutdown
 
     config = ParallelConfig(
@@ -86,6 +88,7 @@ def layout(
         distributed_timeout_s=120,
     )
     yield initialize(config)
+    dist.barrier()  # a rank that leaves early closes connections that a slower one is still making
     shutdown(keep_process_group=True)
 
 

@@ -84,10 +84,8 @@ def gradients_in_layouts(paths: list[Path]) -> dict[str, Outcome]:
     results: dict[str, Outcome] = {}
     for sizes in LAYOUTS[dist.get_world_size()]:
         with layout(**sizes) as parallel:
-            for path in paths:
-                policy = load_policy(path, parallel)
-                for rows in (1, 2):
-                    results[f"{path.name} {sizes} {rows}"] = reduced_gradients(policy, make_batches(rows))
+            for path, rows in zip(paths, (1, 2, 2), strict=True):
+                results[f"{path.name} {sizes}"] = reduced_gradients(load_policy(path, parallel), make_batches(rows))
     return results
 
 

@@ -9,6 +9,7 @@ Not covered: fp8, CUDA; context and expert parallelism (test_gradnorm_context.py
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -216,3 +217,65 @@ def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], dict[str, 
             assert tokens == wanted["tokens"] or (case[1] == "two_pass" and tokens < wanted["tokens"])
             assert figures["stats"] == pytest.approx(wanted["stats"], rel=RTOL), (rank, case)
             assert figures["difference"] <= RTOL, (rank, case, figures["difference"])
+
+
+def with_a_broken_sample(path: str) -> dict[str, tuple[torch.Tensor, bool, float]]:
+    """Norms, whether the gradient is finite, its squared norm, by mode; sample 5 has a log-prob that is no number."""
+    from transformers import AutoConfig
+
+    from oblr_megatron.algo.weighing import Weighing
+    from oblr_megatron.checkpoint.hf import load_hf_weights
+    from oblr_megatron.gradient import TrainingGradient
+    from oblr_megatron.model.qwen3 import build_policy
+
+    samples = make_samples()
+    samples[5] = replace(samples[5], logprobs=(math.nan, *samples[5].logprobs[1:]))
+    found = {}
+    with layout() as parallel:
+        for mode, gradnorm in MODES.items():
+            config = config_of(path, gradnorm, folds=4)
+            policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel)
+            load_hf_weights(policy, Path(path))
+            gradients = TrainingGradient(policy, config)
+            step = gradients(samples, Weighing(judged(), config, 0.0), torch.ones(PROMPTS, dtype=torch.bool))
+            finite = all(bool(parameter.main_grad.isfinite().all()) for _, parameter in policy.named_parameters())
+            found[mode] = step.norms_sq, finite, step.stats.sq_norm
+    return found
+
+
+def test_a_sample_that_is_no_number_spoils_nothing_else(models: dict[str, str]) -> None:
+    """Its group's baseline takes the median of the others for its norm, and its own gradient is left out."""
+    (found,) = run_ranks(with_a_broken_sample, 1, models["tied"])
+    sq_norm = found["two_pass"][2]
+    for mode, (norms, finite, other) in found.items():
+        assert norms.isfinite().logical_not().nonzero().flatten().tolist() == [5], mode
+        assert finite, mode
+        assert other == pytest.approx(sq_norm, rel=RTOL), mode
+
+
+SEQUENCE: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    1: [({}, {}), ({}, PACKED)],
+    2: [({"cp": 2}, {}), ({"cp": 2}, PACKED), ({"tp": 2, "sp": True}, PACKED)],
+}
+
+
+def with_sequence_ratios(path: str, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+    found = []
+    for sizes, options in cases:
+        with layout(**sizes) as parallel:
+            config = config_of(path, {"mode": "bookkeep"}, folds=4, **options)
+            rollout = config.rollout.model_copy(update={"correction": "sequence"})
+            figures = step_of(path, parallel, config.model_copy(update={"rollout": rollout}))
+            del figures["gradient"]
+            found.append(figures)
+    return found
+
+
+def test_ratios_of_whole_responses_do_not_depend_on_the_layout(models: dict[str, str]) -> None:
+    """The product over a response's tokens is that of all ranks, and of no other response in its row."""
+    wanted, *others = run_ranks(with_sequence_ratios, 1, models["untied"], SEQUENCE[1])[0]
+    others += [found for rank in run_ranks(with_sequence_ratios, 2, models["untied"], SEQUENCE[2]) for found in rank]
+    assert not torch.allclose(wanted["norms"], expected(models["untied"])["norms"], rtol=1e-3)  # of single tokens
+    for found in others:
+        torch.testing.assert_close(found["norms"], wanted["norms"], rtol=RTOL, atol=0)
+        assert found["stats"] == pytest.approx(wanted["stats"], rel=RTOL)

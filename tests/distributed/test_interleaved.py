@@ -35,7 +35,7 @@ from tests.oracle import load_oracle, oracle_gradients
 from tests.tiny import make_hf_dir
 
 LAYOUTS = {2: [{}], 4: [{"tp": 2, "sp": True}, {"cp": 2}, {}]}  # beside pp 2 and vp 2
-COUNTS = (1, 2, 3, 5)  # microbatches; the schedule takes multiples of 2, the rest is filled
+COUNTS = {"untied": (4,), "tied": (1, 3)}  # microbatches; the schedule takes multiples of 2, the rest is filled
 
 
 def some_batches(count: int) -> list[MicroBatch]:
@@ -56,7 +56,7 @@ def gradients_in_layouts(paths: list[Path]) -> dict[str, Outcome]:
             for path in paths:
                 policy = load_policy(path, parallel)
                 assert len(policy.chunks) == 2
-                for count in COUNTS:
+                for count in COUNTS[path.name]:
                     if count >= parallel.dp_size:
                         results[f"{path.name} {count} {sizes}"] = reduced_gradients(policy, some_batches(count))
     return results
@@ -69,7 +69,7 @@ def test_gradients_equal_transformers(world_size: int, paths: list[Path]) -> Non
     expected = {
         (path.name, str(count)): oracle_gradients(load_oracle(path), some_batches(count), COEFFICIENTS, TEMPERATURE)
         for path in paths
-        for count in COUNTS
+        for count in COUNTS[path.name]
     }
     for case in ranks[0]:
         name, count, _ = case.split(maxsplit=2)
@@ -118,7 +118,7 @@ def observed(path: Path, count: int) -> tuple[list[tuple[str, int, int]], list[l
         return recorder.events, *([record["sums"].tolist() for record in records] for records in (trained, forward))
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [1, 2, 5])
 def test_sink_and_metrics_know_the_microbatches_and_no_filler(count: int, paths: list[Path]) -> None:
     """Each microbatch goes backwards through the later chunk before the earlier one; metrics are the last stage's."""
     first, last = run_ranks(observed, 2, paths[0], count)

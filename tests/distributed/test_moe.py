@@ -5,8 +5,8 @@ Expert parallelism inside the data-parallel ranks, inside the tensor-parallel ra
 one expert a rank and several; weights of a token's experts that sum to 1 and that do not; context parallelism,
 interleaved pipeline stages, recomputation.
 
-Does not cover: Transformer Engine's grouped experts, replicas that disagree in the number of microbatches (they wait for
-one another until the process group's deadline).
+Does not cover: Transformer Engine's grouped experts; replicas of one block with different numbers of microbatches:
+they wait for one another until the process group's deadline.
 """
 
 from __future__ import annotations

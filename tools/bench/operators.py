@@ -2,7 +2,8 @@
 
 An operator is bounded by FLOPs where these take longer at the machine's rate of a large matrix product than its tensor
 arguments take at the rate of a large copy, both measured here. That is a roofline of what must be done, not of how the
-kernel does it. Operators that are no product and no attention count as traffic; those without tensors, as neither.
+kernel does it. Operators that are no product and no attention count as traffic; those of whose
+tensors the profiler knows nothing, as neither.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Rates:
     read_bytes: float
 
     def bound(self, operator: Operator) -> str:
-        """Which of the two takes the operator longer; "" where it has neither, as autograd's own bookkeeping."""
+        """Which of the two takes the operator longer; "" where neither is known, as of autograd's own work."""
         times = {"FLOPs": operator.flops / self.flops, "bytes": operator.read_bytes / self.read_bytes}
         return max(times, key=lambda name: times[name]) if any(times.values()) else ""
 

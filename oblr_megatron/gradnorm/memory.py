@@ -1,0 +1,180 @@
+"""How much memory a training step takes, before it is taken: the fullest rank, at its fullest moment. Imports no torch.
+
+    found = estimate(hf_config, config, world_size)
+    found.total, found.table()
+
+Held all the time: weights, `main_grad`, the optimizer's state, the buffers of mode `stash`. On top comes what a moment of
+the step holds, and the largest counts: the loss, the output layer's backward, the backward of the last layer, what waits
+at the end of a pass, the optimizer's update. Samples are taken to be of the greatest length that the configuration allows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oblr_megatron.config import Config
+from oblr_megatron.formatting import size
+from oblr_megatron.gradnorm.moments import Moment, PassOnRank, update_moment
+from oblr_megatron.gradnorm.passes import (
+    Layout,
+    folds_of_a_rank,
+    longest_sample,
+    norms_wanted,
+    passes_of,
+    stash_count,
+)
+from oblr_megatron.gradnorm.rank_sizes import RankSizes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes of the fullest rank, when it holds most.
+
+    Example, two layers of Qwen3-0.6B in fp32 with 512 tokens, in MiB:
+        MemoryEstimate(weights=136, main_grad=136, second_gradient=0, optimizer=272, activations=118, logits=20, norms=544,
+                       work=34, fixed=474, stage=0, moment="last layer's backward")
+    """
+
+    weights: int
+    main_grad: int
+    second_gradient: int  # the sum over folds, where a rank has several
+    optimizer: int  # moments, and fp32 masters of bf16 weights
+    activations: int  # of the microbatches in flight
+    logits: int  # with softmax and their gradient
+    norms: int  # gradients, factors or partials that wait for the norms
+    work: int  # memory that the moment takes and gives back
+    fixed: int  # the process without a model
+    stage: int  # of the pipeline
+    moment: str
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(num_bytes for _, num_bytes in self.rows())
+
+    def rows(self) -> list[tuple[str, int]]:
+        """(what, bytes), in the order of the fields."""
+        names = (
+            "weights",
+            "main_grad",
+            "second_gradient",
+            "optimizer",
+            "activations",
+            "logits",
+            "norms",
+            "work",
+            "fixed",
+        )
+        return [(name.replace("_", " "), getattr(self, name)) for name in names]
+
+    def table(self) -> str:
+        """One line, e.g. "1.7 GiB on the fullest rank, at the loss: weights 136 MiB, main grad 136 MiB, ..."."""
+        parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in self.rows() if num_bytes)
+        return f"{size(self.total)} on the fullest rank, at the {self.moment}: {parts}"
+
+
+def estimate(
+    hf_config: Mapping[str, Any],
+    config: Config,
+    world_size: int,
+    *,
+    on_gpu: bool = False,
+    transformer_engine: bool = False,
+    fixed_bytes: int | None = None,
+) -> MemoryEstimate:
+    """The memory of a training step on its fullest rank.
+
+    Args:
+        hf_config: the model's config.json, checked against the layout (`checks.check_layout`).
+        config: the run; `gradnorm.mode` "auto" counts as "two_pass".
+        world_size: ranks of the run.
+        on_gpu: kernels are CUDA's, and memory is what its allocator gives out.
+        transformer_engine: the layers are Transformer Engine's.
+        fixed_bytes: of the process without a model; by default what is resident now, on a GPU none.
+    """
+    if fixed_bytes is None:
+        fixed_bytes = 0 if on_gpu else resident_bytes()
+    layout = Layout.of(hf_config, config, world_size)
+    passes = passes_of(hf_config, config, layout, norms=norms_wanted(config), transformer_engine=transformer_engine)
+    several = folds_of_a_rank(config, layout) > 1
+    found = []
+    for stage in range(config.parallel.pipeline_model_parallel_size):
+        sizes = RankSizes.of(hf_config, config, stage)
+        held = _Held.of(sizes, config, several_folds=several)
+        moments = [update_moment(sizes, config, on_gpu=on_gpu)]
+        for run in passes:
+            tokens = sizes.tokens(run.rows, longest_sample(config))
+            moments += PassOnRank(sizes, config, run, tokens, stage, on_gpu).moments()
+        found += [held.at(moment, stage, fixed_bytes) for moment in moments]
+    return max(found, key=lambda candidate: candidate.total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Bytes that a rank holds for the whole step."""
+
+    weights: int
+    main_grad: int
+    second_gradient: int
+    optimizer: int
+    stash: int
+
+    @classmethod
+    def of(cls, sizes: RankSizes, config: Config, *, several_folds: bool) -> _Held:
+        main_grad = sizes.parameters * sizes.wide
+        return cls(
+            weights=sizes.parameters * sizes.element,
+            main_grad=main_grad,
+            second_gradient=main_grad if several_folds else 0,
+            optimizer=optimizer_bytes(sizes, config),
+            stash=stash_bytes(sizes, config) if config.gradnorm.mode == "stash" and norms_wanted(config) else 0,
+        )
+
+    def at(self, moment: Moment, stage: int, fixed: int) -> MemoryEstimate:
+        return MemoryEstimate(
+            weights=self.weights,
+            main_grad=self.main_grad,
+            second_gradient=self.second_gradient if moment.in_folds else 0,
+            optimizer=self.optimizer,
+            activations=moment.activations,
+            logits=moment.logits,
+            norms=moment.norms + self.stash,
+            work=moment.work,
+            fixed=fixed,
+            stage=stage,
+            moment=moment.name,
+        )
+
+
+def optimizer_bytes(sizes: RankSizes, config: Config) -> int:
+    """Two moments of Adam, the momentum of SGD if it has one; and masters of weights that are kept in half precision."""
+    options = config.optimizer
+    copies = 2 if options.name == "adam" else int(options.sgd_momentum > 0)
+    masters = int(sizes.element < sizes.wide)
+    return sizes.parameters * sizes.wide * (copies + masters)
+
+
+def stash_bytes(sizes: RankSizes, config: Config, *, on_gpu: bool = False) -> int:
+    """The gradients that mode `stash` keeps, and the one in which they are made, if it rounds them or moves them.
+
+    On a GPU those in host memory do not count.
+    """
+    options, count = config.gradnorm, stash_count(config)
+    rounds = options.stash_dtype == "bfloat16" and sizes.element < 8
+    moves = on_gpu and options.stash_offload
+    kept = 0 if moves else count * (2 if rounds else sizes.wide)
+    return sizes.parameters * (kept + (sizes.wide if rounds or moves else 0))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, where the system states it (Linux); else 0."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0

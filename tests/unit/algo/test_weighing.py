@@ -1,0 +1,61 @@
+"""Coefficients of some prompts are those of all of them, and what is no number is left out. Not covered: baselines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from oblr_megatron.algo.weighing import Weighing, usual
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.types import Judged
+
+Q, G = 3, 4
+
+
+def config_of(**algo: Any) -> Config:
+    sections = {"model": {"path": "unused"}, "data": {"train": "unused"}, "algo": {"snr": {"num_folds": 1}, **algo}}
+    return parse_config({"run_dir": "unused", "num_prompts": Q, "group_size": G, **sections})
+
+
+def step() -> tuple[Judged, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(Q, G, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(1, 9, (Q, G), generator=generator)
+    return Judged(rewards, lengths, 0), torch.rand(Q, G, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("baseline", ["optimal", "optimal_prior", "rloo", "opo", "grpo"])
+@pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sample_mean"])
+def test_prompts_one_by_one_give_what_all_together_give(baseline: str, aggregation: str) -> None:
+    judged, norms = step()
+    weighing = Weighing(judged, config_of(baseline=baseline, aggregation=aggregation), usual_norm=0.5)
+    together = weighing(range(Q), norms)
+    for prompts in ([0], [2], [2, 0]):
+        torch.testing.assert_close(weighing(prompts, norms[prompts]), together[prompts], rtol=1e-12, atol=0)
+
+
+def test_norms_next_to_nothing_are_told_by_those_of_earlier_steps() -> None:
+    """Others that weigh nothing beside a usual response have their plain mean taken, whoever else is known."""
+    judged, norms = step()
+    config = config_of(baseline="optimal")
+    norms[1] = torch.tensor([1.0, 1e-9, 3e-9, 2e-9])
+    together = Weighing(judged, config, 0.0)(range(Q), norms)
+    alone = Weighing(judged, config, 0.5)([1], norms[1:2])
+    torch.testing.assert_close(alone, together[1:2], rtol=1e-12, atol=0)
+    assert not torch.allclose(Weighing(judged, config, 0.0)([1], norms[1:2]), together[1:2])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_norm_that_is_no_number_gives_a_coefficient_of_zero(value: float) -> None:
+    judged, norms = step()
+    norms[1, 2] = value
+    found = Weighing(judged, config_of(baseline="optimal"), 0.5)([1], norms[1:2])
+    assert found.isfinite().all() and (found == 0).nonzero().tolist() == [[0, 2]]
+
+
+def test_usual_norm() -> None:
+    assert usual(torch.tensor([1.0, 3.0, float("nan"), 0.0]), 0.0) == 2.0
+    assert usual(torch.tensor([4.0]), 2.0, share=0.5) == 3.0
+    assert usual(torch.zeros(3), 2.0) == 2.0
