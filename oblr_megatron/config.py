@@ -146,7 +146,7 @@ class GradnormConfig(Section):
     window_tokens: int = Field(65536, ge=1)
     """Tokens whose factors bookkeep holds together; a prompt with more goes alone."""
     sketch_size: int = Field(32, ge=1)
-    """m, rows of the sketch's random projections: a norm's relative error is at most 2 / sqrt(m) + 2 / m, often 1 / m."""
+    """m, rows of the sketch's random projections: a norm's relative error is 1 / m to 2 / sqrt(m)."""
     check_every: int = Field(0, ge=0)
     """With an estimated source: every so many steps, log its correlation with the exact norms; 0 never."""
     check_samples: int = Field(16, ge=2)

@@ -6,6 +6,7 @@ Called by the launcher before torchrun, and again by every rank before it joins 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from oblr_megatron.checks import check_layout
 from oblr_megatron.data.packing import check_folds
 from oblr_megatron.data.prompts import PromptStream, load_prompts
 from oblr_megatron.errors import UserError
+from oblr_megatron.gradnorm.choose import Choice, free_memory, resolve, with_mode
+from oblr_megatron.gradnorm.passes import Layout, num_folds
 from oblr_megatron.rewards.registry import check_reward
 from oblr_megatron.rollout.placement import place
 
@@ -32,6 +35,7 @@ class Inputs:
     """What a run reads, opened and found usable."""
 
     model: HFDir
+    norms: Choice  # how gradients' norms are computed, and what a step takes
     stream: PromptStream  # of training prompts
     held_out: dict[str, list[Prompt]]  # evaluation sets by name
 
@@ -51,13 +55,31 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
         check_run_dir(config.run_dir)
     model = check_hf_dir(config.model.path)
     check_layout(model.config, config, world_size)
-    parallel = config.parallel
-    data_parallel = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-    check_folds(config.num_prompts, config.algo.snr.num_folds, data_parallel)
+    norms = choose_norms(model, config, world_size)
+    layout = Layout.of(model.config, with_mode(config, norms.mode), world_size)
+    check_folds(config.num_prompts, num_folds(config), layout.replicas // layout.sharing)
     place(config, world_size, on_gpu=torch.cuda.is_available())
     check_reward(config.reward)
     check_lengths(config, model)
-    return _open_inputs(config, model)
+    return _open_inputs(config, model, norms)
+
+
+def choose_norms(model: HFDir, config: Config, world_size: int) -> Choice:
+    """What `gradnorm.mode` comes to, by the memory there is; ranks may differ in that, so that one of them decides.
+
+    Raises:
+        UserError: the mode is impossible in this layout, or does not fit.
+    """
+    on_gpu = torch.cuda.is_available()
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # torchrun's; a launcher starts all of them here
+    return resolve(
+        model.config,
+        config,
+        world_size,
+        free_bytes=torch.cuda.mem_get_info()[1] if on_gpu else free_memory(local_ranks),
+        on_gpu=on_gpu,
+        transformer_engine=on_gpu and importlib.util.find_spec("transformer_engine") is not None,
+    )
 
 
 def check_run_dir(run_dir: Path) -> None:
@@ -88,7 +110,7 @@ def check_lengths(config: Config, model: HFDir) -> None:
         )
 
 
-def _open_inputs(config: Config, model: HFDir) -> Inputs:
+def _open_inputs(config: Config, model: HFDir, norms: Choice) -> Inputs:
     """Tokenize the training and evaluation rows: only then is it known whether any of them can be used."""
     tokenizer = model.tokenizer()
     stream = PromptStream(config.data, tokenizer, seed=config.seed)
@@ -96,7 +118,7 @@ def _open_inputs(config: Config, model: HFDir) -> Inputs:
         name: load_prompts(path, config.data, tokenizer, limit=config.evaluate.num_prompts)
         for name, path in config.evaluate.data.items()
     }
-    return Inputs(model, stream, held_out)
+    return Inputs(model, norms, stream, held_out)
 
 
 def write_config(config: Config) -> None:

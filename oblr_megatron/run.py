@@ -22,6 +22,7 @@ from oblr_megatron.console import Display, open_display
 from oblr_megatron.errors import RunError
 from oblr_megatron.evaluate import evaluate
 from oblr_megatron.gradient import TrainingGradient
+from oblr_megatron.gradnorm.choose import Choice, with_mode
 from oblr_megatron.metrics import MetricsWriter
 from oblr_megatron.model import parallel as layout
 from oblr_megatron.model.optimizer import PolicyOptimizer
@@ -204,6 +205,8 @@ def open_run(config: Config) -> Iterator[Run]:
     with ExitStack() as stack:
         parallel = layout.initialize(config.parallel, seed=config.seed)
         stack.callback(layout.shutdown)
+        norms = _of_first_rank(inputs.norms)
+        config = with_mode(config, norms.mode)
         if parallel.rank == 0:
             write_config(config)
         dist.barrier()  # the run directory exists
@@ -215,6 +218,8 @@ def open_run(config: Config) -> Iterator[Run]:
         load_hf_weights(policy, config.model.path)
         optimizer = PolicyOptimizer(policy, config.optimizer)
         display = stack.enter_context(open_display(config.log, config.num_steps, rank=parallel.rank))
+        display.message(f"norms by {norms.mode}: {norms.reason}")
+        display.message(f"memory: {norms.estimate.table()}")
         metrics = stack.enter_context(
             MetricsWriter(config.run_dir, config.log, rank=parallel.rank, world_size=world_size)
         )
@@ -235,6 +240,13 @@ def open_run(config: Config) -> Iterator[Run]:
             timer=PhaseTimer(on_phase=display.phase, synchronize=_synchronize),
             gradients=TrainingGradient(policy, config),
         )
+
+
+def _of_first_rank(norms: Choice) -> Choice:
+    """Ranks may see different amounts of free memory: the first one's choice holds for all."""
+    shared = [norms]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def _synchronize() -> None:

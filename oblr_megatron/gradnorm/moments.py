@@ -62,6 +62,8 @@ class PassOnRank:
             yield self._loss(held, kept)
             yield from self._head_backward(held, kept)
         yield from self._layer_backward(held, kept)
+        if self.run.kind == "bookkeep":
+            yield self._first_layer_backward()
         yield self._end()
 
     # what is stored ---------------------------------------------------------------------------------------------------
@@ -123,12 +125,17 @@ class PassOnRank:
     def factor_bytes(self) -> int:
         """x and dy of every linear layer, and dy of the embedding, of one token."""
         sizes = self.sizes
+        ends = sizes.hidden * sizes.is_first + (sizes.hidden + sizes.columns) * sizes.is_last
+        return (sizes.layers * self.layer_factors + ends) * sizes.element
+
+    @property
+    def layer_factors(self) -> int:
+        """Elements of x and dy of one layer's linear layers, of one token."""
+        sizes = self.sizes
         h, q, f = sizes.hidden, sizes.query, sizes.ffn
         attention = (h + sizes.qkv_weight) + (q + h)
         routed = sizes.top_k * sizes.etp // (sizes.tp if sizes.sequence_parallel else 1)
-        mlp = (h + 2 * f) + (f + h) if f else routed * (2 * h + 3 * sizes.expert_ffn)
-        ends = (h if sizes.is_first else 0) + (h + sizes.columns if sizes.is_last else 0)
-        return (sizes.layers * (attention + mlp) + ends) * sizes.element
+        return attention + ((h + 2 * f) + (f + h) if f else routed * (2 * h + 3 * sizes.expert_ffn))
 
     def _aside(self) -> int:
         """Summands over ranks: vectors of small parameters, rows of a tied or cut embedding (`capture.py`, `rows.py`)."""
@@ -188,6 +195,14 @@ class PassOnRank:
         if self.config.model.attention == "local":
             scores = score_elements(sizes, self.tokens) * self._score_bytes
             yield Moment("last attention's backward", held - mlp_bytes(sizes, self.tokens), 0, kept, scores)
+
+    def _first_layer_backward(self) -> Moment:
+        """Of the last microbatch: only this layer's factors are still to come."""
+        sizes, tokens = self.sizes, self.tokens
+        missing = tokens.count * (self.layer_factors + sizes.hidden * sizes.is_first) * sizes.element
+        kept = self.waiting(before_last=False) - missing
+        layer = layer_bytes(sizes, tokens, self.config)
+        return Moment("first layer's backward", layer, 0, kept, self._residual + glu_bytes(sizes, tokens))
 
     @property
     def _score_bytes(self) -> int:

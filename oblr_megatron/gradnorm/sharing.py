@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron.data.packing import empty_batch, local_folds
+from oblr_megatron.gradnorm.passes import num_folds
 from oblr_megatron.model.parallel import share_group
 
 if TYPE_CHECKING:
@@ -81,11 +82,6 @@ class Sharing:
         if self.size > 1:
             for grad in _dense(policy):
                 grad.div_(self.size)
-
-
-def num_folds(config: Config) -> int:
-    """R: as configured, or a fold for each prompt (the `prompts` estimator)."""
-    return config.num_prompts if config.algo.snr.estimator == "prompts" else config.algo.snr.num_folds
 
 
 def _dense(policy: Policy) -> Sequence[Tensor]:

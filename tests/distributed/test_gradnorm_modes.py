@@ -279,3 +279,21 @@ def test_ratios_of_whole_responses_do_not_depend_on_the_layout(models: dict[str,
     for found in others:
         torch.testing.assert_close(found["norms"], wanted["norms"], rtol=RTOL, atol=0)
         assert found["stats"] == pytest.approx(wanted["stats"], rel=RTOL)
+
+
+def with_a_fold_for_each_prompt(path: str) -> list[dict[str, Any]]:
+    found = []
+    for gradnorm in (MODES["stash"], MODES["bookkeep"], MODES["two_pass"]):
+        with layout() as parallel:
+            config = config_of(path, gradnorm, folds=2)
+            snr = config.algo.snr.model_copy(update={"estimator": "prompts"})
+            algo = config.algo.model_copy(update={"snr": snr})
+            found.append(step_of(path, parallel, config.model_copy(update={"algo": algo}))["stats"])
+    return found
+
+
+def test_the_prompts_estimator_takes_every_prompt_as_a_fold(models: dict[str, str]) -> None:
+    wanted = expected(models["untied"])["stats"]  # its folds are the four prompts
+    for rank in run_ranks(with_a_fold_for_each_prompt, 2, models["untied"]):
+        for stats in rank:
+            assert stats == pytest.approx(wanted, rel=RTOL)

@@ -2,8 +2,8 @@
 
 An operator is bounded by FLOPs where these take longer at the machine's rate of a large matrix product than its tensor
 arguments take at the rate of a large copy, both measured here. That is a roofline of what must be done, not of how the
-kernel does it. Operators that are no product and no attention count as traffic; those of whose
-tensors the profiler knows nothing, as neither.
+kernel does it. Operators that are no product and no attention count as traffic; those of whose tensors the profiler
+knows nothing, as neither.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""Norms from factors in the form in which Transformer Engine puts them: the tokens of all rows in one dimension.
+
+A real backward's factors go through `HandOver` to the real sink. Not covered: Transformer Engine's own backward, which
+needs CUDA (tests/gpu); the grouped layers of experts (tests/unit/model/test_te_taps.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.launch import layout, run_ranks
+from tests.tiny import make_hf_dir
+
+RTOL = 1e-10
+
+
+class Flattened:
+    """The sink of a run, in front of another one: what is a linear layer's goes there through a `HandOver`."""
+
+    def __init__(self, inner: Any) -> None:
+        from oblr_megatron.model.taps import Tap
+
+        self.inner, self.tap = inner, Tap()
+        self.tap.sink = inner
+
+    def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Any = None) -> None:
+        from oblr_megatron.model.te_taps import HandOver
+
+        store = HandOver(self.tap, [weight], x.shape[1], [splits], own_outputs=True)
+        assert store.delay_wgrad_compute()
+        store.put([x.flatten(0, 1), dy.flatten(0, 1)], lambda *_: None)
+
+    def __getattr__(self, name: str) -> Any:  # begin, embedding, scale, end
+        return getattr(self.inner, name)
+
+
+def norms(path: str, rows: int, flattened: bool) -> Tensor:
+    from pathlib import Path
+
+    from oblr_megatron.gradnorm.capture import Capture
+    from oblr_megatron.gradnorm.norm_sink import NormSink
+    from oblr_megatron.gradnorm.reduce import Reducer
+    from oblr_megatron.gradnorm.rules import classify
+    from oblr_megatron.model.step import run_schedule
+    from tests.distributed.passes import load_policy, make_batches, weighted_logprob_loss
+
+    with layout() as parallel:
+        policy = load_policy(Path(path), parallel)
+        policy.zero_grad()
+        batches, rules, reducer = make_batches(rows), classify(policy), Reducer(parallel)
+        capture = Capture(rules, batches, reducer)
+        sink = NormSink(rules, capture)
+        run_schedule(policy, batches, weighted_logprob_loss(policy), sink=Flattened(sink) if flattened else sink)
+        return reducer.finish(capture)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_norms_do_not_depend_on_who_hands_the_factors_over(tmp_path: Any, rows: int) -> None:
+    path = str(make_hf_dir(tmp_path, dtype=torch.float64))
+    (wanted,) = run_ranks(norms, 1, path, 1, False)
+    (found,) = run_ranks(norms, 1, path, rows, True)
+    assert wanted.count_nonzero() == 3  # one response is empty
+    torch.testing.assert_close(found, wanted, rtol=RTOL, atol=0)
