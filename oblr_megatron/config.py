@@ -15,12 +15,11 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from oblr_megatron.config_checks import apply_override, check_together
 from oblr_megatron.errors import UserError
 
 BaselineName = Literal["none", "group_mean", "grpo", "rloo", "opo", "length_loo", "optimal", "optimal_prior"]
 DtypeName = Literal["float64", "float32", "bfloat16"]
-
-LEAVE_ONE_OUT = ("rloo", "length_loo", "optimal", "optimal_prior")
 
 
 class Section(BaseModel):
@@ -333,34 +332,13 @@ def parse_config(table: dict[str, Any], where: str = "config", overrides: Sequen
         UserError: naming the first key that is wrong, its value and the bound.
     """
     for override in overrides:
-        _apply_override(table, override)
+        apply_override(table, override)
     try:
         config = Config.model_validate(table)
     except ValidationError as error:
         raise _first_error(error, where) from None
-    _check_together(config, where)
+    check_together(config, where)
     return config
-
-
-def _apply_override(table: dict[str, Any], override: str) -> None:
-    """Set one dotted key; the value is read as TOML, and as a plain string where that fails (paths, names)."""
-    key, sign, text = override.partition("=")
-    if not sign or not key.strip():
-        raise UserError(
-            f"override {override!r} is not section.key=value", where="command line", mend="write e.g. optimizer.lr=1e-6"
-        )
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, leaf = key.strip().split(".")
-    for parent in parents:
-        table = table.setdefault(parent, {})
-        if not isinstance(table, dict):
-            raise UserError(
-                f"{parent!r} is a value, not a section", where=f"override {override}", mend="name a key of a section"
-            )
-    table[leaf] = value
 
 
 def _first_error(error: ValidationError, where: str) -> UserError:
@@ -383,37 +361,3 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     names = list(section.model_fields)
     close = difflib.get_close_matches(str(location[-1]), names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(names)}"
-
-
-def _check_together(config: Config, where: str) -> None:
-    """Bounds that hold between fields of different sections."""
-    if config.group_size == 1 and config.algo.baseline in LEAVE_ONE_OUT:
-        raise UserError(
-            f"group_size is 1, but baseline {config.algo.baseline!r} needs the other responses of the group",
-            where=where,
-            mend='set group_size to 2 or more, or algo.baseline to "none"',
-        )
-    if config.algo.baseline == "optimal_prior" and config.num_prompts == 1:
-        raise UserError(
-            "num_prompts is 1, but baseline 'optimal_prior' takes its prior from the other prompts of the batch",
-            where=where,
-            mend='set num_prompts to 2 or more, or algo.baseline to "optimal"',
-        )
-    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        raise UserError(
-            "sequence_parallel needs tensor_model_parallel_size of 2 or more",
-            where=where,
-            mend="set parallel.sequence_parallel to false",
-        )
-    if config.num_prompts % config.algo.snr.num_folds:
-        raise UserError(
-            f"num_prompts {config.num_prompts} is not a multiple of algo.snr.num_folds {config.algo.snr.num_folds}",
-            where=where,
-            mend="change one of them: folds are of whole prompts and of equal size",
-        )
-    if not config.data.chat_template and "{question}" not in config.data.template:
-        raise UserError(
-            f"data.template {config.data.template!r} has no {{question}}",
-            where=where,
-            mend="put {question} where the question goes",
-        )

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from oblr_megatron.config import LEAVE_ONE_OUT, AlgoConfig
+from oblr_megatron.config import AlgoConfig
+from oblr_megatron.config_checks import LEAVE_ONE_OUT
 from oblr_megatron.errors import UserError
 
 BaselineFn = Callable[[Tensor, Tensor, Tensor, AlgoConfig], Tensor]

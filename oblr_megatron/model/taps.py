@@ -4,8 +4,8 @@
 
 is where per-sample norms are to be had for little: who holds x and dy can form the norm of each sample's own dW without
 the sum over samples, keep the factors for later, or add the product to `main_grad`, as training does. megatron-core's
-linear layers, its embedding and our RMSNorm are tapped (`install`); what a tap cannot reach (Transformer Engine's
-layers, a router) gets its gradient from autograd, in `main_grad`.
+linear layers, its embedding and our RMSNorm are tapped (`install`), Transformer Engine's linear layers by `te_taps.py`;
+what a tap cannot reach (Transformer Engine's norms, a router) gets its gradient from autograd, in `main_grad`.
 
     tap = install(model)
     with tap.into(sink):

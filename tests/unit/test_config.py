@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import oblr_megatron
-from oblr_megatron.config import LEAVE_ONE_OUT, Config, Section, load_config, parse_config
+from oblr_megatron.config import Config, Section, load_config, parse_config
+from oblr_megatron.config_checks import LEAVE_ONE_OUT
 from oblr_megatron.errors import UserError
 
 MINIMAL = {"run_dir": "run", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}

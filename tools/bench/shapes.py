@@ -76,10 +76,10 @@ class Cell:
             "num_prompts": 1,
             "group_size": self.samples,
             "model": {"path": "unused"},
-            "data": {"train": "unused"},
+            "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
             "algo": {"baseline": baseline, "snr": {"num_folds": 1}},
             "gradnorm": gradnorm,
-            "rollout": {"correction": "none"},
+            "rollout": {"correction": "none", "max_response_tokens": self.tokens},
             "parallel": {"micro_batch_tokens": 1},
         }
         return parse_config(table)

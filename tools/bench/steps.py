@@ -52,22 +52,34 @@ def build_candidates(cell: Cell, modes: Sequence[str], parallel: Parallel) -> li
     All of megatron-core's share one policy, all of PyTorch's one model.
     """
     names = [PLAIN, *(mode for mode in modes if mode in GRADNORM and mode != PLAIN)]
-    candidates = _megatron(cell, names, parallel)
+    chosen = _chosen(cell) if "auto" in names else ""  # before anything takes memory
+    candidates = _megatron(cell, names, chosen, parallel)
     if PLAIN_TORCH in modes or GHOST in modes:
         candidates += _torch(cell, GHOST in modes, parallel.device)
     return candidates
 
 
-def _megatron(cell: Cell, modes: Sequence[str], parallel: Parallel) -> list[Candidate]:
+def _chosen(cell: Cell) -> str:
+    """What a run of this model and length would choose for "auto"."""
+    model = HFDir(Path("unused"), cell.hf_config().to_dict(), (), {}, tied=False, num_bytes=0)
+    return choose_norms(model, cell.config("optimal", GRADNORM["auto"]), world_size=1).mode
+
+
+def _megatron(cell: Cell, modes: Sequence[str], chosen: str, parallel: Parallel) -> list[Candidate]:
     config = cell.config("rloo", GRADNORM[PLAIN])
     policy = build_policy(cell.hf_config(), config.model, parallel)
     randomize(policy.named_parameters())
     optimizer = PolicyOptimizer(policy, config.optimizer)
-    return [Candidate(mode, "", partial(_megatron_step, cell, mode, policy, optimizer)) for mode in modes]
+    details = {"auto": chosen}
+    return [
+        Candidate(mode, details.get(mode, ""), partial(_megatron_step, cell, mode, chosen, policy, optimizer))
+        for mode in modes
+    ]
 
 
-def _megatron_step(cell: Cell, mode: str, policy: Policy, optimizer: PolicyOptimizer) -> Step:
-    config = cell.config("rloo" if mode == PLAIN else "optimal", GRADNORM[mode])
+def _megatron_step(cell: Cell, mode: str, chosen: str, policy: Policy, optimizer: PolicyOptimizer) -> Step:
+    options = {"mode": chosen} if mode == "auto" else GRADNORM[mode]
+    config = cell.config("rloo" if mode == PLAIN else "optimal", options)
     samples = cell.random_samples()
     active = torch.ones(config.num_prompts, dtype=torch.bool)
     gradient = TrainingGradient(policy, config)

@@ -20,7 +20,8 @@ from oblr_megatron.algo.baseline import (
     sanitize_norms,
     variance_ratio_vs_rloo,
 )
-from oblr_megatron.config import LEAVE_ONE_OUT, AlgoConfig
+from oblr_megatron.config import AlgoConfig
+from oblr_megatron.config_checks import LEAVE_ONE_OUT
 from oblr_megatron.errors import UserError
 
 OPTIONS = AlgoConfig(prior_strength=1.5, length_exponent=1.6)
