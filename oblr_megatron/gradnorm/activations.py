@@ -5,7 +5,7 @@ queries and of keys, f of the feed-forward, n = b t tokens, n' of them under seq
 
     attention   n' h   input of the norm          n qkv   the joint projection     n q   queries made contiguous
                 n' h   input of the projection    n q, n kv   after the rotary embedding     4 t head_dim   its cosines
-                n q, 4 n heads   output of the kernel and its log-sum-exp           n q   input of the output projection
+                n q    input of the output projection, as the kernel made it       4 n heads   its log-sum-exp
     MLP         n' h   input of the norm          n' h   input of the projection
                 2 n f  its output                 n f   silu          n f   the other half plus 0          n f   product
 
@@ -32,7 +32,7 @@ def attention_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
     """Kept of a layer's first half: norm, projections, rotary embedding, core attention."""
     n = tokens.count
     copied = sizes.groups > 1 and sizes.heads > sizes.groups  # queries are not contiguous in the joint projection
-    elements = 2 * tokens.split * sizes.hidden + n * (sizes.qkv + sizes.query * (2 + copied))
+    elements = 2 * tokens.split * sizes.hidden + n * (sizes.qkv + sizes.query * (1 + copied))
     elements += 4 * (n if config.parallel.packing == "packed" else tokens.length) * sizes.head_dim
     return elements * sizes.element + _core_bytes(sizes, tokens, config)
 
@@ -60,13 +60,16 @@ def _core_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
     recomputed = config.parallel.recompute_granularity == "selective"
     if config.model.attention == "local":
         if recomputed:
-            return n * sizes.kv * element
+            return n * (sizes.kv + sizes.query) * element
         probabilities = element + (sizes.wide if element < sizes.wide else 0)  # softmax in fp32, and rounded
-        return 2 * n * sizes.query * element + score_elements(sizes, tokens) * probabilities  # keys, values per head
-    keys = n * sizes.kv if sizes.cp == 1 else 2 * sizes.cp * n * sizes.kv  # gathered, and the values too
+        return 3 * n * sizes.query * element + score_elements(sizes, tokens) * probabilities  # keys, values per head
     if recomputed:
-        return n * sizes.kv * element
-    return (keys + n * sizes.query) * element + n * sizes.heads * sizes.wide + mask_bytes(sizes, tokens)
+        return n * (sizes.kv + sizes.query) * element
+    sums = n * sizes.heads * sizes.wide
+    if sizes.cp == 1:
+        return n * (sizes.kv + sizes.query) * element + sums
+    # keys and values gathered; queries and results of two chunks are put together
+    return n * 2 * (sizes.cp * sizes.kv + sizes.query) * element + sums + mask_bytes(sizes, tokens)
 
 
 def score_elements(sizes: RankSizes, tokens: Tokens) -> int:

@@ -78,7 +78,7 @@ def resolve(
         return Choice(mode, "unused: nothing in this run needs a backward pass for norms", found[mode])
     layout = {mode: Layout.of(hf_config, with_mode(config, mode), world_size) for mode in found}
     problems = {
-        mode: _impossible(hf_config, with_mode(config, mode), layout[mode], transformer_engine)
+        mode: _impossible(hf_config, with_mode(config, mode), layout[mode])
         or _too_large(with_mode(config, mode), found[mode], free_bytes)
         for mode in found
     }
@@ -107,9 +107,7 @@ Problem = tuple[str, str]
 """What is wrong, and the remedy."""
 
 
-def _impossible(
-    hf_config: Mapping[str, Any], config: Config, layout: Layout, transformer_engine: bool
-) -> Problem | None:
+def _impossible(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
     """Why the mode cannot work in this layout; None if it can."""
     mode = config.gradnorm.mode
     if mode == "two_pass":
@@ -117,11 +115,6 @@ def _impossible(
     if num_experts(hf_config) and layout.block > 1:
         return (
             f"{layout.block} replicas share experts, whose gradients then mix samples of all of them",
-            'set gradnorm.mode to "two_pass" (or "auto")',
-        )
-    if transformer_engine:
-        return (
-            "Transformer Engine's layers make weight gradients themselves, out of reach",
             'set gradnorm.mode to "two_pass" (or "auto")',
         )
     return _impossible_stash(config, layout) if mode == "stash" else None

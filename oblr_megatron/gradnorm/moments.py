@@ -57,7 +57,7 @@ class PassOnRank:
 
     def moments(self) -> Iterator[Moment]:
         """All that may be the fullest."""
-        held, kept = self.stored, self.waiting(before_last=True)
+        held, kept = self.stored, self.waiting(self.run.rows * self.in_flight_whole)
         if self.sizes.is_last:
             yield self._loss(held, kept)
             yield from self._head_backward(held, kept)
@@ -102,6 +102,12 @@ class PassOnRank:
         return min(together * chunks, (stages - self.stage - 1) * 2 + (chunks - 1) * stages + 1)
 
     @property
+    def in_flight_whole(self) -> int:
+        """The same in microbatches."""
+        chunks = self.config.parallel.virtual_pipeline_model_parallel_size or 1
+        return self._in_flight(chunks) // chunks
+
+    @property
     def recomputed(self) -> int:
         """Activations made again, of the layers in backward."""
         sizes, parallel = self.sizes, self.config.parallel
@@ -112,14 +118,13 @@ class PassOnRank:
 
     # what waits for the norms -----------------------------------------------------------------------------------------
 
-    def waiting(self, *, before_last: bool) -> int:
-        """Put aside by the samples of the run, or by all but those of the last microbatch."""
+    def waiting(self, but: int = 0) -> int:
+        """Put aside by the samples of the run, all but so many whose backward is still to come."""
         run = self.run
         aside = self._aside() if run.kind != "gradient" else 0
         if run.kind != "bookkeep":
             return aside
-        rows = run.samples - (run.rows if before_last else 0)
-        return aside + rows * self.tokens.count // run.rows * self.factor_bytes
+        return aside + max(0, run.samples - but) * self.tokens.count // run.rows * self.factor_bytes
 
     @property
     def factor_bytes(self) -> int:
@@ -200,7 +205,7 @@ class PassOnRank:
         """Of the last microbatch: only this layer's factors are still to come."""
         sizes, tokens = self.sizes, self.tokens
         missing = tokens.count * (self.layer_factors + sizes.hidden * sizes.is_first) * sizes.element
-        kept = self.waiting(before_last=False) - missing
+        kept = self.waiting() - missing
         layer = layer_bytes(sizes, tokens, self.config)
         return Moment("first layer's backward", layer, 0, kept, self._residual + glu_bytes(sizes, tokens))
 
@@ -218,7 +223,7 @@ class PassOnRank:
         scratch = 0 if sizes.element == 8 else 8 * min(sizes.largest_parameter, SQUARED)
         if run.kind == "bookkeep":  # what is multiplied out is copied, where a microbatch holds several samples
             scratch = max(scratch, 3 * self.tokens.count * sizes.hidden * sizes.element)
-        return Moment("end of a pass", 0, 0, self.waiting(before_last=False), scratch)
+        return Moment("end of a pass", 0, 0, self.waiting(), scratch)
 
     @property
     def _residual(self) -> int:

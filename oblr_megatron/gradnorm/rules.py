@@ -89,6 +89,14 @@ def classify(policy: Policy) -> list[Rule]:
                 where="gradnorm",
                 mend="freeze the parameter, or choose a baseline that needs no gradient norms",
             )
+        tapped = id(param) in policy.tap.weights
+        if expert and kind is not Kind.FROZEN and not tapped and parallel.block_size > 1:
+            raise UserError(
+                f"the gradient of {name!r} mixes samples of {parallel.block_size} replicas, and its factors are out of "
+                "reach",
+                where="gradnorm",
+                mend="lower parallel.expert_model_parallel_size, or choose a baseline that needs no gradient norms",
+            )
         if kind is Kind.PARTIAL and parallel.tp_size == 1:
             kind = Kind.COPY  # the only summand is the whole
         rules.append(
@@ -97,7 +105,7 @@ def classify(policy: Policy) -> list[Rule]:
                 param,
                 kind,
                 chunk=chunk,
-                tapped=id(param) in policy.tap.weights,
+                tapped=tapped,
                 tied=tied and name in (EMBEDDING, OUTPUT),
                 expert=expert,
             )

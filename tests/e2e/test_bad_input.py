@@ -100,6 +100,16 @@ def _run_dir_in_use(root: Path, keys: dict[str, object]) -> None:
     (root / "run" / "metrics.jsonl").write_text("{}\n")
 
 
+def _impossible_mode(_: Path, keys: dict[str, object]) -> None:
+    keys["gradnorm.mode"] = "stash"
+    keys["gradnorm.stash_spread"] = 3
+
+
+def _buffers_do_not_fit(_: Path, keys: dict[str, object]) -> None:
+    keys["gradnorm.mode"] = "stash"
+    keys["group_size"] = 10**6
+
+
 CASES: dict[str, tuple[Edit, str]] = {
     "unknown key": (_unknown_key, "baseline"),
     "wrong type": (_wrong_type, "num_steps"),
@@ -118,6 +128,8 @@ CASES: dict[str, tuple[Edit, str]] = {
     "truth value for a number": (_truth_for_a_number, "num_steps"),
     "too many engines": (_engines, "engines"),
     "tensor-parallel engine on a CPU": (_wide_engine, "tensor_parallel_size"),
+    "norm mode impossible": (_impossible_mode, "stash_spread 3"),
+    "stash does not fit": (_buffers_do_not_fit, "1000000 stashed gradients"),
     "run directory in use": (_run_dir_in_use, "run_dir"),
 }
 

@@ -1,15 +1,15 @@
 """The steps that the benchmark of gradient norms compares: same layers, same samples, gradient, clipping and Adam.
 
-plain         megatron-core, RLOO: no norms
-two_pass, stash, bookkeep, auto      the same with exact norms, by `gradnorm.mode`
-sketch        as bookkeep, the norms estimated: `gradnorm.source = "sketch"`
-plain_torch   plain PyTorch, RLOO: what Opacus works on, so that its base is seen too
-opacus_ghost  plain PyTorch with Opacus's ghost norms, all samples in a batch or one by one
+- plain: megatron-core, RLOO, no norms
+- two_pass, stash, bookkeep, auto: the same with exact norms, by `gradnorm.mode`
+- sketch: as bookkeep, the norms estimated (`gradnorm.source`)
+- plain_torch: plain PyTorch, RLOO; what Opacus works on, so that its base is seen too
+- opacus_ghost: plain PyTorch with Opacus's ghost norms, all samples in one batch or one by one
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,10 +19,15 @@ from opacus_ghost import GhostTrainer, Rows, build_model
 from shapes import Cell, randomize
 from torch import Tensor
 
+from oblr_megatron.algo.baseline import BASELINES
+from oblr_megatron.checkpoint.hf_dir import HFDir
+from oblr_megatron.config import Config
 from oblr_megatron.gradient import TrainingGradient
+from oblr_megatron.gradnorm.choose import with_mode
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.preflight import choose_norms
 
 PLAIN, PLAIN_TORCH, GHOST = "plain", "plain_torch", "opacus_ghost"
 GRADNORM: dict[str, dict[str, str]] = {  # the section of the configuration that a mode stands for
@@ -51,45 +56,46 @@ def build_candidates(cell: Cell, modes: Sequence[str], parallel: Parallel) -> li
 
     All of megatron-core's share one policy, all of PyTorch's one model.
     """
-    names = [PLAIN, *(mode for mode in modes if mode in GRADNORM and mode != PLAIN)]
-    chosen = _chosen(cell) if "auto" in names else ""  # before anything takes memory
-    candidates = _megatron(cell, names, chosen, parallel)
+    configs = {mode: _config(cell, mode) for mode in dict.fromkeys((PLAIN, *modes)) if mode in GRADNORM}
+    candidates = _megatron(cell, configs, parallel)
     if PLAIN_TORCH in modes or GHOST in modes:
         candidates += _torch(cell, GHOST in modes, parallel.device)
     return candidates
 
 
-def _chosen(cell: Cell) -> str:
-    """What a run of this model and length would choose for "auto"."""
-    model = HFDir(Path("unused"), cell.hf_config().to_dict(), (), {}, tied=False, num_bytes=0)
-    return choose_norms(model, cell.config("optimal", GRADNORM["auto"]), world_size=1).mode
+def _config(cell: Cell, mode: str) -> Config:
+    """The run that a mode stands for; "auto" becomes what it comes to for this model, length and free memory."""
+    config = cell.config("rloo" if mode == PLAIN else "optimal", GRADNORM[mode])
+    if config.gradnorm.mode != "auto":
+        return config
+    model = HFDir(config.model.path, cell.hf_config().to_dict(), (), {}, tied=False, num_bytes=0)
+    return with_mode(config, choose_norms(model, config, world_size=1).mode)
 
 
-def _megatron(cell: Cell, modes: Sequence[str], chosen: str, parallel: Parallel) -> list[Candidate]:
-    config = cell.config("rloo", GRADNORM[PLAIN])
-    policy = build_policy(cell.hf_config(), config.model, parallel)
+def _megatron(cell: Cell, configs: Mapping[str, Config], parallel: Parallel) -> list[Candidate]:
+    plain = configs[PLAIN]
+    policy = build_policy(cell.hf_config(), plain.model, parallel)
     randomize(policy.named_parameters())
-    optimizer = PolicyOptimizer(policy, config.optimizer)
-    details = {"auto": chosen}
+    optimizer = PolicyOptimizer(policy, plain.optimizer)
+    details = {mode: config.gradnorm.mode if mode == "auto" else "" for mode, config in configs.items()}
     return [
-        Candidate(mode, details.get(mode, ""), partial(_megatron_step, cell, mode, chosen, policy, optimizer))
-        for mode in modes
+        Candidate(mode, details[mode], partial(_megatron_step, cell, config, policy, optimizer))
+        for mode, config in configs.items()
     ]
 
 
-def _megatron_step(cell: Cell, mode: str, chosen: str, policy: Policy, optimizer: PolicyOptimizer) -> Step:
-    options = {"mode": chosen} if mode == "auto" else GRADNORM[mode]
-    config = cell.config("rloo" if mode == PLAIN else "optimal", options)
+def _megatron_step(cell: Cell, config: Config, policy: Policy, optimizer: PolicyOptimizer) -> Step:
     samples = cell.random_samples()
     active = torch.ones(config.num_prompts, dtype=torch.bool)
     gradient = TrainingGradient(policy, config)
+    wanted = BASELINES[config.algo.baseline].needs_norms
 
     def weigh(prompts: Sequence[int], norms_sq: Tensor) -> Tensor:
         """The one prompt's [1, G] -> [1, G]."""
         return cell.coefficients(config, norms_sq[0])[None]
 
     def step() -> None:
-        found = gradient(samples, weigh, active, norms_wanted=mode != PLAIN)
+        found = gradient(samples, weigh, active, norms_wanted=wanted)
         optimizer.clip(found.stats.sq_norm)
         optimizer.step(LR)
 
@@ -97,7 +103,7 @@ def _megatron_step(cell: Cell, mode: str, chosen: str, policy: Policy, optimizer
 
 
 def _torch(cell: Cell, with_ghost: bool, device: torch.device) -> list[Candidate]:
-    rloo, optimal = cell.config("rloo", GRADNORM[PLAIN]), cell.config("optimal", GRADNORM[PLAIN])
+    rloo, optimal = _config(cell, PLAIN), _config(cell, "two_pass")
     model = build_model(cell.hf_config(), torch.float32, device)
     randomize(model.named_parameters())
     trainer = GhostTrainer(model, rloo.optimizer, LR)

@@ -78,11 +78,10 @@ def test_runs_that_need_no_norms_say_so(sections: dict[str, Any]) -> None:
     assert "unused" in choose(config_of(**sections)).reason
 
 
-def test_auto_where_replicas_share_experts_and_under_transformer_engine() -> None:
+def test_auto_where_replicas_share_experts() -> None:
     shared = config_of(parallel={"expert_model_parallel_size": 2})
     assert choose(shared, 2, MOE).mode == "two_pass"
     assert "2 replicas share experts" in choose(shared, 2, MOE).reason
-    assert choose(config_of(), on_gpu=True, transformer_engine=True).mode == "two_pass"
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], int, dict[str, Any], str]] = [
@@ -90,7 +89,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int, dict[str, Any], str]] =
     (DENSE, {"gradnorm": {"mode": "bookkeep"}}, 1, {"free_bytes": 2**34}, "factors of 65536 tokens"),
     (MOE, {"gradnorm": {"mode": "stash"}, "parallel": {"expert_model_parallel_size": 2}}, 2, {}, "share experts"),
     (MOE, {"gradnorm": {"mode": "bookkeep"}, "parallel": {"expert_model_parallel_size": 2}}, 2, {}, "share experts"),
-    (DENSE, {"gradnorm": {"mode": "bookkeep"}}, 1, {"transformer_engine": True}, "Transformer Engine"),
     (DENSE, {"gradnorm": {"mode": "stash", "stash_spread": 3}}, 6, {}, "stash_spread 3"),
     (DENSE, {"gradnorm": {"mode": "stash", "stash_spread": 8}}, 4, {}, "data-parallel size 4"),
     (DENSE, {"gradnorm": {"mode": "stash", "source": "sketch"}}, 1, {}, "exact norms for nothing"),

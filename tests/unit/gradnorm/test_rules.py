@@ -14,7 +14,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.gradnorm.rules import Kind, classify
 from oblr_megatron.model.parallel import initialize, shutdown
 from oblr_megatron.model.qwen3 import build_policy
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_moe_config
 
 SHARDS = ("word_embeddings", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
 HEAD_NORMS = ("q_layernorm", "k_layernorm")
@@ -116,3 +116,15 @@ def test_a_parameter_with_rules_of_its_own_is_refused(policy, model, mark, value
 def test_a_shared_parameter_is_listed_once(policy, model):
     model.decoder.again = model.decoder.layers[0].mlp.linear_fc1
     assert len(rules_of(policy)) == 2 + 2 * 8 + 1
+
+
+def test_experts_that_replicas_share_must_be_tapped():
+    parallel = initialize(ParallelConfig())
+    policy = build_policy(tiny_moe_config(), ModelConfig(path="."), parallel)
+    shared = replace(policy, parallel=replace(parallel, block_size=2))
+    assert all(rule.tapped for rule in classify(shared) if rule.expert)
+    policy.tap.weights.clear()
+    assert not any(rule.tapped for rule in classify(policy))
+    with pytest.raises(UserError, match=r"experts.*mixes samples of 2 replicas"):
+        classify(shared)
+    shutdown()
