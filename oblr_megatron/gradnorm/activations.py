@@ -1,7 +1,7 @@
 """What autograd keeps of a microbatch in each layer until its backward, counted tensor by tensor. Imports no torch.
 
-Bytes on one rank, of megatron-core's local layers with the attention of `model/attention.py`. h hidden, q and kv widths of
-queries and of keys, f of the feed-forward, n = b t tokens, n' of them under sequence parallelism (n otherwise):
+Bytes on one rank, of megatron-core's local layers with the attention of `model/attention.py`. h hidden, q and kv widths
+of queries and of keys, f of the feed-forward, n = b t tokens, n' of them under sequence parallelism (n otherwise):
 
     attention   n' h   input of the norm          n qkv   the joint projection     n q   queries made contiguous
                 n' h   input of the projection    n q, n kv   after the rotary embedding     4 t head_dim   its cosines

@@ -3,15 +3,15 @@
     found = estimate(hf_config, config, world_size)
     found.total, found.table()
 
-Held all the time: weights, `main_grad`, the optimizer's state, the buffers of mode `stash`. On top comes what a moment of
-the step holds, and the largest counts: the loss, the output layer's backward, the backward of the last layer, what waits
-at the end of a pass, the optimizer's update. Samples are taken to be of the greatest length that the configuration allows.
+Held all the time: weights, `main_grad`, the optimizer's state, the buffers of mode `stash`. On top comes what a moment
+of the step holds, and the largest counts: the loss, the output layer's backward, the backward of the last layer, what
+waits at the end of a pass, the optimizer's update. Samples are taken to be as long as the configuration allows.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ class MemoryEstimate:
     """Bytes of the fullest rank, when it holds most.
 
     Example, two layers of Qwen3-0.6B in fp32 with 512 tokens, in MiB:
-        MemoryEstimate(weights=136, main_grad=136, second_gradient=0, optimizer=272, activations=118, logits=20, norms=544,
-                       work=34, fixed=474, stage=0, moment="last layer's backward")
+        MemoryEstimate(weights=136, main_grad=136, second_gradient=0, optimizer=272, activations=118, logits=20,
+                       norms=544, work=34, fixed=474, stage=0, moment="last layer's backward")
     """
 
     weights: int
@@ -151,7 +151,7 @@ class _Held:
 
 
 def optimizer_bytes(sizes: RankSizes, config: Config) -> int:
-    """Two moments of Adam, the momentum of SGD if it has one; and masters of weights that are kept in half precision."""
+    """Two moments of Adam, the momentum of SGD if it has one; and masters of weights in half precision."""
     options = config.optimizer
     copies = 2 if options.name == "adam" else int(options.sgd_momentum > 0)
     masters = int(sizes.element < sizes.wide)

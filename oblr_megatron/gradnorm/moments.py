@@ -1,4 +1,4 @@
-"""What a pass over samples holds at its fullest moments, beside weights, gradients and optimizer state. Imports no torch.
+"""What a pass over samples holds at its fullest moments, beside weights, gradients, optimizer state. Imports no torch.
 
 n tokens of a microbatch, n' of them under sequence parallelism, V columns of the vocabulary, h hidden, f feed-forward.
 """
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oblr_megatron.gradnorm.activations import (
-    INDEX,
     glu_bytes,
     layer_bytes,
     mlp_bytes,
@@ -143,7 +142,7 @@ class PassOnRank:
         return attention + ((h + 2 * f) + (f + h) if f else routed * (2 * h + 3 * sizes.expert_ffn))
 
     def _aside(self) -> int:
-        """Summands over ranks: vectors of small parameters, rows of a tied or cut embedding (`capture.py`, `rows.py`)."""
+        """Summands over ranks: vectors of small parameters, rows of a tied or cut embedding (capture.py, rows.py)."""
         sizes, run = self.sizes, self.run
         one = (self._vectors() + self._rows()) * sizes.wide
         samples = run.samples
@@ -159,7 +158,7 @@ class PassOnRank:
         return head_norms + others if sizes.cp > 1 else summed
 
     def _rows(self) -> int:
-        """Elements of the rows of one sample: of as many tokens as it has, spread evenly over the vocabulary's shards."""
+        """Elements of the rows of one sample: of all its tokens, spread evenly over the vocabulary's shards."""
         sizes = self.sizes
         if self.run.kind == "stash" and sizes.only_stage:
             return 0
@@ -191,7 +190,7 @@ class PassOnRank:
 
     def _layer_backward(self, held: int, kept: int) -> Iterator[Moment]:
         """The last layer's: its output projection, then its gated unit."""
-        sizes, n = self.sizes, self.tokens.count
+        sizes = self.sizes
         held, kept = held + self.recomputed, kept + (self._head_kept if sizes.is_last else 0)
         if sizes.ffn:
             down = self._residual + self._linear_work(sizes.hidden, sizes.ffn)
@@ -211,7 +210,7 @@ class PassOnRank:
 
     @property
     def _score_bytes(self) -> int:
-        """Bytes that attention over every pair of tokens makes for a pair: backward in fp32, forward in half precision."""
+        """Bytes that attention makes for each pair of tokens: backward in fp32, forward in half precision."""
         sizes = self.sizes
         if sizes.element < sizes.wide:
             return sizes.element + sizes.wide
@@ -269,7 +268,7 @@ class PassOnRank:
 
 
 def update_moment(sizes: RankSizes, config: Config, *, on_gpu: bool) -> Moment:
-    """The optimizer's update: square roots of second moments, of one parameter after another, on a GPU of all at once."""
+    """The optimizer's update: square roots of second moments, of one parameter at a time, on a GPU of all."""
     if config.optimizer.name == "sgd":
         return Moment("optimizer's update", in_folds=False)
     elements = sizes.parameters if on_gpu else 2 * sizes.largest_parameter + sizes.hidden * (sizes.ffn or sizes.query)

@@ -1,4 +1,4 @@
-"""The passes over samples that a step makes, and how many of them go through the pipeline together. Imports no torch."""
+"""The passes over samples that a step makes, and how many samples are in the pipeline together. Imports no torch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def num_folds(config: Config) -> int:
 
 
 def norms_wanted(config: Config) -> bool:
-    """Whether a step measures norms by backward passes; not where the baseline has no use for them, or an estimate does."""
+    """Whether a step measures norms by backward passes: the baseline has a use for them, and no estimate does."""
     from oblr_megatron.algo.baseline import BASELINES  # imports torch
 
     used = BASELINES[config.algo.baseline].needs_norms or config.gradnorm.always
@@ -79,7 +79,7 @@ def folds_of_a_rank(config: Config, layout: Layout) -> int:
 
 
 def one_sample_only(hf_config: Mapping[str, Any], *, transformer_engine: bool) -> bool:
-    """Whether a microbatch of a pass for norms holds one sample: experts and untapped layers see no bounds of samples."""
+    """Whether a microbatch of a pass for norms holds one sample: experts, untapped layers see no bounds of samples."""
     return bool(num_experts(hf_config)) or transformer_engine
 
 

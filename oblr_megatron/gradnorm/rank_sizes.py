@@ -1,8 +1,8 @@
 """What one rank holds of a model, from its config.json and the layout: widths, parameters, tokens. Imports no torch.
 
-    sizes = RankSizes.of(hf_config, config, stage=0)        # a rank of the first pipeline stage
-    sizes.dense_parameters, sizes.expert_parameters         # elements of its weights
-    sizes.tokens(rows=1, length=1024).count                 # tokens of a microbatch that it works on
+sizes = RankSizes.of(hf_config, config, stage=0)        # a rank of the first pipeline stage
+sizes.dense_parameters, sizes.expert_parameters         # elements of its weights
+sizes.tokens(rows=1, length=1024).count                 # tokens of a microbatch that it works on
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RankSizes:
     """One rank of a pipeline stage; widths are this rank's, shards where the layout cuts.
 
     Example, Qwen3-0.6B on TP2, first of two stages:
-        RankSizes(hidden=1024, query=1024, kv=512, heads=8, groups=4, head_dim=128, ffn=1536, layers=14, columns=76032, ...)
+        RankSizes(hidden=1024, query=1024, kv=512, heads=8, groups=4, head_dim=128, ffn=1536, layers=14, ...)
     """
 
     hidden: int

@@ -140,9 +140,15 @@ class SdpaAttention(nn.Module):
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The last query sees every key, each one before it one key less."""
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        mask = causal_lower_right(query.shape[2], key.shape[2])
+        whole = query.shape[2] == key.shape[2]
         context = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            attn_mask=None if whole else causal_lower_right(query.shape[2], key.shape[2]),
+            is_causal=whole,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         return context.transpose(1, 2)
 
