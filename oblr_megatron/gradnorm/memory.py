@@ -104,7 +104,7 @@ def estimate(
     found = []
     for stage in range(config.parallel.pipeline_model_parallel_size):
         sizes = RankSizes.of(hf_config, config, stage)
-        held = _Held.of(sizes, config, several_folds=several)
+        held = _Held.of(sizes, config, several_folds=several, on_gpu=on_gpu)
         moments = [update_moment(sizes, config, on_gpu=on_gpu)]
         for run in passes:
             tokens = sizes.tokens(run.rows, longest_sample(config))
@@ -124,14 +124,15 @@ class _Held:
     stash: int
 
     @classmethod
-    def of(cls, sizes: RankSizes, config: Config, *, several_folds: bool) -> _Held:
+    def of(cls, sizes: RankSizes, config: Config, *, several_folds: bool, on_gpu: bool) -> _Held:
         main_grad = sizes.parameters * sizes.wide
+        stashes = config.gradnorm.mode == "stash" and norms_wanted(config)
         return cls(
             weights=sizes.parameters * sizes.element,
             main_grad=main_grad,
             second_gradient=main_grad if several_folds else 0,
             optimizer=optimizer_bytes(sizes, config),
-            stash=stash_bytes(sizes, config) if config.gradnorm.mode == "stash" and norms_wanted(config) else 0,
+            stash=stash_bytes(sizes, config, on_gpu=on_gpu) if stashes else 0,
         )
 
     def at(self, moment: Moment, stage: int, fixed: int) -> MemoryEstimate:

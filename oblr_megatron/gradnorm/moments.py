@@ -56,7 +56,7 @@ class PassOnRank:
 
     def moments(self) -> Iterator[Moment]:
         """All that may be the fullest."""
-        held, kept = self.stored, self.waiting(self.run.rows * self.in_flight_whole)
+        held, kept = self.stored, self.waiting(self.in_flight)
         if self.sizes.is_last:
             yield self._loss(held, kept)
             yield from self._head_backward(held, kept)
@@ -71,14 +71,14 @@ class PassOnRank:
     def stored(self) -> int:
         """Activations of all microbatches in flight, and buffers that megatron-core keeps for good."""
         sizes, tokens = self.sizes, self.tokens
-        chunks = self.config.parallel.virtual_pipeline_model_parallel_size or 1
         residual = tokens.split * sizes.hidden * sizes.element
-        one = self._layers_bytes(sizes.layers // chunks) + (0 if sizes.only_stage else residual)  # its output, too
+        output = 0 if sizes.only_stage else residual
+        one = self._layers_bytes(sizes.layers // self._chunks) + output
         scratch = tokens.count * sizes.hidden * sizes.element if sizes.sequence_parallel else 0  # gathered inputs
         if self.config.model.attention == "local":
             scratch += score_elements(sizes, tokens) * sizes.element + tokens.length**2  # scores; causal mask
         rotary = tokens.length * sizes.cp * sizes.head_dim * 4
-        return one * self._in_flight(chunks) + scratch + rotary
+        return one * self.in_flight + scratch + rotary
 
     def _layers_bytes(self, layers: int) -> int:
         sizes, tokens, parallel = self.sizes, self.tokens, self.config.parallel
@@ -90,21 +90,20 @@ class PassOnRank:
             return layers // group * residual
         return min(group, layers) * residual + max(0, layers - group) * whole
 
-    def _in_flight(self, chunks: int) -> int:
+    @property
+    def in_flight(self) -> int:
         """Microbatches, each through one chunk of layers, that wait for their backward (megatron-core's schedules)."""
-        stages = self.config.parallel.pipeline_model_parallel_size
+        stages, chunks = self.config.parallel.pipeline_model_parallel_size, self._chunks
         if stages == 1:
             return 1
         if chunks == 1:
             return min(self.run.microbatches, stages - self.stage)
-        together = max(stages, self.run.microbatches)
-        return min(together * chunks, (stages - self.stage - 1) * 2 + (chunks - 1) * stages + 1)
+        filled = -(-self.run.microbatches // stages) * stages  # `model.step` fills up to a multiple
+        return min(filled * chunks, (stages - self.stage - 1) * 2 + (chunks - 1) * stages + 1)
 
     @property
-    def in_flight_whole(self) -> int:
-        """The same in microbatches."""
-        chunks = self.config.parallel.virtual_pipeline_model_parallel_size or 1
-        return self._in_flight(chunks) // chunks
+    def _chunks(self) -> int:
+        return self.config.parallel.virtual_pipeline_model_parallel_size or 1
 
     @property
     def recomputed(self) -> int:
@@ -117,13 +116,14 @@ class PassOnRank:
 
     # what waits for the norms -----------------------------------------------------------------------------------------
 
-    def waiting(self, but: int = 0) -> int:
-        """Put aside by the samples of the run, all but so many whose backward is still to come."""
+    def waiting(self, in_flight: int = 0) -> int:
+        """Put aside by the samples of the run, while so many microbatches still wait for their backward in a chunk."""
         run = self.run
         aside = self._aside() if run.kind != "gradient" else 0
         if run.kind != "bookkeep":
             return aside
-        return aside + max(0, run.samples - but) * self.tokens.count // run.rows * self.factor_bytes
+        done = max(0, run.samples * self._chunks - run.rows * in_flight) * self.tokens.count // run.rows
+        return aside + done * self.factor_bytes // self._chunks
 
     @property
     def factor_bytes(self) -> int:

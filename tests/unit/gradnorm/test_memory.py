@@ -1,129 +1,105 @@
 """The estimated memory of a step is that of the tensors which are alive at its fullest moment, counted one by one.
 
-Every tensor that an operator makes is counted until its storage is freed; sizes are small but far from degenerate.
-Not covered: what an allocator holds beyond the tensors (tools/bench/memory.py measures whole processes), GPUs.
+Sizes are small but far from degenerate. Not covered: what an allocator holds beyond the tensors (tools/bench/memory.py
+measures whole processes), parallel layouts (tests/distributed/test_memory.py), GPUs.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import Qwen3Config
 
-from oblr_megatron.config import Config, parse_config
-from oblr_megatron.gradient import TrainingGradient
-from oblr_megatron.gradnorm.memory import estimate
-from oblr_megatron.model.optimizer import PolicyOptimizer
+from oblr_megatron.config import ParallelConfig
+from oblr_megatron.gradnorm.memory import MemoryEstimate, estimate, resident_bytes
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
-from oblr_megatron.model.qwen3 import build_policy
-from oblr_megatron.types import Sample
-from tests.tiny import tiny_config
+from tests.live import peak_of_step, step_config
+from tests.tiny import tiny_config, tiny_moe_config
 
-GROUP, PROMPT = 4, 4
-
-
-class LiveBytes(TorchDispatchMode):
-    """The bytes of all storages made inside that are still alive, and the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        weakref.finalize(storage, self._drop, key, size)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-    def _drop(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
+TOKENS = 100
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "vocab_size": 128}
 
 
 @pytest.fixture
 def parallel() -> Iterator[Parallel]:
-    yield initialize(parse_config({"run_dir": ".", "model": {"path": "."}, "data": {"train": "."}}).parallel)
+    yield initialize(ParallelConfig())
     shutdown()
 
 
-def config_of(tokens: int, rows: int, prompts: int, gradnorm: dict[str, Any], **parallel: Any) -> Config:
-    return parse_config(
-        {
-            "run_dir": "unused",
-            "num_prompts": prompts,
-            "group_size": GROUP,
-            "model": {"path": "unused", "make_vocab_size_divisible_by": 1},
-            "data": {"train": "unused", "max_prompt_tokens": PROMPT},
-            "algo": {"baseline": "optimal", "snr": {"num_folds": prompts}},
-            "rollout": {"max_response_tokens": tokens - PROMPT},
-            "gradnorm": gradnorm,
-            "parallel": {"micro_batch_tokens": rows * tokens} | parallel,
-        }
-    )
+def mode(name: str, **options: Any) -> dict[str, Any]:
+    return {"gradnorm": {"mode": name, **options}}
 
 
-def peak_of(hf_config: Qwen3Config, config: Config, parallel: Parallel, tokens: int) -> int:
-    """Of the second step, when the optimizer has its state."""
-    live = LiveBytes()
-    with live:
-        policy = build_policy(hf_config, config.model, parallel, config.parallel)
-        for name, parameter in policy.named_parameters():
-            torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
-        optimizer, gradients = PolicyOptimizer(policy, config.optimizer), TrainingGradient(policy, config)
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(hf_config.vocab_size, (config.num_prompts * GROUP, tokens), generator=generator).tolist()
-    samples = [
-        Sample(n // GROUP, tuple(ids[:PROMPT]), tuple(ids[PROMPT:]), (-1.0,) * (tokens - PROMPT), "", "length", 0)
-        for n, ids in enumerate(drawn)
-    ]
-    active = torch.ones(config.num_prompts, dtype=torch.bool)
-    coefficients = torch.tensor([[-1.0, 1.0] * (GROUP // 2)] * config.num_prompts, dtype=torch.float64)
-    for _ in range(2):
-        live.peak = live.now
-        with live:
-            found = gradients(samples, lambda prompts, _: coefficients[list(prompts)], active)
-            optimizer.clip(found.stats.sq_norm)
-            optimizer.step(1e-6)
-    return live.peak
+def recompute(granularity: str) -> dict[str, Any]:
+    return {"parallel": {"recompute_granularity": granularity}}
 
 
+LARGE, TIED = {"vocab_size": 2000}, {"vocab_size": 1000, "tie_word_embeddings": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "two_pass": ({"gradnorm": {"mode": "two_pass"}}, {}),
-    "two_pass, rows, folds": ({"gradnorm": {"mode": "two_pass"}, "rows": 2, "prompts": 2}, {}),
-    "bookkeep": ({"gradnorm": {"mode": "bookkeep"}}, {}),
-    "bookkeep, rows": ({"gradnorm": {"mode": "bookkeep"}, "rows": 2}, {}),
-    "stash": ({"gradnorm": {"mode": "stash"}}, {}),
-    "stash, bf16": ({"gradnorm": {"mode": "stash", "stash_dtype": "bfloat16"}}, {}),
-    "large vocabulary": ({"gradnorm": {"mode": "two_pass"}}, {"vocab_size": 2000}),
-    "full recomputation": ({"gradnorm": {"mode": "two_pass"}, "recompute_granularity": "full"}, {}),
+    "no norms": ({"algo": {"baseline": "rloo"}}, {}),
+    "two_pass": (mode("two_pass"), {}),
+    "two_pass, rows, folds": (mode("two_pass") | {"rows": 2, "prompts": 2}, {}),
+    "two_pass, packed": (mode("two_pass") | {"rows": 2, "parallel": {"packing": "packed"}}, {}),
+    "two_pass, tied": (mode("two_pass"), TIED),
+    "bookkeep": (mode("bookkeep"), {}),
+    "bookkeep, rows": (mode("bookkeep") | {"rows": 2}, {}),
+    "bookkeep, windows": (mode("bookkeep", window_tokens=100) | {"prompts": 2, "algo": {"snr": {"num_folds": 1}}}, {}),
+    "bookkeep, large vocabulary": (mode("bookkeep"), LARGE),
+    "bookkeep, full recomputation": (mode("bookkeep") | recompute("full"), {"num_hidden_layers": 4}),
+    "stash": (mode("stash"), {}),
+    "stash, bf16": (mode("stash", stash_dtype="bfloat16"), {}),
+    "large vocabulary": (mode("two_pass"), LARGE),
+    "full recomputation": (mode("two_pass") | recompute("full"), {}),
+    "selective recomputation": (mode("two_pass") | recompute("selective"), {}),
+    "megatron's attention": (mode("two_pass") | {"model": {"attention": "local"}}, {"num_key_value_heads": 4}),
+    "weights in bf16": (mode("two_pass") | {"model": {"dtype": "bfloat16"}}, LARGE),
+    "weights in fp64": (mode("stash") | {"model": {"dtype": "float64"}}, {}),
+    "sgd": (mode("two_pass") | {"optimizer": {"name": "sgd"}}, {}),
+    "experts": (mode("two_pass"), {"num_experts": 4, "moe_intermediate_size": 96}),
+    "experts, bookkeep": (mode("bookkeep"), {"num_experts": 4, "moe_intermediate_size": 96}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_estimate_is_what_is_alive(case: str, parallel: Parallel) -> None:
     options, sizes = CASES[case]
-    tokens = 100
-    options = {"rows": 1, "prompts": 1} | options
-    config = config_of(tokens, **options)
-    defaults = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "vocab_size": 128}
-    hf_config = tiny_config(**defaults | sizes, max_position_embeddings=1024)
+    make = tiny_moe_config if "num_experts" in sizes else tiny_config
+    hf_config, config = make(**SIZES | sizes), step_config(TOKENS, **options)
     found = estimate(hf_config.to_dict(), config, 1, fixed_bytes=0)
-    measured = peak_of(hf_config, config, parallel, tokens)
+    measured = peak_of_step(hf_config, config, parallel)
     assert found.total == pytest.approx(measured, rel=0.05), found.table()
+
+
+def test_a_row_for_everything_that_is_held() -> None:
+    found = MemoryEstimate(1, 2, 0, 3, 4, 5, 6, 7, fixed=8, stage=0, moment="loss")
+    assert found.total == 36 and [num_bytes for _, num_bytes in found.rows()] == [1, 2, 0, 3, 4, 5, 6, 7, 8]
+    assert found.table().startswith("36 B on the fullest rank, at the loss: weights 1 B, main grad 2 B, optimizer 3 B")
+
+
+def test_a_process_counts_without_a_model_on_a_cpu_only() -> None:
+    config = step_config(TOKENS)
+    sizes = tiny_config(**SIZES).to_dict()
+    assert 0.9 < estimate(sizes, config, 1).fixed / resident_bytes() < 1.1
+    assert estimate(sizes, config, 1, on_gpu=True).fixed == 0
+
+
+def test_the_longest_samples_are_expected() -> None:
+    sizes = tiny_config(**SIZES).to_dict()
+    short, long = (estimate(sizes, step_config(tokens), 1, fixed_bytes=0) for tokens in (TOKENS, 2 * TOKENS))
+    assert 1.9 < long.activations / short.activations < 2.1 and long.weights == short.weights
+
+
+def test_what_half_precision_and_offloading_spare() -> None:
+    """On a CPU the host's memory is the device's."""
+    sizes = tiny_config(**SIZES).to_dict()
+    whole, half, host, gpu = (
+        estimate(sizes, step_config(TOKENS, **mode("stash", **options)), 1, on_gpu=on_gpu, fixed_bytes=0).norms
+        for options, on_gpu in [
+            ({}, False),
+            ({"stash_dtype": "bfloat16"}, False),
+            ({"stash_offload": True}, False),
+            ({"stash_offload": True}, True),
+        ]
+    )
+    assert half == whole * 3 // 4 and host == whole and gpu == whole // 4  # of 4: 2 and one to work in; 4; that one

@@ -1,0 +1,119 @@
+"""The tensors that are alive while a training step runs, counted one by one: the oracle of the memory estimate.
+
+Every storage that an operator makes counts from then on until it is freed, whoever holds it. What kernels take for
+themselves inside one call is not seen, nor what an allocator keeps beyond the tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig
+
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.gradient import TrainingGradient
+from oblr_megatron.model import attention
+from oblr_megatron.model.optimizer import PolicyOptimizer
+from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.types import Sample
+
+GROUP, PROMPT = 4, 4  # responses a prompt, tokens of a prompt
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes of all storages made inside that are still alive, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        weakref.finalize(storage, self._drop, key, size)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+def step_config(tokens: int, *, rows: int = 1, prompts: int = 1, **sections: dict[str, Any]) -> Config:
+    """Prompts of `GROUP` responses, a fold for each prompt, samples of exactly `tokens` tokens, `rows` a microbatch."""
+    table: dict[str, Any] = {
+        "run_dir": "unused",
+        "num_prompts": prompts,
+        "group_size": GROUP,
+        "model": {"path": "unused", "make_vocab_size_divisible_by": 1},
+        "data": {"train": "unused", "max_prompt_tokens": PROMPT},
+        "algo": {"baseline": "optimal", "snr": {"num_folds": prompts}},
+        "rollout": {"max_response_tokens": tokens - PROMPT},
+        "parallel": {"micro_batch_tokens": rows * tokens},
+    }
+    return parse_config(table | {name: table.get(name, {}) | fields for name, fields in sections.items()})
+
+
+def peak_of_step(hf_config: PreTrainedConfig, config: Config, parallel: Parallel) -> int:
+    """Bytes alive at the fullest moment of the second step, when the optimizer has its state; of this rank."""
+    live = LiveBytes()
+    samples, coefficients = _samples(hf_config.vocab_size, config)
+    active = torch.ones(config.num_prompts, dtype=torch.bool)
+    with _biases_uncounted():
+        with live:
+            policy = build_policy(hf_config, config.model, parallel, config.parallel)
+            for name, parameter in policy.named_parameters():
+                torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
+            optimizer, gradients = PolicyOptimizer(policy, config.optimizer), TrainingGradient(policy, config)
+        for _ in range(2):
+            live.peak = live.now
+            with live:
+                found = gradients(samples, lambda prompts, _: coefficients[list(prompts)], active)
+                optimizer.clip(found.stats.sq_norm)
+                optimizer.step(1e-6)
+    return live.peak
+
+
+def _samples(vocabulary: int, config: Config) -> tuple[list[Sample], torch.Tensor]:
+    """The step's samples, and coefficients [Q, G] none of which is 0."""
+    response = config.rollout.max_response_tokens
+    generator = torch.Generator().manual_seed(0)
+    shape = (config.num_prompts * config.group_size, PROMPT + response)
+    samples = [
+        Sample(n // config.group_size, tuple(ids[:PROMPT]), tuple(ids[PROMPT:]), (-1.0,) * response, "", "length", 0)
+        for n, ids in enumerate(torch.randint(vocabulary, shape, generator=generator).tolist())
+    ]
+    return samples, torch.ones(config.num_prompts, config.group_size, dtype=torch.float64)
+
+
+@contextmanager
+def _biases_uncounted() -> Iterator[None]:
+    """torch cannot make its causal bias, a tensor without elements, while operators are watched."""
+    original: Callable[..., Any] = attention.causal_lower_right
+
+    def unwatched(*sizes: int) -> Any:
+        with _disable_current_modes():
+            return original(*sizes)
+
+    attention.causal_lower_right = unwatched
+    try:
+        yield
+    finally:
+        attention.causal_lower_right = original
