@@ -11,7 +11,7 @@ from oblr_megatron.formatting import number
 from oblr_megatron.report.history import History
 
 # A step of equal lengths or equal rewards leaves these without a value, and nothing is wrong.
-MAY_BE_UNDEFINED = frozenset({"gradnorm/length_corr", "baseline/variance_ratio_vs_rloo"})
+MAY_BE_UNDEFINED = frozenset({"gradnorm/length_corr", "gradnorm/estimate_corr", "baseline/variance_ratio_vs_rloo"})
 
 
 def alarms(history: History) -> list[str]:

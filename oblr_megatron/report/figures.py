@@ -189,7 +189,8 @@ GRADIENT = FigureSpec(
 SAMPLE_NORMS = FigureSpec(
     "Gradient norms of single responses",
     "Mean and largest squared norm of the gradients of the step's single responses: the weights of the optimal "
-    "baseline. The strip shows how far plain response length would have foretold them (1: entirely).",
+    "baseline. The strip shows how far plain response length would have foretold them (1: entirely), and, where norms "
+    "are estimated, how far the estimates do.",
     "A largest norm that pulls away from the mean by orders of magnitude: single responses then rule their groups.",
     (
         PanelSpec(
@@ -199,7 +200,10 @@ SAMPLE_NORMS = FigureSpec(
         ),
         PanelSpec(
             "",
-            (CurveSpec("gradnorm/length_corr", "correlation with length", colour=3),),
+            (
+                CurveSpec("gradnorm/length_corr", "correlation with length", colour=3),
+                CurveSpec("gradnorm/estimate_corr", "of estimates with exact norms", colour=1),
+            ),
             include=(0.0, 1.0),
             short=True,
         ),

@@ -70,6 +70,7 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "gradnorm/sq_mean": 31 * math.exp(-0.8 * progress + noise(0.1)),
         "gradnorm/sq_max": 380 * math.exp(-0.3 * progress + noise(0.3)),
         "gradnorm/length_corr": 0.31 + noise(0.07),
+        "gradnorm/estimate_corr": 0.9 + noise(0.02),
         "gradnorm/nonfinite": 0,
         "baseline/variance_ratio_vs_rloo": 0.93 + noise(0.025),
         "snr/signal_sq": signal + noise(0.05),
