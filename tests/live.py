@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -80,7 +81,7 @@ def peak_of_step(hf_config: PreTrainedConfig, config: Config, parallel: Parallel
         with live:
             policy = build_policy(hf_config, config.model, parallel, config.parallel)
             for name, parameter in policy.named_parameters():
-                torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
+                _fill(name, parameter)
             optimizer, gradients = PolicyOptimizer(policy, config.optimizer), TrainingGradient(policy, config)
         for _ in range(2):
             live.peak = live.now
@@ -89,6 +90,14 @@ def peak_of_step(hf_config: PreTrainedConfig, config: Config, parallel: Parallel
                 optimizer.clip(found.stats.sq_norm)
                 optimizer.step(1e-6)
     return live.peak
+
+
+def _fill(name: str, parameter: torch.nn.Parameter) -> None:
+    """By name: what ranks hold copies of is equal, and routers deal the same tokens to the same experts every time."""
+    if "norm" in name:
+        torch.nn.init.ones_(parameter)
+    else:
+        torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(crc32(name.encode())))
 
 
 def _samples(vocabulary: int, config: Config) -> tuple[list[Sample], torch.Tensor]:

@@ -1,6 +1,13 @@
-"""The memory that a step takes, against the estimate made before it: the peak of a fresh process for every case.
+"""The memory that a step takes, against the estimate made before it: the peak of fresh processes for every case.
 
-python tools/bench/memory.py --json run/bench/memory.json
+    python tools/bench/memory.py --json run/bench/memory.json       a quarter of an hour on two cores
+    python tools/bench/memory.py --cases "bookkeep tokens=256" "stash tp=2"
+    python tools/bench/memory.py --allocator system                 with what glibc keeps of freed memory
+
+Two steps of two layers of Qwen3-0.6B's sizes, fp32, a sample a microbatch; `measured` is the peak of resident memory
+of the fullest rank, imports and all. glibc keeps freed blocks of up to 32 MB, and finds it hard to use them again: on
+a CPU a process takes up to a third more than its tensors. By default the ranks run with MALLOC_MMAP_THRESHOLD_, so
+that what is freed is given back (which costs time) and the peak is that of the tensors.
 """
 
 from __future__ import annotations
@@ -8,134 +15,195 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+import torch.distributed as dist
 from meter import reset_resident_peak, resident_peak
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES, randomize
+from shapes import PROMPT_TOKENS, SHAPES, randomize
 from transformers import Qwen3Config
 
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.formatting import size
 from oblr_megatron.gradient import TrainingGradient
 from oblr_megatron.gradnorm.memory import estimate, resident_bytes
 from oblr_megatron.model.optimizer import PolicyOptimizer
-from oblr_megatron.model.parallel import initialize
+from oblr_megatron.model.parallel import initialize, shutdown
 from oblr_megatron.model.qwen3 import build_policy
 from oblr_megatron.types import Sample
 
-GROUP, PROMPT_TOKENS = 4, 16
-CASES: list[dict[str, Any]] = [
-    {"mode": "two_pass", "tokens": 512, "vocab": 2048},
-    {"mode": "bookkeep", "tokens": 512, "vocab": 2048},
-    {"mode": "stash", "tokens": 512, "vocab": 2048},
-    {"mode": "two_pass", "tokens": 512, "vocab": 65536},
-    {"mode": "bookkeep", "tokens": 512, "vocab": 65536},
-    {"mode": "stash", "tokens": 512, "vocab": 65536},
-    {"mode": "two_pass", "tokens": 1500, "vocab": 2048},
-    {"mode": "bookkeep", "tokens": 1500, "vocab": 2048},
-    {"mode": "stash", "tokens": 1500, "vocab": 2048},
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # fixed: blocks of 1 MiB on are mapped, and unmapped when freed
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step to measure. Example, as on the command line: "stash tokens=256 tp=2 sp=1"."""
+
+    mode: str = "two_pass"
+    shape: str = "qwen3-0.6b"
+    layers: int = 2
+    tokens: int = 512  # of a sample, prompt and response
+    vocabulary: int = 2048
+    tied: int = 0
+    samples: int = 4  # G
+    prompts: int = 1  # Q, each a fold
+    dtype: str = "float32"
+    tp: int = 1
+    sp: int = 0
+    pp: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """The mode, then name=value of what differs from the defaults."""
+        mode, *words = text.split()
+        given = dict(word.split("=", 1) for word in words)
+        kinds = get_type_hints(cls)
+        return replace(cls(mode), **{name: kinds[name](value) for name, value in given.items()})
+
+    @property
+    def ranks(self) -> int:
+        """One replica."""
+        return self.tp * self.pp
+
+    def hf_config(self) -> Qwen3Config:
+        """The model."""
+        shape = SHAPES[self.shape]
+        return Qwen3Config(
+            vocab_size=self.vocabulary,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.ffn,
+            num_hidden_layers=self.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=self.tokens,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            tie_word_embeddings=bool(self.tied),
+        )
+
+    def config(self) -> Config:
+        """The run."""
+        return parse_config(
+            {
+                "run_dir": "unused",
+                "num_prompts": self.prompts,
+                "group_size": self.samples,
+                "model": {"path": "unused", "dtype": self.dtype},
+                "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
+                "algo": {"baseline": "optimal", "snr": {"num_folds": self.prompts}},
+                "rollout": {"max_response_tokens": self.tokens - PROMPT_TOKENS},
+                "gradnorm": {"mode": self.mode},
+                "parallel": {
+                    "micro_batch_tokens": 1,
+                    "tensor_model_parallel_size": self.tp,
+                    "sequence_parallel": bool(self.sp),
+                    "pipeline_model_parallel_size": self.pp,
+                },
+            }
+        )
+
+    def random_samples(self) -> list[Sample]:
+        """Samples of exactly `tokens` tokens."""
+        generator = torch.Generator().manual_seed(1)
+        shape, response = (self.prompts * self.samples, self.tokens), self.tokens - PROMPT_TOKENS
+        return [
+            Sample(
+                n // self.samples,
+                tuple(ids[:PROMPT_TOKENS]),
+                tuple(ids[PROMPT_TOKENS:]),
+                (-1.0,) * response,
+                "",
+                "stop",
+                0,
+            )
+            for n, ids in enumerate(torch.randint(self.vocabulary, shape, generator=generator).tolist())
+        ]
+
+
+CASES = [
+    *(f"{mode} tokens=512" for mode in ("two_pass", "stash", "bookkeep")),
+    *(f"{mode} tokens=1500 samples=2" for mode in ("two_pass", "stash", "bookkeep")),
+    *(f"{mode} tokens=256 vocabulary=65536 tied=1" for mode in ("two_pass", "stash", "bookkeep")),
+    "bookkeep tokens=256 dtype=bfloat16",
+    "stash tokens=256 prompts=2 samples=2",
+    "two_pass tp=2 sp=1",
+    "bookkeep tp=2 sp=1",
+    "bookkeep pp=2",
 ]
 
 
-def main() -> None:
-    """Every case in a process of its own, the table, the figures; with --case, the one case."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every case in processes of its own, print the table, write the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--case", help="measure this one in this process and print a JSON line")
-    options = parser.parse_args()
-    if options.case:
-        print(json.dumps(measure(**json.loads(options.case))))
+    parser.add_argument("--cases", nargs="+", default=CASES, help='a mode and name=value, e.g. "stash tokens=256 tp=2"')
+    parser.add_argument("--allocator", default="trimmed", choices=("trimmed", "system"))
+    parser.add_argument("--rank-of", metavar="CASE", help=argparse.SUPPRESS)  # what the processes are started with
+    options = parser.parse_args(arguments)
+    if options.rank_of:
+        measure(Case.parse(options.rank_of))
         return
-    rows = [in_a_process(case) for case in CASES]
-    table = Table(*rows[0], title="memory of a step: estimated and measured, bytes")
-    for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    rows = [in_processes(text, GIVES_BACK if options.allocator == "trimmed" else {}) for text in options.cases]
+    show(rows)
     if options.json:
+        machine = f"{platform.machine()}, allocator {options.allocator}, torch {torch.__version__}"
+        record = {"machine": machine, "date": datetime.now(UTC).date().isoformat(), "rows": rows}
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def in_a_process(case: dict[str, Any]) -> dict[str, Any]:
-    """`measure` in a fresh process, whose allocator gives back what is freed: else the peak is that of its habits.
+def in_processes(text: str, environment: dict[str, str]) -> dict[str, Any]:
+    """`measure` in fresh processes, one a rank; what the first one printed."""
+    ranks = Case.parse(text).ranks
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, __file__, "--rank-of", text]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | environment)
+    row: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return row
 
-    glibc keeps freed blocks of up to 32 MB for later, which adds up to a third to a process on a CPU.
-    """
-    command = [sys.executable, __file__, "--case", json.dumps(case)]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
 
-
-def measure(mode: str, tokens: int, vocab: int, shape: str = "qwen3-0.6b", layers: int = 2) -> dict[str, Any]:
-    """Build, estimate, take two steps; the peak is that of the second, when the optimizer's state is there."""
-    config, hf_config = config_of(mode, tokens), hf_config_of(shape, layers, tokens, vocab)
+def measure(case: Case) -> None:
+    """Estimate, build, take two steps, since the optimizer has its state from the first on; rank 0 prints the row."""
+    config, hf_config = case.config(), case.hf_config()
     parallel = initialize(config.parallel)
-    found = estimate(hf_config.to_dict(), config, 1, fixed_bytes=resident_bytes())
+    found = estimate(hf_config.to_dict(), config, case.ranks, fixed_bytes=resident_bytes())
     policy = build_policy(hf_config, config.model, parallel, config.parallel)
     randomize(policy.named_parameters())
     optimizer, gradients = PolicyOptimizer(policy, config.optimizer), TrainingGradient(policy, config)
-    samples, active = random_samples(tokens, vocab), torch.ones(config.num_prompts, dtype=torch.bool)
-    coefficients = torch.linspace(-1, 1, len(samples), dtype=torch.float64).view(-1, GROUP)
+    samples, active = case.random_samples(), torch.ones(case.prompts, dtype=torch.bool)
+    coefficients = torch.linspace(-1, 1, len(samples), dtype=torch.float64).view(case.prompts, -1)
+    reset_resident_peak()
     for _ in range(2):
-        reset_resident_peak()
         step = gradients(samples, lambda prompts, _: coefficients[list(prompts)], active)
         optimizer.clip(step.stats.sq_norm)
         optimizer.step(1e-6)
-    measured = resident_peak()
-    case = {"mode": mode, "shape": shape, "layers": layers, "tokens": tokens, "vocabulary": vocab}
-    ratio = found.total / measured
-    return case | {"estimated": found.total, "measured": measured, "ratio": ratio, "moment": found.moment}
+    peak = torch.tensor(resident_peak())
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    if parallel.rank == 0:
+        figures = {"estimated": found.total, "measured": int(peak), "ratio": found.total / int(peak)}
+        print(json.dumps(asdict(case) | figures | {"moment": found.moment, "parts": dict(found.rows())}), flush=True)
+    shutdown()
 
 
-def config_of(mode: str, tokens: int) -> Config:
-    """Two prompts of four responses in two folds, a sample a microbatch."""
-    return parse_config(
-        {
-            "run_dir": "unused",
-            "num_prompts": 2,
-            "group_size": GROUP,
-            "model": {"path": "unused"},
-            "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
-            "algo": {"baseline": "optimal", "snr": {"num_folds": 2}},
-            "rollout": {"correction": "none", "max_response_tokens": tokens - PROMPT_TOKENS},
-            "gradnorm": {"mode": mode},
-            "parallel": {"micro_batch_tokens": 1},
-        }
-    )
-
-
-def hf_config_of(shape: str, layers: int, tokens: int, vocab: int) -> Qwen3Config:
-    """The model, its head tied as in the small Qwen3."""
-    sizes = SHAPES[shape]
-    return Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        max_position_embeddings=tokens,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-    )
-
-
-def random_samples(tokens: int, vocab: int) -> list[Sample]:
-    """Samples of exactly `tokens` tokens."""
-    generator = torch.Generator().manual_seed(1)
-    draws = torch.randint(vocab, (2 * GROUP, tokens), generator=generator).tolist()
-    count = tokens - PROMPT_TOKENS
-    return [
-        Sample(n // GROUP, tuple(row[:PROMPT_TOKENS]), tuple(row[PROMPT_TOKENS:]), (-1.0,) * count, "", "length", 0)
-        for n, row in enumerate(draws)
-    ]
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """A line a case: what differs from the defaults, both figures, and what the estimate is made of."""
+    table = Table("case", "estimated", "measured", "ratio", "at the", "made of", title="memory of a step, fullest rank")
+    default = asdict(Case())
+    for row in rows:
+        differs = [f"{name}={row[name]}" for name in default if name != "mode" and row[name] != default[name]]
+        parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in row["parts"].items() if num_bytes)
+        figures = [size(row["estimated"]), size(row["measured"]), f"{row['ratio']:.3f}"]
+        table.add_row(" ".join([row["mode"], *differs]), *figures, row["moment"], parts)
+    Console(width=180).print(table)
 
 
 if __name__ == "__main__":
