@@ -11,35 +11,17 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError
 
 from oblr_megatron.config_checks import apply_override, check_together
+from oblr_megatron.config_rollout import RolloutConfig, WeightsConfig
+from oblr_megatron.config_section import Section
 from oblr_megatron.errors import UserError
 
 BaselineName = Literal["none", "group_mean", "grpo", "rloo", "opo", "length_loo", "optimal", "optimal_prior"]
 DtypeName = Literal["float64", "float32", "bfloat16"]
-
-
-class Section(BaseModel):
-    """A table of the TOML file: unknown keys fail, docstrings under the fields are their documentation."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_silent_conversion(cls, value: Any, info: ValidationInfo) -> Any:
-        """A number in quotes, or a truth value for a number, is a mistake and not a spelling."""
-        assert info.field_name is not None, "pydantic validates fields by name"
-        kinds = set(get_args(cls.model_fields[info.field_name].annotation)) or {
-            cls.model_fields[info.field_name].annotation
-        }
-        if kinds & {int, float} and isinstance(value, (bool, str)):
-            raise ValueError("give a number, without quotes")
-        if bool in kinds and not isinstance(value, bool):
-            raise ValueError("give true or false")
-        return value
 
 
 class ModelConfig(Section):
@@ -74,43 +56,6 @@ class DataConfig(Section):
     """Rows whose prompt is longer are skipped and counted."""
     shuffle: bool = True
     """Shuffle every epoch by the run's seed."""
-
-
-class RolloutConfig(Section):
-    """How responses are sampled by vLLM."""
-
-    temperature: float = Field(1.0, ge=0.01)
-    """Sampling temperature; the trainer's log-probs are those of the same distribution."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus filter; below 1 the rollout log-probs are renormalised over the nucleus and the trainer's are not."""
-    top_k: int = Field(-1, ge=-1)
-    """Top-k filter, -1 for none; the same caution as for top_p."""
-    max_response_tokens: int = Field(512, ge=1)
-    """A response that reaches this length is cut (finish_reason "length")."""
-    num_engines: int | None = Field(None, ge=1)
-    """vLLM engines; by default one for each block of tensor_parallel_size ranks on GPUs, one in all on a CPU."""
-    tensor_parallel_size: int = Field(1, ge=1)
-    """GPUs of one engine."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the engine's weights; "auto" takes the trainer's (float64 becomes float32)."""
-    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
-    """vLLM's share of GPU memory."""
-    kv_cache_gib: float = Field(0.5, gt=0)
-    """KV cache of a CPU engine, GiB."""
-    max_num_seqs: int = Field(256, ge=1)
-    """Sequences a vLLM engine decodes at once."""
-    num_threads: int | None = Field(None, ge=1)
-    """Threads of a CPU engine; by default all cores divided by the engines."""
-    correction: Literal["none", "token", "sequence"] = "token"
-    """Truncated importance sampling against the trainer/rollout mismatch, on token or sequence level."""
-    correction_cap: float = Field(2.0, ge=1)
-    """Importance ratios are cut at this value (and counted)."""
-    start_timeout_s: float = Field(600.0, gt=0)
-    """Deadline for an engine to be ready, seconds."""
-    generate_timeout_s: float = Field(1800.0, gt=0)
-    """Deadline for one generate call, seconds."""
-    push_timeout_s: float = Field(300.0, gt=0)
-    """Deadline for one weight push, seconds."""
 
 
 class RewardConfig(Section):
@@ -258,7 +203,7 @@ class CheckpointConfig(Section):
 class EvaluateConfig(Section):
     """Held-out accuracy during training."""
 
-    data: dict[str, Path] = {}
+    data: dict[str, Path] = Field({})
     """Named JSONL files, e.g. {gsm8k = "gsm8k_test.jsonl"}; the same columns and template as data."""
     every_steps: int = Field(0, ge=0)
     """Evaluate every so many steps (and before the first and after the last); 0 turns it off."""
@@ -295,6 +240,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
+    weights: WeightsConfig = WeightsConfig()
     reward: RewardConfig = RewardConfig()
     gradnorm: GradnormConfig = GradnormConfig()
     algo: AlgoConfig = AlgoConfig()

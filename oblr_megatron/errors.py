@@ -35,6 +35,10 @@ class RunError(RuntimeError):
     """A running job cannot go on: the message names who waited for what, or what died."""
 
 
+class EngineLostError(RunError):
+    """An engine died, hung past its deadline, or lost its connection: a new one may do what it did not."""
+
+
 class DeadlineError(RunError):
     """A wait ran past its deadline.
 

@@ -18,7 +18,7 @@ from typing import Any
 from oblr_megatron.errors import RunError
 from oblr_megatron.rollout.channel import Call, Channel, PeerGone, Reply
 from oblr_megatron.rollout.engine import EngineSpec
-from oblr_megatron.rollout.vllm_server import EngineServer
+from oblr_megatron.rollout.vllm_process import EngineServer
 
 METHODS = ("generate", "init_transfer", "start_push", "update_weights", "finish_push", "abort_push", "sleep", "wake")
 _PR_SET_PDEATHSIG = 1

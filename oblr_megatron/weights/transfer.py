@@ -3,7 +3,7 @@
 `oblr_shm`: shared memory, for engines on a CPU. `oblr_ipc`: vLLM's own CUDA IPC engine, which also recovers from a push
 that broke off. Either way a push is start, any number of updates, finish, and the engine answers each message alone, so
 neither side ever waits for the other while it holds something the other needs. Completeness, versions and the refusal
-to serve half a model are the engine process's part (`rollout.vllm_server`); here are the bytes.
+to serve half a model are the engine process's part (`rollout.vllm_process`); here are the bytes.
 """
 
 from __future__ import annotations
