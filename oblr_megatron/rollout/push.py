@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from oblr_megatron.config_rollout import WeightsConfig
 from oblr_megatron.errors import RunError
 from oblr_megatron.rollout.engine import PushStats
-from oblr_megatron.weights.manifest import Manifest, Source, manifest_of
-from oblr_megatron.weights.shm import DEFAULT_BUCKET_BYTES, bucket_capacity
+from oblr_megatron.weights.manifest import Manifest, Source, WeightError, manifest_of
+from oblr_megatron.weights.names import ModelShape
+from oblr_megatron.weights.shm import bucket_capacity
+from oblr_megatron.weights.verify import Digests, expected_digests, first_difference
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
@@ -25,15 +29,14 @@ FEEDING, LOOKING_ON = 0, 1
 class Pusher:
     """Sends sources to one engine, or, on a rank without one, takes part in gathering them."""
 
-    def __init__(
-        self, engine: VllmEngine | None, device: torch.device, bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    ) -> None:
+    def __init__(self, engine: VllmEngine | None, device: torch.device, options: WeightsConfig | None = None) -> None:
         """Args:
         engine: the one this rank owns.
         device: of the trainer; a GPU's weights go by CUDA IPC, a CPU's through shared memory.
-        bucket_bytes: of one bucket; a larger tensor makes its bucket larger.
+        options: size of a bucket, and what is checked.
         """
-        self._engine, self._device, self._bucket_bytes = engine, device, bucket_bytes
+        self._engine, self._device, self._options = engine, device, options or WeightsConfig()
+        self._bucket_bytes = self._options.bucket_mib * 2**20
         # CUDA IPC hands out the one buffer that it fills again as soon as an update returns.
         self._client = LockstepClient(engine, overlap=device.type != "cuda")
         self._manifest: Manifest = ()
@@ -57,6 +60,8 @@ class Pusher:
                 sender = self._make_sender(source, manifest)
             sender.source = source  # type: ignore[assignment]  # vLLM names its base class, and uses no more
             sender.send_weights()
+            if self._options.verify:
+                self._verify(source)
         except BaseException as error:
             self._client.abort(f"the trainer broke off: {error!r}")
             raise
@@ -69,6 +74,16 @@ class Pusher:
             buckets=self._client.buckets,
         )
 
+    def _verify(self, source: Source) -> None:
+        """Gather once more, on all ranks, and compare with what this rank's engine, if it owns one, now holds."""
+        if self._engine is None:
+            for _ in source:
+                pass
+            return
+        config = json.loads((self._engine.spec.model / "config.json").read_text(encoding="utf-8"))
+        workers = self._engine.spec.tensor_parallel_size
+        self._client.compare(expected_digests(source, ModelShape.of(config), workers))
+
     def _make_sender(self, source: Any, manifest: Manifest) -> TrainerWeightTransferEngine[Any]:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
@@ -80,12 +95,17 @@ class Pusher:
     def _init_info(self, manifest: Manifest) -> TrainerInitInfo:
         from oblr_megatron.weights.transfer import IpcTrainerInitInfo, ShmTrainerInitInfo
 
-        capacity = bucket_capacity(manifest, self._bucket_bytes)
         rank = LOOKING_ON if self._engine is None else FEEDING
-        if self._device.type == "cuda":
+        if self._device.type == "cuda":  # vLLM's engine sends whole tensors: its buffer has room for the largest
+            largest = max((spec.num_bytes for spec in manifest), default=0)
+            capacity = max(bucket_capacity(manifest, self._bucket_bytes), largest)
             return IpcTrainerInitInfo(rank=rank, packed_buffer_size_bytes=capacity)
-        buffer = None if self._engine is None else self._engine.buffer
-        return ShmTrainerInitInfo(rank=rank, buffer=buffer, bucket_bytes=capacity)
+        return ShmTrainerInitInfo(
+            rank=rank,
+            buffer=None if self._engine is None else self._engine.buffer,
+            bucket_bytes=self._bucket_bytes,
+            checksum=self._options.checksum,
+        )
 
 
 class LockstepClient:
@@ -123,6 +143,19 @@ class LockstepClient:
                 self._error = error
         self._begin = time.monotonic()
         return self._begin
+
+    def compare(self, expected: list[Digests]) -> None:
+        """Read the engine's weights back, unless the push has failed already."""
+        if self._error is not None:
+            return
+        try:
+            self._settle()
+            self._post("read_back", {}, time.monotonic())
+            different = first_difference(expected, self._settle())
+            if different is not None:
+                raise WeightError(f"{different} is not in {self._engine_name} what was pushed as {self._version}")
+        except RunError as error:
+            self._error = error
 
     def abort(self, reason: str) -> None:
         """Have the engine refuse to generate until a later push succeeds."""
@@ -169,12 +202,17 @@ class LockstepClient:
 
     def _post(self, method: str, arguments: dict[str, Any], begin: float) -> None:
         assert self._engine is not None, "a rank without an engine sends nothing"
-        what = f"push {self._version} into {self._engine.spec.name}"
+        what = f"push {self._version} into {self._engine_name}"
         self._engine.post(method, arguments, what=what, seconds=self._engine.deadlines.push, begin=begin)
         self._unanswered = True
 
-    def _settle(self) -> None:
-        """Wait for the answer that is still owed."""
-        if self._unanswered and self._engine is not None:
-            self._unanswered = False
-            self._engine.collect()
+    def _settle(self) -> Any:
+        """Wait for the answer that is still owed, if one is."""
+        if not self._unanswered or self._engine is None:
+            return None
+        self._unanswered = False
+        return self._engine.collect()
+
+    @property
+    def _engine_name(self) -> str:
+        return "no engine" if self._engine is None else self._engine.spec.name

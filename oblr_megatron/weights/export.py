@@ -3,6 +3,8 @@
     weights = MegatronWeights(policy, dtype=torch.bfloat16)
     for name, tensor in weights:            # on every rank, in the same order: iterating is collective
         ...
+    for name, view in weights.views():      # the same without copies, each view good until the next one is asked for
+        ...
 
 Every rank receives every tensor; the most it holds beside its own shards is one parameter (q, k, v count as one, and of
 experts it is one expert's). The order is embedding, layers, final norm, output layer (left out when tied), with q, k, v
@@ -11,20 +13,34 @@ and gate, up side by side, and the experts of a layer behind one another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oblr_megatron.weights.names import EMBEDDING, OUTPUT, Entry, ModelShape, entry, layer_of, merge, table
+from oblr_megatron.weights.names import (
+    EMBEDDING,
+    OUTPUT,
+    Entry,
+    ModelShape,
+    entry,
+    layer_of,
+    shard_shape,
+    table,
+    views,
+)
 
 if TYPE_CHECKING:
     from torch import nn
     from vllm.distributed.weight_transfer.base import WeightSource
 
     from oblr_megatron.model.qwen3 import Policy
+
+Room = Callable[[tuple[int, ...]], Tensor]
+"""Memory of a given shape in the dtype that travels."""
 
 
 class TensorMeta(NamedTuple):
@@ -60,49 +76,84 @@ class MegatronWeights:
         return metadata_of(self._shape, self._dtype)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        own = self._own_parameters()
-        for item in table(self._shape):
-            yield from self._whole(item, own.get(item.hf))
+        def fresh(size: tuple[int, ...]) -> Tensor:
+            return torch.empty(size, dtype=self._dtype, device=self._policy.parallel.device)
 
-    def _own_parameters(self) -> dict[tuple[str, ...], nn.Parameter]:
-        """This stage's parameters by their Hugging Face names, without its copy of a tied embedding."""
-        return {
-            entry(name, self._shape).hf: parameter
+        for item, found in self._stream(fresh):
+            for (name, view), size in zip(found, item.shapes, strict=True):
+                yield name, view.to(self._dtype).reshape(size)
+
+    def views(self) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors for whoever copies them at once: nothing is copied here but what other ranks send.
+
+        A view has the tensor's elements in row-major order, but may have more dimensions, be strided, and be of the
+        weights' own dtype instead of the one declared. Its memory is used again for the next one.
+        """
+        scratch = torch.empty(self._largest(), dtype=self._dtype, device=self._policy.parallel.device)
+        for _, found in self._stream(lambda size: scratch[: prod(size)].view(size)):
+            yield from found
+
+    def _stream(self, room: Room) -> Iterator[tuple[Entry, list[tuple[str, Tensor]]]]:
+        items = table(self._shape)
+        names = {item.megatron: item.hf for item in items}  # the usual ones; `entry` knows those of fused norms, too
+        own = {
+            names[name] if name in names else entry(name, self._shape).hf: parameter
             for name, parameter in self._policy.named_parameters()
-            if not (self._shape.tied and name == OUTPUT)
+            if not (self._shape.tied and name == OUTPUT)  # the last stage's copy of the embedding
         }
+        for item in items:
+            yield item, views(item, self._stacked(item, own.get(item.hf), room), self._shape)
 
     @torch.no_grad()
-    def _whole(self, item: Entry, parameter: nn.Parameter | None) -> list[tuple[str, Tensor]]:
-        """Gather over tensor parallelism where the parameter is, broadcast to the other expert ranks and stages."""
+    def _stacked(self, item: Entry, parameter: nn.Parameter | None, room: Room) -> Tensor:
+        """All shards of a parameter, [ranks, *shard]: gathered where it is, sent to other expert ranks and stages."""
         parallel = self._policy.parallel
         stage, owner = self._stage_of(item), self._expert_rank_of(item)
         assert (parameter is not None) == (stage == parallel.pp_rank and owner in (None, parallel.ep_rank)), (
             f"{item.megatron} belongs to pipeline stage {stage}, expert-parallel rank {owner}"
         )
-        if parameter is not None:
-            tensors = merge(item, self._shards(item, parameter.detach().to(self._dtype)), self._shape)
+        size = self._stacked_shape(item)
+        if parameter is None:
+            stacked = room(size)
+        elif size[0] == 1 and (not self._travels(item) or parameter.dtype == self._dtype):
+            stacked = parameter.detach()[None]
         else:
-            tensors = [
-                (name, torch.empty(size, dtype=self._dtype, device=parallel.device))
-                for name, size in zip(item.hf, item.shapes, strict=True)
-            ]
-        tensors = [(name, tensor.contiguous()) for name, tensor in tensors]
-        for _, tensor in tensors:
-            if owner is not None and parallel.ep_size > 1 and stage == parallel.pp_rank:
-                dist.broadcast(tensor, group_src=owner, group=parallel.ep_group)
-            if parallel.pp_size > 1:
-                dist.broadcast(tensor, src=parallel.stage_rank(stage), group=parallel.pp_group)
-        return tensors
+            stacked = self._gathered(item, parameter, room(size))
+        if owner is not None and parallel.ep_size > 1 and stage == parallel.pp_rank:
+            dist.broadcast(stacked, group_src=owner, group=parallel.ep_group)
+        if parallel.pp_size > 1:
+            dist.broadcast(stacked, src=parallel.stage_rank(stage), group=parallel.pp_group)
+        return stacked
 
-    def _shards(self, item: Entry, shard: Tensor) -> list[Tensor]:
+    def _gathered(self, item: Entry, parameter: nn.Parameter, stacked: Tensor) -> Tensor:
+        """Cast this rank's shard into its place, and let the others send theirs into their own.
+
+        A broadcast from each rank moves what an all-gather moves, without the second copy of the whole that gloo's
+        all-gather (and NCCL's, of a list) makes.
+        """
         parallel = self._policy.parallel
         group = parallel.tp_group if item.expert is None else parallel.etp_group
-        if item.cut == "replicated" or group.size() == 1:
-            return [shard]
-        shards = [torch.empty_like(shard) for _ in range(group.size())]
-        dist.all_gather(shards, shard.contiguous(), group=group)
-        return shards
+        stacked[group.rank() if len(stacked) > 1 else 0].copy_(parameter.detach())
+        if len(stacked) > 1:
+            for rank, shard in enumerate(stacked):
+                dist.broadcast(shard, group_src=rank, group=group)
+        return stacked
+
+    def _travels(self, item: Entry) -> bool:
+        """Whether ranks that hold nothing of a parameter have to be sent it."""
+        parallel = self._policy.parallel
+        return parallel.pp_size > 1 or (item.expert is not None and parallel.ep_size > 1)
+
+    def _stacked_shape(self, item: Entry) -> tuple[int, ...]:
+        parallel, padded = self._policy.parallel, self._policy.padded_vocab_size
+        ranks = parallel.tp_size if item.expert is None else parallel.etp_size
+        shard = shard_shape(item, self._shape, tp_size=ranks, padded_vocab=padded)
+        return (1 if item.cut == "replicated" else ranks, *shard)
+
+    def _largest(self) -> int:
+        """Elements of the largest parameter that is gathered or sent; 0 where all are used in place."""
+        sizes = [(self._stacked_shape(item), self._travels(item)) for item in table(self._shape)]
+        return max((prod(size) for size, travels in sizes if travels or size[0] > 1), default=0)
 
     def _expert_rank_of(self, item: Entry) -> int | None:
         """The expert-parallel rank that holds an expert; None for what is no expert's."""

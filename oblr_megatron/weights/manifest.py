@@ -1,28 +1,32 @@
 """What a push is made of, and whether it is the whole of it: names, dtypes and shapes, checked on the engine's side.
 
-The first push declares its manifest, which must be exactly the tensors of the checkpoint that the engine started from;
-every bucket of every push must then be the next tensors of that manifest, and the last one must be among them.
+Every push declares its manifest, which must be exactly the tensors of the checkpoint that the engine started from, in
+the engine's dtype; every bucket must then be the next stretch of that manifest, and the last one must reach its end.
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.errors import RunError
-
-OUTPUT_LAYER = "lm_head.weight"
+from oblr_megatron.weights.names import HF_OUTPUT
 
 
 class WeightError(RunError):
-    """A push is not what the model is made of, or was damaged on the way."""
+    """A push is not what the model is made of, or what arrived is not what was sent."""
+
+
+class DamagedError(WeightError):
+    """A bucket's bytes are not those that were sent; sent once more they may arrive."""
 
 
 class Source(Protocol):
@@ -33,6 +37,20 @@ class Source(Protocol):
         ...
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@runtime_checkable
+class ViewSource(Protocol):
+    """A source that can do without copies of its own; see `MegatronWeights.views`."""
+
+    def views(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors' elements in row-major order, in any number of dimensions and any dtype, each until the next."""
+        ...
+
+
+def views_of(source: Source) -> Iterator[tuple[str, Tensor]]:
+    """What to copy from: a source's views where it has them, its tensors where not."""
+    return source.views() if isinstance(source, ViewSource) else iter(source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +67,14 @@ class TensorSpec:
         return cls(name, str(dtype).removeprefix("torch."), tuple(shape))
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensor's elements."""
-        return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
+        return self.numel * self.torch_dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -60,6 +83,32 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a tensor's elements in row-major order; a tensor that one bucket does not hold comes in several.
+
+    Example: Part(TensorSpec("model.embed_tokens.weight", "bfloat16", (151936, 1024)), first=8388608, count=8388608)
+    """
+
+    spec: TensorSpec
+    first: int
+    count: int
+
+    @classmethod
+    def whole(cls, spec: TensorSpec) -> Part:
+        """All of a tensor."""
+        return cls(spec, 0, spec.numel)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stretch."""
+        return self.count * self.spec.torch_dtype.itemsize
+
+    def __str__(self) -> str:
+        stretch = "" if self.count == self.spec.numel else f", {self.count} elements from {self.first} on"
+        return f"{self.spec}{stretch}"
 
 
 Manifest = tuple[TensorSpec, ...]
@@ -71,28 +120,30 @@ def manifest_of(source: Source) -> Manifest:
 
 
 def checkpoint_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Hugging Face directory's tensors, from the headers of its safetensors files.
+    """Names and shapes of the tensors that an engine of a Hugging Face directory holds, from headers alone.
 
     An output layer that is stored although the model ties it to the embedding is left out: no engine holds it.
-    """
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    if json.loads((path / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"):
-        shapes.pop(OUTPUT_LAYER, None)
-    return shapes
-
-
-def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a manifest that is not exactly the model's tensors.
 
     Raises:
-        WeightError: naming the first tensors that are missing, unknown, doubled or of another shape.
+        UserError: the directory is not a complete checkpoint.
+    """
+    found = check_hf_dir(path)
+    return {name: size for name, size in found.shapes.items() if not (found.tied and name == HF_OUTPUT)}
+
+
+def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]], dtype: str | None = None) -> None:
+    """Refuse a manifest that is not exactly the model's tensors.
+
+    Args:
+        manifest: of the push.
+        model: names and shapes that the engine holds.
+        dtype: that the engine holds them in; None where it is not known.
+
+    Raises:
+        WeightError: naming the first tensors that are missing, unknown, doubled, of another shape or dtype.
     """
     counts = Counter(spec.name for spec in manifest)
+    known = [spec for spec in manifest if spec.name in model]
     problems = [
         ("missing", [name for name in model if name not in counts]),
         ("not in the model", [name for name in counts if name not in model]),
@@ -101,9 +152,13 @@ def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]]) -> 
             "of another shape",
             [
                 f"{spec.name} {list(spec.shape)}, the model has {list(model[spec.name])}"
-                for spec in manifest
-                if spec.name in model and spec.shape != model[spec.name]
+                for spec in known
+                if spec.shape != model[spec.name]
             ],
+        ),
+        (
+            "of another dtype",
+            [f"{spec.name} {spec.dtype}, the model has {dtype}" for spec in known if dtype not in (None, spec.dtype)],
         ),
     ]
     found = [
@@ -114,23 +169,27 @@ def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]]) -> 
 
 
 class Ledger:
-    """Follows one push: which tensors have come, and which are still owed."""
+    """Follows one push: what has come, and what is still owed."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._taken = 0
+        self._taken = 0  # whole tensors
+        self._next = 0  # element of the tensor after them
 
-    def take(self, specs: Sequence[TensorSpec]) -> None:
-        """Enter a bucket, which must hold the next tensors of the manifest.
+    def take(self, parts: Sequence[Part]) -> None:
+        """Enter a bucket, which must hold the next stretches of the manifest.
 
         Raises:
             WeightError: it holds something else.
         """
-        for spec in specs:
+        for part in parts:
             owed = self._manifest[self._taken] if self._taken < len(self._manifest) else None
-            if spec != owed:
-                raise WeightError(f"the push sent {spec} where its manifest has {owed or 'nothing more'}")
-            self._taken += 1
+            end = part.first + part.count
+            if part.spec != owed or part.first != self._next or not part.first <= end <= owed.numel:
+                place = f" from element {self._next} on" if owed and self._next else ""
+                raise WeightError(f"the push sent {part} where its manifest has {owed or 'nothing more'}{place}")
+            done = end == owed.numel
+            self._taken, self._next = (self._taken + 1, 0) if done else (self._taken, end)
 
     def finish(self) -> None:
         """Refuse to end before every tensor has come.
@@ -140,7 +199,7 @@ class Ledger:
         """
         owed = [spec.name for spec in self._manifest[self._taken :]]
         if owed:
-            raise WeightError(f"the push ended without {_first(owed)}")
+            raise WeightError(f"the push ended without {'the rest of ' if self._next else ''}{_first(owed)}")
 
 
 def _first(names: Sequence[str], count: int = 3) -> str:

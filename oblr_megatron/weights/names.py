@@ -2,7 +2,7 @@
 
 Pure torch: no megatron-core, no process group. `table()` lists every parameter of a model in the order it is exported;
 `split()` makes one tensor-parallel shard out of Hugging Face tensors (anything that can be sliced, so that a file is
-read only where needed), `merge()` puts shards together again. Unknown names raise.
+read only where needed), `merge()` puts shards together again, `views()` does so without a copy. Unknown names raise.
 
 How a parameter is cut over tp ranks:
     replicated   every rank holds the whole (norms)
@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -127,7 +128,8 @@ _IN_EXPERT: dict[str, tuple[Cut, tuple[str, ...]]] = {
 }
 
 
-def table(shape: ModelShape) -> list[Entry]:
+@lru_cache(maxsize=4)  # asked for several times a push
+def table(shape: ModelShape) -> tuple[Entry, ...]:
     """Every parameter, in export order: embedding, layers, final norm, output layer unless tied.
 
     An expert has the name it has as a module of its own.
@@ -138,7 +140,7 @@ def table(shape: ModelShape) -> list[Entry]:
         inside = _outside_experts(shape) + [f"mlp.experts.{name}" for name in experts]
         names += [f"decoder.layers.{layer}.{name}" for name in inside]
     names += [FINAL_NORM] if shape.tied else [FINAL_NORM, OUTPUT]
-    return [entry(name, shape) for name in names]
+    return tuple(entry(name, shape) for name in names)
 
 
 def entry(name: str, shape: ModelShape) -> Entry:
@@ -255,16 +257,45 @@ def split(
 
 def merge(item: Entry, shards: Sequence[Tensor], shape: ModelShape) -> list[tuple[str, Tensor]]:
     """The whole Hugging Face tensors out of all ranks' shards, in rank order; undoes `split`."""
+    stacked = shards[0][None] if len(shards) == 1 else torch.stack(list(shards))
+    return [
+        (name, view.reshape(size)) for (name, view), size in zip(views(item, stacked, shape), item.shapes, strict=True)
+    ]
+
+
+def views(item: Entry, stacked: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
+    """`merge` without a copy: views with the whole tensors' elements in row-major order, in up to three dimensions.
+
+    Args:
+        item: the parameter.
+        stacked: all ranks' shards on top of each other, [ranks, *shard]; of what every rank holds whole, [1, *shard].
+        shape: the model's sizes.
+
+    Example: of linear_fc2, cut by columns over 2 ranks, [2, hidden, ffn / 2] -> [hidden, 2, ffn / 2].
+    """
     if item.cut == "replicated":
-        return [(item.hf[0], shards[0])]
+        return [(item.hf[0], stacked[0])]
     if item.cut == "columns":
-        return [(item.hf[0], torch.cat(list(shards), dim=1))]
+        return [(item.hf[0], stacked.transpose(0, 1))]
     if item.cut == "vocab":
-        return [(item.hf[0], torch.cat(list(shards))[: shape.vocab])]
+        return [(item.hf[0], stacked.flatten(0, 1)[: shape.vocab])]
     if item.cut == "gate_up":
-        halves = [shard.chunk(2) for shard in shards]
-        return [(name, torch.cat([half[part] for half in halves])) for part, name in enumerate(item.hf)]
-    return list(zip(item.hf, _merge_qkv(torch.cat(list(shards)), shape), strict=True))
+        halves = stacked.unflatten(1, (2, -1))
+        return [(name, halves[:, part]) for part, name in enumerate(item.hf)]
+    grouped = stacked.flatten(0, 1).unflatten(0, (shape.groups, -1))
+    return list(zip(item.hf, grouped.split(_group_rows(shape), dim=1), strict=True))
+
+
+def shard_shape(item: Entry, shape: ModelShape, *, tp_size: int, padded_vocab: int) -> tuple[int, ...]:
+    """Shape of one rank's shard; arguments as of `split`."""
+    rows, *columns = item.shapes[0]
+    if item.cut == "replicated":
+        return item.shapes[0]
+    if item.cut == "columns":
+        return rows, columns[0] // tp_size
+    if item.cut == "vocab":
+        return padded_vocab // tp_size, *columns
+    return sum(size[0] for size in item.shapes) // tp_size, *columns
 
 
 def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -299,8 +330,3 @@ def _split_qkv(tensors: Sequence[Sliceable], shape: ModelShape, tp_rank: int, tp
     interleaved = torch.cat(parts, dim=1).reshape(-1, shape.hidden)
     offset = first * sum(rows)
     return interleaved[start - offset : stop - offset]
-
-
-def _merge_qkv(interleaved: Tensor, shape: ModelShape) -> list[Tensor]:
-    grouped = interleaved.reshape(shape.groups, -1, shape.hidden)
-    return [part.reshape(-1, shape.hidden) for part in grouped.split(_group_rows(shape), dim=1)]

@@ -2,12 +2,14 @@
 
 The memory is a memfd that the engine process inherits: it has no name, so nothing is left in /dev/shm however either
 side ends. It has two halves. The trainer fills one with a bucket and announces it; while the engine copies the tensors
-out, it gathers the next bucket into the other half, and waits for the engine before it goes back to the first. A bucket
-carries a checksum over its bytes; the engine refuses one whose bytes have another.
+out, it gathers the next bucket into the other half, and waits for the engine before it goes back to the first. So every
+byte is copied once on each side, and cast on the way where the trainer's weights are wider; buckets that fit the
+processor's cache are checked and copied from there. A bucket carries a checksum over its bytes; the engine refuses one
+whose bytes have another. A tensor that is larger than a bucket is spread over several.
 
 A bucket of a 3 x 2 fp32 and a 5-element bf16 tensor, offsets in bytes from where it starts:
 
-    |0 ......... 23|24 .. 63|64 .... 73|     specs ("a", float32, [3, 2]), ("b", bfloat16, [5])
+    |0 ......... 23|24 .. 63|64 .... 73|     all of ("a", float32, [3, 2]), all of ("b", bfloat16, [5])
     | a            | unused | b        |     offsets 0, 64;  used 74
 """
 
@@ -23,11 +25,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from oblr_megatron.weights.manifest import Manifest, Source, TensorSpec, WeightError
+from oblr_megatron.weights.manifest import DamagedError, Manifest, Part, Source, WeightError, manifest_of, views_of
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this, so that any dtype can be viewed in place and copies are vectorised."""
-DEFAULT_BUCKET_BYTES = 16 * 2**20
+DEFAULT_BUCKET_BYTES = 8 * 2**20
 HALVES = 2
 
 
@@ -76,20 +78,21 @@ class SharedBuffer:
 class Bucket:
     """What lies in the shared memory now, in the words of the module's docstring."""
 
-    specs: Manifest
-    offsets: tuple[int, ...]  # of each tensor, in bytes
+    parts: tuple[Part, ...]
+    offsets: tuple[int, ...]  # of each part, in bytes
     start: int  # of the bucket
     used: int
-    checksum: int
+    checksum: int | None  # None: not taken
 
 
 def bucket_capacity(manifest: Manifest, bucket_bytes: int) -> int:
-    """Bytes of a bucket: the size asked for, or the largest tensor's, but never more than the whole model's."""
-    sizes = [_aligned(spec.num_bytes) for spec in manifest]
-    return _aligned(max(min(bucket_bytes, sum(sizes)), max(sizes, default=0)))
+    """Bytes of a bucket: the size asked for, but never more than the whole model's."""
+    return _aligned(min(bucket_bytes, sum(_aligned(spec.num_bytes) for spec in manifest)))
 
 
-def fill_buckets(source: Source, capacity: int, buffer: SharedBuffer | None) -> Iterator[Bucket]:
+def fill_buckets(
+    source: Source, capacity: int, buffer: SharedBuffer | None, *, checksum: bool = True
+) -> Iterator[Bucket]:
     """Put a source's tensors into the buffer, bucket by bucket, in its halves by turns.
 
     The consumer resumes the iteration only when the engine is done with the bucket before the one it was given last.
@@ -98,60 +101,101 @@ def fill_buckets(source: Source, capacity: int, buffer: SharedBuffer | None) -> 
         source: iterated completely; collective where gathering its tensors is.
         capacity: bytes of a bucket; the buffer has HALVES times as many.
         buffer: None on a rank that feeds no engine: it gathers with the others and keeps nothing.
+        checksum: take each bucket's.
 
     Raises:
-        WeightError: a tensor is larger than the capacity, which its manifest does not allow.
+        WeightError: the source does not yield what its metadata declares.
     """
-    specs: list[TensorSpec] = []
+    parts: list[Part] = []
     offsets: list[int] = [0]
     start = 0
-    for name, tensor in source:
-        spec = TensorSpec.of(name, tensor.dtype, tensor.shape)
-        if spec.num_bytes > capacity:
-            raise WeightError(f"{spec} does not fit a bucket of {capacity} bytes: it is larger than its manifest says")
-        if offsets[-1] + spec.num_bytes > capacity:
-            yield _seal(specs, offsets, start, buffer)
-            specs, offsets, start = [], [0], (start + capacity) % (HALVES * capacity)
+    for part, piece in _pieces(source, capacity):
+        if offsets[-1] + part.num_bytes > capacity:
+            yield _seal(parts, offsets, start, buffer, checksum)
+            parts, offsets, start = [], [0], (start + capacity) % (HALVES * capacity)
         if buffer is not None:
-            _tensor(buffer, start + offsets[-1], spec).copy_(tensor.detach())
-        specs.append(spec)
-        offsets.append(offsets[-1] + _aligned(spec.num_bytes))
-    if specs:
-        yield _seal(specs, offsets, start, buffer)
+            _elements(buffer, start + offsets[-1], part).view(piece.shape).copy_(piece)
+        parts.append(part)
+        offsets.append(offsets[-1] + _aligned(part.num_bytes))
+    if parts:
+        yield _seal(parts, offsets, start, buffer, checksum)
 
 
-def read_bucket(bucket: Bucket, buffer: SharedBuffer) -> list[tuple[str, Tensor]]:
-    """The tensors of a bucket, as views of the shared memory: copy them before the bucket is acknowledged.
+def read_bucket(bucket: Bucket, buffer: SharedBuffer) -> list[tuple[Part, Tensor]]:
+    """The contents of a bucket [count], as views of the shared memory: copy them before the bucket is acknowledged.
 
     Raises:
-        WeightError: the bytes are not those that were written.
+        DamagedError: the bytes are not those that were written.
+        WeightError: the bucket is not within the memory.
     """
     if bucket.start + bucket.used > buffer.bytes.numel():
         raise WeightError(
             f"a bucket of {bucket.used} bytes at {bucket.start} is not within the {buffer.bytes.numel()} bytes shared"
         )
-    found = buffer.checksum(bucket.start, bucket.used)
-    if found != bucket.checksum:
-        raise WeightError(f"a bucket's checksum is {found:016x}, the trainer's was {bucket.checksum:016x}")
+    if bucket.checksum is not None:
+        found = buffer.checksum(bucket.start, bucket.used)
+        if found != bucket.checksum:
+            names = f"{bucket.parts[0].spec.name} ... {bucket.parts[-1].spec.name}"
+            raise DamagedError(
+                f"a bucket's checksum is {found:016x}, the trainer's was {bucket.checksum:016x} ({names})"
+            )
     return [
-        (spec.name, _tensor(buffer, bucket.start + offset, spec))
-        for spec, offset in zip(bucket.specs, bucket.offsets, strict=True)
+        (part, _elements(buffer, bucket.start + offset, part))
+        for part, offset in zip(bucket.parts, bucket.offsets, strict=True)
     ]
 
 
-def _seal(specs: list[TensorSpec], offsets: list[int], start: int, buffer: SharedBuffer | None) -> Bucket:
-    used = offsets[-2] + specs[-1].num_bytes
-    checksum = 0
-    if buffer is not None:
-        for (begin, end), spec in zip(pairwise(offsets), specs, strict=True):
+def _pieces(source: Source, capacity: int) -> Iterator[tuple[Part, Tensor]]:
+    """Every tensor in pieces that fit a bucket; a piece has as many elements as its part, in any number of dimensions.
+
+    Raises:
+        WeightError: as `fill_buckets`.
+    """
+    manifest = manifest_of(source)
+    stream = views_of(source)
+    for spec in manifest:
+        name, view = next(stream, ("nothing more", torch.empty(0)))
+        if name != spec.name or view.numel() != spec.numel:
+            raise WeightError(f"the source yields {name} {list(view.shape)} where its metadata declares {spec}")
+        first = 0
+        for piece in _blocks(view.detach(), max(1, capacity // spec.torch_dtype.itemsize)):
+            yield Part(spec, first, piece.numel()), piece
+            first += piece.numel()
+    for name, _ in stream:
+        raise WeightError(f"the source yields {name} after all that its metadata declares")
+
+
+def _blocks(view: Tensor, most: int) -> Iterator[Tensor]:
+    """Cut a tensor into stretches of at most `most` elements, in row-major order.
+
+    Example: [3, 4, 5], most 8 -> each [4, 5] in turn -> two of 8 elements and one of 4 where it is contiguous.
+    """
+    if view.numel() <= most:
+        yield view
+    elif view.is_contiguous():
+        yield from view.view(-1).split(most)
+    elif (row := view[0].numel()) <= most:
+        yield from view.split(most // row)
+    else:
+        for inner in view:
+            yield from _blocks(inner, most)
+
+
+def _seal(parts: list[Part], offsets: list[int], start: int, buffer: SharedBuffer | None, checksum: bool) -> Bucket:
+    used = offsets[-2] + parts[-1].num_bytes
+    found = None
+    if buffer is not None and checksum:
+        for (begin, end), part in zip(pairwise(offsets), parts, strict=True):
             # What lay between the tensors before would make the checksum depend on the last push.
-            buffer.bytes[start + begin + spec.num_bytes : start + min(end, used)].zero_()
-        checksum = buffer.checksum(start, used)
-    return Bucket(tuple(specs), tuple(offsets[:-1]), start, used, checksum)
+            gap = buffer.bytes[start + begin + part.num_bytes : start + min(end, used)]
+            if len(gap):
+                gap.zero_()
+        found = buffer.checksum(start, used)
+    return Bucket(tuple(parts), tuple(offsets[:-1]), start, used, found)
 
 
-def _tensor(buffer: SharedBuffer, offset: int, spec: TensorSpec) -> Tensor:
-    return buffer.bytes[offset : offset + spec.num_bytes].view(spec.torch_dtype).view(spec.shape)
+def _elements(buffer: SharedBuffer, offset: int, part: Part) -> Tensor:
+    return buffer.bytes[offset : offset + part.num_bytes].view(part.spec.torch_dtype)
 
 
 def _aligned(size: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -29,7 +29,8 @@ from vllm.distributed.weight_transfer.ipc_engine import (
 )
 
 from oblr_megatron.rollout.vllm_plugin import IPC_BACKEND, SHM_BACKEND
-from oblr_megatron.weights.manifest import TensorSpec, WeightError, manifest_of
+from oblr_megatron.weights.engine_view import engine_tensors
+from oblr_megatron.weights.manifest import Part, TensorSpec, WeightError, manifest_of
 from oblr_megatron.weights.shm import (
     DEFAULT_BUCKET_BYTES,
     HALVES,
@@ -54,19 +55,23 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
     names: list[str]
     dtype_names: list[str]
-    shapes: list[list[int]]
+    shapes: list[list[int]]  # of whole tensors
+    firsts: list[int]  # which of their elements are in the bucket
+    counts: list[int]
     offsets: list[int]
     start: int
     used: int
-    checksum: int
+    checksum: int | None
 
     @classmethod
     def of(cls, bucket: Bucket) -> ShmUpdateInfo:
         """A bucket, spread out into plain lists."""
         return cls(
-            names=[spec.name for spec in bucket.specs],
-            dtype_names=[spec.dtype for spec in bucket.specs],
-            shapes=[list(spec.shape) for spec in bucket.specs],
+            names=[part.spec.name for part in bucket.parts],
+            dtype_names=[part.spec.dtype for part in bucket.parts],
+            shapes=[list(part.spec.shape) for part in bucket.parts],
+            firsts=[part.first for part in bucket.parts],
+            counts=[part.count for part in bucket.parts],
             offsets=list(bucket.offsets),
             start=bucket.start,
             used=bucket.used,
@@ -75,20 +80,24 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
     def bucket(self) -> Bucket:
         """The bucket again."""
-        return Bucket(specs_of(vars(self)), tuple(self.offsets), self.start, self.used, self.checksum)
+        return Bucket(parts_of(vars(self)), tuple(self.offsets), self.start, self.used, self.checksum)
 
 
-def specs_of(update_info: dict[str, Any]) -> tuple[TensorSpec, ...]:
-    """Which tensors an update holds, for our backend and for vLLM's IPC one."""
+def parts_of(update_info: dict[str, Any]) -> tuple[Part, ...]:
+    """What an update holds, of our backend or of vLLM's IPC one, which sends whole tensors only."""
     fields = (update_info["names"], update_info["dtype_names"], update_info["shapes"])
-    return tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in zip(*fields, strict=True))
+    specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in zip(*fields, strict=True)]
+    if "firsts" not in update_info:
+        return tuple(Part.whole(spec) for spec in specs)
+    return tuple(map(Part, specs, update_info["firsts"], update_info["counts"]))
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """Engine side: loads each bucket straight into the model's parameters.
+    """Engine side: copies each bucket straight into the model's parameters.
 
-    In place, and not through vLLM's layer-wise reload: a push that breaks off leaves parameters of two versions behind,
-    which the next complete push overwrites, whereas the reload would keep the first push's count of loaded elements.
+    Straight, and not through vLLM's `load_weights`, which wants whole tensors: an embedding would need a bucket of its
+    own size. Nor through its layer-wise reload: a push that breaks off leaves parameters of two versions behind, which
+    the next complete push overwrites, whereas the reload would keep the first push's count of loaded elements.
     """
 
     init_info_cls = ShmInitInfo
@@ -97,6 +106,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._buffer: SharedBuffer | None = None
+        self._tensors: dict[str, Tensor] | None = None
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Map the trainer's memory, or map it again after it grew; refuse a model that updates would not reach."""
@@ -112,11 +122,17 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Load one bucket. (The base class would go on to synchronize an accelerator that is not there.)"""
         self.receive_weights(self.parse_update_info(update_info))
 
+    @torch.no_grad()
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Check a bucket and copy its tensors into the model."""
+        """Check a bucket and copy its contents into the model."""
         assert self._buffer is not None, "init_transfer_engine comes first"
-        model: Any = self.model
-        model.load_weights(read_bucket(update_info.bucket(), self._buffer))
+        if self._tensors is None:
+            self._tensors = engine_tensors(self.model)
+        for part, elements in read_bucket(update_info.bucket(), self._buffer):
+            tensor = self._tensors[part.spec.name]
+            if tensor.dtype != elements.dtype or tuple(tensor.shape) != part.spec.shape:
+                raise WeightError(f"{part.spec} came for {tensor.dtype}{list(tensor.shape)}")
+            tensor.view(-1)[part.first : part.first + part.count].copy_(elements)
 
     def finish_weight_update(self) -> None:
         """Nothing to finish either."""
@@ -182,6 +198,7 @@ class ShmTrainerInitInfo(TrainerInitInfo):
     backend: ClassVar[str] = SHM_BACKEND
     buffer: SharedBuffer | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    checksum: bool = True
 
 
 class ShmTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
@@ -197,9 +214,10 @@ class ShmTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmTrainerInitI
         is_sender: bool = True,
         buffer: SharedBuffer | None = None,
         capacity: int = DEFAULT_BUCKET_BYTES,
+        checksum: bool = True,
     ) -> None:
         super().__init__(client=client, source=source, is_sender=is_sender)
-        self._buffer, self._capacity = buffer, capacity
+        self._buffer, self._capacity, self._checksum = buffer, capacity, checksum
 
     @classmethod
     def trainer_init(
@@ -213,12 +231,20 @@ class ShmTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmTrainerInitI
         if buffer is not None:
             buffer.reserve(HALVES * capacity)
             client.init_weight_transfer_engine({"fd": buffer.fd})
-        return cls(client=client, source=source, is_sender=init_info.is_sender, buffer=buffer, capacity=capacity)
+        return cls(
+            client=client,
+            source=source,
+            is_sender=init_info.is_sender,
+            buffer=buffer,
+            capacity=capacity,
+            checksum=init_info.checksum,
+        )
 
     def send_weights(self) -> None:
         """Push the whole source once; every rank iterates it to its end."""
         assert self.source is not None, "trainer_init sets it"
-        for index, bucket in enumerate(fill_buckets(self.source, self._capacity, self._buffer)):
+        buckets = fill_buckets(self.source, self._capacity, self._buffer, checksum=self._checksum)
+        for index, bucket in enumerate(buckets):
             if self.is_sender:
                 if index == 0:
                     self.client.start_weight_update()

@@ -1,11 +1,12 @@
 """Hugging Face -> Megatron -> Hugging Face gives back every tensor bit for bit, in every layout, and reloads.
 
-Does not cover: memory (that one parameter at a time is held), failures of the file system.
+What a push holds beside the weights is counted. Does not cover: failures of the file system.
 """
 
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,11 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.weights.export import MegatronWeights, vllm_source
+from oblr_megatron.weights.manifest import manifest_of
+from oblr_megatron.weights.names import ModelShape, table
+from oblr_megatron.weights.shm import HALVES, SharedBuffer, bucket_capacity, fill_buckets
 from tests.distributed.launch import layout, run_ranks
+from tests.live import LiveBytes
 from tests.tiny import make_hf_dir
 
 LAYOUTS = {
@@ -175,3 +180,37 @@ def test_vllm_iterates_it_layer_by_layer(tmp_path: Path) -> None:
         for left, right in (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj")):
             index = next(i for i, name in enumerate(names) if left in name)
             assert right in names[index + 1]
+
+
+def peaks_of_a_push(source: Path) -> list[tuple[str, int, int]]:
+    """(layout, bytes made while all buckets are filled, bytes of the largest parameter as it travels)"""
+    found = []
+    for sizes in LAYOUTS[dist.get_world_size()]:
+        with layout(**sizes) as parallel:
+            policy = load(source, parallel)
+            weights = MegatronWeights(policy, torch.bfloat16)
+            capacity = bucket_capacity(manifest_of(weights), 2048)
+            buffer = SharedBuffer.create()
+            buffer.reserve(HALVES * capacity)
+            live = LiveBytes()
+            held = [buffer.bytes, *(parameter.detach() for _, parameter in policy.named_parameters())]
+            live._seen |= {tensor.untyped_storage()._cdata for tensor in held}
+            with live:
+                buckets = sum(1 for _ in fill_buckets(weights, capacity, buffer))
+            assert buckets > 20 and buffer.bytes.numel() == HALVES * capacity
+            largest = max(
+                2 * sum(prod(size) for size in item.shapes) for item in table(ModelShape.of(policy.hf_config))
+            )
+            padded = 2 * policy.padded_vocab_size * policy.hf_config.hidden_size
+            found.append((str(sizes), live.peak, max(largest, padded)))
+            buffer.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_push_holds_two_buckets_and_at_most_one_parameter(world_size: int, tmp_path: Path) -> None:
+    """Of fp32 weights that travel as bf16. On one rank nothing is made at all: tensors go straight into the buckets."""
+    source = make_hf_dir(tmp_path / "source", tied=True)
+    for rank in run_ranks(peaks_of_a_push, world_size, source):
+        for name, peak, largest in rank:
+            assert (peak == 0) if world_size == 1 else (0 < peak <= largest), name

@@ -7,11 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oblr_megatron.weights.manifest import Ledger, TensorSpec, WeightError, check_manifest, checkpoint_shapes
+from oblr_megatron.errors import UserError
+from oblr_megatron.weights.manifest import Ledger, Part, TensorSpec, WeightError, check_manifest, checkpoint_shapes
 from tests.tiny import make_hf_dir
 
 MODEL = {"a": (2, 3), "b": (4,), "c": (1,)}
 WHOLE = tuple(TensorSpec(name, "float32", shape) for name, shape in MODEL.items())
+PARTS = tuple(Part.whole(spec) for spec in WHOLE)
 
 
 def test_bytes_and_text_of_a_tensor():
@@ -39,6 +41,18 @@ def test_a_stored_output_layer_of_a_tied_model_is_not_expected(tmp_path):
     assert "lm_head.weight" not in checkpoint_shapes(path)
 
 
+def test_files_that_are_none_of_the_checkpoints_are_not_looked_at(tmp_path):
+    """An adapter beside the model, say; whereas a shard that is cut off is refused by name."""
+    path = make_hf_dir(tmp_path / "model", max_shard_size="20KB")
+    expected = checkpoint_shapes(path)
+    (path / "adapter.safetensors").write_bytes(b"not safetensors")
+    assert checkpoint_shapes(path) == expected
+    shard = sorted(path.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-4])
+    with pytest.raises(UserError, match="cut off"):
+        checkpoint_shapes(path)
+
+
 def test_the_whole_model_is_accepted_in_any_order():
     check_manifest(WHOLE, MODEL)
     check_manifest(WHOLE[::-1], MODEL)
@@ -62,6 +76,14 @@ def test_anything_else_is_refused_by_name(manifest, message):
         check_manifest(manifest, MODEL)
 
 
+def test_another_dtype_than_the_engines_is_refused():
+    check_manifest(WHOLE, MODEL, "float32")
+    half = (WHOLE[0], TensorSpec("b", "bfloat16", (4,)), WHOLE[2])
+    check_manifest(half, MODEL)
+    with pytest.raises(WeightError, match="b bfloat16, the model has float32 is of another dtype"):
+        check_manifest(half, MODEL, "float32")
+
+
 def test_a_long_list_is_cut():
     manifest = tuple(TensorSpec(f"t{index}", "float32", (1,)) for index in range(9))
     with pytest.raises(WeightError, match="t0, t1, t2 and 6 more are missing"):
@@ -69,28 +91,46 @@ def test_a_long_list_is_cut():
 
 
 def test_a_ledger_takes_the_manifest_in_any_cut_and_nothing_else():
-    for cut in range(4):
-        ledger = Ledger(WHOLE)
-        ledger.take(WHOLE[:cut])
-        ledger.take(WHOLE[cut:])
-        ledger.finish()
+    """Buckets that begin and end anywhere, also within a tensor, and a tensor without elements."""
+    empty = TensorSpec("e", "float32", (0, 2))
+    manifest = (*WHOLE, empty)
+    elements = [Part(spec, first, 1) for spec in WHOLE for first in range(spec.numel)]
+    for cuts in (
+        [*PARTS, Part.whole(empty)],
+        [*elements, Part.whole(empty)],
+        [*elements[:6], *PARTS[1:], Part.whole(empty)],
+    ):
+        for middle in range(len(cuts)):
+            ledger = Ledger(manifest)
+            ledger.take(cuts[:middle])
+            ledger.take(cuts[middle:])
+            ledger.finish()
 
 
 @pytest.mark.parametrize(
-    ("specs", "message"),
+    ("parts", "message"),
     [
-        (WHOLE[1:], "sent b .* where its manifest has a "),
-        ((TensorSpec("a", "bfloat16", (2, 3)),), r"sent a bfloat16\[2, 3\] where its manifest has a float32\[2, 3\]"),
-        ((*WHOLE, WHOLE[0]), "where its manifest has nothing more"),
+        (PARTS[1:], "sent b .* where its manifest has a "),
+        (
+            [Part.whole(TensorSpec("a", "bfloat16", (2, 3)))],
+            r"sent a bfloat16\[2, 3\] where its manifest has a float32\[2, 3\]",
+        ),
+        ((*PARTS, PARTS[0]), "where its manifest has nothing more"),
+        ([Part(WHOLE[0], 0, 4), Part(WHOLE[0], 3, 3)], "3 elements from 3 on where its manifest has a .* element 4 on"),
+        ([Part(WHOLE[0], 0, 7)], "7 elements from 0 on"),
+        ([Part(WHOLE[0], 0, 6), Part(WHOLE[1], 0, -1)], "-1 elements"),
     ],
 )
-def test_a_ledger_refuses_another_order_dtype_or_number(specs, message):
+def test_a_ledger_refuses_another_order_dtype_number_or_stretch(parts, message):
     with pytest.raises(WeightError, match=message):
-        Ledger(WHOLE).take(specs)
+        Ledger(WHOLE).take(parts)
 
 
 def test_a_ledger_refuses_to_end_early():
     ledger = Ledger(WHOLE)
-    ledger.take(WHOLE[:1])
+    ledger.take(PARTS[:1])
     with pytest.raises(WeightError, match="ended without b, c"):
+        ledger.finish()
+    ledger.take([Part(WHOLE[1], 0, 3)])
+    with pytest.raises(WeightError, match="ended without the rest of b, c"):
         ledger.finish()

@@ -13,7 +13,17 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
 from oblr_megatron.weights.export import metadata_of
-from oblr_megatron.weights.names import ModelShape, entry, layer_of, merge, split, table, with_global_expert
+from oblr_megatron.weights.names import (
+    ModelShape,
+    entry,
+    layer_of,
+    merge,
+    shard_shape,
+    split,
+    table,
+    views,
+    with_global_expert,
+)
 
 SMALL = ModelShape(hidden=3, layers=2, heads=4, groups=2, head_dim=1, ffn=4, vocab=5, tied=False)
 MIXTURE = ModelShape(
@@ -51,11 +61,15 @@ def test_merging_all_shards_gives_back_every_tensor(case: tuple[ModelShape, int]
         shards = [
             split(item, tensors, shape, tp_rank=rank, tp_size=tp, padded_vocab=padded).clone() for rank in range(tp)
         ]
-        assert len({shard.shape for shard in shards}) == 1
+        assert {shard.shape for shard in shards} == {shard_shape(item, shape, tp_size=tp, padded_vocab=padded)}
         merged = merge(item, shards, shape)
         assert [name for name, _ in merged] == list(item.hf)
         for (name, actual), expected in zip(merged, tensors, strict=True):
             assert torch.equal(actual, expected), name
+        stacked = torch.stack(shards[: 1 if item.cut == "replicated" else tp])
+        for (name, view), expected in zip(views(item, stacked, shape), tensors, strict=True):
+            assert view.untyped_storage().data_ptr() == stacked.untyped_storage().data_ptr(), "no copy"
+            assert torch.equal(view.reshape(expected.shape), expected), name
 
 
 def rows(*values: float) -> Tensor:

@@ -1,0 +1,47 @@
+"""Hugging Face's tensors inside a vLLM model: as views of the parameters that the engine computes with.
+
+vLLM fuses q, k, v and gate, up into one parameter each and pads the vocabulary; a worker of a tensor-parallel engine
+holds its share of rows or columns. Needs no vllm: everything is read off the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from oblr_megatron.weights.manifest import WeightError
+
+
+def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Hugging Face name -> this worker's part of the tensor, in its memory.
+
+    Args:
+        model: vLLM's `Qwen3ForCausalLM`.
+
+    Raises:
+        WeightError: a parameter is kept in a layout of vLLM's own, in which no tensor can be found again.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, Tensor] = {}
+    for path, parameter in model.named_parameters():  # one that is tied comes once, as the embedding
+        prefix, _, name = path.rpartition(".")
+        found |= dict(_unfused(prefix, modules[prefix], name, parameter.detach(), model))
+    return found
+
+
+def _unfused(prefix: str, module: nn.Module, name: str, parameter: Tensor, model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in one parameter of a module."""
+    parent, _, leaf = prefix.rpartition(".")
+    fused = model.packed_modules_mapping.get(leaf)
+    vocabulary: Any = getattr(module, "shard_indices", None)
+    if name not in ("weight", "bias"):
+        raise WeightError(f"vLLM keeps {prefix}.{name} in a layout of its own: no tensor can be found in it")
+    if fused is not None:
+        sizes: Any = module.output_partition_sizes
+        yield from ((f"{parent}.{part}.{name}", rows) for part, rows in zip(fused, parameter.split(sizes), strict=True))
+    elif vocabulary is not None:
+        yield f"{prefix}.{name}", parameter[: vocabulary.num_org_elements]
+    else:
+        yield f"{prefix}.{name}", parameter

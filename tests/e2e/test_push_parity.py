@@ -1,0 +1,98 @@
+"""What vLLM samples after a push of megatron-core's weights has the log-probs that megatron-core gives it.
+
+One engine, four gloo ranks, fp32: the weights are pushed from every layout in turn, gathered over tensor and pipeline
+parallelism, tied and untied. Pushed from another layout without a change they give the same samples to the last bit;
+changed they give others. Every push is read back and compared as well (weights.verify).
+
+Not covered: experts, which a CPU engine does not take; bf16; the gather's memory (tests/distributed/test_export.py).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oblr_megatron.config import WeightsConfig
+from oblr_megatron.data.packing import one_per_microbatch
+from oblr_megatron.model.logprobs import vocab_parallel_logprobs
+from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.step import run_schedule
+from oblr_megatron.rollout.colocated import ColocatedEngines
+from oblr_megatron.types import MicroBatch, Sample
+from oblr_megatron.weights.export import MegatronWeights
+from tests.distributed.launch import layout, run_ranks
+from tests.distributed.passes import load_policy
+from tests.e2e.tiny_rollout import make_config, sample
+from tests.tiny import VOCAB, make_hf_dir
+
+LAYOUTS: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2})
+PARITY = 2e-5  # 6e-6 seen, rounding of fp32
+CHANGE = 1.2  # of every weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logprobs_of_pushed_weights_are_the_trainers(tied: bool, tmp_path: Path) -> None:
+    path = make_hf_dir(tmp_path / "model", tied=tied, head_dim=32)
+    ranks = run_ranks(push_from_all_layouts, 4, path, tmp_path / "run")
+    for cases in zip(*ranks, strict=True):
+        name = cases[0]["layout"]
+        assert 0 < max(case["error"] for case in cases) < PARITY, name
+        assert max(case["error_before"] for case in cases) > 1000 * PARITY, "the change is large enough to be seen"
+        assert cases[0]["before"] != cases[0]["after"], name
+    for one, other in pairwise(ranks[0]):
+        assert one["before"] == other["before"] and one["after"] == other["after"], other["layout"]
+
+
+def push_from_all_layouts(path: Path, run_dir: Path) -> list[dict[str, Any]]:
+    """Of each layout: samples of the checkpoint's weights and of changed ones, and how far log-probs are apart."""
+    results = []
+    engines = None
+    for sizes in LAYOUTS:
+        with layout(**sizes) as parallel:
+            if engines is None:
+                config = make_config(path, run_dir).model_copy(update={"weights": WeightsConfig(verify=True)})
+                engines = ColocatedEngines(config, parallel)
+            policy = load_policy(path, parallel, dtype="float32")
+            engines.push(MegatronWeights(policy), 2 * len(results))
+            before = sample(engines, count=6)
+            with torch.no_grad():
+                for _, parameter in policy.named_parameters():
+                    parameter.mul_(CHANGE)
+            engines.push(MegatronWeights(policy), 2 * len(results) + 1)
+            after = sample(engines, count=6)
+            results.append(
+                {
+                    "layout": str(sizes),
+                    "before": drawn(before),
+                    "after": drawn(after),
+                    "error_before": largest_error(policy, before),
+                    "error": largest_error(policy, after),
+                }
+            )
+    assert engines is not None
+    dist.barrier()
+    engines.close()
+    return results
+
+
+def drawn(samples: list[Sample]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """What was sampled, without the version that it was sampled from."""
+    return [(one.response_ids, one.logprobs) for one in samples]
+
+
+def largest_error(policy: Policy, samples: list[Sample]) -> float:
+    """max |log-prob of the engine - log-prob of the trainer|, on the last stage; 0 on the others."""
+
+    def error(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs = vocab_parallel_logprobs(logits, batch.labels, vocab_size=VOCAB, parallel=policy.parallel)
+        assert batch.mask.any()
+        return logits.sum(), {"error": (logprobs - batch.rollout_logprobs)[batch.mask].abs().max()}
+
+    batches = one_per_microbatch(samples, range(len(samples)))
+    return max((one["error"].item() for one in run_schedule(policy, batches, error, forward_only=True)), default=0.0)

@@ -1,0 +1,50 @@
+"""The checksum that GPUs compute, and buckets in a device buffer (here a CPU's). Not covered: CUDA, NCCL."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oblr_megatron.weights.device_buffer import DeviceBuffer, device_checksum
+from oblr_megatron.weights.manifest import DamagedError
+from oblr_megatron.weights.shm import HALVES, fill_buckets, read_bucket
+from tests.e2e.tiny_rollout import Weights
+
+
+def by_hand(data: bytes) -> int:
+    whole = len(data) // 8 * 8
+    values = [int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, whole, 8)] + list(data[whole:])
+    return sum((2 * i + 1) * value for i, value in enumerate(values)) % 2**64
+
+
+@given(st.binary(max_size=100))
+def test_checksum_by_hand(data):
+    assert device_checksum(torch.frombuffer(bytearray(data + b"."), dtype=torch.uint8)[:-1].clone()) == by_hand(data)
+
+
+def test_the_docstrings_example():
+    assert device_checksum(torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 2], dtype=torch.uint8)) == 7
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+def test_any_one_flipped_bit_is_found(data, draw):
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
+    damaged = tensor.clone()
+    damaged[draw.draw(st.integers(0, len(data) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
+    assert device_checksum(tensor) != device_checksum(damaged)
+
+
+def test_buckets_pass_through_and_damage_is_found():
+    model = torch.nn.Linear(7, 5)
+    source = Weights(model)
+    buffer = DeviceBuffer(torch.device("cpu"))
+    capacity = 192  # bytes; the weight alone takes 140
+    buffer.reserve(HALVES * capacity)
+    found = {}
+    for bucket in fill_buckets(source, capacity, buffer):
+        found |= {part.spec.name: tensor.clone().view(part.spec.shape) for part, tensor in read_bucket(bucket, buffer)}
+    assert found.keys() == source.tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in source.tensors.items())
+    buffer.bytes[bucket.start] ^= 1
+    with pytest.raises(DamagedError):
+        read_bucket(bucket, buffer)

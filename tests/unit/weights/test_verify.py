@@ -1,0 +1,83 @@
+"""Which part of a tensor a worker of a tensor-parallel engine holds, and how a difference is named.
+
+Does not cover vLLM's own parameters (tests/e2e/test_push.py), and workers on several GPUs.
+"""
+
+import pytest
+import torch
+
+from oblr_megatron.weights.names import ModelShape, table
+from oblr_megatron.weights.verify import digest, expected_digests, first_difference, worker_part
+
+SHAPE = ModelShape(hidden=4, layers=1, heads=8, groups=2, head_dim=2, ffn=8, vocab=100, tied=False)
+ITEMS = {name: (item, part) for item in table(SHAPE) for part, name in enumerate(item.hf)}
+ATTENTION = "model.layers.0.self_attn."
+
+
+def numbered(name: str) -> torch.Tensor:
+    item, part = ITEMS[name]
+    size = item.shapes[part]
+    return torch.arange(torch.Size(size).numel(), dtype=torch.float32).view(size)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "expected"),
+    [
+        (ATTENTION + "q_proj.weight", 4, [range(4), range(4, 8), range(8, 12), range(12, 16)]),
+        (ATTENTION + "k_proj.weight", 2, [range(2), range(2, 4)]),
+        (ATTENTION + "v_proj.weight", 4, [range(2), range(2), range(2, 4), range(2, 4)]),  # two workers a KV group
+        ("model.layers.0.mlp.up_proj.weight", 2, [range(4), range(4, 8)]),
+        ("model.embed_tokens.weight", 2, [range(64), range(64, 100)]),  # 100 rows, padded to 128
+        ("lm_head.weight", 4, [range(32), range(32, 64), range(64, 96), range(96, 100)]),
+        ("model.norm.weight", 2, [range(4), range(4)]),
+    ],
+)
+def test_rows_of_each_worker(name: str, workers: int, expected: list[range]) -> None:
+    item, part = ITEMS[name]
+    tensor = numbered(name)
+    for worker, rows in enumerate(expected):
+        assert torch.equal(worker_part(item, part, tensor, SHAPE, worker, workers), tensor[list(rows)])
+
+
+@pytest.mark.parametrize("name", [ATTENTION + "o_proj.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_row_parallel_layers_are_cut_by_columns(name: str) -> None:
+    item, part = ITEMS[name]
+    tensor = numbered(name)
+    parts = [worker_part(item, part, tensor, SHAPE, worker, 2) for worker in range(2)]
+    assert parts[0].shape == (4, tensor.shape[1] // 2)
+    assert torch.equal(torch.cat(parts, dim=1), tensor)
+
+
+def test_a_digest_is_of_bytes_in_order() -> None:
+    tensor = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    assert digest(tensor) == digest(tensor.t().contiguous().t()) == digest(tensor.flatten())
+    assert digest(tensor) != digest(tensor.t())
+    assert digest(tensor) != digest(tensor.float())
+    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0])), "equal is not the same bits"
+
+
+def test_the_first_difference_in_the_order_of_the_push_is_named() -> None:
+    def found(changed: dict[str, float], workers: int = 1) -> str | None:
+        stream = {name: numbered(name) for name in ITEMS}
+        expected = expected_digests(Stream(stream), SHAPE, workers)
+        held = {name: tensor + changed.get(name, 0.0) for name, tensor in stream.items()}
+        return first_difference(expected, expected_digests(Stream(held), SHAPE, workers))
+
+    assert found({}) is None and found({}, workers=2) is None
+    assert found({"model.norm.weight": 1.0, ATTENTION + "k_proj.weight": 1.0}) == ATTENTION + "k_proj.weight"
+    assert found({"lm_head.weight": 1.0}, workers=2) == "lm_head.weight of worker 0"
+    assert first_difference([{"a": "1"}], [{}]) == "a"
+    assert first_difference([{"a": "1"}], [{"a": "1", "b": "2"}]) == "b"
+
+
+class Stream:
+    """Tensors by name, as a source."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def metadata(self):
+        raise AssertionError("not needed")
+
+    def __iter__(self):
+        return iter(self.tensors.items())
