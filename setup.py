@@ -12,12 +12,14 @@ COMMON = [
     "tokenizers",
     "safetensors",
     "datasets",
+    "pyarrow",
     "pydantic>=2.12",
     "rich",
     "matplotlib",
     "tensorboard",
     "math-verify==0.9.0",
     "xxhash",
+    "aiohttp",
 ]
 
 setup(
@@ -38,5 +40,6 @@ setup(
     entry_points={
         "console_scripts": ["oblr-megatron = oblr_megatron.cli:main"],
         "vllm.general_plugins": ["oblr_megatron = oblr_megatron.rollout.vllm_plugin:register"],
+        "vllm.endpoint_plugins": ["oblr_megatron = oblr_megatron.rollout.serve_routes:ServerRoutes"],
     },
 )

@@ -1,0 +1,101 @@
+"""Which server samples which prompts: the one with the fewest tokens outstanding takes the next ones. Pure.
+
+    balance = Balance(costs=[520] * 64, capacities=[256, 256], sequences=8)
+    while not balance.finished:
+        while (task := balance.next()) is not None:
+            ...                                  # ask server task.server for prompts task.items
+        balance.store(task, results)             # or balance.lose(task.server), and others take its prompts
+
+A prompt costs its own tokens and the most its responses may have. Servers are filled no further than they decode at
+once, so that what is left goes to whoever is done first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MOST_PROMPTS = 4
+"""Prompts of one request: few, since a request is answered as a whole; but not one each, since requests cost time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Prompts that one server was asked for. Example: Task(server=0, items=(4, 5, 6, 7))"""
+
+    server: int
+    items: tuple[int, ...]
+
+
+class Balance:
+    """The prompts of one batch, on their way through several servers; every result is stored once."""
+
+    def __init__(self, costs: Sequence[int], capacities: Sequence[int], sequences: int) -> None:
+        """Args:
+        costs: tokens of each prompt with its responses.
+        capacities: sequences that each server decodes at once; 0 for one that takes no part.
+        sequences: of one prompt.
+        """
+        self._costs, self._capacities, self._sequences = costs, list(capacities), sequences
+        self._pending = list(range(len(costs)))
+        self._running: list[set[Task]] = [set() for _ in capacities]
+        self._results: dict[int, Any] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether every prompt has its result."""
+        return len(self._results) == len(self._costs)
+
+    def results(self) -> list[Any]:
+        """All of them, in the order of the prompts."""
+        assert self.finished, "some prompts have no result"
+        return [self._results[item] for item in range(len(self._costs))]
+
+    def restart(self, capacities: Sequence[int]) -> None:
+        """Go on with other servers; what was sampled is kept, what was not is to be done by these."""
+        for server in range(len(self._running)):
+            self.lose(server)
+        self._capacities = list(capacities)
+        self._running = [set() for _ in capacities]
+
+    def next(self) -> Task | None:
+        """The next request to make; None while every server has enough to do, or nothing is left."""
+        room = [server for server in range(len(self._capacities)) if self._room(server) > 0]
+        if not room or not self._pending:
+            return None
+        server = min(room, key=lambda server: (self.outstanding(server), server))
+        servers = sum(capacity > 0 for capacity in self._capacities)
+        fair = -(-len(self._pending) // (2 * servers))  # or a short batch would be one request to one server
+        count = max(1, min(MOST_PROMPTS, fair, self._room(server)))
+        task = Task(server, tuple(self._pending[:count]))
+        del self._pending[:count]
+        self._running[server].add(task)
+        return task
+
+    def store(self, task: Task, results: Sequence[Any]) -> None:
+        """Take a request's results, one for each prompt; those of a request that was given up are dropped."""
+        if task not in self._running[task.server]:
+            return
+        self._running[task.server].discard(task)
+        for item, result in zip(task.items, results, strict=True):
+            assert item not in self._results, f"prompt {item} was sampled twice"
+            self._results[item] = result
+
+    def lose(self, server: int) -> None:
+        """A server is gone: what it owes goes back, to be asked for first."""
+        owed = [item for task in self._running[server] for item in task.items]
+        self._pending = sorted(owed + self._pending)
+        self._running[server].clear()
+        self._capacities[server] = 0
+
+    def outstanding(self, server: int) -> int:
+        """Tokens that a server still owes, at most."""
+        return sum(self._costs[item] for task in self._running[server] for item in task.items)
+
+    def _room(self, server: int) -> int:
+        """Prompts a server can take on; one that has none takes one, however many sequences that is."""
+        running = sum(len(task.items) for task in self._running[server])
+        if running == 0 and self._capacities[server] > 0:
+            return max(1, self._capacities[server] // self._sequences)
+        return self._capacities[server] // self._sequences - running

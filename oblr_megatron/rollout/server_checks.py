@@ -1,0 +1,98 @@
+"""What can be found wrong with rollout.servers before a run begins: each finding is a `UserError`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.rollout.http_messages import PROTOCOL, Info, shapes_digest
+from oblr_megatron.rollout.placement import engine_dtype
+from oblr_megatron.rollout.vllm_server import ServerLostError, VllmServer
+from oblr_megatron.weights.manifest import checkpoint_shapes
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+
+WHERE = "config: rollout.servers"
+ANSWER_SECONDS = 10.0
+
+
+def check_servers(config: Config) -> None:
+    """Ask every server what it is, and refuse one that does not answer, or serves something else.
+
+    Raises:
+        UserError: the first thing found wrong.
+    """
+    urls = config.rollout.servers
+    for url in urls:
+        _check_url(url)
+    if len(set(urls)) < len(urls):
+        raise UserError("a server is named twice", where=WHERE, mend="name each once")
+    variable = config.rollout.api_key_env
+    found = asyncio.run(_ask_all(urls, os.environ.get(variable, "")))
+    for url, answer in zip(urls, found, strict=True):
+        _check_info(url, _expect_info(url, answer, variable), config)
+
+
+async def _ask_all(urls: tuple[str, ...], key: str) -> list[Info | BaseException]:
+    servers = [VllmServer(url, key, owner="the check before the run") for url in urls]
+    try:
+        return await asyncio.gather(*(server.info(ANSWER_SECONDS) for server in servers), return_exceptions=True)
+    finally:
+        for server in servers:
+            await server.close()
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound or parts.path.strip("/") or parts.query:
+        raise UserError(f"{url!r} is not the address of a server", where=WHERE, mend="write it as http://HOST:PORT")
+
+
+def _expect_info(url: str, answer: Info | BaseException, variable: str) -> Info:
+    """The answer, if it is one."""
+    start = f"start it with: oblr-megatron serve, and check the address and the key in {variable}"
+    if isinstance(answer, ServerLostError):
+        raise UserError(f"{url} cannot be reached: {answer}", where=WHERE, mend=start)
+    if isinstance(answer, RunError):
+        raise UserError(f"{url} does not answer as a server of ours: {answer}", where=WHERE, mend=start)
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def _check_info(url: str, info: Info, config: Config) -> None:
+    """Compare a server with the run's model and settings."""
+    dtype = str(engine_dtype(config)).removeprefix("torch.")
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if info.protocol != PROTOCOL:
+        raise UserError(
+            f"{url} speaks version {info.protocol} of the messages, this trainer {PROTOCOL}",
+            where=WHERE,
+            mend="install the same oblr-megatron on both sides",
+        )
+    if info.shapes != shapes_digest(checkpoint_shapes(config.model.path)):
+        raise UserError(
+            f"{url} serves another model: {info.model}, whose tensors are not those of {config.model.path}",
+            where=WHERE,
+            mend=f"start it with --model {config.model.path}",
+        )
+    if info.dtype != dtype:
+        raise UserError(
+            f"{url} computes in {info.dtype}, the run's weights go out in {dtype}",
+            where=WHERE,
+            mend=f"start it with --dtype {dtype}, or set rollout.dtype to {info.dtype!r}",
+        )
+    if info.max_model_len < longest:
+        raise UserError(
+            f"{url} takes {info.max_model_len} tokens of prompt and response together, the run needs {longest}",
+            where=WHERE,
+            mend=f"start it with --max-model-len {longest}",
+        )

@@ -1,0 +1,87 @@
+"""Real API servers for the tests, started as a user starts them: `oblr-megatron serve`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+KEY = "a-key-of-the-tests-0123456789"
+START_SECONDS = 500  # on a machine that does much else; a few tens on a quiet one
+
+
+class ApiServer:
+    """One server process, which can be ended and started again on its port."""
+
+    def __init__(self, model: Path, log: Path, key: str = KEY, max_model_len: int = 64) -> None:
+        self.model, self.log, self.key, self.max_model_len = model, log, key, max_model_len
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "oblr_megatron.cli", "serve", "--model", str(self.model)]
+        command += ["--port", str(self.port), "--max-model-len", str(self.max_model_len)]
+        command += ["--kv-cache-gib", "0.1", "--num-threads", "1"]
+        environment = os.environ | {"OBLR_API_KEY": self.key, "OMP_NUM_THREADS": "1"}
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*command, "--die-with-parent"], env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while self.call("/health")[0] != 200:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.3)
+
+    def call(self, path: str, body: bytes | None = None, key: str | None = None, **headers: str) -> tuple[int, str]:
+        """(status, text); status 0 if nobody answers."""
+        key = self.key if key is None else key
+        headers |= {"Authorization": f"Bearer {key}"} if key else {}
+        request = urllib.request.Request(self.url + path, data=body, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def generated(self) -> int:
+        """Tokens it has sampled since it was started."""
+        for line in self.call("/metrics")[1].splitlines():
+            if line.startswith("vllm:generation_tokens_total"):
+                return int(float(line.split()[-1]))
+        return 0
+
+    def family(self) -> list[psutil.Process]:
+        """Its process and those it has started."""
+        try:
+            return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def end(self, number: signal.Signals) -> int:
+        """Send a signal, and wait until the process and all it started are gone; the exit status."""
+        family = self.family()
+        self.process.send_signal(number)
+        status = self.process.wait(60)
+        _, alive = psutil.wait_procs(family[1:], timeout=30)
+        assert not alive, f"left behind: {alive}"
+        return status
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.end(signal.SIGKILL)

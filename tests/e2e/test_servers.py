@@ -1,0 +1,370 @@
+"""Rollouts from two real API servers: the same log-probs, versions and refusals as with engines of the run's own, who
+is let in, and what happens when a server is killed and comes back.
+
+Not covered: NCCL and tensor parallelism (GPUs only), servers on other machines, the speed.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.rollout import http_messages as http
+from oblr_megatron.rollout.server_checks import check_servers
+from oblr_megatron.rollout.servers import ServerEngines
+from oblr_megatron.weights import shm
+from tests.e2e.api_server import KEY, ApiServer
+from tests.e2e.conftest import ROOT
+from tests.e2e.tiny_rollout import ONE_RANK, Weights, change, largest_error, make_config, make_prompts, sample
+from tests.tiny import make_hf_dir
+
+PARITY = 1e-4
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_hf_dir(tmp_path_factory.mktemp("servers") / "model", head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def two(model_dir):
+    servers = [ApiServer(model_dir, model_dir.parent / f"server-{number}.log") for number in range(2)]
+    try:
+        for server in servers:
+            server.wait_ready()
+        yield servers
+    finally:
+        for server in servers:
+            server.close()
+
+
+@pytest.fixture
+def model(model_dir):
+    return Qwen3ForCausalLM.from_pretrained(model_dir)
+
+
+@pytest.fixture
+def config_of(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("OBLR_API_KEY", KEY)
+
+    def make(servers, weights=None, **rollout):
+        urls = [server if isinstance(server, str) else server.url for server in servers]
+        config = make_config(model_dir, tmp_path / "run", servers=urls, **rollout)
+        return (
+            config
+            if weights is None
+            else config.model_copy(update={"weights": config.weights.model_copy(update=weights)})
+        )
+
+    return make
+
+
+@pytest.fixture
+def engines_of(config_of):
+    opened = []
+
+    def make(servers, **rollout):
+        opened.append(ServerEngines(config_of(servers, **rollout), ONE_RANK))
+        return opened[-1]
+
+    yield make
+    for engines in opened:
+        engines.close()
+        engines.close()
+
+
+def test_pushed_weights_are_served_by_both(two, engines_of, model):
+    engines = engines_of(two)
+    engines.push(Weights(model), version=0)
+    before = sample(engines)
+    assert largest_error(model, before) < PARITY
+    for version in (1, 2):
+        change(model, seed=version)
+        assert largest_error(model, before) > 100 * PARITY, "the change is large enough to be seen"
+        stats = engines.push(Weights(model), version)
+        shares = [server.generated() for server in two]
+        after = sample(engines, count=32)
+        assert stats.bytes == sum(4 * parameter.numel() for parameter in model.parameters())
+        assert engines.version == version and {one.version for one in after} == {version}
+        assert largest_error(model, after) < PARITY
+        shares = [server.generated() - share for server, share in zip(two, shares, strict=True)]
+        assert sum(shares) == sum(len(one.response_ids) for one in after)
+        assert min(shares) > 0.25 * sum(shares), "both have sampled"
+        assert [one.group for one in after] == [n // 4 for n in range(128)]
+        assert [one.prompt_ids for one in after[::4]] == [prompt.token_ids for prompt in make_prompts(32)]
+        before = after
+    assert engines.figures() == {"rollout/restarts": 0}
+
+
+def test_the_split_over_servers_does_not_change_the_draws(two, engines_of, model):
+    together, alone = engines_of(two), engines_of(two[:1])
+    together.push(Weights(model), 0)
+    expected = sample(together)
+    alone.push(Weights(model), 0)
+    assert [one.response_ids for one in sample(alone)] == [one.response_ids for one in expected]
+    greedy = sample(alone, group_size=2, greedy=True)
+    assert greedy[0::2] == greedy[1::2] and largest_error(model, greedy) < PARITY
+    assert largest_error(model, sample(alone, temperature=0.7), temperature=0.7) < PARITY
+    with pytest.raises(RunError, match=r"holds version 0 of run \w+, not the checkpoint it started from"):
+        sample(engines_of(two[:1], max_restarts=0))
+    change(model, seed=1)
+    alone.push(Weights(model), 0)
+    assert [one.response_ids for one in sample(together)] == [one.response_ids for one in expected], (
+        "the server that another run has taken is not asked any more"
+    )
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        pytest.param({NORM: None}, "model.norm.weight is missing", id="missing"),
+        pytest.param({"model.extra.weight": torch.ones(3)}, "model.extra.weight is not in the model", id="extra"),
+        pytest.param({NORM: torch.ones(47)}, r"model.norm.weight \[47\], the model has \[48\]", id="wrong-shape"),
+    ],
+)
+def test_a_push_that_does_not_fit_is_refused_and_must_be_mended(two, engines_of, model, edit, message):
+    engines = engines_of(two[:1])
+    engines.push(Weights(model), 0)
+    expected = sample(engines)
+    with pytest.raises(RunError, match=message):
+        engines.push(Weights(model, edit), 1)
+    assert_refuses_until_a_full_push(engines, model, expected)
+
+
+def test_a_damaged_bucket_is_refused(two, engines_of, model, monkeypatch):
+    engines = engines_of(two[:1])
+    engines.push(Weights(model), 0)
+    expected = sample(engines)
+    honest = shm.SharedBuffer.checksum
+
+    def damaged(buffer, start, used):
+        checksum = honest(buffer, start, used)
+        buffer.bytes[start + used // 2] ^= 1  # one bit, after the trainer has taken the checksum
+        return checksum
+
+    monkeypatch.setattr(shm.SharedBuffer, "checksum", damaged)
+    with pytest.raises(RunError, match=r"checksum is [0-9a-f]{16}, the trainer's was [0-9a-f]{16}"):
+        engines.push(Weights(model), 1)
+    monkeypatch.undo()
+    assert_refuses_until_a_full_push(engines, model, expected)
+
+
+def test_weights_are_read_back_and_compared(two, engines_of, model, monkeypatch):
+    """`weights.verify`: what the push itself would not notice, here a source that changes between its two passes."""
+    engines = engines_of(two, weights={"verify": True})
+    engines.push(Weights(model), 0)
+    expected = sample(engines)
+
+    class Changing(Weights):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            for name, tensor in super().__iter__():
+                yield name, tensor + (self.passes == 1 and name == NORM)
+
+    with pytest.raises(RunError, match=r"holds another model.norm.weight than was pushed \(weights.verify\)"):
+        engines.push(Changing(model), 1)
+    with pytest.raises(RunError, match="did not reach the servers"):
+        sample(engines)
+    assert all("push 1" in json.loads(server.call(http.INFO)[1])["unusable"] for server in two)
+    engines.push(Weights(model), 2)
+    assert [one.response_ids for one in sample(engines)] == [one.response_ids for one in expected]
+
+
+def test_a_source_that_breaks_off_leaves_no_half_model_in_use(two, engines_of, model):
+    engines = engines_of(two[:1])
+    engines.push(Weights(model), 0)
+    expected = sample(engines)
+
+    class Broken(Weights):
+        def __iter__(self):
+            yield from list(super().__iter__())[:5]
+            raise ZeroDivisionError("the trainer's own mistake")
+
+    with pytest.raises(ZeroDivisionError):
+        engines.push(Broken(model), 1)
+    assert_refuses_until_a_full_push(engines, model, expected)
+
+
+def assert_refuses_until_a_full_push(engines, model, expected):
+    """The trainer refuses, the server itself refuses, and a complete push mends both."""
+    with pytest.raises(RunError, match="did not reach the servers"):
+        sample(engines)
+    (server,) = engines._servers.servers
+    assert not server.ready, "so it gets no prompts"
+    assert "push 1" in json.loads(ask(server, http.INFO))["unusable"]
+    body = http.GenerateBody(
+        holding=engines._holding, prompts=[[5]], positions=[0], group_size=1, temperature=1.0, max_tokens=2, seed=0,
+        top_p=1.0, top_k=-1,
+    )  # fmt: skip
+    with pytest.raises(RunError, match="generates again after a complete push"):
+        engines._servers._loop.run(server.generate(body, 20))
+    engines.push(Weights(model), 2)
+    samples = sample(engines)
+    assert_same(samples, expected, version=2)
+
+
+def ask(server, path):
+    import urllib.request
+
+    request = urllib.request.Request(server.url + path, headers=server._headers)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return answer.read()
+
+
+def test_memory_that_is_not_the_trainers_is_not_opened(two, engines_of, model):
+    """A server opens what a push names only if it is a push's memory, of a process it may look into."""
+    path = Path("/etc/hostname")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    space = os.readlink("/proc/self/ns/pid")
+    with path.open() as other:
+        good = {"pid": os.getpid(), "fd": other.fileno(), "inode": 1, "boot_id": boot, "pid_namespace": space}
+        for change_, message in (
+            ({}, "is not the memory of a push"),
+            ({"pid": 2**22 + 1}, "cannot open the trainer's memory at /proc/4194305/fd/"),
+            ({"boot_id": "another"}, "runs on another machine"),
+        ):
+            status, text = two[0].call(http.PUSH_OPEN, json.dumps({"init_info": good | change_}).encode())
+            assert status == http.REFUSED and message in text
+    engines = engines_of(two[:1])
+    engines.push(Weights(model), 0)
+    assert largest_error(model, sample(engines)) < PARITY
+
+
+def test_nothing_is_answered_without_the_key(two):
+    server = two[0]
+    assert server.call("/health", key="")[0] == 200
+    for path in (http.INFO, http.GENERATE, http.PUSH_UPDATE, "/metrics", "/v1/models", "/collective_rpc", "/", "/docs"):
+        for key in ("", "wrong", KEY + "x"):
+            assert server.call(path, b"{}", key=key)[0] == 401, path
+    for path in (
+        "/collective_rpc",
+        "/update_weights",
+        "/v1/completions",
+        "/sleep",
+        "/docs",
+        "/health/",
+        "/server_info",
+    ):
+        assert server.call(path, b"{}")[0] == 403, path
+    assert server.call(http.GENERATE, b"\x80\x04K\x01.")[0] == http.INVALID, "a pickle is no JSON"
+
+
+def test_bad_servers_are_found_before_the_run(two, config_of, model_dir, tmp_path, monkeypatch):
+    check_servers(config_of(two))
+    other = make_hf_dir(tmp_path / "other", num_hidden_layers=1, head_dim=32)
+    cases = [
+        (config_of(["http://127.0.0.1:9"]), "http://127.0.0.1:9 cannot be reached"),
+        (config_of(["ftp://host"]), "not the address of a server"),
+        (config_of([two[0], two[0]]), "named twice"),
+        (config_of([two[0]], dtype="bfloat16"), "computes in float32, the run's weights go out in bfloat16"),
+        (config_of([two[0]], max_response_tokens=50), "takes 64 tokens .* the run needs 74"),
+        (make_config(other, tmp_path / "run", servers=[two[0].url]), "serves another model"),
+    ]
+    for config, message in cases:
+        with pytest.raises(UserError, match=message):
+            check_servers(config)
+    monkeypatch.setenv("OBLR_API_KEY", "wrong")
+    with pytest.raises(UserError, match="the API key is missing or wrong"):
+        check_servers(make_config(model_dir, tmp_path, servers=[two[0].url]))
+
+
+def test_an_unreachable_server_ends_the_command_with_status_2(tmp_path, tiny, overrides):
+    arguments = [*overrides(tmp_path / "run"), 'rollout.servers=["http://127.0.0.1:9"]']
+    command = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert "error: http://127.0.0.1:9 cannot be reached" in result.stderr
+    assert "[config: rollout.servers]; start it with: oblr-megatron serve" in result.stderr
+
+
+def test_killed_servers_lose_and_double_nothing(two, engines_of, model):
+    """One is killed while it samples: the other takes over. Then that one too: it comes back, and gets the weights."""
+    engines = engines_of(two, start_timeout_s=500)
+    change(model, seed=7)
+    engines.push(Weights(model), 1)
+    many = {"count": 100, "group_size": 16, "max_tokens": 40}
+    expected = sample(engines, **many)
+    begin = time.monotonic()
+    sample(engines, **many)
+    half = (time.monotonic() - begin) / 2
+
+    killed = threading.Timer(half, two[0].end, (signal.SIGKILL,))
+    killed.start()
+    assert_same(sample(engines, **many), expected, version=1)
+    killed.join()
+    assert engines.figures() == {"rollout/restarts": 0}, "no weights had to be pushed"
+
+    def kill_and_start_again():
+        two[1].end(signal.SIGKILL)
+        two[1].start()
+
+    killed = threading.Timer(half, kill_and_start_again)
+    killed.start()
+    assert_same(sample(engines, **many), expected, version=1)
+    killed.join()
+    assert engines.figures() == {"rollout/restarts": 1}
+
+    two[0].start()
+    two[0].wait_ready()
+    change(model, seed=8)
+    engines.push(Weights(model), 2)
+    assert engines.figures() == {"rollout/restarts": 1}, "the first one is taken back at a push"
+    assert largest_error(model, sample(engines, count=32)) < PARITY
+    assert min(server.generated() for server in two) > 0
+
+
+def assert_same(samples, expected, version):
+    """The same draws, each once. Batches of another shape round log-probs differently in the last bits."""
+    assert [(one.group, one.response_ids) for one in samples] == [(one.group, one.response_ids) for one in expected]
+    assert {one.version for one in samples} == {version}
+    found, wanted = ([p for one in part for p in one.logprobs] for part in (samples, expected))
+    assert torch.allclose(torch.tensor(found), torch.tensor(wanted), atol=PARITY)
+
+
+def test_a_server_that_hangs_is_given_up(two, engines_of, model):
+    engines = engines_of(two[:1], max_restarts=0)
+    engines.push(Weights(model), 0)
+    (handle,) = engines._servers.servers
+    handle.silence_s = 2.0
+    for process in two[0].family():
+        process.suspend()
+    try:
+        begin = time.monotonic()
+        with pytest.raises(RunError, match="has not answered for 2 s"):
+            sample(engines)
+        assert time.monotonic() - begin < 20
+    finally:
+        for process in two[0].family():
+            process.resume()
+
+
+def test_a_server_that_does_not_let_the_run_in_is_not_waited_for(two, engines_of, model, monkeypatch):
+    engines = engines_of(two)
+    monkeypatch.setenv("OBLR_API_KEY", "another-key-0123456789")
+    with pytest.raises(RunError, match=r"no server can be used: .* 401: the API key is missing or wrong"):
+        engines_of(two).push(Weights(model), 0)
+    engines.push(Weights(model), 0)
+
+
+def test_no_server_within_the_deadline(engines_of, model):
+    engines = engines_of(["http://127.0.0.1:9"], start_timeout_s=1)
+    with pytest.raises(RunError, match="rank 0 waited 1 s for one of the servers to be there and gave up: server http"):
+        engines.push(Weights(model), 0)
+
+
+def test_sigterm_ends_a_server_and_all_it_started(two):
+    assert len(two[0].family()) > 1, "the engine is a process of its own"
+    assert two[0].end(signal.SIGTERM) in (0, -signal.SIGTERM)
+    assert not [name for name in os.listdir("/dev/shm") if "oblr" in name]

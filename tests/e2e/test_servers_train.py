@@ -1,0 +1,75 @@
+"""Whole runs that sample from an API server: on two tensor-parallel ranks the same first step as with engines of the
+run's own, and a server that is killed in the middle costs a restart and nothing else.
+
+Not covered: several servers (test_servers.py), CUDA.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.api_server import KEY, ApiServer
+from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, run, torchrun
+
+SAME_STEP = ("loss", "gradnorm/sq_mean", "grad_norm", "reward/mean", "entropy", "response_length/mean")
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path) -> Iterator[ApiServer]:
+    one = ApiServer(tiny / "model", tiny / "server.log", max_model_len=32)
+    try:
+        one.wait_ready()
+        yield one
+    finally:
+        one.close()
+
+
+@pytest.mark.slow
+def test_a_server_takes_the_place_of_the_runs_own_engines(
+    server: ApiServer, tmp_path: Path, overrides: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OBLR_API_KEY", KEY)
+    layout = {"parallel__tensor_model_parallel_size": 2, "num_steps": 2}
+    for name, servers in (("own", "[]"), ("server", f'["{server.url}"]')):
+        result = run(torchrun(2, overrides(tmp_path / name, **layout, rollout__servers=servers)))
+        assert result.returncode == 0, f"{name}: {result.stderr[-3000:]}"
+    own, other = records(tmp_path / "own"), records(tmp_path / "server")
+    assert [step["weights/version"] for step in other] == [1, 2]
+    assert all(step["rollout/logprob_abs_diff"] <= 1e-3 for step in other)
+    assert all(step["rollout/restarts"] == 0 for step in other)
+    for key in SAME_STEP:
+        assert other[0][key] == pytest.approx(own[0][key], rel=1e-5), key
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_server(
+    server: ApiServer, tmp_path: Path, overrides: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at any moment (rollout, push, idle) after the first step, and started again by somebody."""
+    monkeypatch.setenv("OBLR_API_KEY", KEY)
+    keys = overrides(tmp_path / "run", num_steps=60, rollout__servers=f'["{server.url}"]')
+    job = subprocess.Popen(
+        torchrun(2, keys), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        end = time.monotonic() + LIMIT_S
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            assert job.poll() is None and time.monotonic() < end, "the run does not begin"
+            time.sleep(0.1)
+        server.end(signal.SIGKILL)
+        server.start()
+        _, stderr = job.communicate(timeout=LIMIT_S)
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode == 0, stderr[-3000:]
+    steps = records(tmp_path / "run")
+    assert [step["weights/version"] for step in steps] == list(range(1, 61))
+    assert sum(step["rollout/restarts"] for step in steps) == 1

@@ -1,0 +1,115 @@
+"""The split of prompts over servers: nothing lost, nothing doubled, and the tokens even, whatever is lost on the way.
+
+Not covered: that real servers are asked so (tests/e2e/test_servers.py).
+"""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oblr_megatron.rollout.balance import MOST_PROMPTS, Balance
+
+
+def fill(balance: Balance) -> list:
+    tasks = []
+    while (task := balance.next()) is not None:
+        tasks.append(task)
+    return tasks
+
+
+def test_equal_prompts_are_dealt_evenly():
+    balance = Balance([100] * 64, [1000, 1000], sequences=8)
+    fill(balance)
+    assert balance.outstanding(0) == balance.outstanding(1) == 3200
+
+
+def test_few_prompts_go_to_all_servers():
+    balance = Balance([100] * 4, [1000, 1000], sequences=8)
+    assert {task.server for task in fill(balance)} == {0, 1}
+
+
+def test_the_server_with_the_fewest_tokens_outstanding_is_next():
+    balance = Balance([1000, 10, 10, 10, 10], [64, 64], sequences=1)
+    tasks = fill(balance)
+    assert tasks[0].server == 0 and 0 in tasks[0].items
+    assert all(task.server == 1 for task in tasks[1:])
+
+
+def test_a_full_server_gets_no_more_until_it_has_answered():
+    balance = Balance([1] * 40, [16], sequences=8)
+    (first,) = fill(balance)
+    assert first.items == (0, 1), "16 sequences are two prompts of 8"
+    balance.store(first, ["a", "b"])
+    assert fill(balance)[0].items == (2, 3)
+
+
+def test_a_prompt_of_more_sequences_than_a_server_decodes_at_once_still_goes_out():
+    balance = Balance([1] * 3, [16], sequences=64)
+    assert [task.items for task in fill(balance)] == [(0,)]
+
+
+def test_what_a_lost_server_owes_is_next_and_its_late_answer_counts_for_nothing():
+    balance = Balance([1] * 8, [4, 4], sequences=1)
+    tasks = fill(balance)
+    lost = [task for task in tasks if task.server == 0]
+    balance.lose(0)
+    assert balance.next() is None, "the other one is full"
+    for task in tasks:
+        if task.server == 1:
+            balance.store(task, task.items)
+    again = fill(balance)
+    assert {task.server for task in again} == {1}
+    assert sorted(item for task in again for item in task.items) == sorted(item for task in lost for item in task.items)
+    for task in lost:
+        balance.store(task, ["late"] * len(task.items))
+    for task in again:
+        balance.store(task, task.items)
+    assert balance.results() == list(range(8))
+
+
+def test_without_servers_nothing_goes_out():
+    assert Balance([1], [0, 0], sequences=1).next() is None
+    assert Balance([1], [], sequences=1).next() is None
+    assert Balance([], [4], sequences=1).finished
+
+
+@given(
+    costs=st.lists(st.integers(1, 1000), max_size=60),
+    capacities=st.lists(st.integers(1, 64), min_size=1, max_size=5),
+    sequences=st.integers(1, 16),
+    seed=st.integers(0, 2**32),
+)
+def test_every_result_is_stored_once_under_any_order_of_answers_and_losses(costs, capacities, sequences, seed):
+    draw = random.Random(seed)
+    balance = Balance(costs, capacities, sequences)
+    running = []
+    while not balance.finished:
+        tasks = fill(balance)
+        assert all(1 <= len(task.items) <= MOST_PROMPTS for task in tasks)
+        running += tasks
+        if not running:
+            assert not any(balance._capacities), "only without servers is there nothing to do"
+            balance.restart(capacities)
+        elif draw.random() < 0.2:
+            server = draw.randrange(len(capacities))
+            balance.lose(server)
+            running = [task for task in running if task.server != server or draw.random() < 0.3]
+        else:
+            task = running.pop(draw.randrange(len(running)))
+            balance.store(task, [("result", item) for item in task.items])
+    assert balance.results() == [("result", item) for item in range(len(costs))]
+
+
+def test_a_task_that_is_stored_twice_changes_nothing():
+    balance = Balance([1, 1], [8], sequences=1)
+    tasks = fill(balance)
+    for task in (*tasks, *tasks):
+        balance.store(task, task.items)
+    assert balance.results() == [0, 1]
+
+
+def test_results_of_an_unfinished_batch_are_not_handed_out():
+    with pytest.raises(AssertionError, match="have no result"):
+        Balance([1], [8], sequences=1).results()
