@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from oblr_megatron.rewards.pool import Outcome, Pool
+from oblr_megatron.rewards.workers import START_S
 from oblr_megatron.types import Prompt, Sample
 
 
@@ -36,6 +37,10 @@ class Reward(ABC):
         Raises:
             RunError: worker processes cannot be started. Nothing that a judged text does raises.
         """
+
+    def longest_s(self, count: int) -> float:
+        """Seconds after which the judging of so many samples is over, whatever they are; 0 if it takes no time."""
+        return 0.0
 
     def close(self) -> None:
         """End what the reward started; may be called twice."""
@@ -65,6 +70,10 @@ class PooledReward(Reward):
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+
+    def longest_s(self, count: int) -> float:
+        """Every sample runs into its deadline; and the workers were to be started."""
+        return START_S + -(-count // self.pool.num_workers) * self.pool.deadline_s
 
     def close(self) -> None:
         """End the workers."""

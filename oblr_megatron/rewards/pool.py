@@ -84,7 +84,7 @@ class Pool:
         self._launch = {
             "target": target, "prepare": prepare, "memory_bytes": memory_bytes, "tasks_per_worker": tasks_per_worker,
         }  # fmt: skip
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._reset()
 
     def ask(self, *arguments: str) -> Outcome:
@@ -118,7 +118,7 @@ class Pool:
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 errors.append(error)
 
-        threads = [threading.Thread(target=dispatch, daemon=True) for _ in range(min(self._num_workers, len(batch)))]
+        threads = [threading.Thread(target=dispatch, daemon=True) for _ in range(min(self.num_workers, len(batch)))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -159,7 +159,7 @@ class Pool:
         self._lock = threading.Lock()
         self._nursery_lock = threading.Lock()
         self._nursery = None
-        self._free = [_Seat() for _ in range(self._num_workers)]
+        self._free = [_Seat() for _ in range(self.num_workers)]
         self._waiting = deque()
 
     def _borrow(self) -> _Seat:

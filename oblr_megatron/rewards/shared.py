@@ -8,9 +8,13 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from oblr_megatron.rewards.base import Reward, RewardResult
+from oblr_megatron.rollout.exchange import Exchange, attempt, raise_first
 from oblr_megatron.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
+
+SLACK_S = 300.0
+"""By how much ranks that sampled together may be apart, beside the time that judging takes."""
 
 
 class SharedReward(Reward):
@@ -26,18 +30,22 @@ class SharedReward(Reward):
 
     def __init__(self, reward: Reward, share: int | None, shares: int) -> None:
         self._reward, self._share, self._shares = reward, share, shares
+        self._exchange = Exchange(dist.get_rank())
         self._reported = False
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
-        """Collective; see `Reward.score`."""
-        size = len(samples) // max(len(prompts), 1)
-        own: tuple[int, RewardResult] | None = None
-        if self._share is not None:
-            first, last = (len(prompts) * place // self._shares for place in (self._share, self._share + 1))
-            own = self._share, self._reward.score(prompts[first:last], samples[first * size : last * size])
-        gathered: list[tuple[int, RewardResult] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        parts = [result for _, result in sorted((part for part in gathered if part), key=lambda part: part[0])]
+        """Collective; see `Reward.score`.
+
+        Raises:
+            RunError: the judging of a rank failed as a whole.
+            DeadlineError: a rank took longer than its share can take.
+        """
+        own = attempt(lambda: self._judge(prompts, samples))
+        seconds = self.longest_s(len(samples)) + SLACK_S
+        outcomes = self._exchange.gather(own, what=f"the rewards of {len(samples)} samples", seconds=seconds)
+        raise_first(outcomes, own)
+        judged = [outcome.value for outcome in outcomes if outcome.value is not None]
+        parts: list[RewardResult] = [result for _, result in sorted(judged, key=lambda part: part[0])]
         error = next((result.error for result in parts if result.error), None)
         if error and not self._reported and dist.get_rank() == 0:
             logger.warning("judging a response failed; it scores 0, later ones are only counted:\n%s", error)
@@ -48,6 +56,18 @@ class SharedReward(Reward):
             failures=sum(result.failures for result in parts),
             timeouts=sum(result.timeouts for result in parts),
         )
+
+    def longest_s(self, count: int) -> float:
+        """See `Reward.longest_s`; of the largest share."""
+        return self._reward.longest_s(-(-count // self._shares))
+
+    def _judge(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> tuple[int, RewardResult] | None:
+        """(this rank's share, its result); None on a rank that only listens."""
+        if self._share is None:
+            return None
+        size = len(samples) // max(len(prompts), 1)
+        first, last = (len(prompts) * place // self._shares for place in (self._share, self._share + 1))
+        return self._share, self._reward.score(prompts[first:last], samples[first * size : last * size])
 
     def close(self) -> None:
         """End what this rank started."""

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from oblr_megatron.errors import RunError
+
 CHECK_SECONDS = 0.2
 _HEADER = struct.Struct(">Q")
 
@@ -36,6 +38,7 @@ class Reply:
 
     value: Any = None
     error: str | None = None
+    kind: type[RunError] = RunError  # what is to be raised with it
 
 
 class Channel:

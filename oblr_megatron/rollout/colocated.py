@@ -3,27 +3,31 @@
     engines = ColocatedEngines(config, parallel)             # starts the processes, and returns
     engines.push(source, version=0)
     samples = engines.generate(prompts, group_size=8, temperature=1.0, max_tokens=256, seed=7)   # N = Q * 8
+    engines.sleep(config.rollout.sleep_level)                # on GPUs: the trainer's turn with the memory
     engines.close()
 
 Engine e is owned by one rank, which alone speaks to it: on GPUs the first of its block of tensor_parallel_size ranks,
-on a CPU rank e. What an owner learns, good or bad, all ranks hear before any of them goes on; so a dead engine ends
-every rank with the same error, and none waits for a result that will not come.
+on a CPU rank e. What an owner learns, good or bad, all ranks hear before any of them goes on. So an engine that died or
+hung is started again by its owner while the others wait for it, all ranks push the weights once more, and what it still
+owed is sampled; with the seeds of the prompts, which give the samples of an unbroken run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
-
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import EngineLostError, RunError
 from oblr_megatron.rollout.engine import PushStats, RolloutEngine, SamplingRequest
+from oblr_megatron.rollout.exchange import Exchange, Outcome, attempt, raise_first
+from oblr_megatron.rollout.gpu_memory import give_back_cached
 from oblr_megatron.rollout.placement import engine_spec, place
 from oblr_megatron.rollout.push import Pusher
+from oblr_megatron.rollout.recovery import Recovery
 from oblr_megatron.rollout.vllm_local import Deadlines, VllmEngine
+from oblr_megatron.weights.manifest import DamagedError
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -33,8 +37,8 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-EXCHANGE_SLACK_S = 120.0
-"""Added to the longest deadline of an engine, for the collective in which the other ranks hear of it."""
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""What an engine frees and takes back, in vLLM's words."""
 
 
 class ColocatedEngines(RolloutEngine):
@@ -48,19 +52,24 @@ class ColocatedEngines(RolloutEngine):
             UserError: the engines do not fit the ranks.
             RunError: an engine did not start.
         """
-        self._config, self._rank = config, parallel.rank
-        self._placement = place(config, parallel.world_size, on_gpu=parallel.device.type == "cuda")
+        self._config, self._parallel = config, parallel
+        self._on_gpu = parallel.device.type == "cuda"
+        self._placement = place(config, parallel.world_size, on_gpu=self._on_gpu)
         self._deadlines = _deadlines(config)
-        self._group = _exchange_group(self._deadlines)
-        self._version = 0
+        self._exchange = Exchange(parallel.rank)
+        self._recovery = Recovery(config.rollout.max_restarts, tells=parallel.rank == 0)
+        self._version = self._restarts = 0
+        self._source: Source | None = None  # of the weights being served; None: the checkpoint
+        self._ready = False  # every engine has started, and none is known to be lost
+        self._behind = False  # an engine was started again and serves the checkpoint
+        self._asleep: frozenset[str] = frozenset()
         self._unusable: str | None = None
-        index = self._placement.engine_of(parallel.rank)
-        self._index = index
-        self._engine = None if index is None else self._launch(index, parallel)
-        self._pusher = Pusher(self._engine, parallel.device)
-        if parallel.device.type == "cuda":
+        self._index = self._placement.engine_of(parallel.rank)
+        self._engine = None if self._index is None else self._launch(self._index)
+        self._pusher = Pusher(self._engine, parallel.device, config.weights)
+        if self._on_gpu:
             try:
-                self._on_owners(lambda engine, _: engine.wait_ready())
+                self._until_done(lambda: None)
             except BaseException:
                 self.close()  # an engine that did start holds GPU memory, and nobody else knows of it yet
                 raise
@@ -87,15 +96,10 @@ class ColocatedEngines(RolloutEngine):
         request = SamplingRequest(
             group_size, 0.0 if greedy else temperature, max_tokens, seed, top_p=rollout.top_p, top_k=rollout.top_k
         )
-
-        def sample(engine: VllmEngine, index: int) -> list[Sample]:
-            share = self._placement.share(len(prompts), index)
-            ids = [prompt.token_ids for prompt in prompts[share]]
-            groups = engine.generate(ids, replace(request, first_group=share.start)) if ids else []
-            return [sample for group in groups for sample in group]
-
-        parts = self._on_owners(sample)
-        samples = [sample for part in parts for sample in part]
+        shares: dict[int, list[Sample]] = {}  # by engine; what one has sampled is kept when another is lost
+        self._until_done(lambda: self._sample_rest(prompts, request, shares))
+        self._recovery.sampled()
+        samples = [sample for _, share in sorted(shares.items()) for sample in share]
         stale = {sample.version for sample in samples} - {self._version}
         if stale or len(samples) != len(prompts) * group_size:
             raise RunError(
@@ -107,94 +111,154 @@ class ColocatedEngines(RolloutEngine):
     def push(self, source: Source, version: int) -> PushStats:
         """See `RolloutEngine.push`; the seconds are those of the slowest engine."""
         self._unusable = f"push {version} did not reach every engine; generate again after one that does"
-        outcome = _attempt(lambda: self._pusher.push(source, version))
-        outcomes = self._exchange(outcome)
-        _raise_first(outcomes, outcome)
-        self._version, self._unusable = version, None
-        stats = [outcomes[owner].value for owner in self._placement.owners]
-        return replace(stats[0], seconds=max(part.seconds for part in stats))
+        stats = self._until_done(lambda: self._deliver(source, version))
+        self._source, self._version, self._unusable = source, version, None
+        return stats
 
     def sleep(self, level: int = 1) -> None:
-        """Free GPU memory (1: weights kept in host memory, 2: dropped, a push must follow); does nothing on a CPU."""
-        self._on_owners(lambda engine, _: engine.sleep(level))
+        """Free GPU memory once no more is sampled from these weights; does nothing on a CPU, or at level 0.
+
+        Args:
+            level: 1: the weights are kept in host memory; 2: they are dropped, and a push must follow. The next push
+                and the next generate wake the engines by themselves, a stage each.
+        """
+        if not self._on_gpu or level == 0:
+            return
+        self._asleep = frozenset((WEIGHTS, KV_CACHE))
+        if level > 1:
+            self._unusable = f"sleep level {level} dropped the weights; generate again after a push"
+        try:
+            self._on_owners(
+                lambda engine, _: engine.sleep(level), "the engines to sleep", seconds=self._deadlines.sleep
+            )
+        except EngineLostError as error:  # its memory is free all the same; it starts again when it is needed
+            self._note_loss(error)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Take GPU memory back: tags ("weights",) before a push, ("kv_cache",) before sampling, None for all."""
-        self._on_owners(lambda engine, _: engine.wake(tags))
+        """Take GPU memory back, of those tags that are asleep: ("weights",), ("kv_cache",), or None for all."""
+        tags = tuple(sorted(self._asleep.intersection(tags or self._asleep), reverse=True))  # the weights first
+        if not tags:
+            return
+        give_back_cached()
+        self._on_owners(lambda engine, _: engine.wake(tags), "the engines to wake", seconds=self._deadlines.sleep)
+        self._asleep -= set(tags)
+
+    def figures(self) -> dict[str, float]:
+        """How often an engine was started again since the last call, all engines together."""
+        restarts, self._restarts = self._restarts, 0
+        return {"rollout/restarts": restarts}
 
     def close(self) -> None:
         """End this rank's engine. Not collective: ranks may close at any time, also after an error."""
         if self._engine is not None:
             self._engine.close()
 
-    def _launch(self, index: int, parallel: Parallel) -> VllmEngine:
-        spec = engine_spec(self._config, parallel, index, self._placement)
-        log = self._config.run_dir / "logs" / f"engine-{index}.log"
-        return VllmEngine(spec, owner=f"rank {parallel.rank}", log=log, deadlines=self._deadlines)
+    def _until_done(self, call: Callable[[], Value]) -> Value:
+        """Call with all engines there, and again with all engines there after a loss, up to the limit."""
 
-    def _on_owners(self, call: Callable[[VllmEngine, int], Value]) -> list[Value]:
+        def once() -> Value:
+            try:
+                self._bring_up()
+                return call()
+            except EngineLostError:
+                self._ready, self._behind = False, True
+                raise
+
+        return self._recovery.until_done(once)
+
+    def _note_loss(self, error: EngineLostError) -> None:
+        self._ready, self._behind = False, True
+        self._recovery.count(error)
+
+    def _bring_up(self) -> None:
+        """Wait for engines that start; those that were lost start again, as servers of the checkpoint."""
+        if self._ready:
+            return
+        give_back_cached()  # on every rank: an engine may span the devices of several
+        self._restarts += sum(self._on_owners(self._start_again, "the engines to be launched", seconds=0))
+        self._on_owners(lambda engine, _: engine.wait_ready(), "the engines to start", seconds=self._deadlines.start)
+        self._ready = True
+
+    def _start_again(self, engine: VllmEngine, index: int) -> bool:
+        if not engine.lost or self._recovery.over:
+            return False
+        self._engine = self._launch(index, restart=engine.restart + 1)
+        self._pusher = Pusher(self._engine, self._parallel.device, self._config.weights)
+        return True
+
+    def _launch(self, index: int, restart: int = 0) -> VllmEngine:
+        spec = engine_spec(self._config, self._parallel, index, self._placement)
+        log = self._config.run_dir / "logs" / f"engine-{index}.log"
+        owner = f"rank {self._parallel.rank}"
+        return VllmEngine(spec, owner=owner, log=log, deadlines=self._deadlines, restart=restart)
+
+    def _sample_rest(
+        self, prompts: Sequence[Prompt], request: SamplingRequest, shares: dict[int, list[Sample]]
+    ) -> None:
+        """Have the engines whose share is missing sample it; the shares that come are kept whatever the others do."""
+
+        def sample(engine: VllmEngine, index: int) -> list[Sample] | None:
+            if index in shares:
+                return None
+            share = self._placement.share(len(prompts), index)
+            ids = [prompt.token_ids for prompt in prompts[share]]
+            groups = engine.generate(ids, replace(request, first_group=share.start)) if ids else []
+            return [sample for group in groups for sample in group]
+
+        if self._behind and self._source is not None:
+            self._deliver(self._source, self._version)
+        self._behind = False
+        self.wake()
+        what = f"{len(prompts)} x {request.group_size} samples"
+        outcomes, own = self._gather(sample, what, seconds=self._deadlines.generate)
+        for index, owner in enumerate(self._placement.owners):
+            if outcomes[owner].value is not None:
+                shares[index] = outcomes[owner].value
+        raise_first(outcomes, own)
+
+    def _deliver(self, source: Source, version: int) -> PushStats:
+        """One push into all engines; one more if a bucket arrived damaged."""
+        self.wake((WEIGHTS,))
+        try:
+            stats = self._push_once(source, version)
+        except DamagedError:
+            stats = self._push_once(source, version)
+        self._behind = False
+        return stats
+
+    def _push_once(self, source: Source, version: int) -> PushStats:
+        own = attempt(partial(self._pusher.push, source, version))
+        seconds = 2 * self._deadlines.push  # to break off a push that failed takes a deadline of its own
+        outcomes = self._gather_from(own, f"push {version}", seconds)
+        raise_first(outcomes, own)
+        stats = [outcomes[owner].value for owner in self._placement.owners]
+        return replace(stats[0], seconds=max(part.seconds for part in stats))
+
+    def _on_owners(self, call: Callable[[VllmEngine, int], Value], what: str, *, seconds: float) -> list[Value]:
         """Run something on each engine's owner; every rank gets all results, in the order of the engines."""
+        outcomes, own = self._gather(call, what, seconds)
+        raise_first(outcomes, own)
+        return [outcomes[owner].value for owner in self._placement.owners]
+
+    def _gather(
+        self, call: Callable[[VllmEngine, int], Value], what: str, seconds: float
+    ) -> tuple[list[Outcome[Any]], Outcome[Any]]:
+        """(every rank's outcome, this rank's own) of a call that only owners make."""
 
         def here() -> Value | None:
             return None if self._engine is None or self._index is None else call(self._engine, self._index)
 
-        outcome = _attempt(here)
-        outcomes = self._exchange(outcome)
-        _raise_first(outcomes, outcome)
-        return [outcomes[owner].value for owner in self._placement.owners]
+        own = attempt(here)
+        return self._gather_from(own, what, seconds), own
 
-    def _exchange(self, outcome: Outcome[Any]) -> list[Outcome[Any]]:
-        """Every rank's outcome, by rank."""
-        if not dist.is_initialized():
-            return [outcome]
-        message = replace(outcome, exception=None)
-        outcomes = [message] * dist.get_world_size()
-        dist.all_gather_object(outcomes, message, group=self._group)
-        return outcomes
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome(Generic[Value]):
-    """How a call ended on one rank: with a value, or with an error's text.
-
-    Example: Outcome(value=None, error="engine 0 (process 4711) was ended by SIGKILL while rank 0 waited for ...")
-    """
-
-    value: Any = None
-    error: str | None = None
-    exception: BaseException | None = None  # on the rank itself; it does not travel
-
-
-def _attempt(call: Callable[[], Value]) -> Outcome[Value]:
-    try:
-        return Outcome(value=call())
-    except RunError as error:
-        return Outcome(error=str(error), exception=error)
-    except Exception as error:  # noqa: BLE001  a bug here must not leave the other ranks waiting; it is raised again
-        return Outcome(error=f"{type(error).__name__}: {error}", exception=error)
-
-
-def _raise_first(outcomes: Sequence[Outcome[Any]], own: Outcome[Any]) -> None:
-    """End all ranks alike if one failed.
-
-    Raises:
-        RunError: the first failure, in the order of ranks; a rank's own failure keeps its type and traceback.
-    """
-    if own.exception is not None:
-        raise own.exception
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise RunError(outcome.error)
+    def _gather_from(self, own: Outcome[Any], what: str, seconds: float) -> list[Outcome[Any]]:
+        """As patient as the engines' deadline and the trainer's own collectives together: ranks do not come at once."""
+        patience = seconds + self._config.parallel.distributed_timeout_s
+        return self._exchange.gather(own, what=what, seconds=patience)
 
 
 def _deadlines(config: Config) -> Deadlines:
     rollout = config.rollout
-    return Deadlines(rollout.start_timeout_s, rollout.generate_timeout_s, rollout.push_timeout_s)
-
-
-def _exchange_group(deadlines: Deadlines) -> dist.ProcessGroup | None:
-    """A gloo group of its own: it outwaits the engines, and takes CPU objects where the trainer talks over NCCL."""
-    if not dist.is_initialized():
-        return None
-    longest = max(deadlines.start, deadlines.generate, deadlines.push)
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=longest + EXCHANGE_SLACK_S))
+    return Deadlines(
+        rollout.start_timeout_s, rollout.generate_timeout_s, rollout.push_timeout_s, rollout.sleep_timeout_s
+    )

@@ -93,7 +93,17 @@ class EngineSpec:
     gpu_memory_utilization: float = 0.5
     tensor_parallel_size: int = 1
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of a GPU engine
+    sleep_mode: bool = False  # whether a GPU engine can free its memory and take it back
     seed: int = 0
+
+    @property
+    def cpu_step_tokens(self) -> int:
+        """Tokens that a CPU engine computes in one step, at least a whole prompt's.
+
+        A prompt whose prefill is cut over two steps kills it: vLLM then turns the request's generator back by an
+        offset, which a CPU's generator does not have. So chunked prefill is off there.
+        """
+        return max(4096, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +123,8 @@ class RolloutEngine(Protocol):
     """Where the step loop gets its samples from: one engine or many, in whatever place.
 
     Every rank of the trainer calls every method with the same arguments and gets the same result. Every wait has a
-    deadline (`DeadlineError`), and an engine that died raises `RunError` with the tail of its log.
+    deadline. An engine that died, hung or lost its connection is replaced, and what it owed is done again, up to
+    `rollout.max_restarts` times in a row; after that the call raises `EngineLostError`, with the tail of its log.
     """
 
     @property
@@ -150,7 +161,9 @@ class RolloutEngine(Protocol):
         """Replace all weights, and forget every cached prefix. All ranks iterate the source, whatever an engine does.
 
         Args:
-            source: of whole tensors under Hugging Face names, the same on every rank.
+            source: of whole tensors under Hugging Face names, the same on every rank. It is kept, and iterated again
+                when an engine has to be replaced: until the next push it must go on yielding these weights wherever
+                samples are asked for.
             version: of the weights; samples carry it.
 
         Raises:
@@ -160,11 +173,19 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self, level: int = 1) -> None:
-        """Free GPU memory: the KV cache, and the weights (1: kept in host memory, 2: dropped until the next push)."""
+        """Free GPU memory when no more is sampled before the next push; that and the next generate wake by themselves.
+
+        Args:
+            level: 0: nothing; 1: the KV cache, and the weights are kept in host memory; 2: the weights are dropped.
+        """
         ...
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back, in stages ("weights" before a push, "kv_cache" before sampling), or all of it."""
+        """Take the memory back before it is needed, in stages ("weights", then "kv_cache"), or all of it."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of what happened since the last call, the same on every rank, e.g. {"rollout/restarts": 1}."""
         ...
 
     def close(self) -> None:

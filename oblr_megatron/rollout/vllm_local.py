@@ -1,11 +1,12 @@
 """One vLLM engine in a child process, seen from the trainer: every wait ends, and a death is noticed at once.
 
-    engine = VllmEngine(spec, owner="rank 0", log=run_dir / "logs/engine-0.log", deadlines=Deadlines(600, 1800, 300))
+    engine = VllmEngine(spec, owner="rank 0", log=log_file, deadlines=Deadlines(600, 1800, 300, 120))
     engine.wait_ready()            # the process was started above; the trainer may have been busy meanwhile
     engine.call("generate", {"prompts": [(5, 9)], "request": request}, what="64 prompts", seconds=60)
     engine.close()
 
-After a deadline or a death the engine is lost: the process is killed, and every further call says why.
+After a deadline or a death the engine is lost: the process is killed, and every further call says why, as an
+`EngineLostError`. What an engine answers, be it a refusal, is no loss.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oblr_megatron.errors import DeadlineError, RunError
-from oblr_megatron.rollout.channel import Call, Channel, PeerGone, Reply
+from oblr_megatron.errors import EngineDeadlineError, EngineLostError, RunError
+from oblr_megatron.rollout.channel import CHECK_SECONDS, Call, Channel, PeerGone, Reply
 from oblr_megatron.rollout.engine import EngineSpec, SamplingRequest
+from oblr_megatron.rollout.gpu_memory import describe_memory
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.shm import SharedBuffer
 
@@ -39,11 +41,12 @@ _TORCHRUN_PREFIXES = ("MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds a wait may take. Example: Deadlines(start=600, generate=1800, push=300)"""
+    """Seconds a wait may take. Example: Deadlines(start=600, generate=1800, push=300, sleep=120)"""
 
     start: float
     generate: float
     push: float
+    sleep: float  # and to wake
 
 
 def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[str, str]:
@@ -85,7 +88,7 @@ class VllmEngine:
     Made by a thread that lives as long as the engine shall: the kernel takes its end for the parent's death.
     """
 
-    def __init__(self, spec: EngineSpec, *, owner: str, log: Path, deadlines: Deadlines) -> None:
+    def __init__(self, spec: EngineSpec, *, owner: str, log: Path, deadlines: Deadlines, restart: int = 0) -> None:
         """Start the process and return; `wait_ready` waits for the engine in it.
 
         Args:
@@ -93,10 +96,12 @@ class VllmEngine:
             owner: who waits, in error messages, e.g. "rank 0".
             log: file that takes the process's output.
             deadlines: of the waits.
+            restart: which one of this engine it is; 0 is its first start.
         """
-        self.spec, self.owner, self.log, self.deadlines = spec, owner, log, deadlines
+        self.spec, self.owner, self.log, self.deadlines, self.restart = spec, owner, log, deadlines, restart
         self.buffer = SharedBuffer.create()
         self._lost: str | None = None
+        self._closed = False
         self._wait_for: tuple[str, float, float] | None = None  # what, since when, for how long
         self._ready = False
         self._started_at = time.monotonic()
@@ -104,8 +109,8 @@ class VllmEngine:
 
     @property
     def lost(self) -> bool:
-        """Whether the process has died or was killed."""
-        return self._lost is not None
+        """Whether the process has died or was killed, other than by `close`."""
+        return self._lost is not None and not self._closed
 
     @property
     def pid(self) -> int:
@@ -116,8 +121,9 @@ class VllmEngine:
         """Wait until the engine can be called.
 
         Raises:
-            DeadlineError: it is not ready `deadlines.start` seconds after it was launched.
-            RunError: it could not start; the message says why and quotes its log.
+            EngineLostError: it died, or is not ready `deadlines.start` seconds after it was launched; or, one that had
+                been ready before, could not start again.
+            RunError: it never was ready and says why: a second start would end alike.
         """
         if self._ready:
             return
@@ -125,6 +131,8 @@ class VllmEngine:
             self._receive(f"{self.spec.name} to start", self._started_at, self.deadlines.start)
         except RunError as error:
             self._lose(str(error))
+            if self.restart and not isinstance(error, EngineLostError):
+                raise EngineLostError(str(error)) from error
             raise
         self._ready = True
 
@@ -141,8 +149,8 @@ class VllmEngine:
             begin: on the monotonic clock; by default now.
 
         Raises:
-            DeadlineError: no answer in time; the engine is killed.
-            RunError: the engine refused, or died.
+            EngineLostError: the engine died, or gave no answer in time and was killed (`EngineDeadlineError`).
+            RunError: the engine refused.
         """
         self.post(method, arguments, what=what, seconds=seconds, begin=begin)
         return self.collect()
@@ -173,8 +181,8 @@ class VllmEngine:
         """Q prompts of token ids -> Q groups of G samples.
 
         Raises:
-            DeadlineError: they took longer than `deadlines.generate`.
-            RunError: the engine refused, or died.
+            EngineLostError: the engine died, or took longer than `deadlines.generate`.
+            RunError: the engine refused.
         """
         what = f"{len(prompts)} x {request.group_size} samples of {self.spec.name}"
         arguments = {"prompts": prompts, "request": request}
@@ -184,16 +192,31 @@ class VllmEngine:
         """See `RolloutEngine.sleep`. vLLM's CPU backend has none: a CPU engine goes on as it is."""
         if self.spec.device == "cuda":
             what = f"{self.spec.name} to sleep"
-            self.call("sleep", {"level": level}, what=what, seconds=self.deadlines.push)
+            self.call("sleep", {"level": level}, what=what, seconds=self.deadlines.sleep)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """See `RolloutEngine.wake`."""
-        if self.spec.device == "cuda":
-            arguments = {"tags": None if tags is None else list(tags)}
-            self.call("wake", arguments, what=f"{self.spec.name} to wake", seconds=self.deadlines.push)
+        """See `RolloutEngine.wake`.
+
+        Raises:
+            EngineLostError: also when the engine could not take its memory back, and may have taken some of it; the
+                message says what is free and what the trainer holds.
+        """
+        if self.spec.device != "cuda":
+            return
+        arguments = {"tags": None if tags is None else list(tags)}
+        what = f"{self.spec.name} to wake ({', '.join(tags or ['all'])})"
+        try:
+            self.call("wake", arguments, what=what, seconds=self.deadlines.sleep)
+        except EngineLostError:
+            raise
+        except RunError as error:
+            message = f"{error}; {describe_memory()}, and the engine's share is {self.spec.gpu_memory_utilization:g}"
+            self._lose(message)
+            raise EngineLostError(message) from error
 
     def close(self) -> None:
         """End the process, whatever it is doing; may be called again."""
+        self._closed = True
         if self._lost is None:
             self._signal(signal.SIGTERM)
             self._wait(GRACE_SECONDS)
@@ -227,25 +250,29 @@ class VllmEngine:
         except PeerGone:
             raise self._died(what) from None
         if reply.error is not None:
-            raise RunError(f"{self.spec.name} failed while {self.owner} waited for {what}: {reply.error}")
+            raise reply.kind(f"{self.spec.name} failed while {self.owner} waited for {what}: {reply.error}")
         return reply.value
 
-    def _too_late(self, what: str, seconds: float) -> DeadlineError:
-        error = DeadlineError(self.owner, what, seconds)
+    def _too_late(self, what: str, seconds: float) -> EngineDeadlineError:
+        error = EngineDeadlineError(self.owner, what, seconds)
         self._lose(f"{self.spec.name} was killed: {error}")
         return error
 
-    def _died(self, what: str) -> RunError:
+    def _died(self, what: str) -> EngineLostError:
         self._wait(GRACE_SECONDS)
         ending = f"{self.spec.name} (process {self.pid}) {_ending(self._process.returncode)}"
         self._lose(ending)
-        return RunError(f"{ending} while {self.owner} waited for {what}; {self._log_tail()}")
+        return EngineLostError(f"{ending} while {self.owner} waited for {what}; {self._log_tail()}")
 
     def _lose(self, reason: str) -> None:
         """End the process and those it started, reap it, free the memory shared with it; the first reason stands."""
         if self._lost is not None:
             return
         self._lost = reason
+        self._process.kill()
+        end = time.monotonic() + GRACE_SECONDS
+        while _others_in_group(self._process.pid) and time.monotonic() < end:
+            time.sleep(CHECK_SECONDS)  # workers end without their engine, and the last one removes what they shared
         self._signal(signal.SIGKILL)
         self._process.wait()
         self._channel.close()
@@ -253,7 +280,7 @@ class VllmEngine:
 
     def _check_lost(self) -> None:
         if self._lost is not None:
-            raise RunError(self._lost)
+            raise (RunError if self._closed else EngineLostError)(self._lost)
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # the group, for an engine over several GPUs has processes of its own
@@ -266,6 +293,15 @@ class VllmEngine:
     def _log_tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
         return f"the end of {self.log}:\n" + "\n".join(f"    {line}" for line in lines)
+
+
+def _others_in_group(leader: int) -> bool:
+    """Whether processes that an engine process has started still exist."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(ProcessLookupError):  # it ended since
+            if int(name) != leader and os.getpgid(int(name)) == leader:
+                return True
+    return False
 
 
 def _ending(returncode: int | None) -> str:

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from oblr_megatron.errors import RunError
-from oblr_megatron.rollout.engine import EngineSpec, SamplingRequest, prompt_seed
+from oblr_megatron.rollout.engine import EngineSpec, SamplingRequest
+from oblr_megatron.rollout.vllm_samples import sampling_params, to_sample
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.manifest import Ledger, Manifest, WeightError, check_manifest, checkpoint_shapes
+from oblr_megatron.weights.names import HF_EMBEDDING
 
 
 class EngineServer:
@@ -25,6 +27,7 @@ class EngineServer:
         self._llm = vllm.LLM(**_llm_arguments(spec))
         self._tokenizer = self._llm.get_tokenizer()
         self._shapes = checkpoint_shapes(spec.model)
+        self._vocab_size = self._shapes[HF_EMBEDDING][0]
         self._version = 0
         self._ledger: Ledger | None = None
         self._unusable: str | None = None
@@ -43,13 +46,19 @@ class EngineServer:
 
         self._check_usable()
         self._llm.reset_prefix_cache()
-        parameters = [self._sampling_params(request, position) for position in range(len(prompts))]
+        parameters = [sampling_params(request, request.first_group + position) for position in range(len(prompts))]
         outputs = self._llm.generate(
             [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], parameters, use_tqdm=False
         )
         copies = request.group_size if request.greedy else 1
         return [
-            [self._sample(request.first_group + position, prompt, completion) for completion in output.outputs] * copies
+            [
+                to_sample(
+                    request.first_group + position, prompt, completion, self._version, self._tokenizer, self._vocab_size
+                )
+                for completion in output.outputs
+            ]
+            * copies
             for position, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
         ]
 
@@ -60,15 +69,15 @@ class EngineServer:
     def start_push(self, manifest: Manifest, version: int) -> None:
         """Begin to replace the weights; from here on nothing is generated until `finish_push`."""
         self.abort_push(f"push {version} has not ended")
-        check_manifest(manifest, self._shapes)
+        check_manifest(manifest, self._shapes, self._spec.dtype)
         self._llm.start_weight_update()
         self._ledger = Ledger(manifest)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Take in one bucket."""
-        from oblr_megatron.weights.transfer import specs_of
+        from oblr_megatron.weights.transfer import parts_of
 
-        self._open_ledger().take(specs_of(update_info))
+        self._open_ledger().take(parts_of(update_info))
         self._llm.update_weights({"update_info": update_info})
 
     def finish_push(self, version: int) -> None:
@@ -78,6 +87,12 @@ class EngineServer:
         self._ledger = None
         self._llm.reset_prefix_cache()
         self._version, self._unusable = version, None
+
+    def read_back(self) -> list[dict[str, str]]:
+        """Digests of the weights that are in place, worker by worker; see `weights.verify`."""
+        from oblr_megatron.weights.verify import read_back
+
+        return self._llm.apply_model(read_back)
 
     def abort_push(self, reason: str) -> None:
         """Give a push up: its weights may be half in place. A later complete one mends that."""
@@ -92,16 +107,18 @@ class EngineServer:
         raise AssertionError("vLLM accepted an empty update")
 
     def sleep(self, level: int) -> None:
-        """Free GPU memory."""
+        """Free GPU memory: at level 1 the weights move to host memory, at level 2 they are gone until a push."""
         self._llm.sleep(level=level)
         self._asleep = {"weights", "kv_cache"}
         if level > 1:
             self._unusable = f"its weights were dropped by sleep level {level}"
 
     def wake(self, tags: list[str] | None) -> None:
-        """Take GPU memory back."""
-        self._llm.wake_up(tags=tags)
-        self._asleep -= self._asleep if tags is None else set(tags)
+        """Take GPU memory back; vLLM would take none at all if asked for a tag that is not asleep."""
+        asleep = sorted(self._asleep if tags is None else self._asleep & set(tags))
+        if asleep:
+            self._llm.wake_up(tags=asleep)
+            self._asleep -= set(asleep)
 
     def _check_usable(self) -> None:
         if self._asleep:
@@ -113,42 +130,6 @@ class EngineServer:
         if self._ledger is None:
             raise WeightError("no push is open")
         return self._ledger
-
-    def _sampling_params(self, request: SamplingRequest, position: int) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(
-            n=1 if request.greedy else request.group_size,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=max(request.top_k, 0),
-            max_tokens=request.max_tokens,
-            seed=prompt_seed(request.seed, request.first_group + position),
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,  # whole responses are decoded at the end; a decoder step a token costs a small model 15%
-        )
-
-    def _sample(self, group: int, prompt: Sequence[int], completion: Any) -> Sample:
-        """One response, checked: a log-prob for every token, a natural end, this engine's weights throughout."""
-        versions = {span.version for span in completion.weight_versions or ()}
-        if versions != {str(self._version)}:
-            raise RunError(f"a response was made by weights {sorted(versions)}, not by version {self._version}")
-        logprobs = completion.logprobs.logprobs
-        if len(logprobs) != len(completion.token_ids) or completion.finish_reason not in ("stop", "length"):
-            raise RunError(
-                f"a response of {len(completion.token_ids)} tokens has {len(logprobs)} log-probs and ended with "
-                f"{completion.finish_reason!r}"
-            )
-        return Sample(
-            group=group,
-            prompt_ids=tuple(prompt),
-            response_ids=tuple(completion.token_ids),
-            logprobs=tuple(logprobs),
-            text=self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True),
-            finish_reason=completion.finish_reason,
-            version=self._version,
-        )
 
 
 def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -171,6 +152,11 @@ def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
         return common | {
             "gpu_memory_utilization": spec.gpu_memory_utilization,
             "tensor_parallel_size": spec.tensor_parallel_size,
-            "enable_sleep_mode": True,
+            "enable_sleep_mode": spec.sleep_mode,
         }
-    return common | {"enforce_eager": True, "kv_cache_memory_bytes": spec.kv_cache_bytes}
+    return common | {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": spec.kv_cache_bytes,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": spec.cpu_step_tokens,
+    }

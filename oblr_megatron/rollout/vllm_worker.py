@@ -19,8 +19,19 @@ from oblr_megatron.errors import RunError
 from oblr_megatron.rollout.channel import Call, Channel, PeerGone, Reply
 from oblr_megatron.rollout.engine import EngineSpec
 from oblr_megatron.rollout.vllm_process import EngineServer
+from oblr_megatron.weights.manifest import DamagedError
 
-METHODS = ("generate", "init_transfer", "start_push", "update_weights", "finish_push", "abort_push", "sleep", "wake")
+METHODS = (
+    "generate",
+    "init_transfer",
+    "start_push",
+    "update_weights",
+    "finish_push",
+    "read_back",
+    "abort_push",
+    "sleep",
+    "wake",
+)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -66,7 +77,8 @@ def _answer(channel: Channel, call: Callable[[], Any]) -> Any:
     try:
         value = call()
     except RunError as error:
-        channel.send(Reply(error=str(error)))
+        kind = DamagedError if isinstance(error, DamagedError) else RunError
+        channel.send(Reply(error=str(error), kind=kind))
         return None
     except Exception as error:  # noqa: BLE001  whatever vLLM raises has to reach the trainer, which waits for an answer
         traceback.print_exc()

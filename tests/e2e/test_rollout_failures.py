@@ -1,15 +1,18 @@
-"""What happens when an engine process dies, hangs or does not start, and when its trainer dies: an error within seconds
-that says who waited for what, and nothing left behind. Also that three engines started alike sample alike.
+"""What happens when an engine process dies, hangs or does not start and no restart is allowed, and when its trainer
+dies: an error within seconds that says who waited for what, and nothing left behind. Also that three engines started
+alike sample alike.
 
-Not covered: several ranks (test_rollout_ranks.py), engines of more than one process (GPUs only).
+Not covered: restarts (test_recovery.py), several ranks (test_rollout_ranks.py), engines of several processes (GPUs).
 """
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -31,7 +34,9 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def three(model):
     """Three engines of one model, each with the samples it drew first; every test below ends one of them."""
-    engines = [start(model, model.parent / name, generate_timeout_s=60) for name in ("hang", "generate", "push")]
+    importlib.import_module("vllm.distributed.weight_transfer")  # takes the first push seconds otherwise
+    limits = {"generate_timeout_s": 60, "max_restarts": 0}
+    engines = [start(model, model.parent / name, **limits) for name in ("hang", "generate", "push")]
     yield [(one, sample(one)) for one in engines]  # each starts while another is waited for
     for one in engines:
         one.close()
@@ -47,7 +52,7 @@ def test_fresh_engines_sample_the_same_to_the_last_bit(three):
 def test_an_engine_that_hangs_is_given_up_at_the_deadline(three):
     engines, _ = three[0]
     handle = engines._engine
-    handle.deadlines = type(handle.deadlines)(start=60, generate=1.5, push=60)
+    handle.deadlines = replace(handle.deadlines, generate=1.5)
     os.kill(handle.pid, signal.SIGSTOP)
     begin = time.monotonic()
     with pytest.raises(DeadlineError, match=r"rank 0 waited 1.5 s for 12 x 4 samples of engine 0 and gave up"):
@@ -111,14 +116,14 @@ def test_a_model_vllm_cannot_run_fails_the_start_with_its_reason(tmp_path):
 
 
 def test_a_slow_start_is_given_up_at_the_deadline(model, tmp_path):
-    engines = start(model, tmp_path, start_timeout_s=0.5)
+    engines = start(model, tmp_path, start_timeout_s=0.5, max_restarts=0)
     with pytest.raises(DeadlineError, match=r"rank 0 waited 0.5 s for engine 0 to start"):
         sample(engines)
     assert not engine_processes()
 
 
 def test_an_engine_killed_while_it_starts(model, tmp_path):
-    engines = start(model, tmp_path)
+    engines = start(model, tmp_path, max_restarts=0)
     os.kill(engines._engine.pid, signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(RunError, match="was ended by SIGKILL while rank 0 waited for engine 0 to start"):

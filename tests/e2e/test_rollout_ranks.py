@@ -47,7 +47,7 @@ def test_two_ranks_with_an_engine_each(tmp_path):
 def one_rank(path, run_dir):
     """What each rank does; the kill comes from the second rank, in the middle of a push."""
     with layout(tp=2) as parallel:
-        engines = ColocatedEngines(make_config(path, run_dir, num_engines=2), parallel)
+        engines = ColocatedEngines(make_config(path, run_dir, num_engines=2, max_restarts=0), parallel)
         policy = build_policy(Qwen3Config.from_pretrained(path), ModelConfig(path=path), parallel)
         load_hf_weights(policy, path)
         result = {"stats": engines.push(MegatronWeights(policy), version=0).bytes}

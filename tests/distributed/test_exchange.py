@@ -1,0 +1,88 @@
+"""What one rank learns all ranks decide by: the same values, the same error, and none waits past its deadline.
+
+Does not cover engines (tests/e2e/test_recovery.py), NCCL.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from oblr_megatron.errors import DeadlineError, EngineDeadlineError, EngineLostError, RunError
+from oblr_megatron.rollout.exchange import Exchange, attempt, raise_first
+from oblr_megatron.weights.manifest import DamagedError
+from tests.distributed.launch import run_ranks
+
+RANKS = 3
+FAILURES: dict[str, list[BaseException | None]] = {  # by rank
+    "none": [None, None, None],
+    "a loss": [None, EngineDeadlineError("rank 1", "engine 1 to start", 5.0), None],
+    "damage and a loss": [DamagedError("a bucket"), None, EngineLostError("engine 2 died")],
+    "damage": [None, DamagedError("a bucket"), None],
+    "a loss and a refusal": [EngineLostError("engine 0 died"), None, RunError("no")],
+    "a loss and a bug": [EngineLostError("engine 0 died"), ZeroDivisionError("a bug"), None],
+}
+KINDS = {
+    "none": [None] * 3,
+    "a loss": [EngineLostError, EngineDeadlineError, EngineLostError],
+    "damage and a loss": [EngineLostError] * 3,
+    "damage": [DamagedError] * 3,
+    "a loss and a refusal": [RunError] * 3,
+    "a loss and a bug": [RunError, ZeroDivisionError, RunError],
+}
+
+
+def on_rank() -> dict[str, Any]:
+    """By case: (values that arrived, type of what was raised)."""
+    rank = dist.get_rank()
+    exchange = Exchange(rank)
+    return {name: one_case(exchange, rank, failures[rank]) for name, failures in FAILURES.items()}
+
+
+def one_case(exchange: Exchange, rank: int, failure: BaseException | None) -> tuple[list[Any], type | None]:
+    def call() -> str:
+        if failure is not None:
+            raise failure
+        return "x" * (10**rank)  # of another length on every rank
+
+    own = attempt(call)
+    outcomes = exchange.gather(own, what="a case", seconds=60)
+    try:
+        raise_first(outcomes, own)
+    except Exception as error:  # noqa: BLE001  whatever it is, the test wants to know
+        return [outcome.value for outcome in outcomes], type(error)
+    return [outcome.value for outcome in outcomes], None
+
+
+def test_every_rank_gets_all_values_and_decides_alike() -> None:
+    answers = run_ranks(on_rank, RANKS)
+    for name, failures in FAILURES.items():
+        values = [None if failure else "x" * 10**rank for rank, failure in enumerate(failures)]
+        assert [answer[name] for answer in answers] == [(values, kind) for kind in KINDS[name]], name
+
+
+def late() -> tuple[str, float]:
+    """Rank 0 waits for rank 1, which comes too late to hear its own deadline."""
+    exchange = Exchange(dist.get_rank())
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return "", 0.0
+    begin = time.monotonic()
+    with pytest.raises(DeadlineError) as error:
+        exchange.gather(attempt(lambda: 1), what="64 samples", seconds=1)
+    return str(error.value), time.monotonic() - begin
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
+    (message, seconds), _ = run_ranks(late, 2)
+    assert message == "rank 0 waited 1 s for the other ranks and 64 samples and gave up"
+    assert seconds < 4
+
+
+def test_one_rank_alone_hears_itself() -> None:
+    exchange = Exchange(0)
+    assert exchange.gather(attempt(lambda: 3), what="a case", seconds=0)[0].value == 3
+    assert exchange.objects("any", what="a case", seconds=0) == ["any"]

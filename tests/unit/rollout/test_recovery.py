@@ -1,0 +1,66 @@
+"""How often is tried again after a loss, and what is raised then. Not covered: engines (tests/e2e/test_recovery.py)."""
+
+import pytest
+
+from oblr_megatron.errors import EngineDeadlineError, EngineLostError, RunError
+from oblr_megatron.rollout.recovery import Recovery
+
+
+class Losing:
+    """A call that loses its engine a number of times."""
+
+    def __init__(self, losses):
+        self.losses, self.calls = losses, 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls <= self.losses:
+            raise EngineLostError(f"loss {self.calls}")
+        return "done"
+
+
+@pytest.mark.parametrize("losses", [0, 1, 3])
+def test_as_many_losses_as_allowed_are_mended(losses):
+    call = Losing(losses)
+    assert Recovery(3, tells=False).until_done(call) == "done"
+    assert call.calls == losses + 1
+
+
+def test_one_more_is_raised_and_ends_it():
+    recovery = Recovery(2, tells=False)
+    with pytest.raises(EngineLostError, match=r"(?s)loss 3.*after 2 restarts without a completed rollout"):
+        recovery.until_done(Losing(3))
+    assert recovery.over
+
+
+def test_losses_add_up_over_calls_until_a_rollout_completes():
+    recovery = Recovery(2, tells=False)
+    recovery.until_done(Losing(2))
+    recovery.sampled()
+    recovery.until_done(Losing(1))
+    recovery.until_done(Losing(1))
+    with pytest.raises(EngineLostError):
+        recovery.until_done(Losing(1))
+
+
+def test_without_restarts_the_error_stays_what_it_was():
+    error = EngineDeadlineError("rank 0", "engine 0 to start", 5)
+
+    def call():
+        raise error
+
+    with pytest.raises(EngineDeadlineError) as caught:
+        Recovery(0, tells=False).until_done(call)
+    assert caught.value is error
+
+
+def test_a_refusal_is_not_tried_again():
+    calls = []
+
+    def call():
+        calls.append(1)
+        raise RunError("no")
+
+    with pytest.raises(RunError, match="no"):
+        Recovery(3, tells=False).until_done(call)
+    assert len(calls) == 1

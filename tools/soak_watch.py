@@ -1,0 +1,122 @@
+"""What a run may leave behind, and a look at it from outside: processes, shared memory, descriptors, zombies."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ENGINE = "oblr_megatron.rollout.vllm_worker"
+RANK = "soak_rank.py"
+SHARED_MEMORY = Path("/dev/shm")
+PUSH_BUFFER = "memfd:oblr-weights"
+GRACE_S = 15.0  # for the last processes to end after the run has
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What the trainer's ranks hold at a moment. Example: Holdings(descriptors=81, buffers=2, zombies=0)"""
+
+    descriptors: int
+    buffers: int  # descriptors of memory shared with an engine
+    zombies: int  # children that ended and were not reaped
+
+
+@dataclass
+class Family:
+    """Every process a run has started, as far as it was looked at in time."""
+
+    root: psutil.Process
+    seen: dict[int, psutil.Process] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Remember the processes there are now."""
+        for process in [self.root, *_children(self.root)]:
+            self.seen.setdefault(process.pid, process)
+
+    def engines(self) -> list[psutil.Process]:
+        """Engine processes that run now."""
+        return [process for process in _children(self.root) if ENGINE in _command(process)]
+
+    def holdings(self) -> Holdings:
+        """Summed over the trainer's ranks."""
+        links = zombies = buffers = 0
+        for rank in [self.root, *_children(self.root)]:
+            command = _command(rank)
+            if RANK not in command or "torch.distributed.run" in command:
+                continue
+            targets = _descriptors(rank.pid)
+            links += len(targets)
+            buffers += sum(PUSH_BUFFER in target for target in targets)
+            zombies += sum(_is_zombie(child) for child in _children(rank, recursive=False))
+        return Holdings(links, buffers, zombies)
+
+    def left_over(self) -> list[psutil.Process]:
+        """Processes that outlive the run by more than a moment."""
+        _, alive = psutil.wait_procs(list(self.seen.values()), timeout=GRACE_S)
+        return alive
+
+
+def shared_memory_names() -> set[str]:
+    """What lies in /dev/shm."""
+    return {path.name for path in SHARED_MEMORY.iterdir()}
+
+
+def leaked(names: Iterable[str]) -> list[str]:
+    """Those of the names that stay although no living process holds them: another program's are in use, or go soon."""
+    end = time.monotonic() + GRACE_S
+    left = sorted(names)
+    while left and time.monotonic() < end:
+        held = {target for pid in psutil.pids() for target in (*_descriptors(pid), *_mapped(pid))}
+        paths = {name: SHARED_MEMORY / name for name in left}
+        left = [name for name, path in paths.items() if path.exists() and str(path) not in held]
+        time.sleep(1)
+    return left
+
+
+def _children(process: psutil.Process, *, recursive: bool = True) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=recursive)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # ended meanwhile
+        return ""
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _descriptors(pid: int) -> list[str]:
+    try:
+        links = [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]
+    except OSError:  # ended meanwhile, or another user's
+        return []
+    return [target for link in links if (target := _target(link))]
+
+
+def _target(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # closed meanwhile
+        return ""
+
+
+def _mapped(pid: int) -> list[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:  # as above
+        return []
+    return [line.split(maxsplit=5)[-1] for line in lines if str(SHARED_MEMORY) in line]
