@@ -1,0 +1,320 @@
+"""Rollout speed: a run's engines against a bare `vllm.LLM.generate`, same model, same prompts, same threads.
+
+    python tools/bench/rollout.py --json run/bench/rollout.json                 a model of 1 million parameters
+    python tools/bench/rollout.py --shape qwen3-0.6b --prompts 8 --group 4 --max-tokens 32
+
+All placements are alive and sample in turn, round after round; `ratio_to_bare` is the median over rounds of a row's
+tokens a second to those of `bare` in the same round. `bare` is vLLM as it comes: sampling without a seed, its plugins
+off, its CPU kernels with packed weights. `bare, a run's options` asks it as a run does: a seed for each prompt, so that
+a run can be repeated; weights that an update reaches; text decoded only at the end. `colocated` and `server` are what
+a run uses, from prompts to checked samples. Weights are random; one round before the first is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rounds import paired_ratio
+
+from oblr_megatron.config import Config, ParallelConfig, parse_config
+from oblr_megatron.model.parallel import initialize, shutdown
+from oblr_megatron.rollout.engine import EngineSpec, RolloutEngine
+from oblr_megatron.rollout.open import open_engines
+from oblr_megatron.rollout.vllm_local import child_environment
+from oblr_megatron.types import Prompt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from make_smoke_model import SAMPLE_TEXTS, qwen3_0_6b, random_weights, train_tokenizer
+
+BARE = "bare"
+TEMPERATURE, SEED = 1.0, 3
+START_SECONDS = 600.0
+TINY = {  # of the size of the demo's model; the rest is Qwen3-0.6B's
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "layer_types": ["full_attention"] * 4,
+}
+SHAPES = {"tiny": TINY, "qwen3-0.6b": {}}
+
+Sampler = Callable[[], tuple[int, float]]
+"""Samples the batch once: tokens, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every placement samples, and with what.
+
+    Example: Work(model="/tmp/m", dtype="float32", prompts=[[5, 9]], group_size=8, max_tokens=128, max_model_len=160,
+                  max_num_seqs=256, kv_cache_bytes=2**29, num_threads=2)
+    """
+
+    model: str
+    dtype: str
+    prompts: list[list[int]]
+    group_size: int
+    max_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_bytes: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One placement.
+
+    Example: Row(placement="colocated", shape="tiny", samples=512, tokens=65536, rounds=5, seconds=4.1,
+                 tokens_per_s=16000.0, ratio_to_bare=0.98)
+    """
+
+    placement: str
+    shape: str
+    samples: int
+    tokens: int  # of a round
+    rounds: int
+    seconds: float  # median
+    tokens_per_s: float  # median
+    ratio_to_bare: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the table, write the figures."""
+    options = parse_options(arguments)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work = make_work(directory / "model", options)
+        samplers = build_samplers(work, directory, stack)
+        rows = measure(samplers, work, options)
+    table = Table(*asdict(rows[0]), title="rollout")
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
+    Console(width=120).print(table)
+    if options.json:
+        write_json(options.json, rows)
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--group", type=int, default=8, help="responses a prompt")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args(arguments)
+
+
+def make_work(model: Path, options: argparse.Namespace) -> Work:
+    """Write the model, and draw the prompts."""
+    tokenizer = train_tokenizer(SAMPLE_TEXTS)
+    dtype = "bfloat16" if options.shape == "qwen3-0.6b" else "float32"
+    config = qwen3_0_6b(tokenizer, dtype)
+    config.update(SHAPES[options.shape])
+    known = min(len(tokenizer), config.vocab_size)
+    from safetensors.torch import save_file
+
+    config.save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    save_file(random_weights(config, num_tokens=known, seed=0), model / "model.safetensors", metadata={"format": "pt"})
+    draw = random.Random(0)
+    prompts = [[draw.randrange(4, known) for _ in range(draw.randint(8, 24))] for _ in range(options.prompts)]
+    return Work(
+        model=str(model),
+        dtype=dtype,
+        prompts=prompts,
+        group_size=options.group,
+        max_tokens=options.max_tokens,
+        max_model_len=32 + options.max_tokens,
+        max_num_seqs=256,
+        kv_cache_bytes=2**30,
+        num_threads=len(os.sched_getaffinity(0)),
+    )
+
+
+def build_samplers(work: Work, directory: Path, stack: ExitStack) -> dict[str, Sampler]:
+    """All placements, started and ready."""
+    (directory / "work.json").write_text(json.dumps(asdict(work)), encoding="utf-8")
+    samplers: dict[str, Sampler] = {
+        BARE: Bare(work, directory, "stock", stack),
+        "bare, a run's options": Bare(work, directory, "ours", stack),
+    }
+    parallel = initialize(ParallelConfig())
+    stack.callback(shutdown)
+    url = start_server(work, directory, stack)
+    for name, servers in (("colocated", []), ("server", [url])):
+        engines = open_engines(run_config(work, directory / name, servers), parallel)
+        stack.callback(engines.close)
+        samplers[name] = partial(sample, engines, work)
+    return samplers
+
+
+class Bare:
+    """A process of its own that holds nothing but `vllm.LLM`."""
+
+    def __init__(self, work: Work, directory: Path, like: str, stack: ExitStack) -> None:
+        environment = child_environment(os.environ, spec_of(work))
+        if like == "stock":
+            environment |= {"VLLM_PLUGINS": ""}
+            environment.pop("VLLM_ZENTORCH_WEIGHT_PREPACK")
+        self._process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("rollout_bare.py")), str(directory / "work.json"), like],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stack.enter_context((directory / f"{like}.log").open("w")),
+                env=environment,
+                text=True,
+            )
+        )
+        stack.callback(self._process.kill)
+        self._wait_for("ready")
+
+    def __call__(self) -> tuple[int, float]:
+        """One batch."""
+        assert self._process.stdin is not None, "it was opened as a pipe"
+        self._process.stdin.write("run\n")
+        self._process.stdin.flush()
+        found = json.loads(self._wait_for("{"))
+        return found["tokens"], found["seconds"]
+
+    def _wait_for(self, start: str) -> str:
+        assert self._process.stdout is not None, "it was opened as a pipe"
+        for line in self._process.stdout:
+            if line.startswith(start):
+                return line
+        raise RuntimeError("the bare engine has died")
+
+
+def spec_of(work: Work) -> EngineSpec:
+    """As `child_environment` wants it."""
+    return EngineSpec(
+        name=BARE,
+        model=Path(work.model),
+        dtype="bfloat16" if work.dtype == "bfloat16" else "float32",
+        device="cpu",
+        max_model_len=work.max_model_len,
+        max_num_seqs=work.max_num_seqs,
+        kv_cache_bytes=work.kv_cache_bytes,
+        num_threads=work.num_threads,
+    )
+
+
+def run_config(work: Work, run_dir: Path, servers: Sequence[str]) -> Config:
+    """Of a run that samples this."""
+    return parse_config(
+        {
+            "run_dir": str(run_dir),
+            "num_prompts": len(work.prompts),
+            "group_size": work.group_size,
+            "model": {"path": work.model, "dtype": work.dtype},
+            "data": {"train": "unused", "max_prompt_tokens": 32},
+            "rollout": {
+                "max_response_tokens": work.max_tokens,
+                "max_num_seqs": work.max_num_seqs,
+                "kv_cache_gib": work.kv_cache_bytes / 2**30,
+                "num_threads": work.num_threads,
+                "servers": list(servers),
+            },
+        }
+    )
+
+
+def start_server(work: Work, directory: Path, stack: ExitStack) -> str:
+    """`oblr-megatron serve`, as a user starts it; its URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "oblr_megatron.cli", "serve", "--model", work.model, "--port", str(port)]
+    command += ["--dtype", work.dtype, "--max-model-len", str(work.max_model_len), "--die-with-parent"]
+    command += ["--max-num-seqs", str(work.max_num_seqs), "--kv-cache-gib", str(work.kv_cache_bytes / 2**30)]
+    command += ["--num-threads", str(work.num_threads)]
+    log = stack.enter_context((directory / "server.log").open("w"))
+    process = stack.enter_context(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+    stack.callback(process.terminate)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return url
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise RuntimeError(f"the server did not start: {(directory / 'server.log').read_text()[-2000:]}")
+
+
+def sample(engines: RolloutEngine, work: Work) -> tuple[int, float]:
+    """One batch, as a run draws it."""
+    prompts = [
+        Prompt(row=n, id=str(n), text="", token_ids=tuple(ids), answer="", source="")
+        for n, ids in enumerate(work.prompts)
+    ]
+    start = time.perf_counter()
+    samples = engines.generate(
+        prompts, group_size=work.group_size, temperature=TEMPERATURE, max_tokens=work.max_tokens, seed=SEED
+    )
+    return sum(len(one.response_ids) for one in samples), time.perf_counter() - start
+
+
+def measure(samplers: dict[str, Sampler], work: Work, options: argparse.Namespace) -> list[Row]:
+    """Every placement once a round, in turn forwards and backwards, after one round that is not counted."""
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in samplers}
+    for number in range(options.rounds + 1):
+        for name in list(samplers)[:: -1 if number % 2 else 1]:
+            outcome = samplers[name]()
+            if number:
+                found[name].append(outcome)
+    speeds = {name: [tokens / seconds for tokens, seconds in outcomes] for name, outcomes in found.items()}
+    return [
+        Row(
+            placement=name,
+            shape=options.shape,
+            samples=len(work.prompts) * work.group_size,
+            tokens=round(statistics.median(tokens for tokens, _ in outcomes)),
+            rounds=len(outcomes),
+            seconds=statistics.median(seconds for _, seconds in outcomes),
+            tokens_per_s=statistics.median(speeds[name]),
+            ratio_to_bare=paired_ratio(speeds[name], speeds[BARE]),
+        )
+        for name, outcomes in found.items()
+    ]
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    """{"machine":, "date":, "rows": [...]}"""
+    record = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "rows": [asdict(row) for row in rows],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
