@@ -1,14 +1,16 @@
-"""The `oblr-megatron` command: train, eval, report."""
+"""The `oblr-megatron` command: train, eval, serve, report."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_USER, RunError, UserError
+from oblr_megatron.rollout.serve import add_arguments as add_serve_arguments
 
 # torch.distributed has no exception of its own for it; the rank that was lost says more than this one can
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -17,13 +19,18 @@ PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     parser = _parser()
-    # argparse does not take overrides on both sides of an option; what it leaves over are those that follow one
+    options = parse(parser, arguments)
+    return guarded(lambda: options.function(options))
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, with `overrides` on both sides of an option: argparse leaves over those that follow one."""
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.overrides = [*options.overrides, *rest]
-    return guarded(lambda: options.function(options))
+    return options
 
 
 def guarded(command: Callable[[], int]) -> int:
@@ -50,8 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train from a TOML config")
-    train.add_argument("config", type=Path, help="TOML file")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
+    add_run_arguments(train)
     train.add_argument(
         "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, started by torchrun"
     )
@@ -69,17 +75,46 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", type=Path, help="also write the figures here")
     evaluate.set_defaults(function=_evaluate)
 
+    add_serve_arguments(commands.add_parser("serve", help="an API server for rollout.servers: stock vLLM, guarded"))
+
     report = commands.add_parser("report", help="one self-contained HTML file about a run")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(function=_report)
     return parser
 
 
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """What says which run it is, for the launcher and for each of its ranks."""
+    parser.add_argument("config", type=Path, help="TOML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
+    samples = parser.add_mutually_exclusive_group()
+    parser.add_argument(
+        "--save-rollouts", action="store_true", help="write every step's samples and rewards to RUN_DIR/rollouts"
+    )
+    samples.add_argument("--replay", type=Path, metavar="DIR", help="train from the saved samples in DIR, without vLLM")
+    samples.add_argument(
+        "--rollout-only", action="store_true", help="sample, judge and save num_steps batches, and train nothing"
+    )
+
+
+def run_overrides(options: argparse.Namespace) -> list[str]:
+    """The overrides, with the flags as what they stand for."""
+    overrides = list(options.overrides)
+    if options.save_rollouts:
+        overrides.append("rollout.save=true")
+    if options.rollout_only:
+        overrides.append("rollout.only=true")
+    if options.replay is not None:
+        overrides.append(f"rollout.replay={json.dumps(str(options.replay))}")
+    return overrides
+
+
 def _train(options: argparse.Namespace) -> int:
     from oblr_megatron.checks import check_port
     from oblr_megatron.config import load_config
 
-    config = load_config(options.config, options.overrides)
+    overrides = run_overrides(options)
+    config = load_config(options.config, overrides)
     if options.nproc_per_node < 1:
         raise UserError(f"--nproc-per-node {options.nproc_per_node} is not a number of ranks", mend="give 1 or more")
     if options.nproc_per_node == 1:
@@ -95,7 +130,7 @@ def _train(options: argparse.Namespace) -> int:
         check_port(options.master_port)
         rendezvous = ["--master-port", str(options.master_port)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.nproc_per_node)]
-    script = ["-m", "oblr_megatron.train", str(options.config), *options.overrides]
+    script = ["-m", "oblr_megatron.train", str(options.config), *overrides]
     return os.execv(sys.executable, [*launcher, *rendezvous, *script])
 
 

@@ -60,9 +60,36 @@ def check_together(config: Config, where: str) -> None:
             where=where,
             mend="change one of them: folds are of whole prompts and of equal size",
         )
+    _check_samples(config, where)
+    push, patience = config.rollout.push_timeout_s, config.parallel.distributed_timeout_s
+    if push >= patience:
+        raise UserError(
+            f"rollout.push_timeout_s {push:g} is not below parallel.distributed_timeout_s {patience:g}: the ranks that "
+            "gather weights would give up before the one that waits for its engine",
+            where=where,
+            mend="lower the first or raise the second",
+        )
     if not config.data.chat_template and "{question}" not in config.data.template:
         raise UserError(
             f"data.template {config.data.template!r} has no {{question}}",
             where=where,
             mend="put {question} where the question goes",
+        )
+
+
+def _check_samples(config: Config, where: str) -> None:
+    """Where samples come from and what is done with them: one of each."""
+    rollout = config.rollout
+    for first, second in (("replay", "only"), ("replay", "servers")):
+        if getattr(rollout, first) and getattr(rollout, second):
+            raise UserError(
+                f"rollout.{first} and rollout.{second} exclude each other: a replay samples nothing",
+                where=where,
+                mend="leave one of them out",
+            )
+    if rollout.dynamic_sampling and config.group_size == 1:
+        raise UserError(
+            "group_size is 1, but rollout.dynamic_sampling looks for groups of unequal rewards",
+            where=where,
+            mend="set group_size to 2 or more, or rollout.dynamic_sampling to false",
         )

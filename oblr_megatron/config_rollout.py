@@ -47,10 +47,11 @@ class RolloutConfig(Section):
     max_staleness: int = Field(0, ge=0)
     """Weight updates by which a sample may be behind the trainer; 0 is strictly on-policy. An older one is refused."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal and sample further prompts in their place. No step is without a gradient
-    then, at a price: the prompts of a step are no longer drawn from the data alone but also by the policy, so that the
-    gradient is that of another objective (prompts weighted by how mixed their rewards are), leave-one-out baselines and
-    gradient norms are of the prompts kept, and signal, noise and mean reward no longer speak of the data set."""
+    """Drop groups whose rewards are all equal and sample further prompts in their place. Every place of a step then has
+    a gradient, at a price: which prompts a step holds depends on their responses. The gradient is no longer an estimate
+    of that of the mean reward but of it divided by the share of mixed groups, which changes as if the learning rate
+    did (and of another direction under optimal_prior and none, where equal groups have a gradient); signal, noise and
+    the snr schedule speak of mixed groups alone (docs/samples.md)."""
     dynamic_sampling_max_batches: int = Field(4, ge=1)
     """Batches of num_prompts prompts that a step may sample for it; what is missing then is filled from the dropped."""
     sleep_level: Literal[0, 1, 2] = 2
@@ -78,8 +79,9 @@ class RolloutConfig(Section):
 class WeightsConfig(Section):
     """How weights travel from the trainer to the engines."""
 
-    bucket_mib: int = Field(16, ge=1)
-    """Size of one bucket, MiB; there are two of them, and a larger tensor makes its bucket larger."""
+    bucket_mib: int = Field(8, ge=1)
+    """Size of one bucket, MiB; there are two of them. Through shared memory a larger tensor is spread over several;
+    CUDA IPC sends tensors whole, and its buckets are as large as the largest."""
     checksum: bool = True
     """Check every bucket's bytes on arrival (xxh3; what it costs: docs/benchmarks.md)."""
     verify: bool = False

@@ -48,3 +48,7 @@ class DeadlineError(RunError):
     def __init__(self, who: str, what: str, seconds: float) -> None:
         self.who, self.what, self.seconds = who, what, seconds
         super().__init__(f"{who} waited {seconds:g} s for {what} and gave up")
+
+
+class EngineDeadlineError(DeadlineError, EngineLostError):
+    """An engine did not answer before its deadline and was given up."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from oblr_megatron.config import Config
     from oblr_megatron.rewards.base import Reward
-    from oblr_megatron.rollout.colocated import ColocatedEngines
+    from oblr_megatron.rollout.engine import RolloutEngine
     from oblr_megatron.types import Prompt, Sample
 
 RIGHT = 1.0  # the reward of a right answer
@@ -88,7 +88,7 @@ def is_right(reward: float) -> bool:
 
 
 def evaluate(
-    name: str, engines: ColocatedEngines, prompts: Sequence[Prompt], reward: Reward, config: Config
+    name: str, engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config
 ) -> dict[str, float]:
     """Evaluate a set with the weights that the engines hold; every rank calls, every rank gets the figures.
 
@@ -156,7 +156,7 @@ def evaluate_model(options: argparse.Namespace) -> int:
 
 
 def _responses(
-    engines: ColocatedEngines, prompts: Sequence[Prompt], config: Config, *, k: int, greedy: bool
+    engines: RolloutEngine, prompts: Sequence[Prompt], config: Config, *, k: int, greedy: bool
 ) -> list[Sample]:
     """k responses a prompt, prompt-major; asked for in blocks of a training step's size, which the deadline is for."""
     block = max(1, config.num_prompts * config.group_size // k)

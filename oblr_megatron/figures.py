@@ -33,27 +33,36 @@ def of_baseline(algo: AlgoConfig, judged: Judged, norms_sq: Tensor) -> dict[str,
     }
 
 
+def of_rewards(rewards: Tensor) -> dict[str, float]:
+    """Level and spread of rewards [S, G]."""
+    mixed = rewards.amax(-1) != rewards.amin(-1)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(correction=0)),
+        "groups/mixed_fraction": float(mixed.double().mean()),
+    }
+
+
 def of_step(
-    samples: Sequence[Sample], judged: Judged, stats: GradientStats, timing: Mapping[str, float]
+    samples: Sequence[Sample], judged: Judged, stats: GradientStats | None, timing: Mapping[str, float]
 ) -> dict[str, float]:
-    """Rewards, lengths, gradient and speed of one step."""
+    """Rewards, lengths, gradient (if one was taken) and speed of one step."""
     tokens = int(judged.lengths.sum())
     working = max(timing["timing_s/step"] - timing.get("timing_s/evaluate", 0.0), 1e-9)
-    mixed = judged.rewards.amax(-1) != judged.rewards.amin(-1)
-    found = {
-        "reward/mean": float(judged.rewards.mean()),
-        "reward/std": float(judged.rewards.std(correction=0)),
+    found = of_rewards(judged.rewards) | {
         "reward/failures": judged.failures,
         "response_length/mean": float(judged.lengths.double().mean()),
         "response_length/truncated_fraction": statistics.fmean(s.finish_reason == "length" for s in samples),
-        "groups/mixed_fraction": float(mixed.double().mean()),
-        "loss": stats.loss,
-        "grad_norm": stats.sq_norm**0.5,
         **timing,
         "perf/tokens_per_s": tokens / working,
         "perf/samples_per_s": len(samples) / working,
         "perf/peak_memory_bytes": peak_memory_bytes(),
     }
+    return found if stats is None else found | _of_gradient(stats)
+
+
+def _of_gradient(stats: GradientStats) -> dict[str, float]:
+    found = {"loss": stats.loss, "grad_norm": stats.sq_norm**0.5}
     if stats.num_tokens:  # else no sample went through the gradient pass, and nothing of it was measured
         found |= {
             "entropy": stats.entropy,

@@ -49,8 +49,8 @@ class Metric:
 
 METRICS: tuple[Metric, ...] = (
     Metric("step", "", "optimizer steps done, counted from 1; 0 is the evaluation before training"),
-    Metric("reward/mean", "", "mean reward of the step's responses"),
-    Metric("reward/std", "", "standard deviation of the rewards over all responses of the step"),
+    Metric("reward/mean", "", "mean reward of all responses sampled for the step"),
+    Metric("reward/std", "", "standard deviation of the rewards over all responses sampled for the step"),
     Metric(
         "reward/failures",
         "responses",
@@ -58,7 +58,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("response_length/mean", "tokens", "mean response length, the end-of-sequence token included"),
     Metric("response_length/truncated_fraction", "", "share of responses cut at rollout.max_response_tokens"),
-    Metric("groups/mixed_fraction", "", "share of prompts whose responses did not all earn the same reward"),
+    Metric(
+        "groups/mixed_fraction", "", "share of all sampled prompts whose responses did not all earn the same reward"
+    ),
+    Metric("groups/dropped", "groups", "groups of equal rewards that dynamic sampling left out of the step"),
+    Metric("groups/unused", "groups", "mixed groups that dynamic sampling drew beyond the step's need"),
     Metric("entropy", "nats", "entropy of the sampling distribution, mean over tokens with an advantage"),
     Metric(
         "rollout/logprob_abs_diff",
@@ -66,6 +70,13 @@ METRICS: tuple[Metric, ...] = (
         "mean |trainer's log-prob - vLLM's| over tokens with an advantage",
     ),
     Metric("rollout/truncated_ratio_fraction", "", "share of those tokens' ratios cut at rollout.correction_cap"),
+    Metric(
+        "rollout/dynamic_batches", "", "batches that dynamic sampling drew for the step; 1 when nothing was missing"
+    ),
+    Metric(
+        "rollout/staleness_max", "updates", "updates by which the step's oldest sample is behind the trainer's weights"
+    ),
+    Metric("rollout/restarts", "", "engines started anew, or servers taken back, since the step before"),
     Metric("gradnorm/sq_mean", "", "mean squared norm of a response's own gradient, w, where it was measured"),
     Metric("gradnorm/sq_max", "", "largest squared norm of a response's own gradient"),
     Metric("gradnorm/length_corr", "", "correlation of w with response length over the step's responses"),

@@ -24,6 +24,9 @@ from oblr_megatron.gradnorm.choose import Choice, free_memory, resolve, with_mod
 from oblr_megatron.gradnorm.passes import Layout, num_folds
 from oblr_megatron.rewards.registry import check_reward
 from oblr_megatron.rollout.placement import place
+from oblr_megatron.rollout.replay import check_replay
+from oblr_megatron.rollout.server_checks import check_servers
+from oblr_megatron.weights.limits import check_pushable
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -35,9 +38,9 @@ class Inputs:
     """What a run reads, opened and found usable."""
 
     model: HFDir
-    norms: Choice  # how gradients' norms are computed, and what a step takes
-    stream: PromptStream  # of training prompts
-    held_out: dict[str, list[Prompt]]  # evaluation sets by name
+    norms: Choice | None  # how gradients' norms are computed, and what a step takes; None where nothing is trained
+    stream: PromptStream | None  # of training prompts; None where saved ones are replayed
+    held_out: dict[str, list[Prompt]]  # evaluation sets by name; empty where none is evaluated
 
 
 def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> Inputs:
@@ -55,13 +58,29 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
         check_run_dir(config.run_dir)
     model = check_hf_dir(config.model.path)
     check_layout(model.config, config, world_size)
+    norms = None if config.rollout.only else check_gradient(model, config, world_size)
+    if config.rollout.replay is None and config.rollout.servers:
+        check_servers(config)
+    elif config.rollout.replay is None:
+        place(config, world_size, on_gpu=torch.cuda.is_available())
+    check_pushable(model.config, config, on_gpu=torch.cuda.is_available())
+    check_reward(config.reward)
+    check_lengths(config, model)
+    if owns_run_dir:
+        check_replay(config, int(model.config["vocab_size"]))
+    return _open_inputs(config, model, norms)
+
+
+def check_gradient(model: HFDir, config: Config, world_size: int) -> Choice:
+    """How the gradient's norms are computed, with folds that divide among the ranks.
+
+    Raises:
+        UserError: see `choose_norms`; or the folds do not divide.
+    """
     norms = choose_norms(model, config, world_size)
     layout = Layout.of(model.config, with_mode(config, norms.mode), world_size)
     check_folds(config.num_prompts, num_folds(config), layout.replicas // layout.sharing)
-    place(config, world_size, on_gpu=torch.cuda.is_available())
-    check_reward(config.reward)
-    check_lengths(config, model)
-    return _open_inputs(config, model, norms)
+    return norms
 
 
 def choose_norms(model: HFDir, config: Config, world_size: int) -> Choice:
@@ -110,13 +129,16 @@ def check_lengths(config: Config, model: HFDir) -> None:
         )
 
 
-def _open_inputs(config: Config, model: HFDir, norms: Choice) -> Inputs:
+def _open_inputs(config: Config, model: HFDir, norms: Choice | None) -> Inputs:
     """Tokenize the training and evaluation rows: only then is it known whether any of them can be used."""
+    if config.rollout.replay is not None:
+        return Inputs(model, norms, None, {})
     tokenizer = model.tokenizer()
     stream = PromptStream(config.data, tokenizer, seed=config.seed)
     held_out = {
         name: load_prompts(path, config.data, tokenizer, limit=config.evaluate.num_prompts)
         for name, path in config.evaluate.data.items()
+        if not config.rollout.only
     }
     return Inputs(model, norms, stream, held_out)
 

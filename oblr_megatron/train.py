@@ -9,15 +9,19 @@ One step, with Q prompts of G responses each (arXiv 2511.23310):
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 from typing import TYPE_CHECKING
 
 from oblr_megatron.algo.baseline import active_groups
 from oblr_megatron.config import load_config
-from oblr_megatron.errors import EXIT_OK
+from oblr_megatron.errors import EXIT_OK, RunError
+from oblr_megatron.metrics import METRICS_FILE
+from oblr_megatron.model.parallel import rank_from_environment
 from oblr_megatron.report import write_report
 from oblr_megatron.run import Run, open_run
+from oblr_megatron.sampling import Sampling, open_sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +39,9 @@ def train(run: Run) -> None:
         prompts = run.stream.take(config.num_prompts)  # Q
         samples = run.rollout(prompts, step)  # N = Q * G responses with log-probs
         judged = run.judge(prompts, samples)  # rewards [Q, G]
+        prompts, samples, judged = run.refill(prompts, samples, judged, step)  # only with rollout.dynamic_sampling
+        run.save(prompts, samples, judged, step)  # only with rollout.save
+        run.release()  # engines on the trainer's own GPUs give their memory back until the push
         active = active_groups(config.algo.baseline, judged.rewards)  # [Q]: the others have A = 0
         stats = run.gradient(samples, judged, active, step)  # w, exact; A = r - b(w); g in main_grad
         run.update(stats, step)  # clip, optimizer step at the lagged SNR rate
@@ -44,27 +51,50 @@ def train(run: Run) -> None:
     run.export()
 
 
+def sample(run: Sampling) -> None:
+    """`rollout.only`: the steps of a run up to the point where the model would learn from them."""
+    for step in range(run.config.num_steps):
+        prompts = run.stream.take(run.config.num_prompts)
+        samples = run.rollout(prompts, step)
+        judged = run.judge(prompts, samples)
+        prompts, samples, judged = run.refill(prompts, samples, judged, step)
+        run.save(prompts, samples, judged, step)
+        run.log(step + 1, samples, judged)
+
+
 def run_training(config: Config) -> int:
-    """Open a run, train, close it; the exit status."""
-    with open_run(config) as run:
-        train(run)
-        writes_report = run.parallel.rank == 0
-    if writes_report:  # metrics.jsonl is closed now
-        write_report(config.run_dir)
+    """Open a run, train (or sample alone), close it; the exit status."""
+    try:
+        if config.rollout.only:
+            with open_sampling(config) as sampling:
+                sample(sampling)
+        else:
+            with open_run(config) as run:
+                train(run)
+    except RunError:
+        _report(config)  # of what there is until then
+        raise
+    _report(config)
     return EXIT_OK
+
+
+def _report(config: Config) -> None:
+    """RUN_DIR/report.html of what was logged, by rank 0; metrics.jsonl is closed, and empty if no step was done."""
+    metrics = config.run_dir / METRICS_FILE
+    if rank_from_environment()[0] == 0 and metrics.exists() and metrics.stat().st_size:
+        write_report(config.run_dir)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m oblr_megatron.train CONFIG.toml [section.key=value ...]`, one call a rank."""
-    from oblr_megatron.cli import guarded
+    from oblr_megatron.cli import add_run_arguments, guarded, parse, run_overrides
 
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0].startswith("-"):
-        print(__doc__, file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(prog="oblr_megatron.train", description="one rank of a run")
+    add_run_arguments(parser)
+    options = parse(parser, arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("vllm").setLevel(logging.ERROR)  # in a trainer rank it only names what it will not use
-    return guarded(lambda: run_training(load_config(arguments[0], arguments[1:])))
+    return guarded(lambda: run_training(load_config(options.config, run_overrides(options))))
 
 
 if __name__ == "__main__":

@@ -148,6 +148,11 @@ class PromptStream:
         return self._prompts.skipped
 
     @property
+    def num_skipped(self) -> int:
+        """How many rows that is."""
+        return len(self._prompts.skipped)
+
+    @property
     def epoch(self) -> int:
         """Epoch of the next prompt, from 0."""
         return self._epoch

@@ -60,7 +60,7 @@ def sections(history: History) -> Iterator[Section]:
     evaluations = [_evaluation_figure(name) for name in history.evaluation_sets()] or [EVALUATION_MISSING]
     yield Section("Learning", (REWARD, *evaluations, RESPONSE_LENGTH, ENTROPY))
     yield Section("Signal, noise and learning rate", (SHRINK, LEARNING_RATE, SIGNAL, VARIANCE))
-    yield Section("Gradients, and agreement with vLLM", (GRADIENT, SAMPLE_NORMS, MISMATCH))
+    yield Section("Gradients, and agreement with vLLM", (GRADIENT, SAMPLE_NORMS, MISMATCH, SOURCES))
     yield Section("Cost", (TIME, THROUGHPUT))
 
 
@@ -222,6 +222,33 @@ MISMATCH = FigureSpec(
             "",
             (CurveSpec("rollout/truncated_ratio_fraction", "ratios cut", colour=2),),
             include=(0.0, 0.01),
+            short=True,
+        ),
+    ),
+)
+
+SOURCES = FigureSpec(
+    "Where samples came from",
+    "Age of the step's oldest sample in weight updates (0: on-policy), and engines that had to be started anew. The "
+    "strips show what dynamic sampling did, where it is on: batches drawn, groups of equal rewards left out, mixed "
+    "groups drawn in vain.",
+    "Restarts that keep coming, or batches that rest at rollout.dynamic_sampling_max_batches: few groups are mixed "
+    "then, and what is trained on says little about the data.",
+    (
+        PanelSpec(
+            "",
+            (
+                CurveSpec("rollout/staleness_max", "staleness, updates", "line", 1),
+                CurveSpec("rollout/restarts", "restarts", "dots", 2),
+            ),
+            include=(0.0, 1.0),
+            short=True,
+        ),
+        PanelSpec("", (CurveSpec("rollout/dynamic_batches", "batches", "line", 3),), include=(0.0,), short=True),
+        PanelSpec(
+            "groups",
+            (CurveSpec("groups/dropped", "left out", colour=2), CurveSpec("groups/unused", "in vain", colour=5)),
+            include=(0.0,),
             short=True,
         ),
     ),

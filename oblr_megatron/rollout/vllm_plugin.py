@@ -11,35 +11,53 @@ Importing this module imports no vllm.
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 
 logger = logging.getLogger(__name__)
 
 SHM_BACKEND = "oblr_shm"
 IPC_BACKEND = "oblr_ipc"
+SERVER_SHM_BACKEND = "oblr_server_shm"
+NCCL_BACKEND = "oblr_nccl"
 _TRANSFER = "oblr_megatron.weights.transfer"
+_TRANSFER_SERVER = "oblr_megatron.weights.transfer_server"
+_TRANSFER_NCCL = "oblr_megatron.weights.transfer_nccl"
 
 
 def register() -> None:
     """Register the transfer engines and, on a CPU, turn weight packing off. May be called any number of times."""
     from vllm.platforms import current_platform
 
+    die_with_server()
     register_transfer_engines()
     if current_platform.is_cpu():
         disable_weight_packing()
 
 
+def die_with_server() -> None:
+    """In a process that vLLM's API server or engine has started: end when that one does, also by SIGKILL."""
+    from oblr_megatron.rollout.vllm_worker import die_with
+
+    starter = multiprocessing.parent_process()
+    if starter is not None and starter.pid is not None and starter.pid == os.getppid():
+        die_with(starter.pid)
+
+
 def register_transfer_engines() -> None:
-    """Both sides of our two backends, by name; their module is imported when one of them is used."""
+    """Our backends by name; their modules are imported when one of them is used."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-    for factory, name, class_name in (
-        (WeightTransferEngineFactory, SHM_BACKEND, "ShmWeightTransferEngine"),
-        (WeightTransferEngineFactory, IPC_BACKEND, "RecoveringIpcWeightTransferEngine"),
-        (WeightTransferTrainerFactory, SHM_BACKEND, "ShmTrainerWeightTransferEngine"),
-        (WeightTransferTrainerFactory, IPC_BACKEND, "IpcTrainerWeightTransferEngine"),
+    for factory, name, module, class_name in (
+        (WeightTransferEngineFactory, SHM_BACKEND, _TRANSFER, "ShmWeightTransferEngine"),
+        (WeightTransferEngineFactory, IPC_BACKEND, _TRANSFER, "RecoveringIpcWeightTransferEngine"),
+        (WeightTransferEngineFactory, SERVER_SHM_BACKEND, _TRANSFER_SERVER, "ServerShmWeightTransferEngine"),
+        (WeightTransferEngineFactory, NCCL_BACKEND, _TRANSFER_NCCL, "CheckedNcclWeightTransferEngine"),
+        (WeightTransferTrainerFactory, SHM_BACKEND, _TRANSFER, "ShmTrainerWeightTransferEngine"),
+        (WeightTransferTrainerFactory, IPC_BACKEND, _TRANSFER, "IpcTrainerWeightTransferEngine"),
     ):
         if name not in factory._registry:
-            factory.register_engine(name, _TRANSFER, class_name)
+            factory.register_engine(name, module, class_name)
 
 
 def disable_weight_packing() -> None:

@@ -12,3 +12,8 @@ def matching_characters(response: str, answer: str, prompt: str) -> float:
 def always_raises(response: str, answer: str, prompt: str) -> float:
     """A reward with a bug in it."""
     raise ZeroDivisionError(f"the reward has a bug, seen at {response!r}")
+
+
+def right_length(response: str, answer: str, prompt: str) -> float:
+    """Whether the response is as long as the answer, whatever it says."""
+    return float(len(response) == len(answer))

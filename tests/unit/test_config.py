@@ -85,6 +85,7 @@ def test_bad_values(override: str, named: list[str]) -> None:
         (["num_prompts=6", "algo.snr.num_folds=4"], "num_prompts 6 "),
         (["num_prompts=1", "algo.snr.num_folds=1"], "optimal_prior"),
         (["data.template=Q:"], "'Q:' has no {question}"),
+        (["rollout.push_timeout_s=60", "parallel.distributed_timeout_s=60"], "rollout.push_timeout_s 60 is not below"),
         *[([f"algo.baseline={name}", "group_size=1"], f"baseline '{name}'") for name in LEAVE_ONE_OUT],
     ],
 )

@@ -76,7 +76,7 @@ def test_every_figure_and_every_metric_is_there(tmp_path):
     history = load_history(tmp_path / "run")
     titles = [figure.title for section in sections(history) for figure in section.figures]
     assert page.texts["h3"] == titles
-    assert len(titles) == 13
+    assert len(titles) == 14
     assert "Held-out accuracy: sums" in titles
     assert text.count("<b>Alarming:</b>") == len(titles)
     assert "Not logged in this run" not in text
@@ -140,7 +140,7 @@ def test_one_step(tmp_path):
     text, page = report_from(tmp_path, synthetic_records(1, evaluate_every=0), config=CONFIG | {"num_steps": 1})
     assert "of 1, finished" in text
     assert "Not logged in this run: Held-out accuracy." in text
-    assert len(page.texts["h3"]) == 12
+    assert len(page.texts["h3"]) == 13
 
 
 def test_only_an_evaluation_so_far(tmp_path):
@@ -215,7 +215,7 @@ def test_a_long_run_stays_a_small_file(tmp_path):
 def test_the_pointers_data_match_the_legend(tmp_path):
     _, page = report_from(tmp_path, synthetic_records(90))
     plots = [attributes for tag, attributes in page.attributes if "data-curves" in attributes]
-    assert len(plots) == 21
+    assert len(plots) == 24
     for plot in plots:
         assert plot["data-last"] == "90"
         for curve in json.loads(plot["data-curves"]):

@@ -5,13 +5,15 @@ Does not cover the processes themselves (tests/e2e).
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.rollout.engine import EngineSpec
-from oblr_megatron.rollout.placement import Placement, place
+from oblr_megatron.rollout.placement import Placement, engine_spec, place
 from oblr_megatron.rollout.vllm_local import child_environment
 
 TORCHRUN = (
@@ -76,6 +78,13 @@ def test_shares_are_contiguous_and_cover_every_prompt_once(engines, count):
     assert all(left.stop == right.start for left, right in pairwise(shares))
     sizes = [share.stop - share.start for share in shares]
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(("device", "level", "able"), [("cuda", 0, False), ("cuda", 1, True), ("cpu", 2, False)])
+def test_only_an_engine_that_is_to_sleep_can(device, level, able):
+    parallel = SimpleNamespace(device=torch.device(device))
+    spec = engine_spec(config(sleep_level=level), parallel, 0, Placement((0,), 1))
+    assert (spec.device, spec.sleep_mode) == (device, able)
 
 
 def test_an_engine_sees_nothing_of_torchrun_and_nothing_of_the_network():

@@ -1,0 +1,32 @@
+"""Where a run's samples come from, as its configuration says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.rollout.engine import RolloutEngine
+
+
+def open_engines(config: Config, parallel: Parallel) -> RolloutEngine:
+    """Saved samples (rollout.replay), API servers (rollout.servers), or engines of the run's own; collective.
+
+    Each is imported where it is chosen: a replay loads no vllm.
+
+    Raises:
+        UserError: the engines do not fit the ranks.
+        RunError: an engine did not start, or a server does not answer.
+    """
+    if config.rollout.replay is not None:
+        from oblr_megatron.rollout.replay import ReplayEngine
+
+        return ReplayEngine(config, parallel)
+    if config.rollout.servers:
+        from oblr_megatron.rollout.servers import ServerEngines
+
+        return ServerEngines(config, parallel)
+    from oblr_megatron.rollout.colocated import ColocatedEngines
+
+    return ColocatedEngines(config, parallel)

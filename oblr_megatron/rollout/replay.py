@@ -1,0 +1,183 @@
+"""Training from saved samples: the prompts and responses of another run, read from its files instead of sampled.
+
+    engine = ReplayEngine(config, parallel)
+    prompts = engine.take(config.num_prompts)             # of the next saved step
+    samples = engine.generate(prompts, ...)               # its responses
+
+Nothing of vllm is imported, no engine process is started and no weights leave the trainer: a push counts versions.
+Rewards are judged anew, since the reward is part of what a run tries out; those in the files are there to be looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.rollout.engine import PushStats, RolloutEngine
+from oblr_megatron.rollout.saved import MEND, SavedStep, read_step, step_path
+from oblr_megatron.rollout.versions import StaleSampleError, staleness
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.types import Prompt, Sample
+    from oblr_megatron.weights.manifest import Source
+
+
+class ReplayEngine(RolloutEngine):
+    """Saved steps one after another, as a source of prompts and of their samples; every rank calls every method.
+
+    Rank 0 reads the files, the others hear from it.
+    """
+
+    def __init__(self, config: Config, parallel: Parallel) -> None:
+        """Open `rollout.replay`, which `check_replay` has found usable."""
+        assert config.rollout.replay is not None
+        self._directory, self._rank = config.rollout.replay, parallel.rank
+        self._version = 0
+        self._step = 0
+        self._saved: SavedStep | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the trainer's weights, as far as it has pushed them."""
+        return self._version
+
+    @property
+    def epoch(self) -> int:
+        """Of the data that the samples were made from, after the step last taken."""
+        return 0 if self._saved is None else self._saved.epoch
+
+    @property
+    def num_skipped(self) -> int:
+        """Rows of that data that were left out."""
+        return 0 if self._saved is None else self._saved.skipped
+
+    def take(self, count: int) -> list[Prompt]:
+        """The prompts of the next saved step.
+
+        Raises:
+            RunError: its file is not what it was when the run began.
+        """
+        self._step += 1
+        self._saved = self._read(self._step)
+        if len(self._saved.prompts) != count:
+            raise RunError(f"saved step {self._step} has {len(self._saved.prompts)} prompts, not {count}")
+        return self._saved.prompts
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        greedy: bool = False,
+    ) -> list[Sample]:
+        """The saved responses to the prompts last taken; sizes and temperature were checked against the files."""
+        assert self._saved is not None and list(prompts) == self._saved.prompts, "only saved prompts have samples"
+        assert group_size == self._saved.group_size and not greedy
+        return self._saved.samples
+
+    def push(self, source: Source, version: int) -> PushStats:
+        """Count the version; nobody reads the source, on any rank."""
+        self._version = version
+        return PushStats(bytes=0, seconds=0.0, tensors=0, buckets=0)
+
+    def figures(self) -> dict[str, float]:
+        """None: nothing can happen to a file."""
+        return {}
+
+    def sleep(self, level: int = 1) -> None:
+        """Nothing to free."""
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Nothing to take back."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _read(self, step: int) -> SavedStep:
+        outcome: list[SavedStep | str] = [""]
+        if self._rank == 0:
+            try:
+                outcome = [read_step(step_path(self._directory, step))]
+            except UserError as error:  # found too late to be the user's: the file was there when the run began
+                outcome = [str(error)]
+        if dist.is_initialized():
+            dist.broadcast_object_list(outcome, src=0)
+        if isinstance(outcome[0], str):
+            raise RunError(outcome[0])
+        return outcome[0]
+
+
+def check_replay(config: Config, vocab_size: int) -> None:
+    """Read every step the run will take, and refuse what it could not be trained from.
+
+    Args:
+        config: of the run; does nothing unless `rollout.replay` is set.
+        vocab_size: of the model.
+
+    Raises:
+        UserError: naming the first file that is missing, damaged, or of a run that does not fit.
+    """
+    directory = config.rollout.replay
+    if directory is None:
+        return
+    if not directory.is_dir():
+        raise UserError("the directory of saved samples does not exist", where=str(directory), mend=MEND)
+    for step in range(1, config.num_steps + 1):
+        path = step_path(directory, step)
+        if not path.exists() and step_path(directory, 1).exists():
+            raise UserError(
+                f"step {step} of {config.num_steps} was not saved",
+                where=str(path),
+                mend=f"set num_steps to {step - 1}, or save more steps",
+            )
+        _check_step(read_step(path), config, vocab_size, path)
+
+
+def _check_step(saved: SavedStep, config: Config, vocab_size: int, path: Path) -> None:
+    for name, found, wanted in (
+        ("num_prompts", len(saved.prompts), config.num_prompts),
+        ("group_size", saved.group_size, config.group_size),
+        ("rollout.temperature", saved.temperature, config.rollout.temperature),
+    ):
+        if found != wanted:
+            raise UserError(
+                f"the samples were saved with {name} {found}, the run has {wanted}",
+                where=str(path),
+                mend=f"set {name} to {found}",
+            )
+    _check_tokens(saved, config, vocab_size, path)
+    try:
+        staleness((sample.version for sample in saved.samples), saved.step - 1, config.rollout.max_staleness)
+    except StaleSampleError as error:
+        raise UserError(
+            f"step {saved.step}: {error}", where=str(path), mend="raise rollout.max_staleness, or save a training run"
+        ) from None
+
+
+def _check_tokens(saved: SavedStep, config: Config, vocab_size: int, path: Path) -> None:
+    """Ids of the model's vocabulary, and lengths the run has been laid out for."""
+    longest = max(len(sample.prompt_ids) + len(sample.response_ids) for sample in saved.samples)
+    allowed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > allowed:
+        raise UserError(
+            f"a saved sample has {longest} tokens, the run is laid out for {allowed}",
+            where=str(path),
+            mend="raise data.max_prompt_tokens or rollout.max_response_tokens",
+        )
+    ids = [token for sample in saved.samples for token in (*sample.prompt_ids, *sample.response_ids)]
+    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise UserError(
+            f"a saved sample holds token {outside}, the model's vocabulary ends at {vocab_size}",
+            where=str(path),
+            mend="give the model whose tokenizer the samples were made with",
+        )

@@ -1,0 +1,206 @@
+"""The samples of one step as a file: RUN_DIR/rollouts/step_000001.parquet, one row a sample, prompt-major.
+
+    path = write_step(run_dir / "rollouts", SavedStep(step=1, ...))
+    saved = read_step(path)
+
+The columns are `SCHEMA`'s; what holds for the whole step (schema version, step, sizes, temperature, data position)
+is JSON in the file's metadata under `KEY`. Any reader of parquet opens it: `pandas.read_parquet(path)`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.types import Prompt, Sample
+
+KEY = b"oblr_rollouts"
+SCHEMA_VERSION = 1
+
+
+def _list(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", kind, nullable=False))
+
+
+SCHEMA = pa.schema(
+    [
+        pa.field(name, kind, nullable=False)
+        for name, kind in (
+            ("group", pa.int32()),  # position of the prompt in the step
+            ("prompt_row", pa.int64()),  # line of the data file, from 0
+            ("prompt_id", pa.string()),
+            ("prompt_text", pa.string()),
+            ("prompt_ids", _list(pa.int32())),
+            ("answer", pa.string()),
+            ("source", pa.string()),
+            ("response_ids", _list(pa.int32())),
+            ("logprobs", _list(pa.float32())),  # as vLLM computes them: no digit is lost
+            ("text", pa.string()),
+            ("finish_reason", pa.string()),
+            ("version", pa.int32()),
+            ("reward", pa.float64()),
+        )
+    ]
+)
+MEND = "give the rollouts directory of a run with --save-rollouts, and save it again if a file was damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """What a step was trained from.
+
+    Example: SavedStep(step=1, temperature=1.0, epoch=0, skipped=3, prompts=[...], samples=[...], rewards=[1.0, 0.0])
+    """
+
+    step: int  # as in metrics.jsonl, from 1
+    temperature: float  # of the sampling
+    epoch: int  # of the data, after the step
+    skipped: int  # rows of the data that were left out
+    prompts: list[Prompt]  # Q
+    samples: list[Sample]  # N = Q * G
+    rewards: list[float]  # N, as the run judged them
+
+    @property
+    def group_size(self) -> int:
+        """G."""
+        return len(self.samples) // max(len(self.prompts), 1)
+
+
+def step_path(directory: Path, step: int) -> Path:
+    """Where a step is kept; `step` counts from 1."""
+    return directory / f"step_{step:06}.parquet"
+
+
+def write_step(directory: Path, saved: SavedStep) -> Path:
+    """Write a step's file, whole or not at all.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    path = step_path(directory, saved.step)
+    partial = path.with_name(f".{path.name}.partial")
+    facts = {
+        "schema_version": SCHEMA_VERSION,
+        "step": saved.step,
+        "num_prompts": len(saved.prompts),
+        "group_size": saved.group_size,
+        "temperature": saved.temperature,
+        "epoch": saved.epoch,
+        "skipped": saved.skipped,
+    }
+    rows = [_row(saved, position) for position in range(len(saved.samples))]
+    table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({KEY: json.dumps(facts)}))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
+        os.replace(partial, path)
+    except OSError as error:
+        raise RunError(f"cannot write the samples of step {saved.step}: {error}") from error
+    return path
+
+
+def read_step(path: Path) -> SavedStep:
+    """Read a step's file, all of it checked.
+
+    Raises:
+        UserError: there is no such file, it is damaged, it was not written by `write_step`, or it contradicts itself.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            table = file.read()
+    except FileNotFoundError:
+        raise UserError("saved samples are missing", where=str(path), mend=MEND) from None
+    except (OSError, ValueError, pa.ArrowException) as error:  # pyarrow raises all of them for damaged files
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"saved samples cannot be read: {reason}", where=str(path), mend=MEND) from error
+    facts = _facts(table, path)
+    rows = table.to_pylist()
+    group_size = facts["group_size"]
+    firsts = rows[::group_size]
+    saved = SavedStep(
+        step=facts["step"],
+        temperature=facts["temperature"],
+        epoch=facts["epoch"],
+        skipped=facts["skipped"],
+        prompts=[_prompt(row) for row in firsts],
+        samples=[_sample(row) for row in rows],
+        rewards=[row["reward"] for row in rows],
+    )
+    _check_consistent(saved, rows, facts, path)
+    return saved
+
+
+def _row(saved: SavedStep, position: int) -> dict[str, Any]:
+    sample = saved.samples[position]
+    prompt = asdict(saved.prompts[sample.group])
+    return asdict(sample) | {
+        "prompt_row": prompt["row"],
+        "prompt_id": prompt["id"],
+        "prompt_text": prompt["text"],
+        "answer": prompt["answer"],
+        "source": prompt["source"],
+        "reward": saved.rewards[position],
+    }
+
+
+def _prompt(row: dict[str, Any]) -> Prompt:
+    ids = tuple(row["prompt_ids"])
+    return Prompt(row["prompt_row"], row["prompt_id"], row["prompt_text"], ids, row["answer"], row["source"])
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    return Sample(
+        group=row["group"],
+        prompt_ids=tuple(row["prompt_ids"]),
+        response_ids=tuple(row["response_ids"]),
+        logprobs=tuple(row["logprobs"]),
+        text=row["text"],
+        finish_reason=row["finish_reason"],
+        version=row["version"],
+    )
+
+
+def _facts(table: pa.Table, path: Path) -> dict[str, Any]:
+    """What the file says of the whole step, checked to be there."""
+    stored = (table.schema.metadata or {}).get(KEY)
+    if stored is None:
+        raise UserError("not a file of saved samples", where=str(path), mend=MEND)
+    facts: dict[str, Any] = json.loads(stored)
+    if facts.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(
+            f"saved samples of schema version {facts.get('schema_version')}, this program reads {SCHEMA_VERSION}",
+            where=str(path),
+            mend="save them with the version of oblr-megatron that replays them",
+        )
+    if not table.schema.equals(SCHEMA):
+        raise UserError("saved samples with other columns than this program writes", where=str(path), mend=MEND)
+    if not facts["num_prompts"] * facts["group_size"] == table.num_rows > 0:
+        raise UserError(
+            f"{table.num_rows} saved samples, {facts['num_prompts']} x {facts['group_size']} were written",
+            where=str(path),
+            mend=MEND,
+        )
+    return facts
+
+
+def _check_consistent(saved: SavedStep, rows: list[dict[str, Any]], facts: dict[str, Any], path: Path) -> None:
+    """Rows in order, each with its prompt and as many log-probs as tokens."""
+    if step_path(path.parent, saved.step) != path:
+        raise UserError(f"the file holds step {saved.step}", where=str(path), mend="do not rename saved samples")
+    for position, (row, sample) in enumerate(zip(rows, saved.samples, strict=True)):
+        group = position // facts["group_size"]
+        fits = (
+            sample.group == group
+            and _prompt(row) == saved.prompts[group]
+            and len(sample.logprobs) == len(sample.response_ids)
+            and sample.finish_reason in ("stop", "length")
+        )
+        if not fits:
+            raise UserError(f"saved sample {position} contradicts itself", where=str(path), mend=MEND)

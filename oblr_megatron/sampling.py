@@ -1,0 +1,259 @@
+"""The half of a run that samples: prompts, responses, rewards, and what is written down about them.
+
+A run with `rollout.only` is nothing but this; one that trains (run.py) adds the model, its gradient and its updates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from oblr_megatron import figures
+from oblr_megatron.checks import check_port
+from oblr_megatron.console import Display, open_display
+from oblr_megatron.evaluate import evaluate
+from oblr_megatron.gradnorm.choose import Choice, with_mode
+from oblr_megatron.metrics import MetricsWriter
+from oblr_megatron.model import parallel as layout
+from oblr_megatron.preflight import Inputs, preflight, write_config
+from oblr_megatron.rewards.base import Reward
+from oblr_megatron.rewards.registry import build_reward
+from oblr_megatron.rewards.shared import SharedReward
+from oblr_megatron.rollout.dynamic import Batch, call_seed, refill
+from oblr_megatron.rollout.engine import RolloutEngine
+from oblr_megatron.rollout.open import open_engines
+from oblr_megatron.rollout.replay import ReplayEngine
+from oblr_megatron.rollout.saved import SavedStep, write_step
+from oblr_megatron.rollout.versions import staleness
+from oblr_megatron.timing import PhaseTimer
+from oblr_megatron.types import Judged
+
+if TYPE_CHECKING:
+    from oblr_megatron.checkpoint.hf_dir import HFDir
+    from oblr_megatron.config import Config
+    from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.types import GradientStats, Prompt, Sample
+
+
+class PromptSource(Protocol):
+    """Where a step's prompts come from: the data, or saved steps."""
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that were completed."""
+        ...
+
+    @property
+    def num_skipped(self) -> int:
+        """Rows of the data that were left out."""
+        ...
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts, the same on every rank."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Sampling:
+    """What `rollout.only` works with; made by `open_sampling`, identical on every rank."""
+
+    config: Config
+    parallel: Parallel
+    model: HFDir
+    engines: RolloutEngine
+    reward: Reward
+    stream: PromptSource
+    held_out: dict[str, list[Prompt]]
+    metrics: MetricsWriter
+    display: Display
+    timer: PhaseTimer
+    version: int = 0  # of the trainer's weights: updates so far
+    record: dict[str, float] = field(default_factory=dict)  # figures of the step in progress
+
+    def rollout(self, prompts: list[Prompt], step: int, batch: int = 0) -> list[Sample]:
+        """G samples a prompt in prompt-major order, the same on every rank.
+
+        Args:
+            prompts: Q of them, or fewer in a further `batch` of dynamic sampling.
+            step: counted from 0.
+            batch: of the step; each draws from seeds of its own.
+
+        Raises:
+            StaleSampleError: a sample was made by weights further behind than rollout.max_staleness.
+        """
+        config = self.config
+        with self.timer("rollout"):
+            samples = self.engines.generate(
+                prompts,
+                group_size=config.group_size,
+                temperature=config.rollout.temperature,
+                max_tokens=config.rollout.max_response_tokens,
+                seed=call_seed(config.seed, step, batch),
+            )
+        age = staleness((sample.version for sample in samples), self.version, config.rollout.max_staleness)
+        self.record["rollout/staleness_max"] = max(age, self.record.get("rollout/staleness_max", 0))
+        return samples
+
+    def judge(self, prompts: list[Prompt], samples: list[Sample]) -> Judged:
+        """Rewards [Q, G] of a step's samples, on every rank."""
+        group = self.config.group_size
+        with self.timer("reward"):
+            result = self.reward.score(prompts, samples)
+        return Judged(
+            rewards=torch.tensor(result.rewards, dtype=torch.float64).view(-1, group),
+            lengths=torch.tensor([len(sample.response_ids) for sample in samples]).view(-1, group),
+            failures=result.failures + result.timeouts,
+        )
+
+    def refill(
+        self, prompts: list[Prompt], samples: list[Sample], judged: Judged, step: int
+    ) -> tuple[list[Prompt], list[Sample], Judged]:
+        """With rollout.dynamic_sampling, further groups in the place of those whose rewards are all equal.
+
+        Rewards are reported of everything that was sampled, not of what is left. Saved steps are taken as they were
+        saved.
+        """
+        rollout = self.config.rollout
+        if not rollout.dynamic_sampling or rollout.replay is not None:
+            return prompts, samples, judged
+
+        def draw(count: int, batch: int) -> Batch:
+            further = self.stream.take(count)
+            responses = self.rollout(further, step, batch)
+            return Batch(further, responses, self.judge(further, responses))
+
+        refilled = refill(
+            Batch(prompts, samples, judged),
+            draw,
+            max_batches=rollout.dynamic_sampling_max_batches,
+            seed=call_seed(self.config.seed, step),
+        )
+        self.record |= refilled.figures() | figures.of_rewards(refilled.rewards)
+        return refilled.step.prompts, refilled.step.samples, refilled.step.judged
+
+    def save(self, prompts: list[Prompt], samples: list[Sample], judged: Judged, step: int) -> None:
+        """Write the step's samples and rewards to RUN_DIR/rollouts if the config asks for it; rank 0 writes."""
+        rollout = self.config.rollout
+        if self.parallel.rank == 0 and (rollout.save or rollout.only):
+            saved = SavedStep(
+                step=step + 1,
+                temperature=rollout.temperature,
+                epoch=self.stream.epoch,
+                skipped=self.stream.num_skipped,
+                prompts=prompts,
+                samples=samples,
+                rewards=judged.rewards.flatten().tolist(),
+            )
+            write_step(self.config.run_dir / "rollouts", saved)
+
+    def evaluate(self, step: int) -> None:
+        """Held-out accuracy before the first step, after the last, and every `evaluate.every_steps`."""
+        options = self.config.evaluate
+        due = options.every_steps and (step % options.every_steps == 0 or step == self.config.num_steps)
+        if not (due and self.held_out):
+            return
+        with self.timer("evaluate"):
+            for name, prompts in self.held_out.items():
+                self.record |= evaluate(name, self.engines, prompts, self.reward, self.config)
+
+    def begin(self) -> None:
+        """Close the accounts of what came before the first step: an evaluation, if any, is the record of step 0."""
+        timing = self.timer.finish_step()
+        if any(name.startswith("eval/") for name in self.record):
+            self.record |= timing
+            self.write(step=0)
+        self.record = {}
+
+    def log(self, step: int, samples: list[Sample], judged: Judged, stats: GradientStats | None = None) -> None:
+        """Write the step's record: metrics.jsonl, tensorboard, console."""
+        timing = self.timer.finish_step()
+        self.record = figures.of_step(samples, judged, stats, timing) | self.record | self.engines.figures()
+        self.record |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
+        self.write(step)
+
+    def write(self, step: int) -> None:
+        """Hand the figures collected so far to metrics and console, and start a new record."""
+        self.metrics.write(step, self.record)
+        self.display.step(step, self.record)
+        self.record = {}
+
+
+@contextmanager
+def open_sampling(config: Config) -> Iterator[Sampling]:
+    """Check, start and finally end everything that sampling needs; the order is that of what can fail cheaply.
+
+    Raises:
+        UserError: bad input, found before the process group or any engine is started.
+    """
+    rank, world_size = layout.rank_from_environment()
+    inputs = preflight(config, world_size, owns_run_dir=rank == 0)
+    if rank == 0 and world_size > 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+        check_port(int(os.environ["MASTER_PORT"]))  # under torchrun the agent holds it already
+    with ExitStack() as stack:
+        parallel = layout.initialize(config.parallel, seed=config.seed)
+        stack.callback(layout.shutdown)
+        norms = _of_first_rank(inputs.norms)
+        if norms is not None:
+            config = with_mode(config, norms.mode)
+        if parallel.rank == 0:
+            write_config(config)
+        dist.barrier()  # the run directory exists
+        share = parallel.dp_rank if parallel.tp_rank == 0 and parallel.pp_rank == 0 else None
+        reward = stack.enter_context(SharedReward(build_reward(config.reward), share, parallel.dp_size))
+        engines = open_engines(config, parallel)
+        stack.callback(engines.close)
+        display = stack.enter_context(open_display(config.log, config.num_steps, rank=parallel.rank))
+        for line in _opening_lines(config, norms):
+            display.message(line)
+        metrics = stack.enter_context(
+            MetricsWriter(config.run_dir, config.log, rank=parallel.rank, world_size=world_size)
+        )
+        yield Sampling(
+            config=config,
+            parallel=parallel,
+            model=inputs.model,
+            engines=engines,
+            reward=reward,
+            stream=_prompt_source(inputs, engines),
+            held_out=inputs.held_out,
+            metrics=metrics,
+            display=display,
+            timer=PhaseTimer(on_phase=display.phase, synchronize=_synchronize),
+        )
+
+
+def _prompt_source(inputs: Inputs, engines: RolloutEngine) -> PromptSource:
+    if isinstance(engines, ReplayEngine):
+        return engines
+    assert inputs.stream is not None, "every run but a replay reads its data"
+    return inputs.stream
+
+
+def _opening_lines(config: Config, norms: Choice | None) -> Iterator[str]:
+    """What a run says about itself before it begins."""
+    if norms is not None:
+        yield f"norms by {norms.mode}: {norms.reason}"
+        yield f"memory: {norms.estimate.table()}"
+    if config.rollout.only:
+        yield f"{config.num_steps} batches are sampled from {config.model.path}: nothing is trained or evaluated"
+    if config.rollout.replay is not None:
+        yield f"samples are those of {config.rollout.replay}: nothing is sampled, and no evaluation is made"
+
+
+def _of_first_rank(norms: Choice | None) -> Choice | None:
+    """Ranks may see different amounts of free memory: the first one's choice holds for all."""
+    shared = [norms]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def _synchronize() -> None:
+    """A GPU's queue is drained at the ends of a phase, so that no phase pays for another's kernels."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

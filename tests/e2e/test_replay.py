@@ -1,0 +1,111 @@
+"""Runs whose samples are saved, and runs that are trained from saved samples: the same figures, the same weights.
+
+Not covered: single damaged files (tests/unit/rollout/test_replay.py), servers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oblr_megatron.rollout.saved import read_step, step_path
+from tests.e2e.conftest import records, run, torchrun
+
+Overrides = Callable[..., list[str]]
+
+CONFIG = "examples/tiny_cpu/config.toml"
+TRAIN = [sys.executable, "-m", "oblr_megatron.train", CONFIG]
+# In a replay: what was imported, and that the run ended well.
+WITHOUT_VLLM = (
+    "import sys; from oblr_megatron.train import main; status = main(sys.argv[1:]);"
+    "assert 'vllm' not in sys.modules, 'vllm was imported'; sys.exit(status)"
+)
+OF_SAMPLING = ("timing_s/", "perf/", "rollout/restarts")  # what a replay measures otherwise, or not at all
+OF_ALL_SAMPLED = (
+    "reward/",
+    "groups/",
+    "rollout/dynamic_batches",
+)  # what dynamic sampling reports of more than is saved
+
+
+def succeed(command: list[str]) -> str:
+    result = run(command)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def same_figures(first: Path, second: Path, besides: tuple[str, ...] = OF_SAMPLING) -> None:
+    """All records bit for bit."""
+    one, two = (
+        [{name: value for name, value in step.items() if not name.startswith(besides)} for step in records(path)]
+        for path in (first, second)
+    )
+    assert len(one) > 1 and len(one[0]) > 15
+    assert one == two
+
+
+def same_weights(first: Path, second: Path) -> None:
+    one, two = (load_file(path / "hf" / "model.safetensors") for path in (first, second))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_replay_repeats_a_run_to_the_last_bit_without_vllm(tmp_path: Path, overrides: Overrides) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    succeed([*TRAIN, *overrides(a, num_steps=3, evaluate__every_steps=0), "--save-rollouts"])
+    assert sorted(path.name for path in (a / "rollouts").iterdir()) == [f"step_00000{n}.parquet" for n in (1, 2, 3)]
+    keys = overrides(b, num_steps=3, evaluate__every_steps=1, data__train=tmp_path / "not-read.jsonl")
+    said = succeed([sys.executable, "-c", WITHOUT_VLLM, CONFIG, *keys, "--replay", str(a / "rollouts")])
+    assert said.count("no evaluation is made") == 1
+    assert not (b / "logs").exists(), "an engine was started"
+    same_figures(a, b)
+    same_weights(a, b)
+    assert all(step["rollout/logprob_abs_diff"] <= 1e-3 for step in records(b)), "each step met the weights it is of"
+
+
+def test_dynamic_sampling_on_two_ranks_and_its_replay(tmp_path: Path, overrides: Overrides) -> None:
+    """The ranks agree on every refill, or the step would not end; the steps saved are the steps trained on."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    dynamic = {"num_steps": 3, "rollout__dynamic_sampling": "true", "group_size": 3}
+    succeed(torchrun(2, [*overrides(a, **dynamic), "--save-rollouts"]))
+    steps = records(a)
+    for step, record in enumerate(steps, start=1):
+        saved = read_step(step_path(a / "rollouts", step))
+        rewards = torch.tensor(saved.rewards).view(8, 3)
+        sampled = 8 + record["groups/dropped"] + record["groups/unused"]
+        mixed = int((rewards.amax(-1) != rewards.amin(-1)).sum())
+        assert mixed == 8 or record["rollout/dynamic_batches"] == 4
+        assert record["groups/mixed_fraction"] == pytest.approx((mixed + record["groups/unused"]) / sampled)
+        assert len({prompt.row for prompt in saved.prompts}) == 8
+        assert record["weights/version"] == step and record["rollout/staleness_max"] == 0
+        assert record["rollout/logprob_abs_diff"] <= 1e-3
+    assert max(step["rollout/dynamic_batches"] for step in steps) > 1, "nothing was refilled: the test shows nothing"
+    succeed(torchrun(2, [*overrides(b, **dynamic), "--replay", str(a / "rollouts")]))
+    same_figures(a, b, (*OF_SAMPLING, *OF_ALL_SAMPLED))
+    same_weights(a, b)
+
+
+def test_samples_first_training_later(tmp_path: Path, overrides: Overrides) -> None:
+    """`--rollout-only` builds no model; its second batch is stale for a trainer, unless it is told to accept that."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    cli = [sys.executable, "-m", "oblr_megatron.cli", "train", CONFIG]
+    succeed([*cli, *overrides(a, num_steps=2), "--rollout-only"])
+    assert not (a / "hf").exists()
+    assert [step["step"] for step in records(a)] == [1, 2] and "grad_norm" not in records(a)[0]
+    assert (a / "report.html").exists()
+
+    result = run([*cli, "--replay", str(a / "rollouts"), *overrides(b, num_steps=2)])
+    assert result.returncode == 2 and "1 updates before the trainer's version 1" in result.stderr, result.stderr
+    assert not b.exists()
+    changed = {"rollout__max_staleness": 1, "reward__name": "tests.e2e.rewards:right_length"}
+    succeed([*cli, "--replay", str(a / "rollouts"), *overrides(b, **changed, num_steps=2)])
+    rewards = [[step["reward/mean"] for step in records(path)] for path in (a, b)]
+    assert rewards[0] != rewards[1], "the run's own reward judges, not the one whose rewards were saved"
+    assert [step["rollout/staleness_max"] for step in records(b)] == [0, 1]
+    first, second = (step["rollout/logprob_abs_diff"] for step in records(b))
+    assert first < 1e-3 < second, "the second batch is of older weights than it is trained under"

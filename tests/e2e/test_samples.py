@@ -1,0 +1,159 @@
+"""What real vLLM samples from: the true vocabulary, stop tokens, the filtered distribution; and what is saved of a run
+whose engine is lost.
+
+One engine on a model whose logits are nearly uniform, where every padding row of the vocabulary would be drawn as often
+as a token. The judge of log-probs is transformers. Not covered: temperature alone, greedy decoding, frequencies
+(test_rollout.py); restarts (test_recovery.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3ForCausalLM
+
+from oblr_megatron.errors import RunError
+from oblr_megatron.rollout.colocated import ColocatedEngines
+from oblr_megatron.rollout.engine import SamplingRequest
+from oblr_megatron.rollout.vllm_samples import to_sample
+from oblr_megatron.types import Sample
+from tests.e2e.conftest import ROOT, environment, records, torchrun
+from tests.e2e.tiny_rollout import EOS, VOCAB, make_prompts, start
+from tests.tiny import make_hf_dir
+
+OTHER_STOP = 5
+TEMPERATURE, TOP_P, TOP_K = 0.8, 0.6, 9
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ColocatedEngines, Qwen3ForCausalLM]]:
+    """An engine on a model with a weak output layer, and two stop tokens in its generation config."""
+    path = make_hf_dir(tmp_path_factory.mktemp("flat") / "model", head_dim=32)
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"] *= 0.1
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, OTHER_STOP]}))
+    engines = start(path, path.parent / "run")
+    yield engines, Qwen3ForCausalLM.from_pretrained(path)
+    engines.close()
+
+
+def ask(engines: ColocatedEngines, count: int, request: SamplingRequest) -> list[Sample]:
+    """Of the one engine, with filters that the run's own configuration does not set."""
+    prompts = [prompt.token_ids for prompt in make_prompts(count)]
+    assert engines._engine is not None
+    return [sample for group in engines._engine.generate(prompts, request) for sample in group]
+
+
+def scores(model: Qwen3ForCausalLM, sample: Sample) -> torch.Tensor:
+    """[T, V] log-probs of the response's positions at TEMPERATURE 1, unfiltered."""
+    tokens = torch.tensor([sample.prompt_ids + sample.response_ids])
+    with torch.no_grad():
+        return model(tokens).logits[0, len(sample.prompt_ids) - 1 : -1].double()
+
+
+def test_padding_of_the_vocabulary_is_never_drawn_and_every_stop_token_ends(flat) -> None:
+    """vLLM pads 37 rows to 64; drawn from all of them, 10,000 tokens would hold 4,000 that do not exist."""
+    engines, model = flat
+    samples = ask(engines, 24, SamplingRequest(group_size=48, temperature=1.0, max_tokens=32, seed=1))
+    drawn = torch.bincount(torch.tensor([token for sample in samples for token in sample.response_ids]))
+    assert drawn.sum() > 10_000
+    assert len(drawn) <= VOCAB and (drawn > 0).sum() == VOCAB, "every token of the vocabulary, and no other"
+    probabilities = scores(model, samples[0]).softmax(-1)
+    assert probabilities.max() < 4 / VOCAB, "nearly uniform, or the test shows nothing"
+    for sample in samples:
+        *before, last = sample.response_ids
+        assert not {EOS, OTHER_STOP} & set(before)
+        assert sample.finish_reason == ("stop" if last in (EOS, OTHER_STOP) else "length")
+        assert sample.finish_reason == "stop" or len(sample.response_ids) == 32
+    ends = {sample.response_ids[-1] for sample in samples if sample.finish_reason == "stop"}
+    assert ends == {EOS, OTHER_STOP} and {sample.finish_reason for sample in samples} == {"stop", "length"}
+
+
+def test_logprobs_are_renormalised_over_what_the_filters_leave(flat) -> None:
+    """top-k first, then top-p over what is left, all at the temperature: evaluated from transformers' logits."""
+    engines, model = flat
+    request = SamplingRequest(group_size=8, temperature=TEMPERATURE, max_tokens=24, seed=2, top_p=TOP_P, top_k=TOP_K)
+    samples = ask(engines, 12, request)
+    worst = plain = 0.0
+    for sample in samples:
+        unfiltered = (scores(model, sample) / TEMPERATURE).log_softmax(-1)
+        kept = filtered(unfiltered)
+        ids = torch.tensor(sample.response_ids)[:, None]
+        found = torch.tensor(sample.logprobs, dtype=torch.float64)
+        worst = max(worst, (kept.gather(-1, ids)[:, 0] - found).abs().max().item())
+        plain = max(plain, (unfiltered.gather(-1, ids)[:, 0] - found).abs().max().item())
+    assert worst < 1e-4
+    assert plain > 0.5, "the filters take away more than a third of the probability"
+
+
+def filtered(logprobs: torch.Tensor) -> torch.Tensor:
+    """[T, V]: the TOP_K likeliest, of these the fewest that hold TOP_P, renormalised."""
+    ranked, order = logprobs.sort(-1, descending=True)
+    ranked[:, TOP_K:] = -torch.inf
+    probabilities = ranked.softmax(-1)
+    held_before = probabilities.cumsum(-1) - probabilities
+    ranked = ranked.masked_fill(held_before >= TOP_P, -torch.inf).log_softmax(-1)
+    return torch.empty_like(logprobs).scatter_(-1, order, ranked)
+
+
+def test_an_id_out_of_the_vocabulary_is_refused() -> None:
+    """The check alone, on vLLM's own record: vLLM gives no such id to show it with."""
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, WeightVersionSpan
+
+    logprobs = FlatLogprobs()
+    logprobs.append_fast([VOCAB], [-1.0], itertools.chain([1]), [None])
+    spans = [WeightVersionSpan("0", 0, 1)]
+    completion = CompletionOutput(0, "", [VOCAB], None, logprobs, finish_reason="stop", weight_versions=spans)
+    tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
+    with pytest.raises(RunError, match=f"holds token {VOCAB}, outside of the vocabulary of {VOCAB}") as caught:
+        to_sample(0, (2,), completion, 0, tokenizer, VOCAB)
+    assert "\n" not in str(caught.value)
+    assert to_sample(0, (2,), completion, 0, tokenizer, VOCAB + 1).response_ids == (VOCAB,)
+
+
+def test_a_run_that_loses_its_engine_saves_its_weights(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
+    """SIGKILL of the engine with no restart allowed: both ranks name the cause; weights and report are kept."""
+    keys = overrides(tmp_path / "run", num_steps=100_000, rollout__max_restarts=0)
+    job = subprocess.Popen(
+        torchrun(2, keys), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 240
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert job.poll() is None and time.monotonic() < deadline, "the job did not come so far"
+            time.sleep(0.1)
+        family = psutil.Process(job.pid).children(recursive=True)
+        engine = next(child for child in family if "vllm_worker" in " ".join(child.cmdline()))
+        engine.kill()
+        stdout, stderr = job.communicate(timeout=120)
+    finally:
+        if job.poll() is None:
+            os.kill(job.pid, signal.SIGKILL)
+    assert job.returncode == 1, stderr[-2000:]
+    causes = [line.partition(": rank ")[2][3:] for line in stderr.splitlines() if line.startswith("error: rank ")]
+    assert len(causes) == 2 and causes[0] == causes[1] and "SIGKILL" in causes[0], stderr[-2000:]
+    assert "[rank0]:" not in stderr, "a traceback"
+    steps = records(tmp_path / "run")
+    updates = int(stdout.split("the engines are lost; the weights after ")[1].split()[0])
+    assert len(steps) <= updates <= len(steps) + 1
+    saved = Qwen3ForCausalLM.from_pretrained(tmp_path / "run" / "hf_last")
+    assert all(parameter.isfinite().all() for parameter in saved.parameters())
+    assert (tmp_path / "run" / "report.html").exists()
+    assert not (tmp_path / "run" / "hf").exists(), "only a run that ended well exports there"
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive

@@ -1,0 +1,228 @@
+"""Saved steps as files, and what a replay refuses before it starts.
+
+Not covered: a run saved and replayed as a whole, on one rank and on two (tests/e2e/test_replay.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.rollout.replay import ReplayEngine, check_replay
+from oblr_megatron.rollout.saved import SavedStep, read_step, step_path, write_step
+from oblr_megatron.types import Prompt, Sample
+
+VOCAB = 40
+ONE_RANK: Any = SimpleNamespace(rank=0)
+
+
+def saved_step(step: int = 1, num_prompts: int = 2, group_size: int = 2, **changes: Any) -> SavedStep:
+    """Log-probs as an engine returns them: fp32 values as Python floats."""
+    draw = np.random.default_rng(step)
+    prompts = [Prompt(41 + q, f"gsm8k-{q}", f'"{q}" + π\n=', (5, 9, 2 + q), "½", "a,b") for q in range(num_prompts)]
+    samples = []
+    for n in range(num_prompts * group_size):
+        prompt, length = prompts[n // group_size], 1 + n % 3
+        logprobs = tuple(np.log(draw.random(length, dtype=np.float32)).astype(float).tolist())
+        ids = tuple(draw.integers(0, VOCAB, length).tolist())
+        reason = "stop" if n % 2 else "length"
+        samples.append(Sample(n // group_size, prompt.token_ids, ids, logprobs, "té\0xt", reason, step - 1))
+    rewards = draw.random(len(samples)).tolist()
+    whole = SavedStep(step, 1.0, epoch=3, skipped=4, prompts=prompts, samples=samples, rewards=rewards)
+    return replace(whole, **changes)
+
+
+def config_of(directory: Path, *overrides: str) -> Config:
+    table = {
+        "run_dir": "run",
+        "num_steps": 2,
+        "num_prompts": 2,
+        "group_size": 2,
+        "model": {"path": "m"},
+        "data": {"train": "t", "max_prompt_tokens": 4},
+        "rollout": {"replay": str(directory), "max_response_tokens": 4},
+        "algo": {"snr": {"num_folds": 2}},
+    }
+    return parse_config(table, overrides=overrides)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for step in (1, 2):
+        write_step(tmp_path / "rollouts", saved_step(step))
+    return tmp_path / "rollouts"
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    saved = saved_step(7, num_prompts=3, group_size=4)
+    path = write_step(tmp_path / "a" / "rollouts", saved)
+    assert path == tmp_path / "a" / "rollouts" / "step_000007.parquet"
+    assert read_step(path) == saved
+    assert [child.name for child in path.parent.iterdir()] == [path.name], "nothing unfinished is left"
+
+
+def test_odd_values_survive(tmp_path: Path) -> None:
+    saved = saved_step()
+    samples = [replace(saved.samples[0], response_ids=(), logprobs=(), text=""), *saved.samples[1:]]
+    samples[1] = replace(samples[1], logprobs=(-math.inf,) * len(samples[1].logprobs))
+    saved = replace(saved, samples=samples, rewards=[-0.0, 1e300, -math.inf, 0.1])
+    assert read_step(write_step(tmp_path, saved)) == saved
+
+
+def test_other_programs_can_read_it(directory: Path) -> None:
+    table = pq.read_table(step_path(directory, 1))
+    assert table.schema.field("logprobs").type.value_type == pa.float32()
+    assert table.schema.field("response_ids").type.value_type == pa.int32()
+    assert table.column("reward").to_pylist() == saved_step(1).rewards
+    assert table.column("answer").to_pylist() == ["½"] * 4
+
+
+def test_a_disk_that_takes_nothing_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").write_text("a file")
+    with pytest.raises(RunError, match="cannot write the samples of step 1"):
+        write_step(tmp_path / "rollouts", saved_step())
+
+
+def test_a_replay_hands_out_the_steps_in_order(directory: Path) -> None:
+    engine = ReplayEngine(config_of(directory), ONE_RANK)
+    options: Any = {"group_size": 2, "temperature": 1.0, "max_tokens": 4, "seed": 0}
+    for step in (1, 2):
+        saved = saved_step(step)
+        prompts = engine.take(2)
+        assert prompts == saved.prompts and engine.generate(prompts, **options) == saved.samples
+        assert (engine.epoch, engine.num_skipped) == (3, 4)
+        engine.push(None, step)  # type: ignore[arg-type]  # never looked at
+        assert engine.version == step
+    assert engine.figures() == {}
+
+
+def test_a_file_that_goes_away_during_the_run_ends_it(directory: Path) -> None:
+    check_replay(config_of(directory), VOCAB)
+    engine = ReplayEngine(config_of(directory), ONE_RANK)
+    engine.take(2)
+    step_path(directory, 2).unlink()
+    with pytest.raises(RunError, match=r"missing \[.*step_000002.parquet\]"):
+        engine.take(2)
+
+
+def refusal(directory: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        check_replay(config_of(directory, *overrides), VOCAB)
+    assert "\n" not in str(caught.value) and caught.value.mend
+    return str(caught.value)
+
+
+def test_good_files_are_taken(directory: Path) -> None:
+    check_replay(config_of(directory), VOCAB)
+    check_replay(config_of(directory, "num_steps=1"), VOCAB)  # more steps than needed
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("num_steps=3", "step 3 of 3 was not saved"),
+        ("num_prompts=4", "num_prompts 2, the run has 4"),
+        ("group_size=3", "group_size 2, the run has 3"),
+        ("rollout.temperature=0.7", "rollout.temperature 1.0, the run has 0.7"),
+        ("rollout.max_response_tokens=1", "has 6 tokens, the run is laid out for 5"),
+    ],
+)
+def test_a_run_of_another_shape_is_refused(directory: Path, override: str, expected: str) -> None:
+    message = refusal(directory, override)
+    assert expected in message and ".parquet" in message
+
+
+def test_directories_that_are_none(tmp_path: Path) -> None:
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+    assert "missing" in refusal(tmp_path)
+
+
+def test_damaged_and_foreign_files(directory: Path) -> None:
+    path = step_path(directory, 2)
+    good = path.read_bytes()
+
+    def message(content: bytes) -> str:
+        path.write_bytes(content)
+        found = refusal(directory)
+        assert str(path) in found
+        return found
+
+    assert "cannot be read" in message(good[:-100])
+    assert "cannot be read" in message(b"")
+    assert "cannot be read" in message(b"not a parquet file, but long enough to look for its end")
+    place = good.index(b"\x28\xb5\x2f\xfd") + 12  # inside of the first column's compressed bytes
+    assert "cannot be read" in message(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+    pq.write_table(pa.table({"a": [1]}), path)
+    assert "not a file of saved samples" in refusal(directory)
+    path.write_bytes(step_path(directory, 1).read_bytes())
+    assert "the file holds step 1" in refusal(directory)
+    path.write_bytes(good)
+    check_replay(config_of(directory), VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        ({"logprobs": [[-1.0], [-1.0, -2.0], [-1.0] * 3, [-1.0, -1.0]]}, "sample 3 contradicts itself"),
+        ({"group": [0, 1, 0, 1]}, "sample 1 contradicts itself"),
+        ({"finish_reason": ["stop", "abort", "stop", "stop"]}, "sample 1 contradicts itself"),
+        ({"answer": ["½", "2", "½", "½"]}, "sample 1 contradicts itself"),
+    ],
+)
+def test_rows_that_contradict_themselves(directory: Path, edit: dict[str, list[Any]], expected: str) -> None:
+    path = step_path(directory, 1)
+    table = pq.read_table(path)
+    for name, values in edit.items():
+        position = table.schema.get_field_index(name)
+        field = table.schema.field(name)
+        table = table.set_column(position, field, pa.array(values, type=field.type))
+    pq.write_table(table, path)
+    assert expected in refusal(directory)
+
+
+def test_other_columns_and_other_schema_versions(directory: Path) -> None:
+    path = step_path(directory, 1)
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns(["reward"]), path)
+    assert "other columns" in refusal(directory)
+    pq.write_table(table.slice(0, 3), path)
+    assert "3 saved samples, 2 x 2 were written" in refusal(directory)
+    facts = {b"oblr_rollouts": table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 1', b'sion": 2')}
+    pq.write_table(table.replace_schema_metadata(facts), path)
+    assert "schema version 2, this program reads 1" in refusal(directory)
+
+
+def test_tokens_of_another_vocabulary_and_other_ages(directory: Path) -> None:
+    saved = saved_step(2)
+    samples = [*saved.samples[:-1], replace(saved.samples[-1], prompt_ids=saved.prompts[1].token_ids)]
+    ids = (VOCAB,) * len(samples[-1].response_ids)
+    samples[-1] = replace(samples[-1], response_ids=ids)
+    write_step(directory, replace(saved, samples=samples))
+    assert f"token {VOCAB}, the model's vocabulary ends at {VOCAB}" in refusal(directory)
+    check_replay(config_of(directory), VOCAB + 1)
+
+    old = [replace(sample, version=0) for sample in saved.samples]
+    write_step(directory, replace(saved, samples=old))
+    assert "weights 0, 1 updates before the trainer's version 1" in refusal(directory)
+    check_replay(config_of(directory, "rollout.max_staleness=1"), VOCAB)
+    write_step(directory, replace(saved, samples=[replace(sample, version=2) for sample in saved.samples]))
+    assert "weights 2, but the trainer is at version 1" in refusal(directory, "rollout.max_staleness=9")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("rollout.only=true",), ("rollout.servers=['http://h:1']",), ("rollout.dynamic_sampling=true", "group_size=1")],
+)
+def test_settings_that_exclude_each_other(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match=r"exclude each other|group_size is 1"):
+        config_of(tmp_path, *overrides, 'algo.baseline="none"')
