@@ -26,6 +26,7 @@ from oblr_megatron.rollout.gpu_memory import give_back_cached
 from oblr_megatron.rollout.placement import engine_spec, place
 from oblr_megatron.rollout.push import Pusher
 from oblr_megatron.rollout.recovery import Recovery
+from oblr_megatron.rollout.versions import check_batch
 from oblr_megatron.rollout.vllm_local import Deadlines, VllmEngine
 from oblr_megatron.weights.manifest import DamagedError
 
@@ -92,20 +93,19 @@ class ColocatedEngines(RolloutEngine):
         """See `RolloutEngine.generate`; each engine samples a contiguous share of the prompts."""
         if self._unusable is not None:
             raise RunError(self._unusable)
-        rollout = self._config.rollout
-        request = SamplingRequest(
-            group_size, 0.0 if greedy else temperature, max_tokens, seed, top_p=rollout.top_p, top_k=rollout.top_k
+        request = SamplingRequest.of(
+            self._config.rollout,
+            group_size=group_size,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=seed,
+            greedy=greedy,
         )
         shares: dict[int, list[Sample]] = {}  # by engine; what one has sampled is kept when another is lost
         self._until_done(lambda: self._sample_rest(prompts, request, shares))
         self._recovery.sampled()
         samples = [sample for _, share in sorted(shares.items()) for sample in share]
-        stale = {sample.version for sample in samples} - {self._version}
-        if stale or len(samples) != len(prompts) * group_size:
-            raise RunError(
-                f"the engines returned {len(samples)} samples for {len(prompts)} x {group_size}, of weights "
-                f"{sorted(stale) or self._version} beside version {self._version}"
-            )
+        check_batch(samples, len(prompts) * group_size, self._version)
         return samples
 
     def push(self, source: Source, version: int) -> PushStats:

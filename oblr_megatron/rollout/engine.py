@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
+    from oblr_megatron.config_rollout import RolloutConfig
     from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
 
@@ -54,6 +55,15 @@ class SamplingRequest:
                 where="sampling request",
                 mend=f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE}",
             )
+
+    @classmethod
+    def of(
+        cls, rollout: RolloutConfig, *, group_size: int, temperature: float, max_tokens: int, seed: int, greedy: bool
+    ) -> SamplingRequest:
+        """The request behind a call of `RolloutEngine.generate`, with the run's filters."""
+        return cls(
+            group_size, 0.0 if greedy else temperature, max_tokens, seed, top_p=rollout.top_p, top_k=rollout.top_k
+        )
 
     @property
     def greedy(self) -> bool:

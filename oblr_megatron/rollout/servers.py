@@ -30,6 +30,7 @@ from oblr_megatron.rollout.http_loop import HttpLoop
 from oblr_megatron.rollout.http_messages import GenerateBody, Holding
 from oblr_megatron.rollout.recovery import Recovery
 from oblr_megatron.rollout.server_push import DataPlane, ServerPusher, SharedMemoryPlane, push
+from oblr_megatron.rollout.versions import check_batch
 from oblr_megatron.rollout.vllm_server import VllmServer, reasons
 from oblr_megatron.weights.names import ModelShape
 
@@ -84,21 +85,20 @@ class ServerEngines(RolloutEngine):
         """See `RolloutEngine.generate`; the servers share the prompts by the tokens they have outstanding."""
         if self._unusable is not None:
             raise RunError(self._unusable)
-        rollout = self._config.rollout
-        request = SamplingRequest(
-            group_size, 0.0 if greedy else temperature, max_tokens, seed, top_p=rollout.top_p, top_k=rollout.top_k
+        request = SamplingRequest.of(
+            self._config.rollout,
+            group_size=group_size,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=seed,
+            greedy=greedy,
         )
         ids = [prompt.token_ids for prompt in prompts]
         costs = [len(prompt) + group_size * max_tokens for prompt in ids]
         balance = Balance(costs, [], 1 if request.greedy else group_size)
         samples = self._until_done(lambda: self._sample_rest(ids, request, balance))
         self._recovery.sampled()
-        stale = {sample.version for sample in samples} - {self.version}
-        if stale or len(samples) != len(prompts) * group_size:
-            raise RunError(
-                f"the servers returned {len(samples)} samples for {len(prompts)} x {group_size}, of weights "
-                f"{sorted(stale) or self.version} beside version {self.version}"
-            )
+        check_batch(samples, len(prompts) * group_size, self.version)
         return samples
 
     def push(self, source: Source, version: int) -> PushStats:

@@ -7,9 +7,13 @@ sample of a version that the trainer has not reached belongs to another run, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from oblr_megatron.errors import RunError
+
+if TYPE_CHECKING:
+    from oblr_megatron.types import Sample
 
 
 class StaleSampleError(RunError):
@@ -39,3 +43,22 @@ def staleness(versions: Iterable[int], current: int, limit: int) -> int:
             f"{current}; rollout.max_staleness is {limit}"
         )
     return current - oldest
+
+
+def check_batch(samples: Sequence[Sample], count: int, version: int) -> None:
+    """Refuse what engines returned unless it is all that was asked for, of the weights that were pushed last.
+
+    Args:
+        samples: of all engines.
+        count: of samples that were asked for.
+        version: that every engine serves.
+
+    Raises:
+        RunError: samples are missing, too many, or of other weights.
+    """
+    stale = {sample.version for sample in samples} - {version}
+    if stale or len(samples) != count:
+        raise RunError(
+            f"the engines returned {len(samples)} samples for {count}, of weights {sorted(stale) or version} beside "
+            f"version {version}"
+        )

@@ -167,11 +167,11 @@ def check_layers_read_parameters(model: nn.Module) -> None:
             )
 
 
-class RecoveringIpcWeightTransferEngine(IPCWeightTransferEngine):
-    """vLLM's CUDA IPC engine, started afresh after a push that broke off.
+class RestartableReload(WeightTransferEngine[Any, Any]):
+    """Starts vLLM's layer-wise reload afresh after a push that broke off; stands before one of vLLM's own engines.
 
-    Its layer-wise reload counts loaded elements; without putting the layers back first, a later push would add to the
-    counts of the broken one and end with tensors of both.
+    The reload counts loaded elements; without putting the layers back first, a later push would add to the counts of
+    the broken one and end with tensors of both.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -181,14 +181,18 @@ class RecoveringIpcWeightTransferEngine(IPCWeightTransferEngine):
     def start_weight_update(self) -> None:
         """Put every layer's own tensors back if the last push did not end, then prepare for this one."""
         if self._open:
-            super().finish_weight_update()
+            super().finish_weight_update()  # type: ignore[safe-super]
         self._open = True
-        super().start_weight_update()
+        super().start_weight_update()  # type: ignore[safe-super]
 
     def finish_weight_update(self) -> None:
         """End a complete push."""
-        super().finish_weight_update()
+        super().finish_weight_update()  # type: ignore[safe-super]
         self._open = False
+
+
+class RecoveringIpcWeightTransferEngine(RestartableReload, IPCWeightTransferEngine):
+    """vLLM's CUDA IPC engine, which recovers from a push that broke off."""
 
 
 @dataclass

@@ -17,34 +17,18 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from oblr_megatron.weights.device_buffer import device_checksum
 from oblr_megatron.weights.manifest import DamagedError, WeightError
-from oblr_megatron.weights.transfer import ShmUpdateInfo
+from oblr_megatron.weights.transfer import RestartableReload, ShmUpdateInfo
 
 
-class CheckedNcclWeightTransferEngine(NCCLWeightTransferEngine):
+class CheckedNcclWeightTransferEngine(RestartableReload, NCCLWeightTransferEngine):
     """Engine side: a broadcast for each bucket, checked, and loaded through vLLM's layer-wise reload."""
 
     update_info_cls = ShmUpdateInfo  # type: ignore[assignment]
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._open = False
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Join the trainer's communicator; one that is left from another trainer, or before a failure, is given up."""
         self.shutdown()
         super().init_transfer_engine(init_info)
-
-    def start_weight_update(self) -> None:
-        """Put every layer's own tensors back if the last push did not end, then prepare for this one."""
-        if self._open:
-            super().finish_weight_update()
-        self._open = True
-        super().start_weight_update()
-
-    def finish_weight_update(self) -> None:
-        """End a complete push."""
-        super().finish_weight_update()
-        self._open = False
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:  # type: ignore[override]
         """Take a bucket from the trainer, check it, load its tensors.

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import platform
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ import torch
 from fits import power_law
 from meter import Meter
 from operators import WIDTH, measure_rates, operators_of, show_operators
+from record import write_record
 from rich.console import Console
 from rich.table import Table
 from rounds import MIN_ROUNDS, Row, measure
@@ -159,15 +158,8 @@ def text(value: object) -> str:
 def write_json(path: Path, rows: Sequence[Row], fits: Sequence[dict[str, object]], parallel: Parallel) -> None:
     """{"machine":, "date":, "rows": [...]}, and "fits" where there are any; what is no number becomes null."""
     chip = torch.cuda.get_device_name() if parallel.device.type == "cuda" else platform.machine()
-    record: dict[str, Any] = {
-        "machine": f"{chip}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "rows": [asdict(row) for row in rows],
-    }
-    if fits:
-        record["fits"] = [{name: none_if_nan(value) for name, value in fit.items()} for fit in fits]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    more = {"fits": [{name: none_if_nan(value) for name, value in fit.items()} for fit in fits]} if fits else {}
+    write_record(path, rows, f"{chip}, {torch.get_num_threads()} threads, torch {torch.__version__}", **more)
 
 
 def none_if_nan(value: object) -> object:

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,12 +25,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import torch
 from meter import Meter
+from record import write_record
 from rich.console import Console
 from rich.table import Table
 from rounds import paired_ratio
@@ -89,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
     Console(width=WIDTH).print(table)
     if options.json:
-        write_json(options.json, rows)
+        write_record(options.json, rows)
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -246,17 +244,6 @@ def row(name: str, own: Sequence[float], plain: Sequence[float], num_bytes: int,
         gb_per_s=num_bytes / seconds / 1e9,
         ratio_to_memcpy=paired_ratio(plain, own),
     )
-
-
-def write_json(path: Path, rows: Sequence[Row]) -> None:
-    """{"machine":, "date":, "rows": [...]}"""
-    record = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "rows": [asdict(row) for row in rows],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

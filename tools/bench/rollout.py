@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import socket
 import statistics
@@ -28,11 +27,10 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-import torch
+from record import write_record
 from rich.console import Console
 from rich.table import Table
 from rounds import paired_ratio
@@ -116,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
     Console(width=120).print(table)
     if options.json:
-        write_json(options.json, rows)
+        write_record(options.json, rows)
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -303,17 +301,6 @@ def measure(samplers: dict[str, Sampler], work: Work, options: argparse.Namespac
         )
         for name, outcomes in found.items()
     ]
-
-
-def write_json(path: Path, rows: Sequence[Row]) -> None:
-    """{"machine":, "date":, "rows": [...]}"""
-    record = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "rows": [asdict(row) for row in rows],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
