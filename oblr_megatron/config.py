@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from oblr_megatron.config_checkpoint import CheckpointConfig
 from oblr_megatron.config_checks import apply_override, check_together
 from oblr_megatron.config_rollout import RolloutConfig, WeightsConfig
 from oblr_megatron.config_section import Section
@@ -191,13 +192,6 @@ class ParallelConfig(Section):
     """Layers of a group (uniform), or layers recomputed (block)."""
     distributed_timeout_s: float = Field(1800.0, gt=0)
     """Deadline of a collective, seconds."""
-
-
-class CheckpointConfig(Section):
-    """What a run leaves behind."""
-
-    export_hf: bool = True
-    """Write RUN_DIR/hf, a Hugging Face directory, at the end."""
 
 
 class EvaluateConfig(Section):
