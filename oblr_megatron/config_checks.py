@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import UserError
@@ -10,6 +11,7 @@ from oblr_megatron.errors import UserError
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
 
+EVALUATED = ("accuracy", "mean_at_k", "pass_at_k")  # what evaluate.figures gives of each set
 LEAVE_ONE_OUT = ("rloo", "length_loo", "optimal", "optimal_prior")
 
 
@@ -61,6 +63,7 @@ def check_together(config: Config, where: str) -> None:
             mend="change one of them: folds are of whole prompts and of equal size",
         )
     _check_samples(config, where)
+    _check_checkpoints(config, where)
     push, patience = config.rollout.push_timeout_s, config.parallel.distributed_timeout_s
     if push >= patience:
         raise UserError(
@@ -74,6 +77,30 @@ def check_together(config: Config, where: str) -> None:
             f"data.template {config.data.template!r} has no {{question}}",
             where=where,
             mend="put {question} where the question goes",
+        )
+
+
+def _check_checkpoints(config: Config, where: str) -> None:
+    """What a run goes on from exists; what says which checkpoint is best is measured."""
+    resume, best = config.checkpoint.resume, config.checkpoint.best_metric
+    if resume not in ("none", "newest") and not Path(resume).is_dir():
+        raise UserError(
+            f"checkpoint.resume {resume!r} is no directory",
+            where=where,
+            mend='give the directory of a checkpoint, "newest" or "none"',
+        )
+    measured = [f"eval/{name}/{figure}" for name in config.evaluate.data for figure in EVALUATED]
+    if best and best not in measured:
+        raise UserError(
+            f"checkpoint.best_metric {best!r} is no figure of a set in evaluate.data",
+            where=where,
+            mend=f"name one of {', '.join(measured)}" if measured else "name a set in evaluate.data, or leave it empty",
+        )
+    if best and config.evaluate.every_steps == 0:
+        raise UserError(
+            f"checkpoint.best_metric is {best!r}, but evaluate.every_steps is 0: nothing is evaluated",
+            where=where,
+            mend="set evaluate.every_steps to 1 or more, or leave best_metric empty",
         )
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,9 @@ from oblr_megatron.errors import EXIT_OK, UserError
 if TYPE_CHECKING:
     import argparse
 
+    from transformers import PreTrainedTokenizerBase
+
+    from oblr_megatron.checkpoint.hf_dir import HFDir
     from oblr_megatron.config import Config
     from oblr_megatron.rewards.base import Reward
     from oblr_megatron.rollout.engine import RolloutEngine
@@ -104,13 +107,17 @@ def evaluate(
     Returns:
         {"eval/<name>/accuracy": ..., "eval/<name>/mean_at_k": ..., "eval/<name>/pass_at_k": ...}
     """
-    greedy = _responses(engines, prompts, config, k=1, greedy=True)
+    right = greedy_rewards(engines, prompts, reward, config)
     k = config.evaluate.samples_per_prompt
     sampled = _responses(engines, prompts, config, k=k, greedy=False)
-    right = reward.score(prompts, greedy).rewards
     rewards = reward.score(prompts, sampled).rewards
     groups = [rewards[first : first + k] for first in range(0, len(rewards), k)]
     return {f"eval/{name}/{figure}": value for figure, value in figures(right, groups).items()}
+
+
+def greedy_rewards(engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config) -> list[float]:
+    """[Q] rewards of one greedy response to each prompt; every rank calls, every rank gets them."""
+    return reward.score(prompts, _responses(engines, prompts, config, k=1, greedy=True)).rewards
 
 
 def evaluate_model(options: argparse.Namespace) -> int:
@@ -120,25 +127,31 @@ def evaluate_model(options: argparse.Namespace) -> int:
         UserError: a bad config, model, reward or data set, before any engine is started.
     """
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
-    from oblr_megatron.data.prompts import load_prompts
-    from oblr_megatron.model import parallel as layout
     from oblr_megatron.preflight import check_lengths
+
+    model = check_hf_dir(options.model, quantized=True)
+    given = {"data.train": options.data[0], "evaluate.samples_per_prompt": options.k}
+    config = config_of(options, model, given)
+    check_lengths(config, model)
+    sets = load_sets(options.data, "--data", config, model.tokenizer())
+    report: dict[str, Any] = {"model": str(config.model.path), "k": config.evaluate.samples_per_prompt}
+    with opened(config) as (engines, reward):
+        for name, prompts in sets.items():
+            report |= evaluate(name, engines, prompts, reward, config)
+            print(_line(name, len(prompts), report))
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return EXIT_OK
+
+
+@contextmanager
+def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
+    """A vLLM engine of config.model.path and the reward, in this one process; both end with the block."""
+    from oblr_megatron.model import parallel as layout
     from oblr_megatron.rewards.registry import build_reward
     from oblr_megatron.rewards.shared import SharedReward
     from oblr_megatron.rollout.colocated import ColocatedEngines
 
-    model = check_hf_dir(options.model)
-    config = _config_of(options, int(model.config.get("max_position_embeddings", 0)))
-    check_lengths(config, model)
-    names = [Path(path).stem for path in options.data]
-    if len(set(names)) < len(names):
-        raise UserError("two data files have the same name", where="--data", mend="rename one: sets go by file names")
-    tokenizer = model.tokenizer()
-    sets = {
-        name: load_prompts(path, config.data, tokenizer, limit=config.evaluate.num_prompts)
-        for name, path in zip(names, options.data, strict=True)
-    }
-    report: dict[str, Any] = {"model": str(config.model.path), "k": config.evaluate.samples_per_prompt}
     with ExitStack() as stack:
         scratch = stack.enter_context(TemporaryDirectory(prefix="oblr-eval-"))  # of the engine's log
         config = config.model_copy(update={"run_dir": Path(scratch)})
@@ -147,12 +160,26 @@ def evaluate_model(options: argparse.Namespace) -> int:
         reward = stack.enter_context(SharedReward(build_reward(config.reward), share=0, shares=1))
         engines = ColocatedEngines(config, parallel)
         stack.callback(engines.close)
-        for name, prompts in sets.items():
-            report |= evaluate(name, engines, prompts, reward, config)
-            print(_line(name, len(prompts), report))
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return EXIT_OK
+        yield engines, reward
+
+
+def load_sets(
+    files: Sequence[Path], option: str, config: Config, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, list[Prompt]]:
+    """The prompts of each file, by the file's name.
+
+    Raises:
+        UserError: a file cannot be used, or two have the same name.
+    """
+    from oblr_megatron.data.prompts import load_prompts
+
+    names = [file.stem for file in files]
+    if len(set(names)) < len(names):
+        raise UserError("two data files have the same name", where=option, mend="rename one: sets go by file names")
+    return {
+        name: load_prompts(file, config.data, tokenizer, limit=config.evaluate.num_prompts)
+        for name, file in zip(names, files, strict=True)
+    }
 
 
 def _responses(
@@ -173,29 +200,36 @@ def _responses(
     return samples
 
 
-def _config_of(options: argparse.Namespace, positions: int) -> Config:
-    """The run's config, or the defaults, with what the command line says of model and data.
+def config_of(options: argparse.Namespace, model: HFDir, given: dict[str, Any]) -> Config:
+    """The run's config, or the defaults, with what the command line says; for one process.
 
-    The defaults of prompt and response length are cut to what a small model's `positions` hold.
+    The defaults of prompt and response length are cut to what a small model's positions hold.
+
+    Args:
+        options: `config` and `overrides` of a command.
+        model: what is evaluated.
+        given: further keys that the command line sets, e.g. {"data.train": Path("gsm8k.jsonl")}.
     """
     from oblr_megatron.config import load_config, parse_config
 
-    given = {
-        "model.path": options.model,
-        "data.train": options.data[0],
-        "evaluate.samples_per_prompt": options.k,
+    given = given | {
+        "model.path": model.path,
         "parallel.tensor_model_parallel_size": 1,
         "parallel.pipeline_model_parallel_size": 1,
         "parallel.sequence_parallel": "false",
         "rollout.num_engines": 1,  # this is one process
     }
-    if options.config is None:
-        given |= {"data.max_prompt_tokens": min(1024, positions // 2 or 1024)}
-        given |= {"rollout.max_response_tokens": min(512, positions // 2 or 512)}
-    overrides = [*(f"{key}={value}" for key, value in given.items()), *options.overrides]
+    if "quantization_config" in model.config:
+        given |= {"rollout.dtype": "bfloat16"}  # of what is not quantised: vLLM has no FP8 product in fp32
     if options.config is not None:
-        return load_config(options.config, overrides)
-    return parse_config({"run_dir": "."}, "command line", overrides)
+        return load_config(options.config, [*_pairs(given), *options.overrides])
+    half = int(model.config.get("max_position_embeddings", 0)) // 2
+    given |= {"data.max_prompt_tokens": min(1024, half or 1024), "rollout.max_response_tokens": min(512, half or 512)}
+    return parse_config({"run_dir": "."}, "command line", [*_pairs(given), *options.overrides])
+
+
+def _pairs(given: dict[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in given.items()]
 
 
 def _line(name: str, prompts: int, report: dict[str, Any]) -> str:

@@ -107,6 +107,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("timing_s/optimizer", "s", "clipping and the optimizer's update"),
     Metric("timing_s/push", "s", "sending the new weights to vLLM"),
     Metric("timing_s/evaluate", "s", "evaluation, in steps that have one"),
+    Metric("timing_s/checkpoint", "s", "waiting for the checkpoint of the step before: its copy, or a save under way"),
     Metric("timing_s/step", "s", "the whole step by the clock, evaluation included"),
     Metric("perf/tokens_per_s", "tokens/s", "response tokens of the step over its time without evaluation"),
     Metric("perf/samples_per_s", "samples/s", "responses of the step over its time without evaluation"),
@@ -166,7 +167,7 @@ class MetricsWriter:
         self._sinks.append(_JsonLines(run_dir, resume_step))
         if config.tensorboard:
             self._sinks.append(_Tensorboard(run_dir / "tensorboard", resume_step))
-        if resume_step is None:
+        if resume_step is None or not (run_dir / ENVIRONMENT_FILE).exists():
             _write_environment(run_dir, world_size)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

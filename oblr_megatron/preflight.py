@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.checkpoint import resume
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
+from oblr_megatron.checkpoint.resume import Checkpoint
+from oblr_megatron.checkpoint.size import checkpoint_bytes
+from oblr_megatron.checkpoint.store import CHECKPOINTS, NoSpaceError, check_space
 from oblr_megatron.checks import check_layout
 from oblr_megatron.data.packing import check_folds
 from oblr_megatron.data.prompts import PromptStream, load_prompts
@@ -29,8 +33,12 @@ from oblr_megatron.rollout.server_checks import check_servers
 from oblr_megatron.weights.limits import check_pushable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from oblr_megatron.config import Config
     from oblr_megatron.types import Prompt
+
+CONFIG_FILE = "config.json"  # of a run directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,7 @@ class Inputs:
     norms: Choice | None  # how gradients' norms are computed, and what a step takes; None where nothing is trained
     stream: PromptStream | None  # of training prompts; None where saved ones are replayed
     held_out: dict[str, list[Prompt]]  # evaluation sets by name; empty where none is evaluated
+    checkpoints: list[Checkpoint]  # that the run may go on from, the best choice first; empty: it begins anew
 
 
 def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> Inputs:
@@ -55,10 +64,11 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
         UserError: the first thing found wrong.
     """
     if owns_run_dir:
-        check_run_dir(config.run_dir)
+        check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     model = check_hf_dir(config.model.path)
     check_layout(model.config, config, world_size)
-    norms = None if config.rollout.only else check_gradient(model, config, world_size)
+    checkpoints = resume.find(config, model) if owns_run_dir else []
+    norms = None if config.rollout.only else check_gradient(model, with_saved_mode(config, checkpoints), world_size)
     if config.rollout.replay is None and config.rollout.servers:
         check_servers(config)
     elif config.rollout.replay is None:
@@ -68,7 +78,8 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     check_lengths(config, model)
     if owns_run_dir:
         check_replay(config, int(model.config["vocab_size"]))
-    return _open_inputs(config, model, norms)
+        check_room(config, model)
+    return _open_inputs(config, model, norms, checkpoints)
 
 
 def check_gradient(model: HFDir, config: Config, world_size: int) -> Choice:
@@ -101,12 +112,35 @@ def choose_norms(model: HFDir, config: Config, world_size: int) -> Choice:
     )
 
 
-def check_run_dir(run_dir: Path) -> None:
-    """Refuse to write into a directory that holds another run."""
+def with_saved_mode(config: Config, checkpoints: Sequence[Checkpoint]) -> Config:
+    """`gradnorm.mode` "auto" stays, in the same layout, what it was: modes differ in the last bits of a gradient."""
+    if config.gradnorm.mode != "auto" or not checkpoints:
+        return config
+    before = checkpoints[0].state["config"]
+    same = before["parallel"] == config.parallel.model_dump(mode="json")
+    return with_mode(config, before["gradnorm"]["mode"]) if same else config
+
+
+def check_room(config: Config, model: HFDir) -> None:
+    """Refuse a run that could not save once."""
+    if config.rollout.only or not (config.checkpoint.every_steps or config.checkpoint.exit_before_timeout_s):
+        return
+    try:
+        check_space(config.run_dir / CHECKPOINTS, checkpoint_bytes(model, config))
+    except NoSpaceError as error:
+        raise UserError(
+            str(error), where="run_dir", mend="name a run_dir with more space, or set checkpoint.every_steps to 0"
+        ) from error
+
+
+def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
+    """Refuse to write into a directory that holds something else; `holds_run`: a run to go on with is welcome."""
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError("run_dir is a file", where=str(run_dir), mend="name a directory")
-    if run_dir.is_dir() and any(run_dir.iterdir()):
-        raise UserError("run_dir is not empty", where=str(run_dir), mend="name a new directory, or remove this one")
+    if run_dir.is_dir() and any(run_dir.iterdir()) and not (holds_run and (run_dir / CONFIG_FILE).exists()):
+        what = "run_dir holds something else than a run" if holds_run else "run_dir is not empty"
+        mend = "name a new directory, remove this one, or go on with the run in it: --resume"
+        raise UserError(what, where=str(run_dir), mend=mend)
     present = next(place for place in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(place))
     if not present.is_dir() or not os.access(present, os.W_OK | os.X_OK):
         raise UserError(
@@ -129,22 +163,24 @@ def check_lengths(config: Config, model: HFDir) -> None:
         )
 
 
-def _open_inputs(config: Config, model: HFDir, norms: Choice | None) -> Inputs:
+def _open_inputs(config: Config, model: HFDir, norms: Choice | None, checkpoints: list[Checkpoint]) -> Inputs:
     """Tokenize the training and evaluation rows: only then is it known whether any of them can be used."""
     if config.rollout.replay is not None:
-        return Inputs(model, norms, None, {})
+        return Inputs(model, norms, None, {}, checkpoints)
     tokenizer = model.tokenizer()
     stream = PromptStream(config.data, tokenizer, seed=config.seed)
+    for checkpoint in checkpoints[:1]:
+        stream.load_state_dict(checkpoint.state["data"])  # refuses other data
     held_out = {
         name: load_prompts(path, config.data, tokenizer, limit=config.evaluate.num_prompts)
         for name, path in config.evaluate.data.items()
         if not config.rollout.only
     }
-    return Inputs(model, norms, stream, held_out)
+    return Inputs(model, norms, stream, held_out, checkpoints)
 
 
 def write_config(config: Config) -> None:
     """Save the resolved configuration beside the run, as RUN_DIR/config.json."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config.model_dump(mode="json"), indent=2)
-    (config.run_dir / "config.json").write_text(text + "\n", encoding="utf-8")
+    (config.run_dir / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")

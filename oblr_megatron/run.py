@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,9 @@ from oblr_megatron import figures
 from oblr_megatron.algo.baseline import BASELINES
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.algo.weighing import Weighing, usual
+from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
+from oblr_megatron.checkpoint.saver import Best, Facts, Saver
 from oblr_megatron.errors import EngineLostError, RunError
 from oblr_megatron.gradient import TrainingGradient
 from oblr_megatron.model.optimizer import PolicyOptimizer
@@ -41,7 +44,22 @@ class Run(Sampling):
     optimizer: PolicyOptimizer
     schedule: Schedule
     gradients: TrainingGradient
+    saver: Saver
     usual_norm: float = 0.0  # mean w of the steps so far
+    boundary: Facts = field(default_factory=dict)  # what a checkpoint says, as it was when the step began
+    unlogged: tuple[list[Sample], Judged, GradientStats] | None = None  # of a step whose update was done
+
+    def begin(self) -> None:
+        """Push the weights; before the first step of all, evaluate them, as the record of step 0."""
+        self.push(version=self.start)
+        if self.start == 0:
+            self.evaluate(step=0)
+        timing = self.timer.finish_step()
+        if any(name.startswith("eval/") for name in self.record):
+            self.record |= timing
+            self.write(step=0)
+        self.record = {}
+        self.boundary = self._facts()
 
     def release(self) -> None:
         """Have engines on the trainer's own GPUs free memory, as rollout.sleep_level says; the next push wakes them."""
@@ -67,6 +85,7 @@ class Run(Sampling):
             self._refuse_broken(norms_sq, samples)
             self.usual_norm = usual(norms_sq, self.usual_norm)
         self.record |= figures.of_baseline(config.algo, judged, norms_sq)
+        self.unlogged = samples, judged, found.stats
         return found.stats
 
     def _check(self, samples: list[Sample], active: Tensor, step: int) -> Tensor | None:
@@ -111,21 +130,71 @@ class Run(Sampling):
             self.engines.push(MegatronWeights(self.policy, engine_dtype(self.config)), version)
         self.record["weights/version"] = version
 
+    def checkpoint(self, step: int) -> bool:
+        """Save the state after `step` steps if that is due, and tell whether the run stops here; collective.
+
+        Raises:
+            RunError: the run is to stop, and its state cannot be saved.
+        """
+        self.unlogged, self.boundary = None, self._facts()
+        last, stops = step == self.config.num_steps, self.stopped(step)
+        with self.timer("checkpoint"):
+            if stops or self.saver.due(step, self.config.num_steps, self.logged):
+                self._save(step, self.boundary)
+            saved = self.saver.wait() if stops or last else self.saver.report()
+        if saved is not None:
+            self.display.message(str(saved))
+        if stops and saved is not None and saved.failure is not None:
+            raise RunError(str(saved))
+        return stops
+
     def export(self) -> None:
-        """Write RUN_DIR/hf if the config asks for it."""
-        if self.config.checkpoint.export_hf:
-            export_hf(self.policy, self.config.model.path, self.config.run_dir / "hf")
+        """Write RUN_DIR/hf, and RUN_DIR/hf_best of the best checkpoint, if the config asks for it.
+
+        The policy may hold the best weights afterwards instead of the last.
+        """
+        if not self.config.checkpoint.export_hf:
+            return
+        self._export("hf")
+        best = self.saver.path_of_best()
+        if best is not None:
+            load_weights(self.policy, best)
+            self._export("hf_best")
 
     def rescue(self) -> None:
-        """Save the weights of a run whose engines are lost for good in RUN_DIR/hf_last; collective.
+        """Save the state of a run whose engines are lost for good; collective.
 
-        Does nothing before the first update, or if the config asks for no export.
+        In the middle of a step that is the state before it; after the update, the state after it, and what is known of
+        the step is logged. Does nothing before the first update.
         """
-        if self.version == 0 or not self.config.checkpoint.export_hf:
+        if self.unlogged is not None and self.version > self.boundary["step"]:
+            self.log(self.version, *self.unlogged)
+            self.boundary = self._facts()
+        step = self.boundary.get("step", self.start)
+        if step == self.start:
             return
-        target = self.config.run_dir / "hf_last"
+        self._save(step, self.boundary)
+        saved = self.saver.wait()
+        self.display.message(f"the engines are lost; {saved}")
+
+    def _save(self, step: int, facts: Facts) -> None:
+        self.saver.save(step, training_state(self.policy, self.optimizer), facts, self.logged)
+
+    def _facts(self) -> Facts:
+        """What a resumed run needs beside tensors; see `open_run` for who takes it up."""
+        return {
+            "step": self.version,
+            "config": self.config.model_dump(mode="json"),
+            "data": self.stream.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "usual_norm": self.usual_norm,
+        }
+
+    def _export(self, name: str) -> None:
+        target = self.config.run_dir / name
+        if self.config.checkpoint.resume != "none" and self.parallel.rank == 0:
+            shutil.rmtree(target, ignore_errors=True)  # of the run as it was
         export_hf(self.policy, self.config.model.path, target)
-        self.display.message(f"the engines are lost; the weights after {self.version} updates are in {target}")
 
 
 @contextmanager
@@ -141,16 +210,28 @@ def open_run(config: Config) -> Iterator[Run]:
     with open_sampling(config) as sampling:
         config = sampling.config
         policy = build_policy(sampling.model.hf_config(), config.model, sampling.parallel, config.parallel)
-        load_hf_weights(policy, config.model.path)
+        resumed = sampling.resumed
+        if resumed is None:
+            load_hf_weights(policy, config.model.path)
+        optimizer = PolicyOptimizer(policy, config.optimizer)
+        schedule = build_schedule(
+            config.algo, config.optimizer, num_steps=config.num_steps, num_prompts=config.num_prompts
+        )
+        best = None
+        if resumed is not None:
+            load_training_state(policy, optimizer, resumed.path)
+            schedule.load_state_dict(resumed.state["schedule"])
+            best = resumed.state["best"] and Best(*resumed.state["best"])
         run = Run(
             **{part.name: getattr(sampling, part.name) for part in fields(sampling)},
             policy=policy,
-            optimizer=PolicyOptimizer(policy, config.optimizer),
-            schedule=build_schedule(
-                config.algo, config.optimizer, num_steps=config.num_steps, num_prompts=config.num_prompts
-            ),
+            optimizer=optimizer,
+            schedule=schedule,
             gradients=TrainingGradient(policy, config),
+            saver=Saver(config, sampling.parallel, sampling.model, best),
         )
+        if resumed is not None:
+            run.version, run.usual_norm = resumed.step, resumed.state["usual_norm"]
         try:
             yield run
         except (EngineLostError, DamagedError):

@@ -9,12 +9,13 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from oblr_megatron import figures
+from oblr_megatron.checkpoint.resume import Checkpoint, changes, choose
 from oblr_megatron.checks import check_port
 from oblr_megatron.console import Display, open_display
 from oblr_megatron.evaluate import evaluate
@@ -31,10 +32,13 @@ from oblr_megatron.rollout.open import open_engines
 from oblr_megatron.rollout.replay import ReplayEngine
 from oblr_megatron.rollout.saved import SavedStep, write_step
 from oblr_megatron.rollout.versions import staleness
+from oblr_megatron.stopping import StopRequest
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import Judged
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from oblr_megatron.checkpoint.hf_dir import HFDir
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
@@ -58,6 +62,14 @@ class PromptSource(Protocol):
         """The next prompts, the same on every rank."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands; plain JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at the prompt that would have come next; UserError when the state is of other data."""
+        ...
+
 
 @dataclass(slots=True, kw_only=True)
 class Sampling:
@@ -73,8 +85,18 @@ class Sampling:
     metrics: MetricsWriter
     display: Display
     timer: PhaseTimer
+    stop: StopRequest
+    control_group: ProcessGroup  # of all ranks, on the CPU
+    resumed: Checkpoint | None  # what the run goes on from
     version: int = 0  # of the trainer's weights: updates so far
     record: dict[str, float] = field(default_factory=dict)  # figures of the step in progress
+    logged: dict[str, float] = field(default_factory=dict)  # those of the step logged last
+    longest_step_s: float = 0.0
+
+    @property
+    def start(self) -> int:
+        """Steps that were done when this process began."""
+        return 0 if self.resumed is None else self.resumed.step
 
     def rollout(self, prompts: list[Prompt], step: int, batch: int = 0) -> list[Sample]:
         """G samples a prompt in prompt-major order, the same on every rank.
@@ -162,17 +184,10 @@ class Sampling:
             for name, prompts in self.held_out.items():
                 self.record |= evaluate(name, self.engines, prompts, self.reward, self.config)
 
-    def begin(self) -> None:
-        """Close the accounts of what came before the first step: an evaluation, if any, is the record of step 0."""
-        timing = self.timer.finish_step()
-        if any(name.startswith("eval/") for name in self.record):
-            self.record |= timing
-            self.write(step=0)
-        self.record = {}
-
     def log(self, step: int, samples: list[Sample], judged: Judged, stats: GradientStats | None = None) -> None:
         """Write the step's record: metrics.jsonl, tensorboard, console."""
         timing = self.timer.finish_step()
+        self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"])
         self.record = figures.of_step(samples, judged, stats, timing) | self.record | self.engines.figures()
         self.record |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
         self.write(step)
@@ -181,7 +196,15 @@ class Sampling:
         """Hand the figures collected so far to metrics and console, and start a new record."""
         self.metrics.write(step, self.record)
         self.display.step(step, self.record)
-        self.record = {}
+        self.logged, self.record = self.record, {}
+
+    def stopped(self, step: int) -> bool:
+        """Whether the run is to end after `step` steps, before its last one, and says so."""
+        reason = self.stop.agreed(self.longest_step_s, self.control_group)
+        if reason is None or step == self.config.num_steps:
+            return False
+        self.display.message(f"stopped after step {step} of {self.config.num_steps} ({reason}); go on with --resume")
+        return True
 
 
 @contextmanager
@@ -196,8 +219,10 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
     if rank == 0 and world_size > 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         check_port(int(os.environ["MASTER_PORT"]))  # under torchrun the agent holds it already
     with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest(config.checkpoint))
         parallel = layout.initialize(config.parallel, seed=config.seed)
         stack.callback(layout.shutdown)
+        resumed = choose(inputs.checkpoints, parallel.rank, world_size)
         norms = _of_first_rank(inputs.norms)
         if norms is not None:
             config = with_mode(config, norms.mode)
@@ -209,23 +234,42 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         engines = open_engines(config, parallel)
         stack.callback(engines.close)
         display = stack.enter_context(open_display(config.log, config.num_steps, rank=parallel.rank))
-        for line in _opening_lines(config, norms):
+        for line in _opening_lines(config, norms, resumed):
             display.message(line)
         metrics = stack.enter_context(
-            MetricsWriter(config.run_dir, config.log, rank=parallel.rank, world_size=world_size)
+            MetricsWriter(
+                config.run_dir,
+                config.log,
+                rank=parallel.rank,
+                world_size=world_size,
+                resume_step=_metrics_until(config, resumed),
+            )
         )
+        stream = _prompt_source(inputs, engines)
+        if resumed is not None:
+            stream.load_state_dict(resumed.state["data"])
         yield Sampling(
             config=config,
             parallel=parallel,
             model=inputs.model,
             engines=engines,
             reward=reward,
-            stream=_prompt_source(inputs, engines),
+            stream=stream,
             held_out=inputs.held_out,
             metrics=metrics,
             display=display,
             timer=PhaseTimer(on_phase=display.phase, synchronize=_synchronize),
+            stop=stop,
+            control_group=dist.new_group(backend="gloo"),
+            resumed=resumed,
         )
+
+
+def _metrics_until(config: Config, resumed: Checkpoint | None) -> int | None:
+    """Step up to which metrics.jsonl is kept; None for a new one. A run that never saved begins anew."""
+    if resumed is not None:
+        return resumed.step
+    return None if config.checkpoint.resume == "none" else -1
 
 
 def _prompt_source(inputs: Inputs, engines: RolloutEngine) -> PromptSource:
@@ -235,8 +279,13 @@ def _prompt_source(inputs: Inputs, engines: RolloutEngine) -> PromptSource:
     return inputs.stream
 
 
-def _opening_lines(config: Config, norms: Choice | None) -> Iterator[str]:
+def _opening_lines(config: Config, norms: Choice | None, resumed: Checkpoint | None) -> Iterator[str]:
     """What a run says about itself before it begins."""
+    if resumed is not None:
+        yield f"going on after step {resumed.step}, from {resumed.path}"
+        yield from (f"changed: {change}" for change in changes(resumed, config))
+    elif config.checkpoint.resume != "none":
+        yield f"no checkpoint in {config.run_dir}: the run begins at step 0"
     if norms is not None:
         yield f"norms by {norms.mode}: {norms.reason}"
         yield f"memory: {norms.estimate.table()}"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PHASES = ("rollout", "reward", "gradnorm", "gradient", "optimizer", "push", "evaluate")
+PHASES = ("rollout", "reward", "gradnorm", "gradient", "optimizer", "push", "evaluate", "checkpoint")
 
 
 class PhaseTimer:

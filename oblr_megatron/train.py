@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 def train(run: Run) -> None:
     """All steps of a run: each line is one arrow of the picture in docs/architecture.md."""
     config = run.config
-    run.push(version=0)
-    run.evaluate(step=0)
     run.begin()
-    for step in range(config.num_steps):
+    for step in range(run.start, config.num_steps):
         prompts = run.stream.take(config.num_prompts)  # Q
         samples = run.rollout(prompts, step)  # N = Q * G responses with log-probs
         judged = run.judge(prompts, samples)  # rewards [Q, G]
@@ -48,6 +46,8 @@ def train(run: Run) -> None:
         run.push(version=step + 1)
         run.evaluate(step + 1)
         run.log(step + 1, samples, judged, stats)
+        if run.checkpoint(step + 1):  # saves when due; true when the run is to stop here
+            return
     run.export()
 
 
@@ -60,6 +60,8 @@ def sample(run: Sampling) -> None:
         prompts, samples, judged = run.refill(prompts, samples, judged, step)
         run.save(prompts, samples, judged, step)
         run.log(step + 1, samples, judged)
+        if run.stopped(step + 1):
+            return
 
 
 def run_training(config: Config) -> int:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +31,8 @@ from typing import Any
 
 import psutil
 from soak_watch import Family, Holdings, leaked, shared_memory_names
+
+from oblr_megatron.checkpoint.store import checkpoints_of
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLLOUT, PUSH, IDLE = PHASES = ("rollout", "push", "idle")
@@ -87,7 +89,7 @@ def main() -> int:
         runs = soak(task, options.ranks, options.kills, options.seed, limit=not options.no_limit_run)
     print(table(runs), flush=True)
     if options.json is not None:
-        write_json(options.json, runs)
+        write_json(options.json, runs, hits_of(runs))
     missed = set(PHASES) - set(hits_of(runs)) if options.kills >= len(PHASES) else set()
     for phase in sorted(missed):
         print(f"error: no kill fell into {phase}", file=sys.stderr)
@@ -166,7 +168,7 @@ def start(task: Task, name: str, ranks: int, steps: int, plan: Sequence[Kill], *
     with run_dir.with_suffix(".log").open("wb") as log:
         job = subprocess.Popen(
             command_line(task, run_dir, ranks, steps, overrides),
-            env=_environment() | {"SOAK_PHASE": str(phase_file)},
+            env=environment() | {"SOAK_PHASE": str(phase_file)},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -228,24 +230,32 @@ def judge(run: Run, found: list[dict[str, Any]], expected: list[dict[str, Any]],
     run.restarts = sum(int(record.get("rollout/restarts", 0)) for record in found)
     if run.restarts != kills:
         run.problems.append(f"{run.restarts} restarts after {kills} kills")
-    if [_certain(record) for record in found] != [_certain(record) for record in expected]:
+    if [certain(record) for record in found] != [certain(record) for record in expected]:
         run.problems.append("its metrics are not those of the unbroken run")
 
 
 def judge_ending(run: Run, out: Path) -> None:
-    """A run that may not restart its engine saves its weights, names the cause in one line, and ends with status 1."""
+    """A run that may not restart its engine saves its state, names the cause in one line, and ends with status 1."""
     if run.status != 1:
         run.problems.append(f"ended with status {run.status}, not 1")
     log = directory(out, run.name).with_suffix(".log").read_text(encoding="utf-8", errors="replace")
     lines = [line for line in log.splitlines() if line.startswith("error: rank")]
     if not lines or not all("was ended by SIGKILL while rank 0 waited for" in line for line in lines):
         run.problems.append(f"does not say why it ended: {lines or log[-300:]}")
-    if not (directory(out, run.name) / "hf_last" / "config.json").exists():
-        run.problems.append("did not save its weights")
+    if not checkpoints_of(directory(out, run.name)):
+        run.problems.append("did not save its state")
 
 
 def command_line(task: Task, run_dir: Path, ranks: int, steps: int, overrides: Sequence[str]) -> list[str]:
     """Of a run on so many ranks."""
+    given = settings(task, run_dir, steps, checkpoint__export_hf="false", checkpoint__every_steps=0)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    script = ["tools/soak_rank.py", "examples/tiny_cpu/config.toml"]
+    return [sys.executable, *launcher, *script, *given, *task.overrides, *overrides]
+
+
+def settings(task: Task, run_dir: Path, steps: int, **more: object) -> list[str]:
+    """Overrides of the demo's config; `more` names keys with "__" for the dot."""
     values: dict[str, object] = {
         "run_dir": run_dir,
         "model.path": task.model,
@@ -256,16 +266,13 @@ def command_line(task: Task, run_dir: Path, ranks: int, steps: int, overrides: S
         "gradnorm.mode": "bookkeep",  # what the runs would choose could depend on the memory that is free
         "log.console": "plain",
         "log.tensorboard": "false",
-        "checkpoint.export_hf": "false",
         **{f"rollout.{name}": value for name, value in DEADLINES.items()},
+        **{key.replace("__", "."): value for key, value in more.items()},
     }
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    given = [f"{key}={value}" for key, value in values.items()]
-    script = ["tools/soak_rank.py", "examples/tiny_cpu/config.toml"]
-    return [sys.executable, *launcher, *script, *given, *task.overrides, *overrides]
+    return [f"{key}={value}" for key, value in values.items()]
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Without what a surrounding torchrun may have set."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -294,7 +301,8 @@ def metrics_of(out: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _certain(record: dict[str, Any]) -> dict[str, Any]:
+def certain(record: dict[str, Any]) -> dict[str, Any]:
+    """A step's metrics without those that may differ."""
     return {name: value for name, value in record.items() if not name.startswith(DOUBTFUL)}
 
 
@@ -316,13 +324,13 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: Path, runs: Sequence[Run]) -> None:
-    """{"machine":, "date":, "rows": [one for each run], "kills": {phase: count}}"""
+def write_json(path: Path, rows: Sequence[Any], kills: Mapping[str, int]) -> None:
+    """{"machine":, "date":, "rows": [one for each run], "kills": {where: count}}; the rows are dataclasses."""
     record = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": datetime.now(UTC).date().isoformat(),
-        "rows": [asdict(run) for run in runs],
-        "kills": dict(hits_of(runs)),
+        "rows": [asdict(row) for row in rows],
+        "kills": dict(kills),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

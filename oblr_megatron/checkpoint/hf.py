@@ -9,7 +9,6 @@ A round trip gives back the source's tensors bit for bit, with their names, shap
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,29 +16,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE
+from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description, whole_directory, write_weights
+from oblr_megatron.checkpoint.safetensors_io import DTYPES
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.qwen3 import Policy
 from oblr_megatron.weights.export import MegatronWeights, TensorMeta
 from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape, Sliceable, entry, split, table
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-MAX_SHARD_BYTES = 5_000_000_000
-COPIED = (  # from the source, where it has them
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class HFTensors:
@@ -62,7 +47,7 @@ class HFTensors:
 
     def dtype(self, name: str) -> torch.dtype:
         """From the file's header."""
-        return _DTYPES[self._open[self._files[name]].get_slice(name).get_dtype()]
+        return DTYPES[self._open[self._files[name]].get_slice(name).get_dtype()]
 
 
 @contextmanager
@@ -116,7 +101,7 @@ def export_hf(
         source_dir: the directory the policy was loaded from: its config, tokenizer and dtypes are kept.
         target_dir: must not exist.
         dtype: of all tensors; by default each keeps the dtype it has in the source.
-        max_shard_bytes: larger models are written as several files with an index. Rank 0 holds one file's tensors.
+        max_shard_bytes: larger models are written as several files with an index.
 
     Raises:
         UserError: target_dir exists.
@@ -124,15 +109,12 @@ def export_hf(
     _agree_on_absent(target_dir)
     weights = MegatronWeights(policy)
     if policy.parallel.rank == 0:
-        partial = target_dir.with_name(f".{target_dir.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # what an interrupted export left
-        partial.mkdir(parents=True)
-        _copy_files(source_dir, partial, dtype)
         metadata = weights.metadata()
         plan = _plan(metadata, source_dir, dtype)
         stream = iter(weights) if len(plan) == len(metadata) else _with_output(weights)
-        _write(stream, _shards(plan, max_shard_bytes), partial)
-        partial.rename(target_dir)
+        with whole_directory(target_dir) as partial:
+            copy_description(source_dir, partial, dtype)
+            write_weights(stream, plan, partial, max_shard_bytes)
     else:
         for _ in weights:
             pass
@@ -176,17 +158,6 @@ def _agree_on_absent(target_dir: Path) -> None:
         raise UserError("the export's target exists", where=str(target_dir), mend="name a new directory, or remove it")
 
 
-def _copy_files(source_dir: Path, target_dir: Path, dtype: torch.dtype | None) -> None:
-    for name in COPIED:
-        if (source_dir / name).is_file():
-            shutil.copyfile(source_dir / name, target_dir / name)
-    config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
-    if dtype is not None:
-        config.pop("torch_dtype", None)  # the key's name before transformers 5
-        config["dtype"] = str(dtype).removeprefix("torch.")
-    (target_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
 def _plan(metadata: Sequence[TensorMeta], source_dir: Path, dtype: torch.dtype | None) -> list[TensorMeta]:
     """What is written, in order: the stream's tensors in the source's dtypes, and a tied output layer it stores."""
     with open_hf_tensors(source_dir) as source:
@@ -197,44 +168,11 @@ def _plan(metadata: Sequence[TensorMeta], source_dir: Path, dtype: torch.dtype |
 
 
 def _with_output(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The stream of a tied model with the output layer at its end, a copy of the embedding."""
+    """The stream of a tied model with the output layer at its end: the embedding once more."""
     embedding: Tensor | None = None
     for name, tensor in stream:
         if name == HF_EMBEDDING:
             embedding = tensor
         yield name, tensor
     assert embedding is not None
-    yield HF_OUTPUT, embedding.clone()
-
-
-def _shards(plan: Sequence[TensorMeta], max_shard_bytes: int) -> list[list[TensorMeta]]:
-    """Cut the plan into files, in order; a tensor larger than the limit has a file of its own."""
-    shards: list[list[TensorMeta]] = [[]]
-    size = 0
-    for meta in plan:
-        num_bytes = torch.Size(meta.shape).numel() * meta.dtype.itemsize
-        if shards[-1] and size + num_bytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(meta)
-        size += num_bytes
-    return shards
-
-
-def _write(stream: Iterator[tuple[str, Tensor]], shards: Sequence[Sequence[TensorMeta]], target_dir: Path) -> None:
-    count = len(shards)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, shard in enumerate(shards, start=1):
-        file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-        held = {}
-        for meta in shard:
-            name, tensor = next(stream)
-            assert name == meta.name, f"the stream yields {name}, its metadata says {meta.name}"
-            held[name] = tensor.to(device="cpu", dtype=meta.dtype)
-        save_file(held, target_dir / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(held, file)
-        total += sum(tensor.nbytes for tensor in held.values())
-    if count > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (target_dir / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    yield HF_OUTPUT, embedding

@@ -22,6 +22,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))  # either set will do
 LENGTH_BYTES = 8  # of a safetensors file: the size of the JSON header, little endian
 MAX_HEADER_BYTES = 100_000_000
+QUANTIZATION, SCALES = "quantization_config", (".weight_scale", ".input_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,12 @@ class HFDir:
             ) from error
 
 
-def check_hf_dir(path: str | Path) -> HFDir:
+def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
     """Check everything that can be checked without reading a weight.
+
+    Args:
+        path: the directory.
+        quantized: take what `oblr-megatron quantize` writes as well; the scales are not among `shapes`.
 
     Raises:
         UserError: naming the first thing found wrong, the file, and what to do.
@@ -74,19 +79,40 @@ def check_hf_dir(path: str | Path) -> HFDir:
     if not path.is_dir():
         what = "the model path is a file" if path.exists() else "the model directory does not exist"
         raise UserError(what, where=str(path), mend="give the directory of a Qwen3 checkpoint")
-    config = _read_json(path / "config.json", "a Hugging Face model directory has one")
-    _check_architecture(config, path)
-    _check_tokenizer(path)
+    config = check_hf_files(path)
     listed = _listed_tensors(path)
     shapes, num_bytes = _check_weights(path, listed)
+    if QUANTIZATION in config:
+        shapes = _without_scales(config, shapes, path, quantized)
     _check_tensors(config, shapes, path)
     files = tuple(sorted(listed)) if listed else (SINGLE,)
     tied = bool(config.get("tie_word_embeddings", False))
     return HFDir(path=path, config=config, weight_files=files, shapes=shapes, tied=tied, num_bytes=num_bytes)
 
 
+def check_hf_files(path: Path) -> dict[str, Any]:
+    """The config.json of a directory that has one of a Qwen3, and a tokenizer; weights are not looked for.
+
+    Raises:
+        UserError: naming what is missing or wrong, and the file.
+    """
+    config = _read_json(path / "config.json", "a Hugging Face model directory has one")
+    _check_architecture(config, path)
+    _check_tokenizer(path)
+    return config
+
+
 def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors in a safetensors file whose header agrees with its size.
+
+    Raises:
+        UserError: the file is cut off, or is no safetensors file.
+    """
+    return {name: tuple(entry["shape"]) for name, entry in read_header(file)[1].items()}
+
+
+def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Where the tensors of a safetensors file begin, and dtype, shape and data_offsets (from there) of each.
 
     Raises:
         UserError: the file is cut off, or is no safetensors file.
@@ -105,8 +131,7 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
                 raise ValueError("header length")
             header = json.loads(stream.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+            end = max((_end_of(entry) for entry in entries.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise UserError("not a safetensors file", where=str(file), mend=mend) from error
     expected = LENGTH_BYTES + length + end
@@ -115,7 +140,13 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         raise UserError(
             f"the file is {state}: {size} bytes, its header describes {expected}", where=str(file), mend=mend
         )
-    return shapes
+    return LENGTH_BYTES + length, entries
+
+
+def _end_of(entry: dict[str, Any]) -> int:
+    """Where the tensor of a header's entry ends; KeyError or TypeError if it is no such entry."""
+    tuple(entry["shape"]), str(entry["dtype"])
+    return int(entry["data_offsets"][1])
 
 
 def _read_json(file: Path, why: str) -> dict[str, Any]:
@@ -199,6 +230,20 @@ def _check_weights(path: Path, listed: dict[str, set[str]]) -> tuple[dict[str, t
         shapes |= held
         num_bytes += file.stat().st_size
     return shapes, num_bytes
+
+
+def _without_scales(
+    config: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path, quantized: bool
+) -> dict[str, tuple[int, ...]]:
+    """The tensors that the model has unquantised."""
+    method = dict(config[QUANTIZATION] or {}).get("quant_method")
+    if not quantized or method != "modelopt":
+        raise UserError(
+            f"the weights are quantised ({method})",
+            where=str(path / "config.json"),
+            mend="give the checkpoint that they were made from",
+        )
+    return {name: size for name, size in shapes.items() if not name.endswith(SCALES)}
 
 
 def _check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path) -> None:

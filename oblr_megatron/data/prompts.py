@@ -176,9 +176,9 @@ class PromptStream:
             UserError: the position belongs to other data or another seed.
         """
         for key, own in (("fingerprint", self._fingerprint), ("seed", self._seed)):
-            if state[key] != own:
+            if state.get(key) != own:
                 raise UserError(
-                    f"the saved data position belongs to another {key} ({state[key]!r}, now {own!r})",
+                    f"the saved data position belongs to another {key} ({state.get(key)!r}, now {own!r})",
                     where=str(self._prompts.path),
                     mend="resume with the data, template and seed the run was started with",
                 )

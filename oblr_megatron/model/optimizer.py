@@ -72,6 +72,8 @@ class PolicyOptimizer:
             self._optimizer = get_megatron_optimizer(
                 _megatron_config(policy, config), policy.chunks, use_gloo_process_groups=False
             )
+        for part in self._optimizer.chained_optimizers:
+            part.init_state_fn = part.init_state_fn or _zero_momentum
 
     def grad_sq_norm(self) -> float:
         """||g||^2 of the whole gradient, see the function of this name."""
@@ -104,6 +106,26 @@ class PolicyOptimizer:
         self._optimizer.step_with_ready_grads()
         # It has made main_grad the `grad` of each weight, to which the next backward would add a second time.
         self._optimizer.zero_grad()
+
+    def sharded_state_dict(self, model_state: dict[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
+        """fp32 masters and moments for megatron-core's distributed checkpoints.
+
+        Args:
+            model_state: the policy's sharded state dict, by which each is known to be cut like its weight.
+            is_loading: make what the first step has not made yet.
+        """
+        return self._optimizer.sharded_state_dict(model_state, is_loading)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what a checkpoint was loaded into."""
+        self._optimizer.load_state_dict(state)
+
+
+def _zero_momentum(optimizer: torch.optim.Optimizer, _config: object = None) -> None:
+    """SGD's state before its first step, to be read into; megatron-core has this for Adam only."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def _megatron_config(policy: Policy, config: OptimizerConfig) -> MegatronOptimizerConfig:

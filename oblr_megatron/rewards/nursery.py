@@ -6,13 +6,15 @@ It runs as a child of the process that judges, in a session of its own, and does
     FORK + a socket            8 bytes: the new worker's process id; the worker serves the socket
     KILL + 8 bytes of pid      1 byte, when the worker is gone or at least beyond doing anything
 
+The signals that ask a run to save and stop, which SLURM sends to every process of a job, do nothing to these: the step
+in progress still needs them.
+
 Workers receive a JSON list of strings and answer with a JSON object (`Reply`). They die with the nursery (the kernel
 sees to it), and the nursery ends when its parent closes the socket or dies, however it dies.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
@@ -26,12 +28,14 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any, TypedDict
+
+from oblr_megatron.stopping import SIGNALS, die_with
 
 FORK, KILL = b"F", b"K"
 PID_BYTES = 8
 PARENT_CHECK_S = 1.0
-PR_SET_PDEATHSIG = 1
 
 
 class Reply(TypedDict):
@@ -53,6 +57,8 @@ def main(descriptor: int, parent: int, target: str, prepare: str, *, memory_byte
         memory_bytes: what a worker may allocate beyond what it starts with.
         tasks_per_worker: a worker is replaced after so many tasks.
     """
+    for number in SIGNALS:
+        signal.signal(number, _take_no_notice)
     control = socket.socket(fileno=descriptor)
     try:
         function = resolve(target)
@@ -65,6 +71,10 @@ def main(descriptor: int, parent: int, target: str, prepare: str, *, memory_byte
     gc.freeze()  # what is imported stays shared between the workers
     control.sendall(b"R")
     _serve(control, parent, lambda end: _work(end, function, memory_bytes, tasks_per_worker))
+
+
+def _take_no_notice(number: int, frame: FrameType | None) -> None:
+    """A handler, since programs that a reward function starts would inherit SIG_IGN, and not end when asked to."""
 
 
 def resolve(target: str) -> Any:
@@ -121,11 +131,9 @@ def _reap(children: set[int]) -> None:
 def _become_worker(control: socket.socket, descriptor: int, work: Callable[[Connection], None]) -> None:
     """In the forked child: die with the nursery, serve the socket, never return."""
     try:
-        nursery = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == nursery:  # it may have died before the line above
-            control.close()
-            work(Connection(descriptor))
+        die_with(os.getppid())
+        control.close()
+        work(Connection(descriptor))
     finally:
         os._exit(0)
 

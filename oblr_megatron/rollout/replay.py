@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -56,6 +56,24 @@ class ReplayEngine(RolloutEngine):
     def num_skipped(self) -> int:
         """Rows of that data that were left out."""
         return 0 if self._saved is None else self._saved.skipped
+
+    def state_dict(self) -> dict[str, int]:
+        """The saved step last taken."""
+        return {"replayed": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at the saved step after it.
+
+        Raises:
+            UserError: the state is of a run that sampled.
+        """
+        if "replayed" not in state:
+            raise UserError(
+                "the checkpoint is of a run that sampled, this one replays",
+                where="rollout.replay",
+                mend="resume without --replay",
+            )
+        self._step = int(state["replayed"])
 
     def take(self, count: int) -> list[Prompt]:
         """The prompts of the next saved step.

@@ -76,7 +76,7 @@ def serve(options: argparse.Namespace) -> int:
     spec = spec_of(options, "cuda" if torch.cuda.is_available() else "cpu")
     environment = server_environment(os.environ, spec, key, own_key_variable=options.api_key_env)
     if options.die_with_parent:
-        from oblr_megatron.rollout.vllm_worker import die_with
+        from oblr_megatron.stopping import die_with
 
         die_with(os.getppid())
     sys.stdout.flush()

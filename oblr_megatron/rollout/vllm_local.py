@@ -31,7 +31,7 @@ from oblr_megatron.types import Sample
 from oblr_megatron.weights.shm import SharedBuffer
 
 GRACE_SECONDS = 5.0
-"""How long an engine may take to end when it is asked to; then it is killed."""
+"""How long an engine that is ending, and what it has started, may take to end; then it is killed."""
 LOG_LINES = 15
 """Lines of the engine's log that an error quotes."""
 
@@ -217,9 +217,6 @@ class VllmEngine:
     def close(self) -> None:
         """End the process, whatever it is doing; may be called again."""
         self._closed = True
-        if self._lost is None:
-            self._signal(signal.SIGTERM)
-            self._wait(GRACE_SECONDS)
         self._lose(f"{self.spec.name} is closed")
 
     def _launch(self) -> tuple[Channel, subprocess.Popen[bytes]]:

@@ -37,7 +37,7 @@ def register() -> None:
 
 def die_with_server() -> None:
     """In a process that vLLM's API server or engine has started: end when that one does, also by SIGKILL."""
-    from oblr_megatron.rollout.vllm_worker import die_with
+    from oblr_megatron.stopping import die_with
 
     starter = multiprocessing.parent_process()
     if starter is not None and starter.pid is not None and starter.pid == os.getppid():

@@ -26,7 +26,7 @@ class EngineServer:
         self._spec = spec
         self._llm = vllm.LLM(**_llm_arguments(spec))
         self._tokenizer = self._llm.get_tokenizer()
-        self._shapes = checkpoint_shapes(spec.model)
+        self._shapes = checkpoint_shapes(spec.model, quantized=True)  # for evaluation; no run pushes into one
         self._vocab_size = self._shapes[HF_EMBEDDING][0]
         self._version = 0
         self._ledger: Ledger | None = None

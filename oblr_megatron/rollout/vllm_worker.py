@@ -1,24 +1,26 @@
 """The engine process: `python -m oblr_megatron.rollout.vllm_worker SOCKET_FD PARENT_PID`, started by `vllm_local`.
 
 It holds a whole vLLM engine, core included, so that the batches it forms depend on the requests alone and one signal
-ends all of it. It dies with its parent: by the kernel's parent-death signal, and at the end of the socket's stream.
+ends all of it. It dies with its parent: by the kernel's parent-death signal, and at the end of the socket's stream. The
+signals that ask a run to save and stop, which SLURM sends to every process of a job, do nothing to it: the step in
+progress still needs it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from oblr_megatron.errors import RunError
 from oblr_megatron.rollout.channel import Call, Channel, PeerGone, Reply
 from oblr_megatron.rollout.engine import EngineSpec
 from oblr_megatron.rollout.vllm_process import EngineServer
+from oblr_megatron.stopping import SIGNALS, die_with
 from oblr_megatron.weights.manifest import DamagedError
 
 METHODS = (
@@ -32,13 +34,13 @@ METHODS = (
     "sleep",
     "wake",
 )
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
     """Receive the spec, start the engine, answer calls until the trainer is gone."""
     fd, parent = (int(argument) for argument in arguments)
     die_with(parent)
+    outlive(SIGNALS)
     os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=fd))
     try:
@@ -54,15 +56,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends; end here and now if it already has.
+def outlive(signals: Collection[signal.Signals]) -> None:
+    """Take no notice of signals, and neither shall the processes that this one starts.
+
+    Threads that libraries have started already need the first line. The second is inherited, and holds also in vLLM's
+    worker processes, which set handlers of their own.
 
     Args:
-        parent: process id of whoever started this process.
+        signals: SIGKILL is left to end them, and vLLM resorts to it.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
 
 def _start(spec: EngineSpec) -> EngineServer:

@@ -119,15 +119,19 @@ def manifest_of(source: Source) -> Manifest:
     return tuple(TensorSpec.of(meta.name, meta.dtype, meta.shape) for meta in source.metadata())
 
 
-def checkpoint_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(path: Path, *, quantized: bool = False) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that an engine of a Hugging Face directory holds, from headers alone.
 
     An output layer that is stored although the model ties it to the embedding is left out: no engine holds it.
 
+    Args:
+        path: the directory.
+        quantized: take what `oblr-megatron quantize` writes as well; scales are left out.
+
     Raises:
         UserError: the directory is not a complete checkpoint.
     """
-    found = check_hf_dir(path)
+    found = check_hf_dir(path, quantized=quantized)
     return {name: size for name, size in found.shapes.items() if not (found.tied and name == HF_OUTPUT)}
 
 

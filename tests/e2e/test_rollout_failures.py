@@ -19,6 +19,7 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.errors import DeadlineError, RunError
+from oblr_megatron.stopping import SIGNALS
 from tests.e2e.conftest import ROOT
 from tests.e2e.tiny_rollout import Weights, engine_processes, sample, start
 from tests.tiny import make_hf_dir
@@ -47,6 +48,39 @@ def three(model):
 def test_fresh_engines_sample_the_same_to_the_last_bit(three):
     (_, first), (_, second), (_, third) = three
     assert first == second == third
+
+
+def test_a_signal_to_stop_the_run_is_none_for_an_engine(three):
+    """SLURM sends it to every process of the job; an engine takes no notice, idle or in the middle of a step."""
+    (engines, _), (other, _), _ = three
+    pid = engines._engine.pid
+    os.killpg(pid, signal.SIGTERM)
+    timers = [threading.Timer(0.3, os.killpg, (pid, number)) for number in SIGNALS]
+    for timer in timers:
+        timer.start()
+    drawn = sample(engines, count=60, group_size=16)
+    assert all(timer.finished.is_set() for timer in timers), "the signals came in the middle"
+    assert drawn == sample(other, count=60, group_size=16)
+    assert engines._engine.pid == pid and psutil.pid_exists(pid)
+
+
+def test_what_an_engine_starts_takes_no_notice_either():
+    """vLLM's workers set handlers of their own; so does this child, and says so if one is called."""
+    child = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('ended')); print('up', flush=True); input()"
+    program = (
+        "import subprocess, sys\nfrom oblr_megatron.rollout.vllm_worker import outlive\n"
+        "from oblr_megatron.stopping import SIGNALS\noutlive(SIGNALS)\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}])\nprint('whole')"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True
+    ) as one:
+        assert one.stdout is not None and one.stdout.readline() == b"up\n"
+        for number in SIGNALS:
+            os.killpg(one.pid, number)
+        time.sleep(0.2)
+        assert one.communicate(b"\n", timeout=10)[0] == b"whole\n"
 
 
 def test_an_engine_that_hangs_is_given_up_at_the_deadline(three):

@@ -17,8 +17,9 @@ import pytest
 
 import oblr_megatron
 from oblr_megatron.config import Config, Section, load_config, parse_config
-from oblr_megatron.config_checks import LEAVE_ONE_OUT
+from oblr_megatron.config_checks import EVALUATED, LEAVE_ONE_OUT
 from oblr_megatron.errors import UserError
+from oblr_megatron.evaluate import figures
 
 MINIMAL = {"run_dir": "run", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 TOML = 'run_dir = "run"\n[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n'
@@ -86,11 +87,26 @@ def test_bad_values(override: str, named: list[str]) -> None:
         (["num_prompts=1", "algo.snr.num_folds=1"], "optimal_prior"),
         (["data.template=Q:"], "'Q:' has no {question}"),
         (["rollout.push_timeout_s=60", "parallel.distributed_timeout_s=60"], "rollout.push_timeout_s 60 is not below"),
+        (["checkpoint.resume=nowhere"], "checkpoint.resume 'nowhere' is no directory"),
+        (["checkpoint.best_metric=eval/a/accuracy"], "is no figure of a set in evaluate.data"),
+        (["checkpoint.best_metric=eval/a/loss", "evaluate.data.a=a.jsonl"], "eval/a/accuracy, eval/a/mean_at_k, eval"),
+        (["checkpoint.best_metric=eval/a/pass_at_k", "evaluate.data.a=a.jsonl"], "but evaluate.every_steps is 0"),
         *[([f"algo.baseline={name}", "group_size=1"], f"baseline '{name}'") for name in LEAVE_ONE_OUT],
     ],
 )
 def test_values_that_do_not_go_together(overrides: list[str], named: str) -> None:
     assert named in refused(overrides)
+
+
+def test_what_a_run_goes_on_from_and_which_figure_is_best(tmp_path: Path) -> None:
+    best = ["evaluate.data.a=a.jsonl", "evaluate.every_steps=1", "checkpoint.best_metric=eval/a/mean_at_k"]
+    for resume in ("none", "newest", str(tmp_path)):
+        config = parse_config(json.loads(json.dumps(MINIMAL)), overrides=[f"checkpoint.resume={resume}", *best])
+        assert config.checkpoint.resume == resume
+
+
+def test_every_figure_of_a_set_may_say_which_is_best() -> None:
+    assert tuple(figures([1.0], [[1.0]])) == EVALUATED
 
 
 @pytest.mark.parametrize("baseline", ["none", "group_mean", "grpo", "opo"])

@@ -27,6 +27,8 @@ WITHOUT_TORCH = [
     "evaluate",
     "checks",
     "checkpoint/hf_dir.py",
+    "checkpoint/store.py",
+    "stopping",
     "data/rows.py",
     "data/prompts.py",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import time
 
@@ -19,6 +20,13 @@ def length_share(response: str, answer: str, prompt: str) -> float:
 
 def as_numpy(response: str, answer: str, prompt: str) -> np.float32:
     return np.float32(0.5)
+
+
+def ended_child(response: str, answer: str, prompt: str) -> float:
+    """How a program ended that was asked to."""
+    child = subprocess.Popen(["sleep", "60"])
+    child.terminate()
+    return float(child.wait(5))
 
 
 def mixed(response: str, answer: str, prompt: str) -> object:

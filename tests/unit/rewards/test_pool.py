@@ -18,6 +18,7 @@ import pytest
 
 from oblr_megatron.errors import RunError
 from oblr_megatron.rewards.pool import Pool
+from oblr_megatron.stopping import SIGNALS
 
 JUDGES = "tests.unit.rewards.judges"
 ROOT = Path(__file__).resolve().parents[3]
@@ -124,6 +125,20 @@ def test_a_worker_or_nursery_killed_from_outside_is_replaced() -> None:
         time.sleep(0.2)
         third = pool.ask("", "", "").value
         assert third is not None and third not in (first, second)
+
+
+def test_a_signal_to_stop_the_run_is_none_for_the_workers() -> None:
+    """SLURM sends it to every process of the job, and the step in progress still has to be judged."""
+    with make("process_id", num_workers=1) as pool:
+        first = pool.ask("", "", "").value
+        assert first is not None
+        for number in SIGNALS:
+            os.kill(int(first), number)
+            os.kill(parent_of(int(first)), number)
+        time.sleep(0.2)
+        assert pool.ask("", "", "").value == first
+    with make("ended_child", num_workers=1) as pool:
+        assert pool.ask("", "", "").value == -signal.SIGTERM, "what a reward function starts, it can also end"
 
 
 def test_closing_ends_all_processes_and_refuses_calls() -> None:

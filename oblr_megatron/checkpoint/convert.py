@@ -1,0 +1,292 @@
+"""Between a Hugging Face directory and a torch_dist checkpoint of megatron-core, both ways, a layer at a time.
+
+    to_megatron(Path("Qwen3-8B"), Path("qwen3_8b"))           # loads under any TP, PP, EP and VPP
+    to_hf(Path("run/checkpoints/step_00000100"), Path("hf"))  # from a checkpoint saved under any
+
+One process, no GPU, no model: one layer and one tensor are in memory. The target appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from oblr_megatron.checkpoint import store
+from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir, check_hf_files
+from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description, whole_directory, write_weights
+from oblr_megatron.checkpoint.pieces import (
+    NAMINGS,
+    Piece,
+    by_layer,
+    meta_model,
+    pieces_of,
+    sharded_state,
+    single_process,
+)
+from oblr_megatron.checkpoint.safetensors_io import TensorReader, num_bytes, open_tensors
+from oblr_megatron.checkpoint.store import CheckpointError
+from oblr_megatron.checkpoint.torch_dist import METADATA, PieceReader, write_pieces
+from oblr_megatron.checks import check_model
+from oblr_megatron.config import ModelConfig, ParallelConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.model.qwen3 import DTYPES, HFConfig
+from oblr_megatron.weights.export import TensorMeta
+from oblr_megatron.weights.names import ModelShape, split, table, views
+
+HF = "hf"  # in a checkpoint: config, generation config, tokenizer
+Advance = Callable[[int, int], None]
+"""Told after each tensor: bytes done, bytes in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What was written. Example: Conversion(Path("qwen3_0.6b"), 1192099840, 2.1, 1510000000, torch.bfloat16)"""
+
+    target: Path
+    num_bytes: int  # of the tensors
+    seconds: float
+    peak_bytes: int  # resident memory of the process, all it ever was
+    dtype: torch.dtype  # the widest
+
+    def __str__(self) -> str:
+        return (
+            f"wrote {self.target}: {self.num_bytes / 1e9:.3f} GB in {self.seconds:.1f} s, "
+            f"{self.num_bytes / self.seconds / 1e9:.2f} GB/s, peak memory {self.peak_bytes / 1e9:.2f} GB"
+        )
+
+
+def to_megatron(
+    source: Path, target: Path, dtype: torch.dtype | None = None, advance: Advance | None = None
+) -> Conversion:
+    """Write a checkpoint of the weights alone.
+
+    Args:
+        source: a Qwen3's or Qwen3-MoE's directory.
+        target: must not exist.
+        dtype: of the checkpoint; by default the source's, if its tensors differ the widest of them.
+        advance: see `Advance`.
+
+    Raises:
+        UserError: the source is not a complete directory, or the target exists.
+        RunError: the file system refuses; NoSpaceError if there is no room.
+    """
+    start = time.monotonic()
+    found = check_hf_dir(source)
+    check_absent(target)
+    hf_config = found.hf_config()
+    check_model(hf_config.to_dict(), ParallelConfig(), where=str(source))
+    shape = ModelShape.of(hf_config)
+    with open_tensors(found) as tensors, single_process() as parallel:
+        dtype = dtype or _widest(tensors, shape, found)
+        config = ModelConfig.model_validate({"path": source, "dtype": str(dtype).removeprefix("torch.")})
+        state = sharded_state(meta_model(hf_config, config, parallel))
+        pieces = pieces_of(state, shape)
+        total = sum(_size(piece) for piece in pieces)
+        store.check_space(target.parent, total)
+        loader = _Loader(tensors, shape, dtype, advance or _silent, total)
+        with _checkpoint(target) as partial:
+            write_pieces(state, pieces, loader, partial)
+            copy_description(source, partial / HF, dtype)
+    return Conversion(target, total, time.monotonic() - start, peak_memory(), dtype)
+
+
+def to_hf(
+    source: Path,
+    target: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    hf_source: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    advance: Advance | None = None,
+) -> Conversion:
+    """Write a Hugging Face directory that transformers and vLLM load.
+
+    Args:
+        source: a checkpoint, whatever else is in it; or a run directory or its checkpoints/, which mean the newest.
+        target: must not exist.
+        dtype: of all tensors; by default each keeps the checkpoint's.
+        hf_source: a directory with config.json and tokenizer, for a checkpoint that has none of its own.
+        max_shard_bytes: larger models are written as several files with an index.
+        advance: see `Advance`.
+
+    Raises:
+        CheckpointError: the source is no checkpoint of this model, or is damaged; names the file.
+        UserError: the target exists, or the config is missing or not a Qwen3's.
+        RunError: the file system refuses; NoSpaceError if there is no room.
+    """
+    start = time.monotonic()
+    source = newest(source)
+    check_absent(target)
+    manifest = _manifest(source, hf_source)
+    if manifest is not None:
+        described = [name for name in manifest.files if name.startswith(f"{HF}/")]
+        store.check_contents(source, manifest, [METADATA, *described])  # before it is unpickled
+    reader = PieceReader(source)
+    files = hf_source or source / HF
+    with single_process() as parallel:
+        shape, pieces = _find(reader, files, parallel)
+        if manifest is not None:
+            store.check_contents(source, manifest, reader.files(pieces))
+        metas = [_meta(piece, index, dtype) for piece in pieces for index in range(len(piece.hf))]
+        total = sum(num_bytes(meta) for meta in metas)
+        widest = reduce(torch.promote_types, (meta.dtype for meta in metas))
+        store.check_space(target.parent, total)
+        with whole_directory(target) as partial:
+            copy_description(files, partial, widest)
+            write_weights(_stream(reader, pieces, shape, advance or _silent), metas, partial, max_shard_bytes)
+    return Conversion(target, total, time.monotonic() - start, peak_memory(), widest)
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint that is meant: the path itself, or the newest of a run.
+
+    Raises:
+        CheckpointError: there is nothing, or a run without checkpoints.
+    """
+    if (path / store.MANIFEST).exists() or (path / METADATA).exists():
+        return path
+    run_dir = path.parent if path.name == store.CHECKPOINTS else path
+    if not (run_dir / store.CHECKPOINTS).is_dir():
+        return path  # what is wrong with it is said by those who read it
+    found = store.checkpoints_of(run_dir)
+    if not found:
+        raise CheckpointError("the run has no checkpoint", where=str(path), mend="give the directory of a checkpoint")
+    return found[0]
+
+
+def check_absent(target: Path) -> None:
+    """Refuse to overwrite anything.
+
+    Raises:
+        UserError: the target exists.
+    """
+    if target.exists() or target.is_symlink():
+        raise UserError("the target exists", where=str(target), mend="name a new directory, or remove it")
+
+
+def peak_memory() -> int:
+    """The most memory that this process ever had resident, bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class _Loader:
+    """Makes a piece out of Hugging Face tensors that it reads."""
+
+    def __init__(
+        self, tensors: TensorReader, shape: ModelShape, dtype: torch.dtype, advance: Advance, total: int
+    ) -> None:
+        self._tensors, self._shape, self._dtype = tensors, shape, dtype
+        self._advance, self._done, self._total = advance, 0, total
+
+    def __call__(self, piece: Piece) -> Tensor:
+        sources = [self._tensors[name] for name in piece.hf]
+        whole = sources[0]
+        if piece.part is None:
+            padded = piece.sharded.local_shape[0]  # of what has a vocabulary
+            whole = split(piece.item, sources, self._shape, tp_rank=0, tp_size=1, padded_vocab=padded)
+        self._done += _size(piece)
+        self._advance(self._done, self._total)
+        return whole.to(self._dtype)
+
+
+def _stream(
+    reader: PieceReader, pieces: Sequence[Piece], shape: ModelShape, advance: Advance
+) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors in export order; a layer is read at a time, and let go piece by piece."""
+    done, total = 0, sum(_size(piece) for piece in pieces)
+    for group in by_layer(pieces):
+        tensors = reader.read(group)
+        for piece in group:
+            tensor = tensors.pop(0)
+            found = [(piece.hf[0], tensor)] if piece.part is not None else views(piece.item, tensor[None], shape)
+            for (name, view), size in zip(found, piece.shapes, strict=True):
+                yield name, view.reshape(size)
+            done += _size(piece)
+            advance(done, total)
+
+
+def _find(reader: PieceReader, files: Path, parallel: Parallel) -> tuple[ModelShape, list[Piece]]:
+    """The model that is stored, by its config, and its tensors, whichever way they are named.
+
+    Raises:
+        CheckpointError: what is stored is not this model.
+        UserError: the config is missing, or not that of a model that is supported.
+    """
+    from transformers import AutoConfig
+
+    check_model(check_hf_files(files), ParallelConfig(), where=str(files / "config.json"))
+    hf_config: HFConfig = AutoConfig.from_pretrained(files)
+    shape = ModelShape.of(hf_config)
+    model = meta_model(hf_config, ModelConfig.model_validate({"path": files}), parallel)
+    named = [pieces_of(sharded_state(model, naming), shape) for naming in NAMINGS]
+    stored = reader.whole.state_dict_metadata
+    fitting = [pieces for pieces in named if all(piece.sharded.key in stored for piece in pieces)]
+    return shape, reader.find((fitting or named)[0], shape)
+
+
+def _manifest(source: Path, hf_source: Path | None) -> store.Manifest | None:
+    """The checkpoint's, or None for one of Megatron-LM that comes with a config from elsewhere."""
+    if hf_source is not None and not (source / store.MANIFEST).exists() and (source / METADATA).exists():
+        return None
+    try:
+        return store.read_manifest(source)
+    except CheckpointError as error:
+        if (source / METADATA).exists() and not (source / store.MANIFEST).exists():
+            raise CheckpointError(
+                f"the checkpoint has no {store.MANIFEST} and no config of its own",
+                where=str(source),
+                mend="give a directory with its config.json and tokenizer as --hf-source",
+            ) from error
+        raise
+
+
+@contextmanager
+def _checkpoint(target: Path) -> Iterator[Path]:
+    """A directory to fill; committed with a manifest of all that is in it, or removed if the block raises."""
+    store.sweep(target.parent)
+    partial = store.begin(target)
+    try:
+        with store.writing(target):
+            yield partial
+        names = [file.relative_to(partial).as_posix() for file in sorted(partial.rglob("*")) if file.is_file()]
+        store.commit(partial, target, store.Manifest(0, store.measure(partial, names), {}))
+    except BaseException:  # an interrupt as well
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _widest(tensors: TensorReader, shape: ModelShape, found: HFDir) -> torch.dtype:
+    """The dtype of a model's tensors; the one that holds all where they differ."""
+    stored = {tensors.metas[name].dtype for item in table(shape) for name in item.hf}
+    widest = reduce(torch.promote_types, stored)
+    if widest not in DTYPES.values():
+        raise UserError(
+            f"a policy has no weights in {str(widest).removeprefix('torch.')}",
+            where=str(found.path),
+            mend="say which dtype they are converted to: --dtype float32 or bfloat16",
+        )
+    return widest
+
+
+def _meta(piece: Piece, index: int, dtype: torch.dtype | None) -> TensorMeta:
+    return TensorMeta(piece.hf[index], dtype or piece.sharded.dtype, piece.shapes[index])
+
+
+def _size(piece: Piece) -> int:
+    """Bytes of its Hugging Face tensors in the checkpoint's dtype."""
+    return sum(prod(size) for size in piece.shapes) * piece.sharded.dtype.itemsize
+
+
+def _silent(_done: int, _total: int) -> None:
+    """Nobody asked."""

@@ -1,0 +1,213 @@
+"""A policy and its optimizer as one torch_dist checkpoint of megatron-core, whatever the layout that reads it.
+
+    writer = TorchDistWriter(group, policy.parallel)
+    write = writer.stage(training_state(policy, optimizer), directory)    # collective; the state may change afterwards
+    write()                                                             # collective; may run in a thread
+
+    load_training_state(policy, optimizer, directory)      # collective, under any TP, PP, EP, VPP and DP
+    load_weights(policy, directory)                        # the weights alone, fp32 masters not among them
+
+megatron-core's own asynchronous save forks the trainer and keeps a manager process: its children hold the sockets of a
+rank that was killed, so that the others wait for a dead peer, and the manager outlives it. Here the state is copied to
+host memory and torch.distributed.checkpoint writes it from a thread, with a process group of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy, load_sharded_metadata
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import CheckpointException
+
+from oblr_megatron.checkpoint.random_state import random_state, set_random_state
+from oblr_megatron.errors import RunError
+
+if TYPE_CHECKING:
+    from oblr_megatron.model.optimizer import PolicyOptimizer
+    from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.model.qwen3 import Policy
+
+BACKEND, VERSION = "torch_dist", 1
+RANDOM = "random_state"
+State = dict[str, Any]
+"""megatron-core's sharded state dict: nested, with a ShardedTensor for each tensor."""
+
+
+def model_state(policy: Policy) -> State:
+    """The weights; a tensor's key is its name in a GPTModel, its place that in the whole model."""
+    return {f"model{index}": chunk.module.sharded_state_dict() for index, chunk in enumerate(policy.chunks)}
+
+
+def training_state(policy: Policy, optimizer: PolicyOptimizer, *, is_loading: bool = False) -> State:
+    """Weights, fp32 masters, moments, and the random states of every rank.
+
+    Args:
+        policy: the model.
+        optimizer: of its parameters.
+        is_loading: moments that the optimizer has not made yet are made, to be read into.
+    """
+    state = model_state(policy)
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading)
+    return state | _random_state(policy.parallel)
+
+
+def load_weights(policy: Policy, directory: Path) -> None:
+    """Fill the weights; collective. An optimizer made before keeps the masters it has.
+
+    Raises:
+        RunError: the checkpoint does not hold them.
+    """
+    state = model_state(policy)
+    _set_weights(policy, _load(state, directory))
+
+
+def load_training_state(policy: Policy, optimizer: PolicyOptimizer, directory: Path) -> bool:
+    """Fill weights, masters and moments; collective.
+
+    Returns whether the random states were taken over as well: they are where the ranks are as many as they were.
+
+    Raises:
+        RunError: the checkpoint does not hold what this model and optimizer need.
+    """
+    state = training_state(policy, optimizer, is_loading=True)
+    same_ranks = state["random"].unique_key in load_sharded_metadata(str(directory))
+    if not same_ranks:
+        del state["random"]
+    loaded = _load(state, directory)
+    _set_weights(policy, loaded)
+    optimizer.load_state_dict(loaded["optimizer"])
+    if same_ranks:
+        set_random_state(loaded["random"])
+    return same_ranks
+
+
+class TorchDistWriter:
+    """Writes one checkpoint after another; the plan of who writes what is made once.
+
+    Args:
+        group: of all ranks, on the CPU, in which nothing else happens while a checkpoint is written.
+        parallel: the layout.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, parallel: Parallel) -> None:
+        self._rank, self._group = parallel.rank, group
+        # Replicas hold the same weights, and each writes a share of them.
+        self._strategy = FullyParallelSaveStrategyWrapper(
+            _ThreadStrategy(self._group), parallel.dp_cp_group, do_cache_distribution=True
+        )
+        self._validated = False
+
+    def stage(self, state: State, directory: Path, *, copy: bool = True) -> Callable[[], None]:
+        """Copy what this rank is to write; collective.
+
+        Args:
+            state: see `training_state`.
+            directory: exists, is empty, and is seen by every rank.
+            copy: the state will change before it is written.
+
+        Returns the rest of the work, collective as well, for any thread: it raises RunError if a rank cannot write.
+        """
+        self._strategy.base_strategy.copy = copy
+        sharded, common = save_preprocess(state, not self._validated)
+        self._validated = True
+        request = self._strategy.async_save(sharded, directory)
+        return partial(self._write, request, deepcopy(common), directory)
+
+    def _write(self, request: AsyncRequest, common: State, directory: Path) -> None:
+        failure = _save_common(common, directory) if self._rank == 0 else None
+        failures: list[str | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(failures, failure, group=self._group)
+        _raise_first(dict(enumerate(failures)))
+        assert request.async_fn is not None
+        try:
+            request.async_fn()
+        except CheckpointException as error:  # names every rank that failed, on every rank
+            _raise_first({rank: _reason(cause) for rank, (cause, _) in error.failures.items()})
+
+
+class _ThreadStrategy(TorchDistSaveShardedStrategy):
+    """megatron-core's torch_dist format, written by torch.distributed.checkpoint in one process."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(BACKEND, VERSION)
+        self.copy = True
+        self._group = group
+
+    def async_save(self, sharded_state_dict: State, checkpoint_dir: Path) -> AsyncRequest:
+        """Copy the tensors that this rank writes; the request's function is the rest."""
+        for shard in nested_values(sharded_state_dict):
+            if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
+                shard.data = shard.data.detach().to("cpu", copy=self.copy)
+        keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        write = partial(
+            dcp.save,
+            mcore_to_pyt_state_dict(keyed, False),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True),
+            planner=planner,
+            process_group=self._group,
+        )
+        return AsyncRequest(write, (), [])
+
+
+def _load(state: State, directory: Path) -> State:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # megatron-core calls torch by names that will go
+            return dist_checkpointing.load(state, str(directory))
+    except (CheckpointingException, CheckpointException) as error:
+        reason = _reason(error)
+        raise RunError(f"the checkpoint {directory} does not fit this model and optimizer: {reason}") from error
+
+
+def _set_weights(policy: Policy, loaded: State) -> None:
+    for index, chunk in enumerate(policy.chunks):
+        chunk.module.load_state_dict(loaded[f"model{index}"])
+
+
+def _random_state(parallel: Parallel) -> State:
+    """Each rank's own, under a key that says how many ranks there are."""
+    return {"random": ShardedObject(RANDOM, random_state(), (parallel.world_size,), (parallel.rank,))}
+
+
+def _save_common(common: State, directory: Path) -> str | None:
+    """What is the same on all ranks, and megatron-core's mark of its format; the reason if they cannot be written."""
+    try:
+        get_default_save_common_strategy().save_common(common, str(directory))
+        save_config(CheckpointingConfig(BACKEND, VERSION), str(directory))
+    except (OSError, RuntimeError) as error:  # torch's writer has no other for a full disk
+        return _reason(error)
+    return None
+
+
+def _raise_first(failures: Mapping[int, str | None]) -> None:
+    """Raise for the first rank that failed."""
+    for rank, failure in sorted(failures.items()):
+        if failure is not None:
+            raise RunError(f"rank {rank} cannot write the checkpoint: {failure}")
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

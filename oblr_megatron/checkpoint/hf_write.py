@@ -1,0 +1,125 @@
+"""A Hugging Face directory written from a stream of tensors: shards, index, config and tokenizer, whole or not at all.
+
+    with whole_directory(target) as partial:
+        copy_description(source, partial, torch.bfloat16)
+        write_weights(stream, metas, partial)
+
+One tensor is held at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE
+from oblr_megatron.checkpoint.safetensors_io import num_bytes, write_file
+from oblr_megatron.checkpoint.store import begin, sweep, writing
+from oblr_megatron.weights.export import TensorMeta
+
+MAX_SHARD_BYTES = 5_000_000_000
+COPIED = (  # from the source, where it has them
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+@contextmanager
+def whole_directory(target: Path) -> Iterator[Path]:
+    """An empty directory that takes the name `target` at the end; if the block raises, it is removed instead.
+
+    Raises:
+        NoSpaceError, RunError: the file system refuses.
+    """
+    sweep(target.parent)
+    partial = begin(target)
+    try:
+        with writing(target):
+            yield partial
+            partial.rename(target)
+            sync(target.parent)
+    except BaseException:  # an interrupt as well
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def copy_description(source_dir: Path, target_dir: Path, dtype: torch.dtype | None = None) -> None:
+    """Copy config, generation config and tokenizer; `dtype` is what the weights have, None if it is the source's."""
+    target_dir.mkdir(exist_ok=True)
+    for name in COPIED:
+        if (source_dir / name).is_file():
+            shutil.copyfile(source_dir / name, target_dir / name)
+            sync(target_dir / name)
+    config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
+    named = str(dtype).removeprefix("torch.")
+    if dtype is not None and config.get("dtype", config.get("torch_dtype")) != named:
+        config.pop("torch_dtype", None)  # the key's name before transformers 5
+        config["dtype"] = named
+    (target_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    sync(target_dir / "config.json")
+
+
+def write_weights(
+    stream: Iterator[tuple[str, Tensor]],
+    metas: Sequence[TensorMeta],
+    target_dir: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> int:
+    """Write the tensors as one file, or as several with an index if they are more than `max_shard_bytes`.
+
+    Args:
+        stream: the tensors, in the order of `metas`.
+        metas: names, shapes and the dtypes in which they are written.
+        target_dir: exists.
+        max_shard_bytes: of a file; a tensor larger than this has a file of its own.
+
+    Returns the bytes of all tensors.
+    """
+    shards = _shards(metas, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        total += write_file(target_dir / file, shard, stream)
+        weight_map |= dict.fromkeys((meta.name for meta in shard), file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (target_dir / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        sync(target_dir / INDEX)
+    return total
+
+
+def _shards(metas: Sequence[TensorMeta], max_shard_bytes: int) -> list[list[TensorMeta]]:
+    """Cut the list into files, in order."""
+    shards: list[list[TensorMeta]] = [[]]
+    size = 0
+    for meta in metas:
+        if shards[-1] and size + num_bytes(meta) > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(meta)
+        size += num_bytes(meta)
+    return shards
+
+
+def sync(path: Path) -> None:
+    """Bring a file or a directory's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,124 @@
+"""The tensors of a torch_dist checkpoint of megatron-core, and which Hugging Face tensors each of them is.
+
+megatron-core itself says how a GPTModel is stored: the model is built without memory, and its sharded state dict has
+the key, shape and offset of every tensor. Three ways of naming are in use:
+
+    decoder.layers.mlp.linear_fc1.weight            all layers in one tensor, [layers, 2 ffn, hidden]; written here
+    decoder.layers.3.mlp.linear_fc1.weight          a tensor for each layer (Megatron-LM's non_homogeneous_layers)
+    decoder.layers.3.mlp.linear_fc1.weight_w, _v    gate and up apart, experts under names of their own, too
+                                                    (Megatron-LM's singleton_local_shards)
+
+gate and up of a layer are two pieces in each of them: under tensor parallelism each is cut into its own shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.models.gpt import GPTModel
+
+from oblr_megatron.config import ModelConfig, ParallelConfig
+from oblr_megatron.model import cpu
+from oblr_megatron.model.parallel import Parallel, initialize, shutdown
+from oblr_megatron.model.qwen3 import HFConfig, build_model, padded_vocab_size, transformer_config_of
+from oblr_megatron.weights.names import Entry, ModelShape, layer_of, table
+
+State = dict[str, Any]
+NAMINGS: tuple[Mapping[str, bool], ...] = ({}, {"non_homogeneous_layers": True}, {"singleton_local_shards": True})
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of a checkpoint, or the part of one that belongs to a layer.
+
+    Example, of layer 3 of Qwen3-0.6B's 28:
+        Piece(ShardedTensor("decoder.layers.mlp.linear_fc1.weight", local_shape=(3072, 1024),
+                            global_shape=(28, 6144, 1024), global_offset=(3, 3072, 0), ...),
+              Entry("decoder.layers.3.mlp.linear_fc1.weight", "gate_up", ...), part=1)
+    is model.layers.3.mlp.up_proj.weight.
+    """
+
+    sharded: ShardedTensor  # its data is on the meta device
+    item: Entry
+    part: int | None  # gate (0) or up (1); None where the piece is the whole parameter
+
+    @property
+    def hf(self) -> tuple[str, ...]:
+        """The Hugging Face tensors that it is made of."""
+        return self.item.hf if self.part is None else (self.item.hf[self.part],)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Their shapes."""
+        return self.item.shapes if self.part is None else (self.item.shapes[self.part],)
+
+
+@contextmanager
+def single_process() -> Iterator[Parallel]:
+    """megatron-core's groups for a process that works alone; nothing of them is left afterwards."""
+    installed = cpu.installed()
+    try:
+        yield initialize(ParallelConfig(), backend="gloo")
+    finally:
+        shutdown()
+        if not installed:
+            cpu.uninstall()
+
+
+def meta_model(hf_config: HFConfig, config: ModelConfig, parallel: Parallel) -> GPTModel:
+    """The whole model without memory, out of megatron-core's own layers.
+
+    Args:
+        hf_config: the model.
+        config: its dtype, and what the padded vocabulary is a multiple of.
+        parallel: of a process that works alone.
+    """
+    parallel = replace(parallel, device=torch.device("cpu"))  # beside a GPU as well
+    with _meta_device():
+        padded = padded_vocab_size(hf_config.vocab_size, config.make_vocab_size_divisible_by, 1)
+        return build_model(hf_config, transformer_config_of(hf_config, config, parallel), config, parallel, padded)
+
+
+def sharded_state(model: GPTModel, naming: Mapping[str, bool] = NAMINGS[0]) -> State:
+    """A model's sharded state dict by one of NAMINGS, with gate and up apart; every run saves by the first."""
+    state: State = model.sharded_state_dict(metadata=dict(naming))
+    apply_factories(state)
+    return state
+
+
+def pieces_of(state: State, shape: ModelShape) -> list[Piece]:
+    """The tensors of a sharded model, in export order."""
+    pieces = []
+    for item in table(shape):
+        stored = state[item.megatron]
+        parts = list(enumerate(stored)) if isinstance(stored, list) else [(None, stored)]
+        pieces += [Piece(sharded, item, part) for part, sharded in parts]
+    return pieces
+
+
+def by_layer(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """The embedding, each layer, and what follows the layers: what is in memory at the same time."""
+    groups: list[list[Piece]] = []
+    for layer, group in groupby(pieces, key=lambda piece: layer_of(piece.item)):
+        together = list(group)
+        groups += [together] if layer is not None else [[piece] for piece in together]
+    return groups
+
+
+@contextmanager
+def _meta_device() -> Iterator[None]:
+    """What is made inside has no memory, also where megatron-core asks for the current CUDA device."""
+    original = torch.cuda.current_device
+    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment, return-value]
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.cuda.current_device = original

@@ -1,0 +1,122 @@
+"""safetensors files read and written one tensor at a time.
+
+The safetensors library maps files into memory, so that what was read of a file stays resident while it is open, and it
+writes only files that it is given whole. A conversion holds a layer, whatever the size of the file: it reads with plain
+reads, and writes the header first and then each tensor at its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from io import BufferedReader
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oblr_megatron.checkpoint.hf_dir import LENGTH_BYTES, HFDir, read_header
+from oblr_megatron.errors import UserError
+from oblr_megatron.weights.export import TensorMeta
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALIGNMENT = 8  # bytes, of where the tensors begin
+
+
+class TensorReader:
+    """The tensors of a directory's weight files, each read in full when it is asked for.
+
+    Raises:
+        UserError: a file is cut off, is no safetensors file, or holds something else than floating point numbers.
+    """
+
+    def __init__(self, directory: HFDir, stack: ExitStack) -> None:
+        self._places: dict[str, tuple[BufferedReader, int]] = {}
+        self.metas: dict[str, TensorMeta] = {}
+        for name in directory.weight_files:
+            file = directory.path / name
+            start, entries = read_header(file)
+            stream = stack.enter_context(file.open("rb"))
+            for tensor, entry in entries.items():
+                self._places[tensor] = stream, start + entry["data_offsets"][0]
+                self.metas[tensor] = TensorMeta(tensor, _dtype_of(entry, file), tuple(entry["shape"]))
+
+    def __getitem__(self, name: str) -> Tensor:
+        stream, offset = self._places[name]
+        _, dtype, shape = self.metas[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        stream.seek(offset)
+        count = stream.readinto(_bytes_of(tensor))
+        assert count == tensor.nbytes, f"{name}: {count} bytes read of {tensor.nbytes}"
+        return tensor
+
+
+@contextmanager
+def open_tensors(directory: HFDir) -> Iterator[TensorReader]:
+    """The reader of a directory that passed `check_hf_dir`; its files are open inside."""
+    with ExitStack() as stack:
+        yield TensorReader(directory, stack)
+
+
+def write_file(path: Path, metas: Sequence[TensorMeta], stream: Iterator[tuple[str, Tensor]]) -> int:
+    """Write one file and bring it to the disk; returns the bytes of its tensors.
+
+    Args:
+        path: of the file.
+        metas: what it holds, in the order in which the stream yields it.
+        stream: name and tensor; they are cast to the dtype declared.
+    """
+    header, offsets, total = _layout(metas)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+        for meta in metas:
+            name, tensor = next(stream)
+            assert (name, tuple(tensor.shape)) == (meta.name, meta.shape), f"the stream yields {name}, not {meta.name}"
+            file.seek(LENGTH_BYTES + len(header) + offsets[name])
+            file.write(_bytes_of(tensor.detach().to(device="cpu", dtype=meta.dtype).contiguous()))
+        file.flush()
+        os.fsync(file.fileno())
+    return total
+
+
+def _dtype_of(entry: dict[str, Any], file: Path) -> torch.dtype:
+    try:
+        return DTYPES[entry["dtype"]]
+    except KeyError as error:
+        raise UserError(
+            f"tensors of type {entry['dtype']} cannot be converted",
+            where=str(file),
+            mend="give a checkpoint that is not quantized",
+        ) from error
+
+
+def _layout(metas: Sequence[TensorMeta]) -> tuple[bytes, dict[str, int], int]:
+    """The header, where each tensor begins behind it, and the bytes of all.
+
+    Wider types come first, so that every tensor begins at a multiple of its elements' size.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for meta in sorted(metas, key=lambda meta: -meta.dtype.itemsize):
+        offsets[meta.name], end = end, end + num_bytes(meta)
+        place = [offsets[meta.name], end]
+        entries[meta.name] = {"dtype": NAMES[meta.dtype], "shape": list(meta.shape), "data_offsets": place}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    return header + b" " * (-len(header) % ALIGNMENT), offsets, end
+
+
+def num_bytes(meta: TensorMeta) -> int:
+    """Size of a tensor."""
+    return prod(meta.shape) * meta.dtype.itemsize
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content)

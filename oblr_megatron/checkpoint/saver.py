@@ -1,0 +1,282 @@
+"""When a run saves, and what happens in the background while it goes on.
+
+    saver = Saver(config, parallel, model)
+    if saver.due(step, num_steps, values):
+        saver.save(step, training_state(policy, optimizer), facts, values)    # returns once the state is copied
+    saver.report()      # at a later step: what became of it
+    saver.wait()        # until it is written
+
+    common.pt, .metadata, metadata.json, __R_F.distcp       what megatron-core reads (distributed.py)
+    checkpoint.json                                         the manifest, with the trainer's facts (store.py)
+    hf/                                                     what a Hugging Face directory is beside its weights
+
+A save that fails, for want of space or otherwise, leaves the checkpoints that are there as they are; the run is told.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDoneError
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from oblr_megatron.checkpoint import store
+from oblr_megatron.checkpoint.distributed import State, TorchDistWriter
+from oblr_megatron.checkpoint.hf_write import copy_description
+from oblr_megatron.checkpoint.size import checkpoint_bytes
+from oblr_megatron.checkpoint.store import CHECKPOINTS, FileEntry, Manifest
+from oblr_megatron.errors import DeadlineError, RunError
+from oblr_megatron.formatting import duration, size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from oblr_megatron.checkpoint.hf_dir import HFDir
+    from oblr_megatron.config import Config
+    from oblr_megatron.model.parallel import Parallel
+
+Facts = dict[str, Any]
+"""What a resumed run needs beside tensors: plain JSON."""
+
+HF = "hf"  # in a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The checkpoint in which `checkpoint.best_metric` is largest. Example: Best(step=40, value=0.81)"""
+
+    step: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What became of a save, the same on every rank.
+
+    Example: Saved(step=40, num_bytes=12_345_678, seconds=0.21, failure=None)
+    """
+
+    step: int
+    num_bytes: int
+    seconds: float  # from the copy to the rename
+    failure: str | None  # in one line
+
+    def __str__(self) -> str:
+        if self.failure is not None:
+            return f"the checkpoint of step {self.step} was not saved: {self.failure}"
+        return f"checkpoint of step {self.step}: {size(self.num_bytes)} in {duration(self.seconds)}"
+
+
+class Saver:
+    """Saves of one run, one at a time. Made by every rank; all calls but `report` are collective.
+
+    Args:
+        config: `checkpoint` and `run_dir` are read.
+        parallel: of the ranks that save.
+        model: the directory the run started from, for what is kept beside the weights.
+        best: as the resumed checkpoint has it.
+    """
+
+    def __init__(self, config: Config, parallel: Parallel, model: HFDir, best: Best | None = None) -> None:
+        self.best = best
+        self._options, self._model, self._rank = config.checkpoint, model, parallel.rank
+        self._directory = config.run_dir / CHECKPOINTS
+        self._num_bytes = checkpoint_bytes(model, config)
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.save_timeout_s))
+        self._writer = TorchDistWriter(self._group, parallel)
+        self._pending: Future[Saved] | None = None
+        self._reported = True
+        self._best_before = best
+        if self._rank == 0 and self._directory.is_dir():
+            store.sweep(self._directory)
+
+    def due(self, step: int, num_steps: int, values: Mapping[str, float]) -> bool:
+        """Whether the state after `step` of `num_steps` steps is to be saved: by the schedule, or as a new best.
+
+        `values` are the step's figures, an evaluation's among them.
+        """
+        every = self._options.every_steps
+        scheduled = every > 0 and (step % every == 0 or step == num_steps)
+        return scheduled or self._is_best(values)
+
+    def save(self, step: int, state: State, facts: Facts, values: Mapping[str, float]) -> None:
+        """Begin to save the state after `step` steps; an earlier save is waited for.
+
+        Args:
+            step: steps done.
+            state: see `distributed.training_state`; free to change when this returns.
+            facts: what a resumed run needs beside it.
+            values: the step's figures, for the best.
+
+        Raises:
+            DeadlineError: the earlier save does not end.
+        """
+        self.wait()
+        self._best_before = self.best
+        if self._is_best(values):
+            self.best = Best(step, values[self._options.best_metric])
+        facts = facts | {"best": None if self.best is None else [self.best.step, self.best.value]}
+        keep = [] if self.best is None else [self._directory / store.step_name(self.best.step)]
+        job = _Job(self._group, self._directory / store.step_name(step), Manifest(step, {}, facts), self._model, keep)
+        self._reported = False
+        if job.begin(self._num_bytes):
+            write = self._writer.stage(state, job.partial, copy=self._options.async_save)
+            self._pending = _in_thread(lambda: job.finish(write, self._options.keep_last), f"checkpoint-{step}")
+        else:
+            self._pending = Future()
+            self._pending.set_result(job.saved())
+        if not self._options.async_save:
+            self._result()
+
+    def report(self) -> Saved | None:
+        """What became of the last save, once, when it has ended; ranks may hear of it at different steps."""
+        if self._pending is None or self._reported or not self._pending.done():
+            return None
+        self._reported = True
+        return self._result()
+
+    def wait(self) -> Saved | None:
+        """Until the save under way has ended; what became of it, unless it was reported.
+
+        Raises:
+            DeadlineError: it does not end.
+        """
+        if self._pending is None:
+            return None
+        saved = self._result()
+        if saved.failure is not None:
+            self.best = self._best_before
+        self._pending = None
+        fresh, self._reported = not self._reported, True
+        return saved if fresh else None
+
+    def path_of_best(self) -> Path | None:
+        """The best checkpoint; None while there is none."""
+        return None if self.best is None else self._directory / store.step_name(self.best.step)
+
+    def _is_best(self, values: Mapping[str, float]) -> bool:
+        name = self._options.best_metric
+        return bool(name) and name in values and (self.best is None or values[name] > self.best.value)
+
+    def _result(self) -> Saved:
+        assert self._pending is not None
+        patience = self._options.save_timeout_s
+        try:
+            return self._pending.result(patience)
+        except NotDoneError:
+            raise DeadlineError(f"rank {self._rank}", f"its checkpoint in {self._directory}", patience) from None
+
+
+class _Job:
+    """One save, from an empty directory to a committed one; the same calls on every rank."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, target: Path, manifest: Manifest, model: HFDir, keep: list[Path]
+    ) -> None:
+        self.partial = Path()
+        self._group, self._rank = group, dist.get_rank()
+        self._target, self._manifest, self._model, self._keep = target, manifest, model, keep
+        self._started = time.monotonic()
+        self._num_bytes = 0
+        self._failure: str | None = None
+
+    def begin(self, num_bytes: int) -> bool:
+        """Make the directory if there is room for `num_bytes`; whether there is one."""
+
+        def make() -> str:
+            store.check_space(self._target.parent, num_bytes)
+            return str(store.begin(self._target))
+
+        made = self._on_first_rank(make)
+        if made is not None:
+            self.partial = Path(made)
+            seen: list[bool] = [False] * dist.get_world_size()
+            dist.all_gather_object(seen, self.partial.is_dir(), group=self._group)
+            if not all(seen):
+                self._fail(f"rank {seen.index(False)} does not see {self.partial}: run_dir must be on a shared disk")
+        return self._failure is None
+
+    def finish(self, write: Callable[[], None], keep_last: int) -> Saved:
+        """Write, measure, commit, and remove older checkpoints."""
+        try:
+            write()
+        except RunError as error:  # on every rank
+            free = shutil.disk_usage(self._target.parent).free  # torch's writer does not say when a disk is full
+            self._fail(f"{error}, with {size(free)} free")
+        else:
+            files = self._measured()
+            if self._failure is None:
+                self._on_first_rank(lambda: self._commit(files, keep_last))
+        if self._failure is not None and self._rank == 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        return self.saved()
+
+    def saved(self) -> Saved:
+        """What has become of it."""
+        return Saved(self._manifest.step, self._num_bytes, time.monotonic() - self._started, self._failure)
+
+    def _measured(self) -> dict[str, FileEntry]:
+        """Sizes and checksums of all ranks' files, each read back by the rank that wrote it."""
+        entries: dict[str, FileEntry] | str
+        try:
+            entries = store.measure(self.partial, (file.name for file in self.partial.glob(f"__{self._rank}_*")))
+        except RunError as error:
+            entries = str(error)
+        gathered: list[dict[str, FileEntry] | str] = [""] * dist.get_world_size()
+        dist.all_gather_object(gathered, entries, group=self._group)
+        files: dict[str, FileEntry] = {}
+        for found in gathered:
+            if isinstance(found, str):
+                self._fail(found)
+            else:
+                files |= found
+        return files
+
+    def _commit(self, files: dict[str, FileEntry], keep_last: int) -> str:
+        """The first rank's part: what is not tensors, the manifest, the name, and an end to older ones."""
+        with store.writing(self.partial):
+            copy_description(self._model.path, self.partial / HF)
+        names = [str(path.relative_to(self.partial)) for path in self.partial.rglob("*") if path.is_file()]
+        files |= store.measure(self.partial, (name for name in names if name not in files))
+        self._num_bytes = sum(entry.num_bytes for entry in files.values())
+        store.commit(self.partial, self._target, Manifest(self._manifest.step, files, self._manifest.state))
+        store.prune(self._target.parent, keep_last, self._keep)
+        return str(self._target)
+
+    def _on_first_rank(self, action: Callable[[], str]) -> str | None:
+        """Do something on the first rank; every rank gets its result, or None and the failure."""
+        outcome: list[Any] = [None, None, 0]
+        if self._rank == 0:
+            try:
+                outcome = [action(), None, self._num_bytes]
+            except RunError as error:
+                outcome = [None, str(error), 0]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        result, failure, self._num_bytes = outcome
+        if failure is not None:
+            self._fail(failure)
+        return result
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+
+
+def _in_thread(work: Callable[[], Saved], name: str) -> Future[Saved]:
+    """A daemon, so that a file system that hangs does not keep the process from ending."""
+    future: Future[Saved] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -1,0 +1,125 @@
+"""Greedy answers of a model before and after quantisation, judged by the run's reward.
+
+On a GPU that computes in FP8, vLLM answers, from the two directories. Elsewhere transformers does, with FP8 simulated:
+the same weights and activations after rounding, multiplied in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from oblr_megatron.evaluate import greedy_rewards, is_right, opened, wilson_interval
+from oblr_megatron.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from oblr_megatron.config import Config
+    from oblr_megatron.rewards.base import Reward
+
+FP8_CAPABILITY = (8, 9)
+BATCH_ROWS = 16
+
+Sets = Mapping[str, Sequence[Prompt]]
+"""Prompts by the name of their set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Of one set. Example: Accuracy(prompts=200, right=151, accuracy=0.755, low=0.691, high=0.809)"""
+
+    prompts: int
+    right: int
+    accuracy: float
+    low: float  # 95% interval (Wilson)
+    high: float
+
+
+def count_right(rewards: Sequence[float]) -> Accuracy:
+    """[Q] rewards of greedy responses -> how many are right, with an interval.
+
+    Example: count_right([1.0, 0.0]) = Accuracy(prompts=2, right=1, accuracy=0.5, low=0.095, high=0.905)
+    """
+    right = sum(map(is_right, rewards))
+    return Accuracy(len(rewards), right, right / len(rewards), *wilson_interval(right, len(rewards)))
+
+
+def with_vllm(directory: Path, sets: Sets, config: Config) -> dict[str, Accuracy]:
+    """Of a directory as vLLM loads it, quantised or not, in bf16, in an engine process of its own."""
+    rollout = config.rollout.model_copy(update={"dtype": "bfloat16"})
+    model = config.model.model_copy(update={"path": directory})
+    config = config.model_copy(update={"rollout": rollout, "model": model})
+    with opened(config) as (engines, reward):
+        return {name: count_right(greedy_rewards(engines, prompts, reward, config)) for name, prompts in sets.items()}
+
+
+def with_transformers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sets: Sets, reward: Reward, max_tokens: int
+) -> dict[str, Accuracy]:
+    """Of a model as it computes now."""
+    return {
+        name: count_right(reward.score(prompts, transformers_greedy(model, tokenizer, prompts, max_tokens)).rewards)
+        for name, prompts in sets.items()
+    }
+
+
+def vllm_computes_fp8() -> bool:
+    """Whether this machine's GPU multiplies in FP8."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
+
+
+@torch.no_grad()
+def transformers_greedy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_tokens: int
+) -> list[Sample]:
+    """A greedy response to each prompt; without log-probs, which nothing here asks for."""
+    return [
+        sample
+        for first in range(0, len(prompts), BATCH_ROWS)
+        for sample in _batch(model, tokenizer, first, prompts[first : first + BATCH_ROWS], max_tokens)
+    ]
+
+
+def _batch(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, first: int, prompts: Sequence[Prompt], max_tokens: int
+) -> list[Sample]:
+    from transformers import GenerationConfig
+
+    ends = _end_tokens(model, tokenizer)
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
+    length = max(len(prompt.token_ids) for prompt in prompts)
+    # padded on the left, so that all responses begin at the same position; scales are fixed, so padding changes nothing
+    ids = torch.tensor([[padding] * (length - len(p.token_ids)) + list(p.token_ids) for p in prompts])
+    mask = torch.tensor([[0] * (length - len(p.token_ids)) + [1] * len(p.token_ids) for p in prompts])
+    settings = GenerationConfig(
+        do_sample=False, max_new_tokens=max_tokens, eos_token_id=ends, pad_token_id=padding, use_cache=True
+    )
+    output = cast(Any, model).generate(
+        input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings
+    )
+    return [
+        _sample(first + row, prompt, answer, ends, tokenizer)
+        for row, (prompt, answer) in enumerate(zip(prompts, output[:, length:].tolist(), strict=True))
+    ]
+
+
+def _sample(
+    group: int, prompt: Prompt, answer: list[int], ends: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> Sample:
+    """Cut after the first end token; what follows it is padding."""
+    stop = next((position for position, token in enumerate(answer) if token in ends), None)
+    response = tuple(answer if stop is None else answer[: stop + 1])
+    text = tokenizer.decode(list(response), skip_special_tokens=True)
+    return Sample(group, prompt.token_ids, response, (), str(text), "length" if stop is None else "stop", 0)
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """As vLLM has them: the generation config's, and the tokenizer's."""
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    tokens = [named] if isinstance(named, int) else list(named or [])
+    return list(dict.fromkeys([*tokens, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])]))

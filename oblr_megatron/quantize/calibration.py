@@ -1,0 +1,101 @@
+"""Rows of token ids -> batches without a single padding token.
+
+A quantiser takes the range of an activation from every position it sees, masked or not: a padded batch would measure
+the padding too. So rows stand behind one another in one sequence, and `position_ids` that start again at 0 tell
+transformers where a row begins: no row attends to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from oblr_megatron.data.prompts import PromptSet
+from oblr_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from oblr_megatron.config import DataConfig
+
+Ids = tuple[int, ...]
+
+BATCH_TOKENS = 4096
+MAX_HELD_OUT = 32  # rows
+HELD_OUT_SHARE = 5  # one row of so many is held out
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What is calibrated on, and what the error is measured on.
+
+    Example: Rows(calibration=[(5, 9, 2), (7, 1)], held_out=[(3, 3)], skipped=4)
+    """
+
+    calibration: list[Ids]
+    held_out: list[Ids]
+    skipped: int  # rows of the file that could not be used
+
+
+def read_rows(path: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, num_samples: int) -> Rows:
+    """The first `num_samples` usable rows to calibrate on, and the last ones, a fifth but at most 32, held out.
+
+    Rows that are flagged to overlap a benchmark are left out, as in training.
+
+    Raises:
+        UserError: the file cannot be read, or has fewer than two usable rows.
+    """
+    prompts = PromptSet(path, config, tokenizer, limit=num_samples + MAX_HELD_OUT, training=True)
+    if len(prompts) < 2:
+        raise UserError(
+            "one usable row: there is none left to measure the error on",
+            where=str(path),
+            mend="give two rows or more, some hundred for a real model",
+        )
+    held_out = min(MAX_HELD_OUT, max(1, len(prompts) // HELD_OUT_SHARE))
+    ids = [prompt.token_ids for prompt in prompts]
+    return Rows(ids[:-held_out][:num_samples], ids[-held_out:], len(prompts.skipped))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows behind one another.
+
+    Example for the rows (5, 9, 2) and (7, 1): input_ids [[5, 9, 2, 7, 1]], position_ids [[0, 1, 2, 0, 1]]
+    """
+
+    input_ids: Tensor  # [1, t] int64
+    position_ids: Tensor  # [1, t] int64
+    num_rows: int
+
+    def arguments(self, device: torch.device) -> dict[str, Tensor | bool]:
+        """What a transformers model is called with: neither a mask nor a cache, or it would not see the row starts."""
+        return {
+            "input_ids": self.input_ids.to(device),
+            "position_ids": self.position_ids.to(device),
+            "use_cache": False,
+        }
+
+
+def pack(rows: Sequence[Ids], batch_tokens: int = BATCH_TOKENS) -> list[PackedRows]:
+    """Batches of at most `batch_tokens` tokens, in order; a longer row goes alone."""
+    groups: list[list[Ids]] = []
+    room = 0
+    for row in rows:
+        if not groups or len(row) > room:
+            groups.append([])
+            room = batch_tokens
+        groups[-1].append(row)
+        room -= len(row)
+    return [_packed(group) for group in groups]
+
+
+def _packed(rows: Sequence[Ids]) -> PackedRows:
+    ids = torch.tensor([token for row in rows for token in row])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    return PackedRows(ids[None], positions[None], len(rows))

@@ -1,0 +1,82 @@
+"""What quantising did to a model: DST/quantize.json, and the same as a table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.table import Table
+
+from oblr_megatron.formatting import number, size
+from oblr_megatron.quantize.accuracy import Accuracy
+from oblr_megatron.quantize.fidelity import LogitError
+
+REPORT = "quantize.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What the scales and the logit error come from.
+
+    Example: Calibrated(file="gsm8k_train.jsonl", rows=512, tokens=51200, skipped_rows=3, held_out_rows=32)
+    """
+
+    file: str
+    rows: int
+    tokens: int
+    skipped_rows: int
+    held_out_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that is said about one quantised directory; the fields are the keys of quantize.json."""
+
+    source: str
+    format: str
+    modelopt: str  # its version
+    device: str  # the quantised model was calibrated and measured on
+    calibration: Calibrated
+    logits: LogitError  # of the FP8 simulation against the original, on the held-out rows
+    quantized_weights: int  # tensors; each was read back from the files and is the measured one
+    weight_bytes_before: int
+    weight_bytes_after: int
+    accuracy_engine: str | None = None  # who answered; None: nobody was asked
+    accuracy_before: dict[str, Accuracy] = field(default_factory=dict)  # by set
+    accuracy_after: dict[str, Accuracy] = field(default_factory=dict)
+
+    def write(self, directory: Path) -> None:
+        """Write quantize.json."""
+        (directory / REPORT).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def table(self) -> Table:
+        """For the console."""
+        table = Table(title=f"{self.source} in {self.format}", title_justify="left", show_header=False)
+        table.add_column(style="dim")
+        table.add_column()
+        for row in (*self._calibration_rows(), *self._accuracy_rows()):
+            table.add_row(*row)
+        return table
+
+    def _calibration_rows(self) -> list[tuple[str, str]]:
+        used, error = self.calibration, self.logits
+        scale = f"of an rms of {number(error.original_rms)}"
+        return [
+            ("calibrated on", f"{used.rows:,} rows, {used.tokens:,} tokens; skipped: {used.skipped_rows:,}"),
+            ("logit error", f"mean {number(error.mean_abs)}, max {number(error.max_abs)}, {scale}"),
+            ("next token", f"KL {number(error.kl)} nats, same first choice {error.top1_agreement:.2%}"),
+            ("measured on", f"{used.held_out_rows:,} held-out rows, {error.tokens:,} tokens, FP8 simulated"),
+            ("weights", f"{size(self.weight_bytes_before)} -> {size(self.weight_bytes_after)}"),
+        ]
+
+    def _accuracy_rows(self) -> list[tuple[str, str]]:
+        rows = []
+        for name, before in self.accuracy_before.items():
+            after = self.accuracy_after[name]
+            rows.append((f"{name}, {before.prompts:,} prompts", f"{_interval(before)} -> {_interval(after)}"))
+        return [*rows, ("answered by", self.accuracy_engine)] if self.accuracy_engine is not None else rows
+
+
+def _interval(accuracy: Accuracy) -> str:
+    return f"{accuracy.accuracy:.1%} ({accuracy.low:.1%} to {accuracy.high:.1%})"

@@ -1,0 +1,89 @@
+"""A disk without room: what was saved stays whole, the run goes on or ends with one line.
+
+On a real file system of a megabyte or two, mounted in a namespace of the rank's own; skipped where that is not allowed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.checkpoint import size, store
+from oblr_megatron.checkpoint.store import check_contents, checkpoints_of, read_manifest
+from tests.distributed.launch import RankError, run_ranks
+from tests.distributed.replayed import certain, config_of, make_inputs, train_here
+
+CLONE_NEWNS = 0x20000  # linux/sched.h
+TWO = ("checkpoint.every_steps=2", "checkpoint.keep_last=4")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def mount(directory: Path, size: str) -> None:
+    """A new, empty file system of this size, seen by this process alone."""
+    directory.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS):
+        raise PermissionError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(directory)], check=True)
+
+
+def on_small_disk(work: Callable[[Path, Path], None], inputs: Path, tmp_path: Path) -> None:
+    """Call `work(inputs, mounted directory)` in a rank."""
+    try:
+        run_ranks(_mounted, 1, work, inputs, tmp_path / "disk")
+    except RankError as error:
+        if "PermissionError" in str(error):
+            pytest.skip("this user may not mount a file system")
+        raise
+
+
+def _mounted(work: Callable[[Path, Path], None], inputs: Path, directory: Path) -> None:
+    mount(directory, "1m" if work is full_while_writing else "1600k")
+    work(inputs, directory)
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """The checkpoints there are, all of them whole."""
+    for path in checkpoints_of(run_dir):
+        manifest = read_manifest(path)
+        check_contents(path, manifest, manifest.files)
+    return [read_manifest(path).step for path in checkpoints_of(run_dir)]
+
+
+def refused_at_the_start(inputs: Path, disk: Path) -> None:
+    status, said = train_here(config_of(inputs, disk / "run"))
+    assert status == 2 and "no room for a checkpoint" in said and said.count("error: ") == 1
+    assert not (disk / "run").exists()
+
+
+def full_while_writing(inputs: Path, disk: Path) -> None:
+    """The look at the free space is deceived, as by a neighbour who writes at the same time."""
+    store.RESERVE_BYTES = -(10**9)
+    status, said = train_here(config_of(inputs, disk / "run", *TWO, "checkpoint.export_hf=false"))
+    assert status == 0, said
+    assert said.count("was not saved: ") == 3 and " free\n" in said, said
+    assert saved_steps(disk / "run") == [2]
+    assert [path.name for path in (disk / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+    assert len(certain(disk / "run")) == 8
+
+
+def no_room_for_the_next(inputs: Path, disk: Path) -> None:
+    size.FIXED_BYTES, store.RESERVE_BYTES = 200_000, 0
+    status, said = train_here(config_of(inputs, disk / "run", *TWO, "checkpoint.export_hf=false"))
+    assert status == 0, said
+    assert said.count("no room for a checkpoint") == 2, said
+    assert saved_steps(disk / "run") == [4, 2]
+
+
+@pytest.mark.parametrize("work", [refused_at_the_start, full_while_writing, no_room_for_the_next])
+def test_a_full_disk(work: Callable[[Path, Path], None], inputs: Path, tmp_path: Path) -> None:
+    on_small_disk(work, inputs, tmp_path)

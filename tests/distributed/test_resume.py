@@ -1,0 +1,184 @@
+"""A run that is stopped and resumed is the run that was not: to the last bit in one layout, to 1e-6 in another.
+
+Saved samples stand in for vLLM, so that what differs can only be the trainer's. Not covered: resuming with engines, by
+signals and after SIGKILL (tests/e2e/test_resume.py, tools/kill_resume.py).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oblr_megatron.checkpoint.store import checkpoints_of
+from tests.distributed.replayed import certain, config_of, exported, make_inputs, stored, train
+
+TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+PP2 = ("parallel.pipeline_model_parallel_size=2",)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps on one rank, with checkpoints after 4 and 8."""
+    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    train(config_of(inputs, run_dir))
+    return run_dir
+
+
+def beginning_of(run_dir: Path, copy: Path) -> Path:
+    """The run as it was after 4 steps, with what it did later still in the metrics."""
+    shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("step_00000008"))
+    shutil.rmtree(copy / "hf")
+    return copy
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.dtype=bfloat16",),
+        ("optimizer.name=sgd", "optimizer.sgd_momentum=0.9", "algo.schedule=cosine"),
+        ("checkpoint.async_save=false", "gradnorm.source=sketch"),
+    ],
+    ids=["adam", "bf16", "sgd", "synchronous"],
+)
+def test_four_and_four_steps_are_eight(inputs: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """Weights, masters, moments, schedule and metrics, bit for bit."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config_of(inputs, whole, *overrides))
+    resume = ("checkpoint.resume=newest", *overrides)
+    train(config_of(inputs, beginning_of(whole, parts), *resume))
+    assert certain(parts) == certain(whole) and len(certain(whole)) == 8
+    assert_equal(exported(parts), exported(whole))
+    newest = [checkpoints_of(run_dir)[0] for run_dir in (parts, whole)]
+    assert [path.name for path in newest] == ["step_00000008"] * 2
+    found, expected = map(stored, newest)
+    assert_equal(found, expected)
+    assert any("optimizer.state" in name for name in found), "moments were compared"
+    before = stored(checkpoints_of(whole)[1])
+    assert any(not torch.equal(before[name], found[name]) for name in found if "optimizer" in name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(2, TP2), (2, PP2), (4, (*TP2, *PP2)), (2, ())], ids=["tp2", "pp2", "tp2xpp2", "dp2"]
+)
+def test_another_layout_goes_on_within_rounding(
+    inputs: Path, unbroken: Path, tmp_path: Path, ranks: int, layout: tuple[str, ...]
+) -> None:
+    """From one rank to several, for four more steps."""
+    parts = beginning_of(unbroken, tmp_path / "parts")
+    train(config_of(inputs, parts, "checkpoint.resume=newest", *layout), ranks)
+    assert_equal(exported(parts), exported(unbroken), 1e-6)
+    assert_equal(stored(checkpoints_of(parts)[0]), stored(checkpoints_of(unbroken)[0]), 1e-6)
+
+
+def test_from_several_ranks_to_one(inputs: Path, tmp_path: Path) -> None:
+    """In fp64: four steps of Adam on four ranks are further apart in fp32 than what is looked for."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config_of(inputs, whole, "model.dtype=float64"))
+    train(config_of(inputs, parts, "model.dtype=float64", "num_steps=4", *TP2, *PP2), 4)
+    train(config_of(inputs, parts, "model.dtype=float64", "checkpoint.resume=newest"))
+    assert_equal(stored(checkpoints_of(parts)[0]), stored(checkpoints_of(whole)[0]), 1e-10)
+
+
+def test_tied_embeddings_over_two_stages(tmp_path: Path) -> None:
+    """The last stage's copy of the embedding is neither saved twice nor forgotten."""
+    inputs = make_inputs(tmp_path, tied=True)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config_of(inputs, whole, *PP2), 2)
+    train(config_of(inputs, beginning_of(whole, parts), "checkpoint.resume=newest", *PP2), 2)
+    assert_equal(exported(parts), exported(whole))
+    assert not any("output_layer" in name for name in stored(checkpoints_of(whole)[0]))
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink], ids=["flipped", "cut", "missing"])
+def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
+    inputs: Path, unbroken: Path, tmp_path: Path, damage: Any
+) -> None:
+    parts = tmp_path / "parts"
+    shutil.copytree(unbroken, parts)
+    newest, older = checkpoints_of(parts)
+    damage(newest / "__0_0.distcp")
+    resume = config_of(inputs, parts, "checkpoint.resume=newest")
+    said = train(resume)
+    assert f"{newest / '__0_0.distcp'}]" in said and f"going on after step 4, from {older}" in said
+    assert certain(parts) == certain(unbroken)
+    assert_equal(exported(parts), exported(unbroken))
+
+    for path in checkpoints_of(parts):
+        damage(path / "__0_0.distcp")
+    metrics = (parts / "metrics.jsonl").read_bytes()
+    error = train(resume, status=2).splitlines()[-1]
+    assert error.startswith("error: ") and "__0_0.distcp" in error
+    assert (parts / "metrics.jsonl").read_bytes() == metrics, "nothing is lost by trying"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("checkpoint.resume={foreign}",), "not a checkpoint but a distributed checkpoint of another program"),
+        (("checkpoint.resume={run}/checkpoints/step_00000004", "seed=1"), "made with seed 0, the run is set to 1"),
+        (("checkpoint.resume={run}/checkpoints/step_00000004", "optimizer.name=sgd"), "with optimizer.name 'adam'"),
+        (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.schedule=cosine"), "with algo.schedule 'snr'"),
+        (("checkpoint.resume={run}/checkpoints/step_00000004", "model.path={other}"), "is of another model than"),
+        (("run_dir={run}",), "run_dir is not empty"),
+    ],
+)
+def test_a_checkpoint_that_does_not_belong_is_refused(
+    inputs: Path, unbroken: Path, tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    """With one line and status 2; the run directory is not touched."""
+    foreign = tmp_path / "foreign"
+    shutil.copytree(checkpoints_of(unbroken)[0], foreign, ignore=shutil.ignore_patterns("checkpoint.json"))
+    other = make_inputs(tmp_path, num_hidden_layers=4) / "model"
+    filled = [override.format(foreign=foreign, run=unbroken, other=other) for override in overrides]
+    said = train(config_of(inputs, tmp_path / "new", *filled), status=2)
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and message in lines[0]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_of_another_run_is_taken_by_its_path(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
+    """Into a new run directory, at another rate; the same command resumes the new run once it has checkpoints."""
+    at_four = unbroken / "checkpoints" / "step_00000004"
+    run_dir = tmp_path / "run"
+    overrides = (f"checkpoint.resume={at_four}", "optimizer.lr=2e-2", "checkpoint.every_steps=2")
+    train(config_of(inputs, run_dir, "num_steps=6", *overrides))
+    assert [record["step"] for record in certain(run_dir)] == [5, 6]
+    train(config_of(inputs, run_dir, *overrides))
+    assert [record["step"] for record in certain(run_dir)] == [5, 6, 7, 8]
+    assert certain(run_dir)[0]["lr"] == 2 * certain(unbroken)[4]["lr"]
+
+
+def test_a_run_that_never_saved_begins_again(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
+    """--resume is what a job script gives every time, the first one included."""
+    run_dir = tmp_path / "run"
+    resume = "checkpoint.resume=newest"
+    train(config_of(inputs, run_dir, resume, "num_steps=2", "checkpoint.every_steps=0"))
+    assert not checkpoints_of(run_dir)
+    train(config_of(inputs, run_dir, resume))
+    assert certain(run_dir) == certain(unbroken)

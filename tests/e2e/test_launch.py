@@ -1,0 +1,157 @@
+"""The launcher with real torchrun ranks that run a small script: signals reach them, and they end by themselves.
+
+The script stands for a run: it takes steps until the ranks agree to stop, and "saves". Not covered: several nodes.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from oblr_megatron.launch import LATER_S
+from tests.e2e.conftest import ROOT, environment
+
+RUN = """
+import os, sys, time
+import torch.distributed as dist
+from oblr_megatron.config_checkpoint import CheckpointConfig
+from oblr_megatron.stopping import StopRequest, die_with_launcher
+
+directory, fate = sys.argv[1:]
+die_with_launcher()
+rank = os.environ["RANK"]
+with StopRequest(CheckpointConfig()) as stop:
+    dist.init_process_group("gloo")
+    open(f"{directory}/ready_{rank}", "w").close()
+    reason = None
+    while reason is None:
+        time.sleep(0.05)
+        reason = stop.agreed(0.0, dist.group.WORLD)
+    time.sleep(60 if fate == "slow" else 1.5)
+    open(f"{directory}/saved_{rank}", "w").write(reason)
+    dist.destroy_process_group()
+    sys.exit(3 if fate == "fails" and rank == "1" else 0)
+"""
+
+
+@contextmanager
+def launched(directory: Path, fate: str = "saves") -> Iterator[subprocess.Popen[str]]:
+    """Two ranks of the script, begun; whatever is left at the end of the block is killed."""
+    (directory / "script.py").write_text(RUN)
+    command = [sys.executable, "-m", "oblr_megatron.launch", "--standalone", "--nproc-per-node", "2"]
+    job = subprocess.Popen(
+        [*command, str(directory / "script.py"), str(directory), fate],
+        cwd=ROOT,
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    family: list[psutil.Process] = []
+    try:
+        wait_for(lambda: len(list(directory.glob("ready_*"))) == 2, job)
+        family = psutil.Process(job.pid).children(recursive=True)
+        yield job
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, [process.cmdline() for process in alive]
+    finally:
+        for process in [*family, psutil.Process(job.pid)] if job.poll() is None else family:
+            if process.is_running():
+                process.kill()
+        job.communicate(timeout=10)
+
+
+def wait_for(condition: Callable[[], bool], job: subprocess.Popen[str], deadline_s: float = 120) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert job.poll() is None, f"the launcher ended with {job.returncode}"
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def saved(directory: Path) -> list[str]:
+    """What the ranks wrote, in the order of ranks."""
+    return [path.read_text() for path in sorted(directory.glob("saved_*"))]
+
+
+def test_a_signal_lets_the_ranks_save_and_end_with_0(tmp_path: Path) -> None:
+    with launched(tmp_path) as job:
+        job.send_signal(signal.SIGUSR1)
+        _, stderr = job.communicate(timeout=60)
+        assert job.returncode == 0, stderr
+        assert saved(tmp_path) == ["SIGUSR1"] * 2
+        assert stderr.count("SIGUSR1: saving at the next step boundary") == 1
+
+
+def test_a_signal_to_every_process_at_once_is_one_signal(tmp_path: Path) -> None:
+    """As SLURM sends it, to all of a step's processes: each rank gets it twice."""
+    with launched(tmp_path) as job:
+        ranks = psutil.Process(job.pid).children(recursive=True)
+        for process in [*ranks, job]:
+            process.send_signal(signal.SIGTERM)
+        _, stderr = job.communicate(timeout=60)
+        assert job.returncode == 0, stderr
+        assert saved(tmp_path) == ["SIGTERM"] * 2
+
+
+def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
+    with launched(tmp_path) as job:
+        psutil.Process(job.pid).children()[1].send_signal(signal.SIGUSR1)
+        job.communicate(timeout=60)
+        assert job.returncode == 0
+        assert saved(tmp_path) == ["SIGUSR1"] * 2
+
+
+def test_a_second_sigterm_ends_the_ranks_without_waiting(tmp_path: Path) -> None:
+    with launched(tmp_path, "slow") as job:
+        job.send_signal(signal.SIGTERM)
+        time.sleep(LATER_S + 0.5)
+        assert job.poll() is None
+        job.send_signal(signal.SIGTERM)
+        _, stderr = job.communicate(timeout=25)  # torchrun waits 30 s for ranks that ignore it
+        assert job.returncode == 128 + signal.SIGTERM
+        assert "error: ended by SIGTERM" in stderr and "Traceback" not in stderr
+        assert saved(tmp_path) == []
+
+
+def test_a_rank_that_fails_while_it_ends_is_a_failure(tmp_path: Path) -> None:
+    with launched(tmp_path, "fails") as job:
+        job.send_signal(signal.SIGUSR1)
+        _, stderr = job.communicate(timeout=60)
+        assert job.returncode == 1
+        assert "rank      : 1" in stderr and "exitcode  : 3" in stderr
+
+
+def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
+    """Of its SIGKILL they hear nothing; `launched` looks that none is left."""
+    with launched(tmp_path) as job:
+        job.kill()
+
+
+def test_a_signal_before_there_are_ranks_ends_the_launcher(tmp_path: Path) -> None:
+    """It waits for a second node that never comes."""
+    command = [sys.executable, "-m", "oblr_megatron.launch", "--nnodes", "2", "--rdzv-backend", "c10d"]
+    rendezvous = ["--rdzv-endpoint", "localhost:0", "--rdzv-id", "alone", "--nproc-per-node", "1"]
+    with subprocess.Popen(
+        [*command, *rendezvous, str(tmp_path / "none.py")],
+        cwd=ROOT,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        handles = 1 << signal.SIGTERM - 1
+        status = Path(f"/proc/{job.pid}/status")
+        caught = lambda: int(status.read_text().partition("SigCgt:")[2].split()[0], 16)  # noqa: E731
+        wait_for(lambda: bool(caught() & handles), job)
+        time.sleep(2)  # it listens by then
+        job.send_signal(signal.SIGTERM)
+        _, stderr = job.communicate(timeout=60)
+        assert job.returncode == 128 + signal.SIGTERM, stderr
+        assert "error: ended by SIGTERM" in stderr

@@ -1,0 +1,368 @@
+"""Conversions by one process: what is written, what is refused and how, and what --check finds.
+
+Does not cover: checkpoints of other layouts (tests/distributed/test_convert.py), memory (test_convert_memory.py), the
+published sizes (test_real_sizes.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from oblr_megatron.checkpoint import store
+from oblr_megatron.checkpoint.compare import agreement_of, check_logits
+from oblr_megatron.checkpoint.convert import to_hf, to_megatron
+from oblr_megatron.checkpoint.distributed import TorchDistWriter
+from oblr_megatron.checkpoint.hf import load_hf_weights
+from oblr_megatron.checkpoint.pieces import NAMINGS, single_process
+from oblr_megatron.checkpoint.torch_dist import PieceReader
+from oblr_megatron.cli import main
+from oblr_megatron.config import ModelConfig
+from oblr_megatron.errors import RunError
+from oblr_megatron.model.qwen3 import build_policy
+from tests.tiny import VOCAB, make_hf_dir, make_moe_hf_dir
+
+ROOT = Path(__file__).resolve().parents[3]
+MAKE: dict[str, Callable[..., Path]] = {
+    "untied": make_hf_dir,
+    "tied": lambda path, **options: make_hf_dir(path, tied=True, **options),
+    "mixture": make_moe_hf_dir,
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """hf, a directory in fp32, and checkpoint, made of it."""
+    root = tmp_path_factory.mktemp("convert")
+    make_hf_dir(root / "hf")
+    to_megatron(root / "hf", root / "checkpoint")
+    return root
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same(found: Path, source: Path, dtype: torch.dtype | None = None) -> None:
+    expected, actual = read(source), read(found)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == (dtype or tensor.dtype)
+        assert torch.equal(actual[name], tensor.to(dtype or tensor.dtype)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", MAKE)
+def test_there_and_back_is_bit_equal(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    source = MAKE[kind](tmp_path / "source", dtype=dtype, max_shard_size="30KB")
+    there = to_megatron(source, tmp_path / "checkpoint")
+    back = to_hf(tmp_path / "checkpoint", tmp_path / "hf", max_shard_bytes=30_000)
+    assert_same(tmp_path / "hf", source)
+    size = sum(tensor.nbytes for tensor in read(source).values())
+    assert (there.num_bytes, back.num_bytes, there.dtype, back.dtype) == (size, size, dtype, dtype)
+    files = list((tmp_path / "hf").glob("model-*.safetensors"))
+    assert len(files) > 2 and all(file.stat().st_size < 35_000 for file in files)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / "hf" / name).read_text()) == json.loads((source / name).read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf", "source"]  # nothing half-written
+
+
+def test_a_given_dtype_is_what_is_written_and_declared(root: Path, tmp_path: Path) -> None:
+    assert to_megatron(root / "hf", tmp_path / "half", torch.bfloat16).num_bytes == 2 * sum(
+        tensor.numel() for tensor in read(root / "hf").values()
+    )
+    to_hf(tmp_path / "half", tmp_path / "kept")
+    to_hf(root / "checkpoint", tmp_path / "cast", torch.bfloat16)
+    for name in ("kept", "cast"):
+        assert_same(tmp_path / name, root / "hf", torch.bfloat16)
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "bfloat16"
+        model, info = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert model.dtype == torch.bfloat16 and not info["missing_keys"] and not info["unexpected_keys"]
+        assert len(AutoTokenizer.from_pretrained(tmp_path / name)) == VOCAB
+
+
+def test_types_that_differ_are_widened_and_files_stay_aligned(tmp_path: Path) -> None:
+    """A q norm of 16 bf16 values, then fp32 ones: transformers and safetensors read what is written."""
+    source = make_hf_dir(tmp_path / "source", dtype=torch.bfloat16)
+    tensors = read(source)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float() + 1e-6
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert to_megatron(source, tmp_path / "checkpoint").dtype == torch.float32
+    to_hf(tmp_path / "checkpoint", tmp_path / "hf")
+    assert_same(tmp_path / "hf", source, torch.float32)
+
+
+def test_padding_rows_are_zero_and_every_file_is_in_the_manifest(root: Path) -> None:
+    manifest = store.read_manifest(root / "checkpoint")
+    assert manifest.step == 0 and manifest.state == {}
+    on_disk = {file.relative_to(root / "checkpoint").as_posix() for file in (root / "checkpoint").rglob("*")}
+    assert set(manifest.files) == on_disk - {"checkpoint.json", "hf"}
+    assert {"common.pt", ".metadata", "metadata.json", "hf/config.json", "hf/tokenizer.json"} <= set(manifest.files)
+    store.check_contents(root / "checkpoint", manifest, manifest.files)
+    config = AutoConfig.from_pretrained(root / "hf")
+    with single_process() as parallel:
+        policy = build_policy(config, ModelConfig(path=root / "hf"), parallel)
+        load_hf_weights(policy, root / "hf")
+        reader = PieceReader(root / "checkpoint")
+        stored = reader.whole.state_dict_metadata
+        state = policy.module.sharded_state_dict()
+        assert {value.key for value in state.values() if hasattr(value, "key")} == {
+            key.split("/shard_")[0] for key in stored
+        }
+        loaded = load_with_megatron(policy.module.sharded_state_dict(), root / "checkpoint")
+    for name, parameter in policy.module.named_parameters():
+        assert torch.equal(loaded[name], parameter), name
+    embedding = loaded["embedding.word_embeddings.weight"]
+    assert len(embedding) == 128 and not embedding[VOCAB:].any()
+
+
+def load_with_megatron(state: dict, path: Path) -> dict[str, torch.Tensor]:
+    from megatron.core import dist_checkpointing
+
+    for value in state.values():  # so that what is found was read
+        if getattr(value, "data", None) is not None and hasattr(value, "dtype"):
+            value.data = torch.full_like(value.data, torch.nan)
+    return dist_checkpointing.load(state, str(path))
+
+
+@pytest.mark.parametrize("kind", ["tied", "mixture"])
+@pytest.mark.parametrize("naming", range(len(NAMINGS)))
+def test_megatron_lms_own_checkpoints_with_a_config_from_elsewhere(naming: int, kind: str, tmp_path: Path) -> None:
+    """In each of its ways of naming; without a manifest, and with a larger padded vocabulary."""
+    source = MAKE[kind](tmp_path / "source")
+    (tmp_path / "iter_0000010").mkdir()
+    with single_process() as parallel:
+        config = ModelConfig.model_validate({"path": source, "make_vocab_size_divisible_by": 512})
+        policy = build_policy(AutoConfig.from_pretrained(source), config, parallel)
+        load_hf_weights(policy, source)
+        state = {"model": policy.module.sharded_state_dict(metadata=dict(NAMINGS[naming]))}
+        TorchDistWriter(dist.new_group(backend="gloo"), parallel).stage(state, tmp_path / "iter_0000010")()
+    to_hf(tmp_path / "iter_0000010", tmp_path / "hf", hf_source=source)
+    assert_same(tmp_path / "hf", source)
+
+
+def test_a_run_means_its_newest_checkpoint(root: Path, tmp_path: Path) -> None:
+    make_hf_dir(tmp_path / "newer", seed=1)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(root / "checkpoint", tmp_path / "run" / "checkpoints" / store.step_name(9))
+    to_megatron(tmp_path / "newer", tmp_path / "run" / "checkpoints" / store.step_name(10))
+    for number, source in enumerate([tmp_path / "run", tmp_path / "run" / "checkpoints"]):
+        to_hf(source, tmp_path / f"hf{number}")
+        assert_same(tmp_path / f"hf{number}", tmp_path / "newer")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+TO_HF: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
+    # what is done to a copy of the checkpoint, further options, what the message names
+    "no directory": (shutil.rmtree, [], "no such checkpoint [{copy}]"),
+    "a Hugging Face directory": (
+        lambda copy: (shutil.rmtree(copy), make_hf_dir(copy)),
+        [],
+        "a Hugging Face directory: there is no checkpoint.json [{copy}]",
+    ),
+    "a run without checkpoints": (
+        lambda copy: (shutil.rmtree(copy), (copy / "checkpoints").mkdir(parents=True)),
+        [],
+        "the run has no checkpoint [{copy}]",
+    ),
+    "weights cut off": (lambda copy: cut(copy / "__1_0.distcp"), [], "is cut off: "),
+    "a bit of the weights": (lambda copy: flip(copy / "__1_0.distcp"), [], "is damaged: its checksum"),
+    "a bit of the metadata": (lambda copy: flip(copy / ".metadata"), [], "damaged"),
+    "a bit of the config": (lambda copy: flip(copy / "hf" / "config.json"), [], "damaged"),
+    "a bit of the manifest": (lambda copy: flip(copy / "checkpoint.json"), [], "damaged"),
+    "a file is missing": (lambda copy: (copy / "__2_0.distcp").unlink(), [], "the file is missing"),
+    "Megatron-LM's without a config": (
+        lambda copy: (copy / "checkpoint.json").unlink(),
+        [],
+        "no config of its own [{copy}]; give a directory with its config.json and tokenizer as --hf-source",
+    ),
+    "Megatron-LM's, cut off": (
+        lambda copy: ((copy / "checkpoint.json").unlink(), cut(copy / "__3_0.distcp")),
+        ["--hf-source", "{hf}"],
+        "bytes, .metadata describes",
+    ),
+    "Megatron-LM's, metadata cut off": (
+        lambda copy: ((copy / "checkpoint.json").unlink(), cut(copy / ".metadata")),
+        ["--hf-source", "{hf}"],
+        "the file is damaged: ",
+    ),
+    "no config elsewhere either": (lambda copy: None, ["--hf-source", "{copy}"], "config.json is missing"),
+    "a prompt without a check": (lambda copy: None, ["--prompt", "t1"], "--prompt is what --check compares"),
+    "no size of a file": (lambda copy: None, ["--max-shard-bytes", "0"], "0 bytes is no size"),
+}
+NAMED = {
+    "weights cut off": "__1_0.distcp",
+    "a bit of the weights": "__1_0.distcp",
+    "a bit of the metadata": ".metadata",
+    "a bit of the config": "hf/config.json",
+    "a bit of the manifest": "checkpoint.json",
+    "a file is missing": "__2_0.distcp",
+    "Megatron-LM's, cut off": "__3_0.distcp",
+    "Megatron-LM's, metadata cut off": ".metadata",
+}
+
+
+def ends_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
+    capsys.readouterr()
+    assert main(["convert", *arguments]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("case", TO_HF)
+def test_what_is_no_whole_checkpoint_is_refused(
+    case: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, options, message = TO_HF[case]
+    copy = Path(shutil.copytree(root / "checkpoint", tmp_path / "copy"))
+    damage(copy)
+    names = {"copy": copy, "hf": root / "hf"}
+    arguments = ["to-hf", str(copy), str(tmp_path / "hf"), *(option.format(**names) for option in options)]
+    line = ends_in_one_line(arguments, capsys)
+    assert message.format(**names) in line
+    if case in NAMED:
+        assert f"[{copy / NAMED[case]}]" in line
+    assert not (tmp_path / "hf").exists() and len(list(tmp_path.iterdir())) <= 1
+
+
+def test_the_config_of_another_model_is_refused(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    larger, deeper = make_hf_dir(tmp_path / "larger", intermediate_size=64), tmp_path / "deeper"
+    make_hf_dir(deeper, num_hidden_layers=3)
+    mixture = make_moe_hf_dir(tmp_path / "mixture")
+    arguments = ["to-hf", str(root / "checkpoint"), str(tmp_path / "target"), "--hf-source"]
+    line = ends_in_one_line([*arguments, str(larger)], capsys)
+    assert "'decoder.layers.mlp.linear_fc1.weight' has shape [2, 112, 48]" in line and "[2, 128, 48]" in line
+    assert "has shape [2, " in ends_in_one_line([*arguments, str(deeper)], capsys)
+    assert "the checkpoint has no tensor 'decoder.layers.mlp.router" in ends_in_one_line(
+        [*arguments, str(mixture)], capsys
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shutil.rmtree, "the model directory does not exist"),
+        (lambda copy: cut(copy / "model.safetensors"), "the file is cut off"),
+        (lambda copy: (copy / "config.json").unlink(), "config.json is missing"),
+        (
+            lambda copy: save_file({"a": torch.zeros(1, dtype=torch.int8)}, copy / "model.safetensors"),
+            "1 tensors are none",
+        ),
+    ],
+)
+def test_what_is_no_hugging_face_directory_is_refused(
+    damage: Callable[[Path], object], message: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(root / "hf", tmp_path / "copy"))
+    damage(copy)
+    line = ends_in_one_line(["to-megatron", str(copy), str(tmp_path / "checkpoint")], capsys)
+    assert message in line and str(copy) in line
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_quantized_and_half_precision_weights_are_refused(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["to-megatron", str(tmp_path / "copy"), str(tmp_path / "checkpoint")]
+    for dtype, message in ((torch.float8_e4m3fn, "type F8_E4M3"), (torch.float16, "no weights in float16")):
+        copy = Path(shutil.copytree(root / "hf", tmp_path / "copy"))
+        save_file({name: tensor.to(dtype) for name, tensor in read(copy).items()}, copy / "model.safetensors")
+        assert message in ends_in_one_line(arguments, capsys)
+        assert dtype == torch.float16 or ends_in_one_line([*arguments, "--dtype", "float32"], capsys)
+        shutil.rmtree(copy) if dtype != torch.float16 else None
+    assert main(["convert", *arguments, "--dtype", "float32"]) == 0
+
+
+def test_an_existing_target_is_left_alone(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "target").write_text("mine")
+    for direction, source in (("to-hf", "checkpoint"), ("to-megatron", "hf")):
+        line = ends_in_one_line([direction, str(root / source), str(tmp_path / "target")], capsys)
+        assert f"the target exists [{tmp_path / 'target'}]" in line
+    assert (tmp_path / "target").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("direction", "source"), [("to-hf", "checkpoint"), ("to-megatron", "hf")])
+def test_a_target_that_cannot_be_written_leaves_nothing(
+    direction: str, source: str, root: Path, tmp_path: Path
+) -> None:
+    """Files may have 20 kB each: the third tensor or so does not fit any more."""
+    limited = f"""
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+from oblr_megatron.cli import main
+sys.exit(main(["convert", {direction!r}, {str(root / source)!r}, {str(tmp_path / "target")!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "cannot write" in done.stderr and "File too large" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_is_found_out_before_anything_is_written(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(store, "RESERVE_BYTES", 2**60)
+    for direction, source in (("to-hf", "checkpoint"), ("to-megatron", "hf")):
+        line = ends_in_one_line([direction, str(root / source), str(tmp_path / "target")], capsys, status=1)
+        assert "no room" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_check_finds_the_same_model_and_one_weight_that_is_not(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = MAKE[kind](tmp_path / "source")
+    arguments = [str(source), str(tmp_path / "checkpoint"), "--check", "--prompt", "t3 t5 t9 t2"]
+    assert main(["convert", "to-megatron", *arguments]) == 0
+    arguments = [str(tmp_path / "checkpoint"), str(tmp_path / "half"), "--check", "--dtype", "bfloat16"]
+    assert main(["convert", "to-hf", *arguments]) == 0
+    check, done = capsys.readouterr().out.splitlines()[-2:]
+    assert check.startswith("check: logits of 13 tokens differ by") and check.endswith("the same in 13 of 13")
+    assert done.startswith(f"wrote {tmp_path / 'half'}: 0.000 GB in ") and "peak memory" in done
+    tensors = read(source)
+    tensors["model.layers.1.self_attn.q_norm.weight"][3] += 0.05
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunError, match="are not the same model: logits of 4 tokens differ by"):
+        check_logits(tmp_path / "checkpoint", source, torch.float32, "t3 t5 t9 t2")
+
+
+def test_agreement_in_numbers() -> None:
+    expected = torch.tensor([[[1.0, -4.0, 2.0], [3.0, 0.0, 1.0]]])
+    found = agreement_of(expected + torch.tensor([0.0, 0.0, 3.9e-4]), expected)
+    assert found.holds and (found.scale, found.same_top, found.tokens) == (4.0, 2, 2)
+    assert not agreement_of(expected + torch.tensor([0.0, 0.0, 4.2e-4]), expected).holds
+    assert not agreement_of(expected * torch.nan, expected).holds
+
+
+def test_the_clusters_command_does_the_same(root: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "convert_hf.py"), "to-hf", str(root / "checkpoint")]
+    for target, status in ((tmp_path / "hf", 0), (tmp_path / "hf", 2)):
+        done = subprocess.run(
+            [*command, str(target)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == status, done.stderr
+        assert len((done.stdout + done.stderr).splitlines()) == 1
+    assert_same(tmp_path / "hf", root / "hf")

@@ -1,0 +1,135 @@
+"""The published sizes, from their config.json to every name and shape, without a weight: on meta devices.
+
+Three things have to name the same tensors: our table, the plan of a checkpoint that megatron-core's own GPTModel makes,
+and what transformers would save. Does not cover: published files themselves (0.6B and 1.7B store a tied output layer,
+which is allowed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from oblr_megatron.checkpoint.pieces import NAMINGS, Piece, meta_model, pieces_of, sharded_state, single_process
+from oblr_megatron.config import ModelConfig
+from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.model.qwen3 import HFConfig
+from oblr_megatron.weights.names import ModelShape, table
+
+CONFIGS = Path(__file__).parents[2] / "data" / "qwen3"
+PARAMETERS = {
+    "0.6B": 596_049_920,
+    "1.7B": 1_720_574_976,
+    "4B": 4_022_468_096,
+    "8B": 8_190_735_360,
+    "14B": 14_768_307_200,
+    "32B": 32_762_123_264,
+    "30B-A3B": 30_532_122_624,
+    "235B-A22B": 235_093_634_560,
+}  # as the model cards give them, a tied embedding once
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[Parallel]:
+    with single_process() as parallel:
+        yield parallel
+
+
+def config_of(size: str) -> HFConfig:
+    return AutoConfig.from_pretrained(CONFIGS / f"{size}.json")
+
+
+def saved_by_transformers(config: HFConfig) -> Shapes:
+    """Names and shapes in a directory that save_pretrained writes; tied tensors once, experts apart."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    state = revert_weight_conversion(model, dict(model.state_dict()))
+    if config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_table_plan_and_transformers_name_the_same_tensors(size: str, parallel: Parallel) -> None:
+    config = config_of(size)
+    shape = ModelShape.of(config)
+    expected = saved_by_transformers(config)
+    assert sum(map(prod, expected.values())) == PARAMETERS[size]
+    named = [(name, where) for item in table(shape) for name, where in zip(item.hf, item.shapes, strict=True)]
+    assert len(named) == len(expected) and dict(named) == expected
+    model = meta_model(config, ModelConfig.model_validate({"path": CONFIGS, "dtype": "bfloat16"}), parallel)
+    pieces = pieces_of(sharded_state(model), shape)
+    planned = [(name, where) for piece in pieces for name, where in zip(piece.hf, piece.shapes, strict=True)]
+    assert len(planned) == len(expected) and dict(planned) == expected
+    assert sum(prod(piece.sharded.local_shape) for piece in pieces) == PARAMETERS[size]  # 151,936 needs no padding
+    check_stored(pieces)
+
+
+def check_stored(pieces: list[Piece]) -> None:
+    """The pieces of a key fill it without overlap, and each has as many elements as its Hugging Face tensors."""
+    volumes: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    places = set()
+    for piece in pieces:
+        sharded = piece.sharded
+        assert sharded.data.is_meta and sharded.dtype == torch.bfloat16
+        assert prod(sharded.local_shape) == sum(map(prod, piece.shapes)), sharded.key
+        volumes[sharded.key] = volumes.get(sharded.key, 0) + prod(sharded.local_shape)
+        sizes[sharded.key] = prod(sharded.global_shape)
+        places.add((sharded.key, sharded.global_offset))
+    assert volumes == sizes and len(places) == len(pieces)
+
+
+@pytest.mark.parametrize(
+    ("size", "keys"),
+    [
+        (
+            "0.6B",
+            {
+                "embedding.word_embeddings.weight": (151936, 1024),
+                "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (28, 1024),
+                "decoder.layers.self_attention.linear_qkv.weight": (28, 4096, 1024),
+                "decoder.layers.self_attention.linear_proj.weight": (28, 1024, 2048),
+                "decoder.layers.self_attention.q_layernorm.weight": (28, 128),
+                "decoder.layers.self_attention.k_layernorm.weight": (28, 128),
+                "decoder.layers.mlp.linear_fc1.layer_norm_weight": (28, 1024),
+                "decoder.layers.mlp.linear_fc1.weight": (28, 6144, 1024),
+                "decoder.layers.mlp.linear_fc2.weight": (28, 1024, 3072),
+                "decoder.final_layernorm.weight": (1024,),
+            },
+        ),
+        (
+            "30B-A3B",
+            {
+                "embedding.word_embeddings.weight": (151936, 2048),
+                "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (48, 2048),
+                "decoder.layers.self_attention.linear_qkv.weight": (48, 5120, 2048),
+                "decoder.layers.self_attention.linear_proj.weight": (48, 2048, 4096),
+                "decoder.layers.self_attention.q_layernorm.weight": (48, 128),
+                "decoder.layers.self_attention.k_layernorm.weight": (48, 128),
+                "decoder.layers.mlp.linear_fc1.layer_norm_weight": (48, 2048),
+                "decoder.layers.mlp.router.weight": (48, 128, 2048),
+                "decoder.layers.mlp.experts.experts.linear_fc1.weight": (48, 128, 1536, 2048),
+                "decoder.layers.mlp.experts.experts.linear_fc2.weight": (48, 128, 2048, 768),
+                "decoder.final_layernorm.weight": (2048,),
+                "output_layer.weight": (151936, 2048),
+            },
+        ),
+    ],
+)
+def test_keys_are_those_that_every_layout_reads(size: str, keys: Shapes, parallel: Parallel) -> None:
+    """Written out; the norms have the names that Transformer Engine's layers give them."""
+    config = config_of(size)
+    model = meta_model(config, ModelConfig.model_validate({"path": CONFIGS, "dtype": "bfloat16"}), parallel)
+    for naming in NAMINGS:
+        check_stored(pieces_of(sharded_state(model, naming), ModelShape.of(config)))
+    pieces = pieces_of(sharded_state(model), ModelShape.of(config))
+    assert {piece.sharded.key: tuple(piece.sharded.global_shape) for piece in pieces} == keys

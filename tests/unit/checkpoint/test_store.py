@@ -1,0 +1,304 @@
+"""Directories of checkpoints: one appears whole or not at all, and the smallest damage to it is found and named.
+
+Not covered: a machine that loses power between a write and its fsync.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from oblr_megatron.checkpoint import store
+from oblr_megatron.checkpoint.store import CheckpointError, Manifest, NoSpaceError
+from oblr_megatron.errors import RunError
+
+FILES = {"common.pt": b"\x00\x01state", "__0_0.distcp": bytes(range(64)), "hf/config.json": b'{"a": 1}', "empty": b""}
+STATE = {"seed": 7, "average": 0.1, "rng": [1, 2, 3], "name": "Zürich", "best": None, "nan": float("nan")}
+
+
+def save(run_dir: Path, step: int, state: dict | None = None) -> Path:
+    """Commit a small checkpoint."""
+    target = run_dir / store.CHECKPOINTS / store.step_name(step)
+    partial = store.begin(target)
+    for name, content in FILES.items():
+        (partial / name).parent.mkdir(exist_ok=True)
+        (partial / name).write_bytes(content)
+    store.commit(partial, target, Manifest(step, store.measure(partial, FILES), STATE if state is None else state))
+    return target
+
+
+def whole(directory: Path) -> Manifest:
+    """Read and check everything."""
+    manifest = store.read_manifest(directory)
+    store.check_contents(directory, manifest, manifest.files)
+    return manifest
+
+
+def test_what_was_saved_is_read(tmp_path: Path) -> None:
+    target = save(tmp_path, 10)
+    manifest = whole(target)
+    assert target.name == "step_00000010" and manifest.step == 10
+    assert set(manifest.files) == set(FILES)
+    assert [entry.num_bytes for entry in manifest.files.values()] == [len(FILES[name]) for name in manifest.files]
+    assert repr(manifest.state["nan"]) == "nan"
+    assert {**manifest.state, "nan": 0} == {**STATE, "nan": 0}
+    assert [path.name for path in target.parent.iterdir()] == [target.name]  # no partial is left
+
+
+def test_the_checksum_is_xxh3_128_of_the_whole_file(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "large").write_bytes(bytes(store.BLOCK_BYTES) + b"rest")
+    entries = store.measure(tmp_path, ["empty", "large"])
+    assert entries["empty"] == store.FileEntry(0, "99aa06d3014798d86001c324468d497f")  # the reference's empty digest
+    assert entries["large"].num_bytes == store.BLOCK_BYTES + 4
+    with (tmp_path / "large").open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"T")
+    assert store.measure(tmp_path, ["large"])["large"] != entries["large"]
+
+
+@pytest.mark.parametrize("name", [*FILES, store.MANIFEST])
+def test_every_bit_flip_is_found_and_its_file_named(tmp_path: Path, name: str) -> None:
+    """Exhaustive: each bit of each file, the manifest included."""
+    target = save(tmp_path, 3)
+    file = target / name
+    good = file.read_bytes()
+    for bit in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(bad)
+        with pytest.raises(CheckpointError) as found:
+            whole(target)
+        assert str(file) in str(found.value), bit
+    file.write_bytes(good)
+    whole(target)
+
+
+@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp", "hf/config.json", store.MANIFEST])
+def test_every_truncation_is_found_and_its_file_named(tmp_path: Path, name: str) -> None:
+    target = save(tmp_path, 3)
+    file = target / name
+    good = file.read_bytes()
+    for size in range(len(good)):
+        file.write_bytes(good[:size])
+        with pytest.raises(CheckpointError) as found:
+            store.read_manifest(target)
+        assert str(file) in str(found.value)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    state=st.dictionaries(
+        st.text(max_size=8),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+            max_leaves=8,
+        ),
+        max_size=5,
+    )
+)
+def test_any_plain_state_comes_back(tmp_path: Path, state: dict) -> None:
+    assert json.dumps(whole(save(tmp_path, 1, state)).state, sort_keys=True) == json.dumps(state, sort_keys=True)
+
+
+def test_keys_that_are_numbers_are_strings_when_read(tmp_path: Path) -> None:
+    """JSON has no others; sorted as numbers and as strings they stand in a different order."""
+    assert whole(save(tmp_path, 1, {2: "a", 10: "b"})).state == {"2": "a", "10": "b"}
+
+
+def remove(target: Path) -> None:
+    (target / "common.pt").unlink()
+
+
+def lengthen(target: Path) -> None:
+    (target / "common.pt").write_bytes(FILES["common.pt"] + b"more")
+
+
+def drop_manifest(target: Path) -> None:
+    (target / store.MANIFEST).unlink()
+
+
+def other_program(target: Path) -> None:
+    drop_manifest(target)
+    (target / ".metadata").touch()
+
+
+def hugging_face(target: Path) -> None:
+    drop_manifest(target)
+    (target / "model-00001-of-00002.safetensors").touch()
+
+
+def other_manifest(target: Path) -> None:
+    (target / store.MANIFEST).write_text('{"epoch": 3}')
+
+
+def newer(target: Path) -> None:
+    content = json.loads((target / store.MANIFEST).read_text())
+    del content["xxh3"]
+    (target / store.MANIFEST).write_bytes(store._seal({**content, "version": 2}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "file", "words"),
+    [
+        (remove, "common.pt", "is missing"),
+        (lengthen, "common.pt", "too long: 11 bytes, checkpoint.json says 7"),
+        (drop_manifest, "", "something else: there is no checkpoint.json"),
+        (other_program, "", "distributed checkpoint of another program"),
+        (hugging_face, "", "a Hugging Face directory.*set model.path"),
+        (other_manifest, store.MANIFEST, "not a manifest of oblr_megatron"),
+        (newer, store.MANIFEST, "is of version 2, this program reads up to 1"),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_one_line(tmp_path: Path, harm, file: str, words: str) -> None:
+    target = save(tmp_path, 3)
+    harm(target)
+    with pytest.raises(CheckpointError, match=words) as found:
+        store.read_manifest(target)
+    assert f"[{target / file if file else target}]" in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_there_must_be_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+        store.read_manifest(tmp_path / "step_00000001")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="this is a file"):
+        store.read_manifest(tmp_path / "file")
+
+
+def test_a_file_that_is_not_listed_is_no_harm_but_is_not_vouched_for(tmp_path: Path) -> None:
+    target = save(tmp_path, 3)
+    (target / "note.txt").touch()
+    manifest = whole(target)
+    with pytest.raises(CheckpointError, match="does not list the file"):
+        store.check_contents(target, manifest, ["note.txt"])
+
+
+def test_a_checkpoint_is_replaced_at_once(tmp_path: Path) -> None:
+    """Going on from an earlier step comes by the same step again."""
+    save(tmp_path, 3, {"turn": 1})
+    target = save(tmp_path, 3, {"turn": 2})
+    assert whole(target).state == {"turn": 2}
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_checkpoint_is_replaced_where_names_cannot_be_exchanged(tmp_path: Path, monkeypatch) -> None:
+    target = save(tmp_path, 3, {"turn": 1})
+    monkeypatch.setattr(store, "_RENAME_EXCHANGE", 1 << 30)  # a flag that the kernel does not know
+    save(tmp_path, 3, {"turn": 2})
+    assert whole(target).state == {"turn": 2}
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_newest_first_and_only_what_was_committed(tmp_path: Path) -> None:
+    assert store.checkpoints_of(tmp_path) == []
+    saved = [save(tmp_path, step) for step in (9, 10, 123456789, 2)]
+    store.begin(saved[0].with_name(store.step_name(11)))
+    (saved[0].parent / "step_7").mkdir()
+    (saved[0].parent / "step_00000077").touch()
+    names = [path.name for path in store.checkpoints_of(tmp_path)]
+    assert names == ["step_123456789", "step_00000010", "step_00000009", "step_00000002"]
+
+
+def test_pruning_keeps_the_newest_and_what_is_named(tmp_path: Path) -> None:
+    saved = [save(tmp_path, step) for step in range(1, 7)]
+    store.prune(saved[0].parent, 2, [saved[1]])
+    assert sorted(os.listdir(saved[0].parent)) == ["step_00000002", "step_00000005", "step_00000006"]
+    for path in (saved[1], saved[4], saved[5]):
+        whole(path)
+
+
+def partial_of(directory: Path, host: str, pid: int) -> Path:
+    partial = directory / f".step_00000010.{host}-{pid}-0.partial"
+    (partial / "hf").mkdir(parents=True)
+    (partial / "hf" / "config.json").touch()
+    return partial
+
+
+def test_sweeping_leaves_what_the_living_write(tmp_path: Path) -> None:
+    here = socket.gethostname()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        living = partial_of(tmp_path, here, child.pid)
+        ours = store.begin(tmp_path / store.step_name(10))
+        other = partial_of(tmp_path, "other-node.cluster", 1)
+        unrelated = tmp_path / ".mine.partial"
+        unrelated.mkdir()
+        store.sweep(tmp_path)
+        assert living.exists() and not ours.exists() and other.exists() and unrelated.exists()
+        child.communicate(b"\n")
+    past = time.time() - store.FOREIGN_PARTIAL_S - 1
+    for path in (other, other / "hf"):
+        os.utime(path, (past, past))
+    store.sweep(tmp_path)
+    assert not living.exists() and other.exists()  # a file in it is younger
+    os.utime(other / "hf" / "config.json", (past, past))
+    store.sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == [unrelated]
+
+
+def test_partials_of_one_process_do_not_meet(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / store.step_name(1)
+    first, second = store.begin(target), store.begin(target)
+    assert first != second and first.parent == second.parent == target.parent
+
+
+def test_room_is_counted_before_writing(tmp_path: Path) -> None:
+    status = os.statvfs(tmp_path)
+    free = status.f_bavail * status.f_frsize
+    store.check_space(tmp_path / "not" / "there", free // 2)
+    with pytest.raises(NoSpaceError, match=r"no room for a checkpoint: [\d.]+ GiB needed, [\d.]+ GiB free"):
+        store.check_space(tmp_path, free - store.RESERVE_BYTES // 2)
+
+
+def test_a_full_disk_says_so_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    """The manifest goes to /dev/full."""
+    target = save(tmp_path, 3, {"turn": 1})
+    partial = store.begin(target)
+    (partial / store.MANIFEST).symlink_to("/dev/full")
+    with pytest.raises(NoSpaceError, match=rf"cannot write {partial}.*No space left on device"):
+        store.commit(partial, target, Manifest(3, {}, {"turn": 2}))
+    assert whole(target).state == {"turn": 1}
+
+
+@pytest.mark.parametrize(("code", "kind"), [(errno.EDQUOT, NoSpaceError), (errno.EIO, RunError)])
+def test_what_the_file_system_says_is_one_line(tmp_path: Path, code: int, kind: type) -> None:
+    with pytest.raises(RunError, match="cannot write") as found, store.writing(tmp_path):
+        raise OSError(code, os.strerror(code))
+    assert type(found.value) is kind and "\n" not in str(found.value)
+
+
+def test_killed_anywhere_in_saving_a_whole_checkpoint_is_left(tmp_path: Path) -> None:
+    """Of a process that saves, replaces and prunes without end; what has a name is whole."""
+    program = (
+        "import itertools, sys\nfrom pathlib import Path\n"
+        "from oblr_megatron.checkpoint import store\nfrom tests.unit.checkpoint.test_store import save\n"
+        "run = Path(sys.argv[1])\nprint('go', flush=True)\n"
+        "for n in itertools.count():\n"
+        "    save(run, n // 2 + 1)\n    store.prune(run / store.CHECKPOINTS, 1, [])\n"
+    )
+    save(tmp_path, 0)
+    for attempt in range(4):
+        command = [sys.executable, "-c", program, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None and child.stdout.readline() == b"go\n"
+            time.sleep(0.05 + 0.0137 * attempt)
+            child.send_signal(signal.SIGKILL)
+        found = store.checkpoints_of(tmp_path)
+        assert found
+        for path in found:
+            whole(path)
+        store.sweep(tmp_path / store.CHECKPOINTS)
+        assert not list((tmp_path / store.CHECKPOINTS).glob(".*"))

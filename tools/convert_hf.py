@@ -1,0 +1,31 @@
+"""Between Hugging Face directories and Megatron checkpoints, on a cluster's login or CPU node.
+
+    python tools/convert_hf.py to-megatron Qwen3-8B qwen3_8b --check
+    python tools/convert_hf.py to-hf run/checkpoints hf
+
+The same as `oblr-megatron convert`; needs no GPU, vLLM or installed command. See docs/convert.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the package is not installed
+
+from oblr_megatron.checkpoint.command import add_arguments
+from oblr_megatron.cli import guarded
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    return guarded(lambda: options.function(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
