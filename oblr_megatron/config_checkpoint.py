@@ -20,12 +20,13 @@ class CheckpointConfig(Section):
     async_save: bool = True
     """Copy the state to host memory and write it in a thread while the run goes on; false waits for the files."""
     save_timeout_s: float = Field(1800.0, gt=0)
-    """Deadline for a checkpoint to be written, seconds; past it the save has failed, and the run goes on."""
+    """Deadline for a checkpoint to be written, seconds; past it the run ends."""
     resume: str = "none"
     """"none"; "newest", the newest whole checkpoint of run_dir, or the beginning where there is none (`--resume`); or
     the directory of a checkpoint."""
     time_limit_s: float | None = Field(None, gt=0)
-    """Seconds from the start of the process until the job is ended from outside; by default SLURM's, if it says."""
+    """Seconds from the start of the process, or of its launcher, until the job is ended from outside; by default what
+    SLURM says."""
     exit_before_timeout_s: float = Field(0.0, ge=0)
     """Save and stop while this much of the time limit is left, seconds, or sooner if a step might not fit; 0: never."""
     export_hf: bool = True

@@ -86,11 +86,16 @@ class Display:
 
     def step(self, step: int, values: Values) -> None:
         """A step is done (or, with figures of an evaluation alone, an evaluation between steps)."""
+        evaluation = self.recall(values)
+        self.last_step = step
+        self._show_step(step, values, evaluation)
+
+    def recall(self, values: Values) -> Values:
+        """Keep for the summary, and return, the figures of an evaluation; of a step that an earlier process did."""
         evaluation = {name: value for name, value in values.items() if name.startswith("eval/")}
         self.first_evaluation = evaluation | self.first_evaluation
         self.last_evaluation |= evaluation
-        self.last_step = step
-        self._show_step(step, values, evaluation)
+        return evaluation
 
     def message(self, text: str) -> None:
         """A line of its own, e.g. an alarm."""

@@ -20,7 +20,7 @@ from oblr_megatron.checks import check_port
 from oblr_megatron.console import Display, open_display
 from oblr_megatron.evaluate import evaluate
 from oblr_megatron.gradnorm.choose import Choice, with_mode
-from oblr_megatron.metrics import MetricsWriter
+from oblr_megatron.metrics import MetricsWriter, read_metrics
 from oblr_megatron.model import parallel as layout
 from oblr_megatron.preflight import Inputs, preflight, write_config
 from oblr_megatron.rewards.base import Reward
@@ -248,6 +248,8 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         stream = _prompt_source(inputs, engines)
         if resumed is not None:
             stream.load_state_dict(resumed.state["data"])
+            for record in read_metrics(config.run_dir) if parallel.rank == 0 else ():
+                display.recall(record)
         yield Sampling(
             config=config,
             parallel=parallel,

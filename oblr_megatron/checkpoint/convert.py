@@ -1,9 +1,9 @@
-"""Between a Hugging Face directory and a torch_dist checkpoint of megatron-core, both ways, a layer at a time.
+"""Between a Hugging Face directory and a torch_dist checkpoint of megatron-core, both ways, tensor by tensor.
 
     to_megatron(Path("Qwen3-8B"), Path("qwen3_8b"))           # loads under any TP, PP, EP and VPP
     to_hf(Path("run/checkpoints/step_00000100"), Path("hf"))  # from a checkpoint saved under any
 
-One process, no GPU, no model: one layer and one tensor are in memory. The target appears whole or not at all.
+One process, no GPU, no model: a layer at most is in memory. The target appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir, check_hf_files
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description, whole_directory, write_weights
+from oblr_megatron.checkpoint.piece_reader import PieceReader
 from oblr_megatron.checkpoint.pieces import (
     NAMINGS,
     Piece,
-    by_layer,
     meta_model,
     pieces_of,
     sharded_state,
@@ -35,7 +35,7 @@ from oblr_megatron.checkpoint.pieces import (
 )
 from oblr_megatron.checkpoint.safetensors_io import TensorReader, num_bytes, open_tensors
 from oblr_megatron.checkpoint.store import CheckpointError
-from oblr_megatron.checkpoint.torch_dist import METADATA, PieceReader, write_pieces
+from oblr_megatron.checkpoint.torch_dist import METADATA, write_pieces
 from oblr_megatron.checks import check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.errors import UserError
@@ -203,17 +203,15 @@ class _Loader:
 def _stream(
     reader: PieceReader, pieces: Sequence[Piece], shape: ModelShape, advance: Advance
 ) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors in export order; a layer is read at a time, and let go piece by piece."""
+    """The Hugging Face tensors in export order."""
     done, total = 0, sum(_size(piece) for piece in pieces)
-    for group in by_layer(pieces):
-        tensors = reader.read(group)
-        for piece in group:
-            tensor = tensors.pop(0)
-            found = [(piece.hf[0], tensor)] if piece.part is not None else views(piece.item, tensor[None], shape)
-            for (name, view), size in zip(found, piece.shapes, strict=True):
-                yield name, view.reshape(size)
-            done += _size(piece)
-            advance(done, total)
+    for piece in pieces:
+        tensor = reader.read(piece)
+        found = [(piece.hf[0], tensor)] if piece.part is not None else views(piece.item, tensor[None], shape)
+        for (name, view), size in zip(found, piece.shapes, strict=True):
+            yield name, view.reshape(size)
+        done += _size(piece)
+        advance(done, total)
 
 
 def _find(reader: PieceReader, files: Path, parallel: Parallel) -> tuple[ModelShape, list[Piece]]:

@@ -15,6 +15,7 @@ A save that fails, for want of space or otherwise, leaves the checkpoints that a
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
@@ -162,8 +163,8 @@ class Saver:
         return None if self.best is None else self._directory / store.step_name(self.best.step)
 
     def _is_best(self, values: Mapping[str, float]) -> bool:
-        name = self._options.best_metric
-        return bool(name) and name in values and (self.best is None or values[name] > self.best.value)
+        value = values.get(self._options.best_metric, math.nan)
+        return math.isfinite(value) and (self.best is None or value > self.best.value)
 
     def _result(self) -> Saved:
         assert self._pending is not None

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description, sync
@@ -106,13 +106,19 @@ def write(model: PreTrainedModel, source: Path, target: Path) -> dict[str, Writt
     """Fill the directory `target`: weights, config with `quantization_config`, generation config, tokenizer.
 
     Returns what the files must hold, by tensor name, for `check_written`. The model is of no use afterwards.
+
+    Raises:
+        RunError: the file system refuses.
     """
     from modelopt.torch.export import export_hf_checkpoint
 
     dtype = model.dtype
     written = {name: entry for part in _quantized(model) for name, entry in _fold(*part)}
     with quiet():
-        export_hf_checkpoint(model, export_dir=target, max_shard_size=MAX_SHARD_BYTES)
+        try:
+            export_hf_checkpoint(model, export_dir=target, max_shard_size=MAX_SHARD_BYTES)
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise RunError(f"cannot write {target}: {error}") from error
     quantization = json.loads((target / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     copy_description(source, target, dtype)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))

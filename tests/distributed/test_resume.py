@@ -182,3 +182,15 @@ def test_a_run_that_never_saved_begins_again(inputs: Path, unbroken: Path, tmp_p
     assert not checkpoints_of(run_dir)
     train(config_of(inputs, run_dir, resume))
     assert certain(run_dir) == certain(unbroken)
+
+
+def test_a_run_stops_in_time(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
+    """With a margin that leaves no time for a second step: it saves, off schedule, and is resumed as always."""
+    run_dir = tmp_path / "run"
+    limits = ("checkpoint.time_limit_s=1000", "checkpoint.exit_before_timeout_s=999.99")
+    said = train(config_of(inputs, run_dir, *limits), 2)
+    assert "stopped after step 1 of 8 (the time limit); go on with --resume" in said
+    assert [path.name for path in checkpoints_of(run_dir)] == ["step_00000001"] and not (run_dir / "hf").exists()
+    train(config_of(inputs, run_dir, "checkpoint.resume=newest"))
+    assert [record["step"] for record in certain(run_dir)] == list(range(1, 9))
+    assert_equal(exported(run_dir), exported(unbroken), 1e-6)

@@ -4,10 +4,10 @@
     python tools/bench/convert.py --layers 2 --vocab 4096          the same in seconds
 
 `copy` is shutil.copyfile and fsync of the weight files. `to-megatron` reads them, writes a checkpoint, brings it to
-the disk and reads it back for its checksums; `to-hf` checks the checksums, reads the checkpoint, writes the weight files
-and brings them to the disk. All that is read is in the page cache. `ratio_to_copy` is the median over rounds of the
-copy's time to a row's, both of the same round: 1 is the speed of a copy, and more is better. `peak_bytes` is resident
-memory over what the process held before, libraries loaded.
+the disk and reads it back for its checksums; `to-hf` checks the checksums, reads the checkpoint, writes the weight
+files and brings them to the disk. All that is read is in the page cache. `ratio_to_copy` is the median over rounds of
+the copy's time to a row's, both of the same round: 1 is the speed of a copy, and more is better. `peak_bytes` is
+resident memory over what the process held before, libraries loaded.
 """
 
 from __future__ import annotations

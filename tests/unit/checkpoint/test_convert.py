@@ -24,8 +24,8 @@ from oblr_megatron.checkpoint.compare import agreement_of, check_logits
 from oblr_megatron.checkpoint.convert import to_hf, to_megatron
 from oblr_megatron.checkpoint.distributed import TorchDistWriter
 from oblr_megatron.checkpoint.hf import load_hf_weights
+from oblr_megatron.checkpoint.piece_reader import PieceReader
 from oblr_megatron.checkpoint.pieces import NAMINGS, single_process
-from oblr_megatron.checkpoint.torch_dist import PieceReader
 from oblr_megatron.cli import main
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.errors import RunError

@@ -1,0 +1,184 @@
+"""The tensors of a torch_dist checkpoint, read one by one, whatever layout has written it.
+
+    reader = PieceReader(directory)
+    for piece in reader.find(pieces_of(state, shape), shape):
+        tensor = reader.read(piece)
+
+torch's own reading would hold a tensor twice, and would look through the chunks of all layers and experts for each.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from oblr_megatron.checkpoint.pieces import Piece
+from oblr_megatron.checkpoint.store import MEND, CheckpointError
+from oblr_megatron.checkpoint.torch_dist import METADATA, stored_shape
+from oblr_megatron.weights.names import ModelShape
+
+
+class PieceReader(FileSystemReader):
+    """The tensors of a checkpoint, read piece by piece.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, its metadata cannot be read, or a file is shorter than it says.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.directory = directory
+        self.whole = self._read_whole()
+        self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}  # by key, layer and expert
+
+    def find(self, pieces: Sequence[Piece], shape: ModelShape) -> list[Piece]:
+        """The pieces as they are stored: in the checkpoint's dtypes and with its padded vocabulary.
+
+        Raises:
+            CheckpointError: a tensor is missing, or of another shape.
+        """
+        return [self._find(piece, shape) for piece in pieces]
+
+    def files(self, pieces: Sequence[Piece]) -> list[str]:
+        """The files that hold any of them."""
+        keys = {piece.sharded.key for piece in pieces}
+        return sorted({info.relative_path for index, info in self._storage().items() if index.fqn in keys})
+
+    def read(self, piece: Piece) -> Tensor:
+        """The tensor of a piece that `find` has returned, put together out of what chunks have of it.
+
+        Raises:
+            CheckpointError: a file cannot be read, or the chunks do not fill the piece.
+        """
+        wanted = piece.sharded
+        start, size = tuple(wanted.global_offset), stored_shape(wanted)
+        whole: Tensor | None = None
+        found = 0
+        for chunk in self._chunks_of(wanted):
+            common = _overlap(start, size, chunk)
+            if any(low >= high for low, high in common):
+                continue
+            tensor = self._load(MetadataIndex(wanted.key, chunk.offsets))
+            found += prod(high - low for low, high in common)
+            if (tuple(chunk.offsets), tuple(tensor.shape)) == (start, size):
+                whole = tensor  # as it is: no second copy of an embedding
+                continue
+            whole = torch.empty(size, dtype=wanted.dtype) if whole is None else whole
+            whole[_slices(common, start)] = tensor[_slices(common, chunk.offsets)]
+        if whole is None or found != prod(size):
+            raise self._error(f"of {wanted.key!r} {found} of {prod(size)} elements are stored")
+        return whole.view(wanted.local_shape)
+
+    def _load(self, index: MetadataIndex) -> Tensor:
+        info = self._storage()[index]
+        file = self.directory / info.relative_path
+        try:
+            with file.open("rb") as stream:
+                tensor: Tensor = torch.load(self._slice_file(stream, info), map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(f"cannot read {index.fqn!r}: {reason}", where=str(file), mend=MEND) from error
+        return tensor
+
+    def _find(self, piece: Piece, shape: ModelShape) -> Piece:
+        sharded, stored = piece.sharded, self.whole.state_dict_metadata.get(piece.sharded.key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise self._error(f"the checkpoint has no tensor {sharded.key!r}")
+        size, wanted = tuple(stored.size), tuple(sharded.global_shape)
+        if piece.item.cut == "vocab" and len(size) == 2 and size[0] >= shape.vocab and size[1:] == wanted[1:]:
+            sharded = replace(sharded, global_shape=size, local_shape=size, data=None)
+        elif size != wanted:
+            raise self._error(f"{sharded.key!r} has shape {list(size)}, the model's config.json says {list(wanted)}")
+        return replace(piece, sharded=replace(sharded, dtype=stored.properties.dtype, data=None))
+
+    def _chunks_of(self, wanted: ShardedTensor) -> Sequence[ChunkStorageMetadata]:
+        """The chunks of a tensor that are of the same layer and expert."""
+        leading = wanted.prepend_axis_num
+        if wanted.key not in self._chunks:
+            found: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
+            for chunk in self._stored(wanted.key).chunks:
+                found[tuple(chunk.offsets[:leading])].append(chunk)
+            self._chunks[wanted.key] = found
+        return self._chunks[wanted.key].get(tuple(wanted.global_offset[:leading]), ())
+
+    def _read_whole(self) -> Metadata:
+        file = self.directory / METADATA
+        try:
+            metadata = super().read_metadata()
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"not a torch_dist checkpoint: {METADATA} is missing",
+                where=str(self.directory),
+                mend="give the directory of one checkpoint, e.g. RUN_DIR/checkpoints/step_00000010",
+            ) from error
+        except (
+            OSError,
+            EOFError,
+            pickle.UnpicklingError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ImportError,
+        ) as error:
+            raise CheckpointError(f"the file is damaged: {error}", where=str(file), mend=MEND) from error
+        self._check_sizes(metadata)
+        return metadata
+
+    def _check_sizes(self, metadata: Metadata) -> None:
+        ends: dict[str, int] = defaultdict(int)
+        for info in metadata.storage_data.values():
+            ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
+        for name, end in ends.items():
+            file = self.directory / name
+            if not file.is_file():
+                raise CheckpointError("the file is missing", where=str(file), mend=MEND)
+            if file.stat().st_size < end:
+                raise CheckpointError(
+                    f"the file is cut off: {file.stat().st_size} bytes, {METADATA} describes {end}",
+                    where=str(file),
+                    mend=MEND,
+                )
+
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            what,
+            where=str(self.directory),
+            mend="give a checkpoint of a Qwen3 GPTModel and the config.json it belongs to",
+        )
+
+    def _storage(self) -> Mapping[MetadataIndex, Any]:
+        """Where each chunk is: relative_path, offset, length."""
+        storage: Mapping[MetadataIndex, Any] = self.whole.storage_data
+        return storage
+
+    def _stored(self, key: str) -> TensorStorageMetadata:
+        stored = self.whole.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata), f"{key} is no tensor"
+        return stored
+
+
+Bounds = list[tuple[int, int]]
+"""First and past the last index of each dimension."""
+
+
+def _overlap(start: Sequence[int], size: Sequence[int], chunk: ChunkStorageMetadata) -> Bounds:
+    """What a chunk has of a piece, in the whole tensor; empty where a dimension's first index is not below its last."""
+    return [
+        (max(own, other), min(own + extent, other + length))
+        for own, extent, other, length in zip(start, size, chunk.offsets, chunk.sizes, strict=True)
+    ]
+
+
+def _slices(common: Bounds, origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(low - own, high - own) for (low, high), own in zip(common, origin, strict=True))

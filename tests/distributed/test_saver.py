@@ -1,0 +1,84 @@
+"""Saves that succeed and fail on several ranks: every rank hears the same, and the best is one that exists.
+
+Not covered: what is in a checkpoint (test_resume.py), a full disk (test_full_disk.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oblr_megatron.checkpoint.distributed import training_state
+from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+from oblr_megatron.checkpoint.saver import Best, Saver
+from oblr_megatron.checkpoint.store import checkpoints_of, read_manifest
+from oblr_megatron.config import parse_config
+from oblr_megatron.model.optimizer import PolicyOptimizer
+from tests.distributed.launch import layout, run_ranks
+from tests.distributed.passes import load_policy
+from tests.tiny import make_hf_dir
+
+METRIC = "eval/set/accuracy"
+
+
+def config_of(path: Path, run_dir: Path, **checkpoint: Any) -> Any:
+    table = {"run_dir": str(run_dir), "model": {"path": str(path)}, "data": {"train": "t"}, "checkpoint": checkpoint}
+    table["evaluate"] = {"data": {"set": "s"}, "every_steps": 1}
+    return parse_config(table)
+
+
+def saves(path: Path, run_dir: Path) -> list[Any]:
+    """Five saves: good, one that rank 1 cannot write, good, not the best, not the best; keep_last 1."""
+    said: list[Any] = []
+    with layout(tp=2) as parallel:
+        policy = load_policy(path, parallel)
+        optimizer = PolicyOptimizer(
+            policy, parse_config({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}).optimizer
+        )
+        config = config_of(path, run_dir, every_steps=0, keep_last=1, best_metric=METRIC)
+        saver = Saver(config, parallel, check_hf_dir(path))
+        whole = saver._writer.stage
+
+        def obstructed(state: Any, directory: Path, *, copy: bool) -> Any:
+            write = whole(state, directory, copy=copy)
+            (directory / "__1_0.distcp").mkdir(exist_ok=True)  # where rank 1 is about to put a file
+            return write
+
+        for step, value in enumerate([0.5, 0.7, 0.6, 0.4, 0.3], start=1):
+            saver._writer.stage = obstructed if step == 2 else whole  # type: ignore[method-assign]
+            said.append(saver.due(step, 10, {METRIC: value}))
+            saver.save(step, training_state(policy, optimizer), {"step": step}, {METRIC: value})
+            saved = saver.wait()
+            assert saved is not None and saver.wait() is None, "told once"
+            said += [saved.failure is None, saver.best]
+            if saved.failure is not None:
+                assert saved.failure.startswith("rank 1 cannot write the checkpoint: "), saved.failure
+            torch.distributed.barrier()
+            said.append([read_manifest(found).step for found in checkpoints_of(run_dir)])
+            assert not list((run_dir / "checkpoints").glob(".*"))
+            torch.distributed.barrier()  # the next save removes what others are reading
+    return said
+
+
+def test_the_best_is_one_that_was_saved(tmp_path: Path) -> None:
+    first, second = run_ranks(saves, 2, make_hf_dir(tmp_path / "model"), tmp_path / "run")
+    assert first == second
+    assert first == [
+        *(True, True, Best(1, 0.5), [1]),
+        *(True, False, Best(1, 0.5), [1]),
+        *(True, True, Best(3, 0.6), [3]),
+        *(False, True, Best(3, 0.6), [4, 3]),
+        *(False, True, Best(3, 0.6), [5, 3]),
+    ]
+
+
+def test_what_is_due(tmp_path: Path) -> None:
+    assert run_ranks(_due, 1, make_hf_dir(tmp_path / "model"), tmp_path / "run")[0] == [3, 6, 8]
+
+
+def _due(path: Path, run_dir: Path) -> list[int]:
+    with layout() as parallel:
+        saver = Saver(config_of(path, run_dir, every_steps=3), parallel, check_hf_dir(path))
+        return [step for step in range(1, 9) if saver.due(step, 8, {METRIC: float(step)})]

@@ -1,0 +1,85 @@
+"""Stopped by a signal in the midst of training with real vLLM, and resumed: the unbroken run's curve.
+
+Not covered: SIGKILL at random moments (tools/kill_resume.py, tests/e2e/test_kill_resume.py), several ranks and layouts
+(tests/distributed/test_resume.py).
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from oblr_megatron.checkpoint.store import checkpoints_of, read_manifest
+from tests.e2e.conftest import LIMIT_S, ROOT, environment, run
+
+STEPS = 9
+TIMED = ("timing_s/", "perf/")
+
+
+def command(keys: list[str], *options: str) -> list[str]:
+    return [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml", *keys, *options]
+
+
+def certain(run_dir: Path) -> list[dict[str, float]]:
+    """Metrics without times."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMED)} for line in lines]
+
+
+def stop_after(steps: int, metrics: Path, job: subprocess.Popen[str], number: signal.Signals) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not metrics.exists() or metrics.read_text().count("\n") <= steps:  # step 0 has a line, too
+        assert job.poll() is None and time.monotonic() < deadline, "the run did not come so far"
+        time.sleep(0.005)
+    job.send_signal(number)
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
+    """Metrics, evaluations, the last weights and the best ones, bit for bit."""
+    options = {
+        "num_steps": STEPS,
+        "evaluate__every_steps": 3,
+        "evaluate__num_prompts": 16,
+        "checkpoint__every_steps": 4,
+        "checkpoint__best_metric": "eval/heldout/mean_at_k",
+        "gradnorm__mode": "bookkeep",
+    }
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    unbroken = run(command(overrides(whole, **options)))
+    assert unbroken.returncode == 0, unbroken.stderr[-2000:]
+
+    keys = overrides(parts, **options)
+    with subprocess.Popen(
+        command(keys), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
+        stop_after(2, parts / "metrics.jsonl", job, signal.SIGUSR1)
+        said = job.communicate(timeout=LIMIT_S)[0]
+    assert job.returncode == 0, said[-2000:]
+    assert f"of {STEPS} (SIGUSR1); go on with --resume" in said and not (parts / "hf").exists()
+    stopped = read_manifest(checkpoints_of(parts)[0]).step
+    assert 2 <= stopped < STEPS and [record["step"] for record in certain(parts)] == list(range(stopped + 1))
+
+    resumed = run(command(keys, "--resume"))
+    summaries = [said.stdout.splitlines()[-1].partition("  ")[2] for said in (resumed, unbroken)]
+    assert summaries[0] == summaries[1], "accuracy before and after is that of the whole run"
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    assert certain(parts) == certain(whole) and len(certain(whole)) == STEPS + 1
+    for name in ("hf", "hf_best"):
+        found, expected = (load_file(run_dir / name / "model.safetensors") for run_dir in (parts, whole))
+        assert all(torch.equal(found[key], expected[key]) for key in expected), name
+    best = max(
+        (r for r in certain(whole)[1:] if "eval/heldout/mean_at_k" in r), key=lambda r: r["eval/heldout/mean_at_k"]
+    )
+    assert read_manifest(checkpoints_of(parts)[0]).state["best"] == [best["step"], best["eval/heldout/mean_at_k"]]
+    kept = [read_manifest(path).step for path in checkpoints_of(parts)]
+    assert kept == sorted({*kept[:2], best["step"]}, reverse=True) and kept[0] == STEPS
