@@ -140,7 +140,7 @@ class Run(Sampling):
         last, stops = step == self.config.num_steps, self.stopped(step)
         with self.timer("checkpoint"):
             if stops or self.saver.due(step, self.config.num_steps, self.logged):
-                self._save(step, self.boundary)
+                self._save(step, self.boundary, background=not (stops or last))
             saved = self.saver.wait() if stops or last else self.saver.report()
         if saved is not None:
             self.display.message(str(saved))
@@ -173,12 +173,13 @@ class Run(Sampling):
         step = self.boundary.get("step", self.start)
         if step == self.start:
             return
-        self._save(step, self.boundary)
+        self._save(step, self.boundary, background=False)
         saved = self.saver.wait()
         self.display.message(f"the engines are lost; {saved}")
 
-    def _save(self, step: int, facts: Facts) -> None:
-        self.saver.save(step, training_state(self.policy, self.optimizer), facts, self.logged)
+    def _save(self, step: int, facts: Facts, *, background: bool) -> None:
+        state = training_state(self.policy, self.optimizer)
+        self.saver.save(step, state, facts, self.logged, background=background)
 
     def _facts(self) -> Facts:
         """What a resumed run needs beside tensors; see `open_run` for who takes it up."""

@@ -68,6 +68,7 @@ def step_config(tokens: int, *, rows: int = 1, prompts: int = 1, **sections: dic
         "algo": {"baseline": "optimal", "snr": {"num_folds": prompts}},
         "rollout": {"max_response_tokens": tokens - PROMPT},
         "parallel": {"micro_batch_tokens": rows * tokens},
+        "checkpoint": {"every_steps": 0},
     }
     return parse_config(table | {name: table.get(name, {}) | fields for name, fields in sections.items()})
 

@@ -34,6 +34,7 @@ from oblr_megatron.checkpoint.pieces import (
     single_process,
 )
 from oblr_megatron.checkpoint.safetensors_io import TensorReader, num_bytes, open_tensors
+from oblr_megatron.checkpoint.saver import HF
 from oblr_megatron.checkpoint.store import CheckpointError
 from oblr_megatron.checkpoint.torch_dist import METADATA, write_pieces
 from oblr_megatron.checks import check_model
@@ -44,7 +45,6 @@ from oblr_megatron.model.qwen3 import DTYPES, HFConfig
 from oblr_megatron.weights.export import TensorMeta
 from oblr_megatron.weights.names import ModelShape, split, table, views
 
-HF = "hf"  # in a checkpoint: config, generation config, tokenizer
 Advance = Callable[[int, int], None]
 """Told after each tensor: bytes done, bytes in all."""
 

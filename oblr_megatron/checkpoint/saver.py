@@ -107,17 +107,20 @@ class Saver:
         scheduled = every > 0 and (step % every == 0 or step == num_steps)
         return scheduled or self._is_best(values)
 
-    def save(self, step: int, state: State, facts: Facts, values: Mapping[str, float]) -> None:
-        """Begin to save the state after `step` steps; an earlier save is waited for.
+    def save(
+        self, step: int, state: State, facts: Facts, values: Mapping[str, float], *, background: bool = True
+    ) -> None:
+        """Save the state after `step` steps, or begin to; an earlier save is waited for.
 
         Args:
             step: steps done.
             state: see `distributed.training_state`; free to change when this returns.
             facts: what a resumed run needs beside it.
             values: the step's figures, for the best.
+            background: return before it is written, if `checkpoint.async_save` allows it.
 
         Raises:
-            DeadlineError: the earlier save does not end.
+            DeadlineError: a save does not end.
         """
         self.wait()
         self._best_before = self.best
@@ -127,13 +130,14 @@ class Saver:
         keep = [] if self.best is None else [self._directory / store.step_name(self.best.step)]
         job = _Job(self._group, self._directory / store.step_name(step), Manifest(step, {}, facts), self._model, keep)
         self._reported = False
+        background = background and self._options.async_save
         if job.begin(self._num_bytes):
-            write = self._writer.stage(state, job.partial, copy=self._options.async_save)
+            write = self._writer.stage(state, job.partial, copy=background)
             self._pending = _in_thread(lambda: job.finish(write, self._options.keep_last), f"checkpoint-{step}")
         else:
             self._pending = Future()
             self._pending.set_result(job.saved())
-        if not self._options.async_save:
+        if not background:
             self._result()
 
     def report(self) -> Saved | None:

@@ -36,10 +36,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from oblr_megatron.checkpoint.distributed import BACKEND, VERSION
 from oblr_megatron.checkpoint.hf_write import sync
 from oblr_megatron.checkpoint.pieces import Piece, State, by_layer
 
-BACKEND, VERSION = "torch_dist", 1
 METADATA = ".metadata"
 Load = Callable[[Piece], Tensor]
 Place = tuple[str, tuple[int, ...]]  # key and offset

@@ -36,7 +36,7 @@ class MemoryEstimate:
 
     Example, two layers of Qwen3-0.6B in fp32 with 512 tokens, in MiB:
         MemoryEstimate(weights=136, main_grad=136, second_gradient=0, optimizer=272, activations=118, logits=20,
-                       norms=544, work=34, fixed=474, stage=0, moment="last layer's backward")
+                       norms=544, work=34, checkpoint=0, fixed=474, stage=0, moment="last layer's backward")
     """
 
     weights: int
@@ -47,6 +47,7 @@ class MemoryEstimate:
     logits: int  # with softmax and their gradient
     norms: int  # gradients, factors or partials that wait for the norms
     work: int  # memory that the moment takes and gives back
+    checkpoint: int  # a copy of what an earlier step left, while it is written; on a GPU it is in host memory
     fixed: int  # the process without a model
     stage: int  # of the pipeline
     moment: str
@@ -67,6 +68,7 @@ class MemoryEstimate:
             "logits",
             "norms",
             "work",
+            "checkpoint",
             "fixed",
         )
         return [(name.replace("_", " "), getattr(self, name)) for name in names]
@@ -122,16 +124,19 @@ class _Held:
     second_gradient: int
     optimizer: int
     stash: int
+    checkpoint: int
 
     @classmethod
     def of(cls, sizes: RankSizes, config: Config, *, several_folds: bool, on_gpu: bool) -> _Held:
         main_grad = sizes.parameters * sizes.wide
         stashes = config.gradnorm.mode == "stash" and norms_wanted(config)
+        weights, optimizer = sizes.parameters * sizes.element, optimizer_bytes(sizes, config)
         return cls(
-            weights=sizes.parameters * sizes.element,
+            weights=weights,
             main_grad=main_grad,
             second_gradient=main_grad if several_folds else 0,
-            optimizer=optimizer_bytes(sizes, config),
+            optimizer=optimizer,
+            checkpoint=weights + optimizer if copies_for_checkpoint(config) and not on_gpu else 0,
             stash=stash_bytes(sizes, config, on_gpu=on_gpu) if stashes else 0,
         )
 
@@ -145,10 +150,17 @@ class _Held:
             logits=moment.logits,
             norms=moment.norms + self.stash,
             work=moment.work,
+            checkpoint=self.checkpoint,
             fixed=fixed,
             stage=stage,
             moment=moment.name,
         )
+
+
+def copies_for_checkpoint(config: Config) -> bool:
+    """Whether a step goes on while a copy of the state before it is written; data-parallel ranks share the writing."""
+    options = config.checkpoint
+    return options.async_save and 0 < options.every_steps < config.num_steps
 
 
 def optimizer_bytes(sizes: RankSizes, config: Config) -> int:

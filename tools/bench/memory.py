@@ -102,6 +102,7 @@ class Case:
                 "algo": {"baseline": "optimal", "snr": {"num_folds": self.prompts}},
                 "rollout": {"max_response_tokens": self.tokens - PROMPT_TOKENS},
                 "gradnorm": {"mode": self.mode},
+                "checkpoint": {"every_steps": 0},
                 "parallel": {
                     "micro_batch_tokens": 1,
                     "tensor_model_parallel_size": self.tp,

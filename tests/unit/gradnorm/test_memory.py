@@ -72,7 +72,7 @@ def test_estimate_is_what_is_alive(case: str, parallel: Parallel) -> None:
 
 
 def test_a_row_for_everything_that_is_held() -> None:
-    found = MemoryEstimate(1, 2, 0, 3, 4, 5, 6, 7, fixed=8, stage=0, moment="loss")
+    found = MemoryEstimate(1, 2, 0, 3, 4, 5, 6, 7, checkpoint=0, fixed=8, stage=0, moment="loss")
     assert found.total == 36 and [num_bytes for _, num_bytes in found.rows()] == [1, 2, 0, 3, 4, 5, 6, 7, 8]
     assert found.table().startswith("36 B on the fullest rank, at the loss: weights 1 B, main grad 2 B, optimizer 3 B")
 
@@ -103,3 +103,16 @@ def test_what_half_precision_and_offloading_spare() -> None:
         ]
     )
     assert half == whole * 3 // 4 and host == whole and gpu == whole // 4  # of 4: 2 and one to work in; 4; that one
+
+
+def test_a_checkpoint_in_the_background_is_counted() -> None:
+    """A copy of weights and moments where a step goes on beside it on a CPU; on a GPU it is in host memory."""
+    hf_config = tiny_config(**SIZES).to_dict()
+
+    def copied(every_steps: int, *, on_gpu: bool = False, **options: bool) -> int:
+        config = step_config(TOKENS, checkpoint={"every_steps": every_steps, **options})
+        return estimate(hf_config, config, 1, on_gpu=on_gpu, fixed_bytes=0).checkpoint
+
+    found = estimate(hf_config, step_config(TOKENS), 1, fixed_bytes=0)
+    assert copied(50) == found.weights + found.optimizer > 0
+    assert [copied(0), copied(100), copied(50, async_save=False), copied(50, on_gpu=True)] == [0, 0, 0, 0]
