@@ -127,7 +127,7 @@ def test_an_id_out_of_the_vocabulary_is_refused() -> None:
 
 
 def test_a_run_that_loses_its_engine_saves_its_state(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
-    """SIGKILL of the engine with no restart allowed: both ranks name the cause; a checkpoint and the report are kept."""
+    """SIGKILL of the engine, no restart allowed: both ranks name the cause; a checkpoint and the report are kept."""
     keys = overrides(tmp_path / "run", num_steps=100_000, rollout__max_restarts=0)
     job = subprocess.Popen(
         torchrun(2, keys), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

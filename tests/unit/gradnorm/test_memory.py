@@ -72,9 +72,9 @@ def test_estimate_is_what_is_alive(case: str, parallel: Parallel) -> None:
 
 
 def test_a_row_for_everything_that_is_held() -> None:
-    found = MemoryEstimate(1, 2, 0, 3, 4, 5, 6, 7, checkpoint=0, fixed=8, stage=0, moment="loss")
-    assert found.total == 36 and [num_bytes for _, num_bytes in found.rows()] == [1, 2, 0, 3, 4, 5, 6, 7, 8]
-    assert found.table().startswith("36 B on the fullest rank, at the loss: weights 1 B, main grad 2 B, optimizer 3 B")
+    found = MemoryEstimate(1, 2, 0, 3, 4, 5, 6, 7, checkpoint=9, fixed=8, stage=0, moment="loss")
+    assert found.total == 45 and [num_bytes for _, num_bytes in found.rows()] == [1, 2, 0, 3, 4, 5, 6, 7, 9, 8]
+    assert found.table().startswith("45 B on the fullest rank, at the loss: weights 1 B, main grad 2 B, optimizer 3 B")
 
 
 def test_a_process_counts_without_a_model_on_a_cpu_only() -> None:
