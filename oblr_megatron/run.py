@@ -126,9 +126,9 @@ class Run(Sampling):
     def push(self, version: int) -> None:
         """Send the weights to the engines under a new version number, that of the updates so far."""
         self.version = version
+        self.record["weights/version"] = version
         with self.timer("push"):
             self.engines.push(MegatronWeights(self.policy, engine_dtype(self.config)), version)
-        self.record["weights/version"] = version
 
     def checkpoint(self, step: int) -> bool:
         """Save the state after `step` steps if that is due, and tell whether the run stops here; collective.

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -262,7 +263,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             display=display,
             timer=PhaseTimer(on_phase=display.phase, synchronize=_synchronize),
             stop=stop,
-            control_group=dist.new_group(backend="gloo"),
+            control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s)),
             resumed=resumed,
         )
 

@@ -6,6 +6,7 @@ signals and after SIGKILL (tests/e2e/test_resume.py, tools/kill_resume.py).
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 import torch
 
 from oblr_megatron.checkpoint.store import checkpoints_of
-from tests.distributed.replayed import certain, config_of, exported, make_inputs, stored, train
+from oblr_megatron.config import Config
+from oblr_megatron.errors import EngineLostError
+from tests.distributed.launch import run_ranks
+from tests.distributed.replayed import certain, config_of, exported, make_inputs, stored, train, train_here
 
 TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 PP2 = ("parallel.pipeline_model_parallel_size=2",)
@@ -194,3 +198,34 @@ def test_a_run_stops_in_time(inputs: Path, unbroken: Path, tmp_path: Path) -> No
     train(config_of(inputs, run_dir, "checkpoint.resume=newest"))
     assert [record["step"] for record in certain(run_dir)] == list(range(1, 9))
     assert_equal(exported(run_dir), exported(unbroken), 1e-6)
+
+
+@pytest.mark.parametrize(("lost_in", "saved"), [("generate", 5), ("push", 6)])
+def test_engines_lost_for_good_leave_a_checkpoint(
+    inputs: Path, unbroken: Path, tmp_path: Path, lost_in: str, saved: int
+) -> None:
+    """In the rollout of the sixth step it is of the step before; in the push of its weights, of the step itself."""
+    run_dir = tmp_path / "run"
+    status, said = run_ranks(losing, 1, config_of(inputs, run_dir, "checkpoint.every_steps=0"), lost_in)[0]
+    assert status == 1 and said.splitlines()[-1].endswith("the engine is gone"), said
+    assert [path.name for path in checkpoints_of(run_dir)] == [f"step_0000000{saved}"]
+    assert certain(run_dir) == certain(unbroken)[:saved]
+    train(config_of(inputs, run_dir, "checkpoint.resume=newest"))
+    assert certain(run_dir) == certain(unbroken)
+    assert_equal(exported(run_dir), exported(unbroken))
+
+
+def losing(config: Config, lost_in: str) -> tuple[int, str]:
+    """A run whose engine fails in the sixth step."""
+    from oblr_megatron.rollout.replay import ReplayEngine
+
+    whole = getattr(ReplayEngine, lost_in)
+    calls = itertools.count(0 if lost_in == "push" else 1)
+
+    def failing(engine: ReplayEngine, *arguments: Any, **options: Any) -> Any:
+        if next(calls) == 6:
+            raise EngineLostError("the engine is gone")
+        return whole(engine, *arguments, **options)
+
+    setattr(ReplayEngine, lost_in, failing)
+    return train_here(config)
