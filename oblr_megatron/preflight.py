@@ -30,6 +30,7 @@ from oblr_megatron.rewards.registry import check_reward
 from oblr_megatron.rollout.placement import place
 from oblr_megatron.rollout.replay import check_replay
 from oblr_megatron.rollout.server_checks import check_servers
+from oblr_megatron.stopping import end_of_job
 from oblr_megatron.weights.limits import check_pushable
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     Raises:
         UserError: the first thing found wrong.
     """
+    end_of_job(config.checkpoint)
     if owns_run_dir:
         check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     model = check_hf_dir(config.model.path)

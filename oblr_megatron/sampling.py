@@ -216,11 +216,11 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         UserError: bad input, found before the process group or any engine is started.
     """
     rank, world_size = layout.rank_from_environment()
-    inputs = preflight(config, world_size, owns_run_dir=rank == 0)
-    if rank == 0 and world_size > 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-        check_port(int(os.environ["MASTER_PORT"]))  # under torchrun the agent holds it already
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(config.checkpoint))
+        inputs = preflight(config, world_size, owns_run_dir=rank == 0)
+        if rank == 0 and world_size > 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+            check_port(int(os.environ["MASTER_PORT"]))  # under torchrun the agent holds it already
         parallel = layout.initialize(config.parallel, seed=config.seed)
         stack.callback(layout.shutdown)
         resumed = choose(inputs.checkpoints, parallel.rank, world_size)

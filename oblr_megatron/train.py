@@ -22,6 +22,7 @@ from oblr_megatron.model.parallel import rank_from_environment
 from oblr_megatron.report import write_report
 from oblr_megatron.run import Run, open_run
 from oblr_megatron.sampling import Sampling, open_sampling
+from oblr_megatron.stopping import die_with_launcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="oblr_megatron.train", description="one rank of a run")
     add_run_arguments(parser)
     options = parse(parser, arguments)
+    die_with_launcher()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("vllm").setLevel(logging.ERROR)  # in a trainer rank it only names what it will not use
     return guarded(lambda: run_training(load_config(options.config, run_overrides(options))))

@@ -59,16 +59,10 @@ def model_state(policy: Policy) -> State:
     return {f"model{index}": chunk.module.sharded_state_dict() for index, chunk in enumerate(policy.chunks)}
 
 
-def training_state(policy: Policy, optimizer: PolicyOptimizer, *, is_loading: bool = False) -> State:
-    """Weights, fp32 masters, moments, and the random states of every rank.
-
-    Args:
-        policy: the model.
-        optimizer: of its parameters.
-        is_loading: moments that the optimizer has not made yet are made, to be read into.
-    """
+def training_state(policy: Policy, optimizer: PolicyOptimizer) -> State:
+    """Weights, fp32 masters, moments, and the random states of every rank; to be saved, or to be read into."""
     state = model_state(policy)
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading)
+    state["optimizer"] = optimizer.sharded_state_dict(state)
     return state | _random_state(policy.parallel)
 
 
@@ -90,7 +84,7 @@ def load_training_state(policy: Policy, optimizer: PolicyOptimizer, directory: P
     Raises:
         RunError: the checkpoint does not hold what this model and optimizer need.
     """
-    state = training_state(policy, optimizer, is_loading=True)
+    state = training_state(policy, optimizer)
     same_ranks = state["random"].unique_key in load_sharded_metadata(str(directory))
     if not same_ranks:
         del state["random"]
@@ -209,5 +203,7 @@ def _raise_first(failures: Mapping[int, str | None]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what went wrong."""
+    """The first line of what went wrong; of several ranks, the first one's."""
+    if isinstance(error, CheckpointException):
+        return _reason(error.failures[min(error.failures)][0])
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -107,18 +107,29 @@ class PolicyOptimizer:
         # It has made main_grad the `grad` of each weight, to which the next backward would add a second time.
         self._optimizer.zero_grad()
 
-    def sharded_state_dict(self, model_state: dict[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
-        """fp32 masters and moments for megatron-core's distributed checkpoints.
+    def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """fp32 masters and moments for megatron-core's distributed checkpoints, to be saved or to be read into.
+
+        Moments that no step has made yet (no gradient so far, or a run that is to go on from a checkpoint) are made.
 
         Args:
             model_state: the policy's sharded state dict, by which each is known to be cut like its weight.
-            is_loading: make what the first step has not made yet.
         """
-        return self._optimizer.sharded_state_dict(model_state, is_loading)
+        state = self._optimizer.sharded_state_dict(model_state, is_loading=True)
+        self._count_from_zero()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what a checkpoint was loaded into."""
         self._optimizer.load_state_dict(state)
+        self._count_from_zero()
+
+    def _count_from_zero(self) -> None:
+        """megatron-core makes and stores the moments of an Adam that has not stepped, but not its count of steps."""
+        for part in self._optimizer.chained_optimizers:
+            if isinstance(part.optimizer, torch.optim.Adam):
+                for parameter in part.optimizer.state.values():
+                    parameter.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
 
 def _zero_momentum(optimizer: torch.optim.Optimizer, _config: object = None) -> None:

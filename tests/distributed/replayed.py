@@ -25,8 +25,8 @@ STEPS, PROMPTS, GROUP = 8, 4, 4
 TIMED = ("timing_s/", "perf/")  # what no two runs have in common
 
 
-def make_samples(directory: Path) -> Path:
-    """`STEPS` saved steps of random tokens, on-policy by their version; a response's text is its first token."""
+def make_samples(directory: Path, worthless: int = 0) -> Path:
+    """`STEPS` saved steps of random tokens, on-policy by their version; no reward in the first `worthless` of them."""
     draw = np.random.default_rng(0)
     for step in range(1, STEPS + 1):
         prompts = [Prompt(q, f"row-{q}", "t2 t3", (2, 3, 4 + q), f"t{q}", "made") for q in range(PROMPTS)]
@@ -34,17 +34,17 @@ def make_samples(directory: Path) -> Path:
         for n in range(PROMPTS * GROUP):
             ids = tuple(draw.integers(2, VOCAB, 2 + n % 5).tolist())
             logprobs = tuple(float(np.float32(value)) for value in -4 * draw.random(len(ids)))
-            text = f"t{n % 3}"
+            text = "" if step <= worthless else f"t{n % 3}"
             samples.append(Sample(n // GROUP, prompts[n // GROUP].token_ids, ids, logprobs, text, "stop", step - 1))
         rewards = [0.0] * len(samples)
         write_step(directory, SavedStep(step, 1.0, 0, 0, prompts, samples, rewards))
     return directory
 
 
-def make_inputs(directory: Path, **model: Any) -> Path:
+def make_inputs(directory: Path, *, worthless: int = 0, **model: Any) -> Path:
     """model/ and rollouts/ of runs."""
     make_hf_dir(directory / "model", **model)
-    make_samples(directory / "rollouts")
+    make_samples(directory / "rollouts", worthless)
     return directory
 
 

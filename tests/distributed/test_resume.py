@@ -77,6 +77,20 @@ def test_four_and_four_steps_are_eight(inputs: Path, tmp_path: Path, overrides: 
     assert any(not torch.equal(before[name], found[name]) for name in found if "optimizer" in name)
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_saved_before_the_first_gradient(tmp_path: Path, optimizer: str) -> None:
+    """Four steps without a reward: the optimizer has not stepped when the checkpoint is written."""
+    inputs = make_inputs(tmp_path, worthless=4)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    overrides = (f"optimizer.name={optimizer}", "optimizer.sgd_momentum=0.9")
+    train(config_of(inputs, whole, *overrides))
+    assert [record["grad_norm"] > 0 for record in certain(whole)] == [False] * 4 + [True] * 4
+    train(config_of(inputs, beginning_of(whole, parts), "checkpoint.resume=newest", *overrides))
+    assert certain(parts) == certain(whole)
+    assert_equal(exported(parts), exported(whole))
+    assert_equal(stored(checkpoints_of(parts)[0]), stored(checkpoints_of(whole)[0]))
+
+
 @pytest.mark.parametrize(
     ("ranks", "layout"), [(2, TP2), (2, PP2), (4, (*TP2, *PP2)), (2, ())], ids=["tp2", "pp2", "tp2xpp2", "dp2"]
 )
