@@ -116,20 +116,22 @@ class PolicyOptimizer:
             model_state: the policy's sharded state dict, by which each is known to be cut like its weight.
         """
         state = self._optimizer.sharded_state_dict(model_state, is_loading=True)
-        self._count_from_zero()
+        parts = self._optimizer.chained_optimizers
+        for part, own in zip(parts, [state] if len(parts) == 1 else state.values(), strict=True):
+            if isinstance(part.optimizer, torch.optim.Adam):
+                _count_from_zero(part.optimizer, own.get("optimizer", own)["state"])
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what a checkpoint was loaded into."""
         self._optimizer.load_state_dict(state)
-        self._count_from_zero()
 
-    def _count_from_zero(self) -> None:
-        """megatron-core makes and stores the moments of an Adam that has not stepped, but not its count of steps."""
-        for part in self._optimizer.chained_optimizers:
-            if isinstance(part.optimizer, torch.optim.Adam):
-                for parameter in part.optimizer.state.values():
-                    parameter.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+
+def _count_from_zero(adam: torch.optim.Adam, stored: dict[Any, Any]) -> None:
+    """megatron-core makes and stores the moments of an Adam that has not stepped, but not its count of steps."""
+    for parameter in adam.state.values():
+        parameter.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+    stored.setdefault("common_step", torch.tensor(0.0, dtype=torch.float32))
 
 
 def _zero_momentum(optimizer: torch.optim.Optimizer, _config: object = None) -> None:
