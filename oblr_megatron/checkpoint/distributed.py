@@ -25,10 +25,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import is_main_replica
-from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy, load_sharded_metadata
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -41,6 +41,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint import CheckpointException
 
 from oblr_megatron.checkpoint.random_state import random_state, set_random_state
+from oblr_megatron.checkpoint.torch_files import BACKEND, VERSION, TensorFiles, plain_files, save_common
 from oblr_megatron.errors import RunError
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.model.qwen3 import Policy
 
-BACKEND, VERSION = "torch_dist", 1
 RANDOM = "random_state"
 State = dict[str, Any]
 """megatron-core's sharded state dict: nested, with a ShardedTensor for each tensor."""
@@ -129,7 +129,12 @@ class TorchDistWriter:
         return partial(self._write, request, deepcopy(common), directory)
 
     def _write(self, request: AsyncRequest, common: State, directory: Path) -> None:
-        failure = _save_common(common, directory) if self._rank == 0 else None
+        failure = None
+        try:
+            if self._rank == 0:
+                save_common(common, directory)
+        except OSError as error:
+            failure = _reason(error)
         failures: list[str | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(failures, failure, group=self._group)
         _raise_first(dict(enumerate(failures)))
@@ -154,15 +159,13 @@ class _ThreadStrategy(TorchDistSaveShardedStrategy):
             if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
                 shard.data = shard.data.detach().to("cpu", copy=self.copy)
         keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        return AsyncRequest(partial(self._save, keyed, checkpoint_dir), (), [])
+
+    def _save(self, keyed: State, directory: Path) -> None:
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        write = partial(
-            dcp.save,
-            mcore_to_pyt_state_dict(keyed, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True),
-            planner=planner,
-            process_group=self._group,
-        )
-        return AsyncRequest(write, (), [])
+        state = mcore_to_pyt_state_dict(keyed, False)
+        with plain_files():
+            dcp.save(state, storage_writer=TensorFiles(directory), planner=planner, process_group=self._group)
 
 
 def _load(state: State, directory: Path) -> State:
@@ -183,16 +186,6 @@ def _set_weights(policy: Policy, loaded: State) -> None:
 def _random_state(parallel: Parallel) -> State:
     """Each rank's own, under a key that says how many ranks there are."""
     return {"random": ShardedObject(RANDOM, random_state(), (parallel.world_size,), (parallel.rank,))}
-
-
-def _save_common(common: State, directory: Path) -> str | None:
-    """What is the same on all ranks, and megatron-core's mark of its format; the reason if they cannot be written."""
-    try:
-        get_default_save_common_strategy().save_common(common, str(directory))
-        save_config(CheckpointingConfig(BACKEND, VERSION), str(directory))
-    except (OSError, RuntimeError) as error:  # torch's writer has no other for a full disk
-        return _reason(error)
-    return None
 
 
 def _raise_first(failures: Mapping[int, str | None]) -> None:

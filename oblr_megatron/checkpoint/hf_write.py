@@ -10,7 +10,6 @@ One tensor is held at a time.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE
 from oblr_megatron.checkpoint.safetensors_io import num_bytes, write_file
-from oblr_megatron.checkpoint.store import begin, sweep, writing
+from oblr_megatron.checkpoint.store import begin, sweep, sync, writing
 from oblr_megatron.weights.export import TensorMeta
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -114,12 +113,3 @@ def _shards(metas: Sequence[TensorMeta], max_shard_bytes: int) -> list[list[Tens
         shards[-1].append(meta)
         size += num_bytes(meta)
     return shards
-
-
-def sync(path: Path) -> None:
-    """Bring a file or a directory's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -85,7 +85,13 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
     """
     from oblr_megatron.weights.names import ModelShape
 
-    before = checkpoint.state["config"]
+    before = checkpoint.state.get("config")
+    if before is None:
+        raise CheckpointError(
+            "the checkpoint holds weights alone, and no run to go on with",
+            where=str(checkpoint.path),
+            mend="to start from its weights: oblr-megatron convert to-hf, and set model.path",
+        )
     for name in CARRIED:
         old, new = _value(before, name), _value(config.model_dump(mode="json"), name)
         if old != new:

@@ -213,8 +213,7 @@ class _Job:
         try:
             write()
         except RunError as error:  # on every rank
-            free = shutil.disk_usage(self._target.parent).free  # torch's writer does not say when a disk is full
-            self._fail(f"{error}, with {size(free)} free")
+            self._fail(str(error))
         else:
             files = self._measured()
             if self._failure is None:

@@ -124,20 +124,18 @@ def measure(directory: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 def commit(partial: Path, target: Path, manifest: Manifest) -> None:
     """Write the manifest, bring all to the disk, and give the directory its name; replaces an older `target`.
 
-    The files at the top of `partial` were synced by those who wrote them; the manifest and subdirectories are here.
-
     Raises:
         NoSpaceError, RunError: the file system refuses; `target` is as it was, and `partial` is left to `sweep`.
     """
     with writing(partial):
         (partial / MANIFEST).write_bytes(_render(manifest))
-        for path in (partial / MANIFEST, *partial.glob("*/**/*"), *partial.glob("*/"), partial):
-            _sync(path)
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
         if target.exists():
             _exchange(partial, target)
         else:
             partial.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     shutil.rmtree(partial, ignore_errors=True)  # the older one, if there was one
 
 
@@ -335,7 +333,8 @@ def _exchange(partial: Path, target: Path) -> None:
         retired.rename(partial)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file's content, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

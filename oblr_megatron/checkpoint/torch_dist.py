@@ -7,38 +7,30 @@ The format is megatron-core's: torch.distributed.checkpoint writes it, with mega
 
 from __future__ import annotations
 
-import io
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
-from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     mcore_to_pyt_state_dict,
 )
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.serialization import get_crc32_options, set_crc32_options
 
-from oblr_megatron.checkpoint.distributed import BACKEND, VERSION
-from oblr_megatron.checkpoint.hf_write import sync
 from oblr_megatron.checkpoint.pieces import Piece, State, by_layer
+from oblr_megatron.checkpoint.torch_files import TensorFiles, plain_files, save_common
 
 METADATA = ".metadata"
 Load = Callable[[Piece], Tensor]
@@ -46,7 +38,7 @@ Place = tuple[str, tuple[int, ...]]  # key and offset
 
 
 def write_pieces(state: State, pieces: Sequence[Piece], load: Load, directory: Path) -> None:
-    """Write a model's checkpoint: one file a layer, metadata last; everything is on the disk afterwards.
+    """Write a model's checkpoint: one file a layer, metadata last; its tensors are on the disk afterwards.
 
     Args:
         state: see `sharded_state`; its objects are written as they are.
@@ -71,16 +63,13 @@ def write_pieces(state: State, pieces: Sequence[Piece], load: Load, directory: P
         return load(piece).view(stored_shape(piece.sharded))
 
     planner = _LazyPlanner(resolve, list(by_place))
-    with _without_crc32(), _causes():
+    with plain_files(), _causes():
         dcp.save(
             mcore_to_pyt_state_dict(stored),
             storage_writer=_LayerFiles(directory, files),
             planner=planner,
         )
-    get_default_save_common_strategy().save_common({}, str(directory))
-    save_config(CheckpointingConfig(BACKEND, VERSION), str(directory))
-    for name in ("common.pt", "metadata.json"):
-        sync(directory / name)
+    save_common({}, directory)
 
 
 class _LazyPlanner(MCoreSavePlanner):
@@ -115,38 +104,11 @@ class _LazyPlanner(MCoreSavePlanner):
         return self._load(_place_of(write_item.index))
 
 
-class _File(io.FileIO):
-    """A file that remembers why it could not be written: torch only tells of a position that it did not expect."""
-
-    failure: OSError | None = None
-
-    def write(self, content: Any, /) -> int:
-        try:
-            return super().write(content)
-        except OSError as error:
-            self.failure = error
-            raise
-
-
-class _Files(FileSystem):
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        file = _File(path, mode)
-        try:
-            with io.BufferedWriter(file) as stream:
-                yield stream
-        except RuntimeError as error:
-            if file.failure is not None:
-                raise OSError(file.failure.errno, file.failure.strerror, str(path)) from error
-            raise
-
-
-class _LayerFiles(dcp.FileSystemWriter):
+class _LayerFiles(TensorFiles):
     """Gives each layer a file, as if a rank of its own had written it; its tensors are let go when it is written."""
 
     def __init__(self, directory: Path, files: Mapping[Place, int]) -> None:
-        super().__init__(directory, sync_files=True, per_thread_copy_ahead=0)  # 0: nothing is made ahead of its turn
-        self.fs = _Files()
+        super().__init__(directory, per_thread_copy_ahead=0)  # 0: nothing is made ahead of its turn
         self._files = files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -185,17 +147,6 @@ def _place(sharded: ShardedTensor) -> Place:
 
 def _place_of(index: MetadataIndex) -> Place:
     return index.fqn, tuple(index.offset or ())
-
-
-@contextmanager
-def _without_crc32() -> Iterator[None]:
-    """Tensors are written without checksums of their own: the manifest has one of every file."""
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
 
 
 @contextmanager

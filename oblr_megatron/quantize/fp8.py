@@ -27,7 +27,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description, sync
+from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description
+from oblr_megatron.checkpoint.store import sync
 from oblr_megatron.errors import RunError
 from oblr_megatron.quantize.calibration import PackedRows
 from oblr_megatron.quantize.quiet import quiet

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
-from oblr_megatron.checkpoint.hf_write import sync, whole_directory
+from oblr_megatron.checkpoint.hf_write import whole_directory
+from oblr_megatron.checkpoint.store import sync
 from oblr_megatron.quantize import fp8
 from oblr_megatron.quantize.accuracy import Accuracy, with_transformers, with_vllm
 from oblr_megatron.quantize.calibration import PackedRows, Rows, pack

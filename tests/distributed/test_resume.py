@@ -17,6 +17,7 @@ import torch
 from oblr_megatron.checkpoint.store import checkpoints_of
 from oblr_megatron.config import Config
 from oblr_megatron.errors import EngineLostError
+from oblr_megatron.model.parallel import shutdown
 from tests.distributed.launch import run_ranks
 from tests.distributed.replayed import certain, config_of, exported, make_inputs, stored, train, train_here
 
@@ -164,6 +165,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
         (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.schedule=cosine"), "with algo.schedule 'snr'"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "model.path={other}"), "is of another model than"),
         (("run_dir={run}",), "run_dir is not empty"),
+        (("checkpoint.resume={weights}",), "holds weights alone, and no run to go on with"),
     ],
 )
 def test_a_checkpoint_that_does_not_belong_is_refused(
@@ -173,11 +175,21 @@ def test_a_checkpoint_that_does_not_belong_is_refused(
     foreign = tmp_path / "foreign"
     shutil.copytree(checkpoints_of(unbroken)[0], foreign, ignore=shutil.ignore_patterns("checkpoint.json"))
     other = make_inputs(tmp_path, num_hidden_layers=4) / "model"
-    filled = [override.format(foreign=foreign, run=unbroken, other=other) for override in overrides]
+    weights = run_ranks(converted, 1, inputs / "model", tmp_path / "weights")[0]
+    filled = [override.format(foreign=foreign, run=unbroken, other=other, weights=weights) for override in overrides]
     said = train(config_of(inputs, tmp_path / "new", *filled), status=2)
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and message in lines[0]
     assert not (tmp_path / "new").exists()
+
+
+def converted(model: Path, target: Path) -> Path:
+    """What `convert to-megatron` writes."""
+    from oblr_megatron.checkpoint.convert import to_megatron
+
+    shutdown()  # a conversion has a process group of its own
+    to_megatron(model, target)
+    return target
 
 
 def test_a_checkpoint_of_another_run_is_taken_by_its_path(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
