@@ -51,7 +51,7 @@ def load_and_save(cases: list[tuple[Path, Path, str, Path, dict[str, Any]]]) -> 
             if parallel.rank == 0:
                 target.mkdir()
             dist.barrier()
-            state = training_state(policy, optimizer, is_loading=True)
+            state = training_state(policy, optimizer)
             TorchDistWriter(dist.new_group(backend="gloo"), parallel).stage(state, target)()
 
 
