@@ -38,9 +38,7 @@ def run_ranks(function: Callable[..., Result], world_size: int, *args: Any, dead
         RankError: the first rank that failed, with its traceback. The other ranks are killed, as at the deadline.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["oblr_megatron.model.qwen3", "oblr_megatron.model.step", "oblr_megatron.checkpoint.hf"]
-    )
+    context.set_forkserver_preload(["tests.distributed.preload"])
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
         processes, readers = [], []

@@ -105,7 +105,7 @@ def measure(model: Path, directory: Path, num_bytes: int, options: argparse.Name
     """Every way once a round, each after the disk has come to rest, and one round before that is not counted."""
     checkpoint = directory / "checkpoint"
     ways: dict[str, tuple[Path, Callable[[], object]]] = {
-        COPY: (directory / "copy", partial(copy_files, model, directory / "copy")),
+        COPY: (directory / "copy", partial(copy_files, model, directory / "copy", WEIGHTS)),
         "to-megatron": (checkpoint, partial(to_megatron, model, checkpoint)),
         "to-hf": (directory / "hf", partial(to_hf, checkpoint, directory / "hf")),
     }
@@ -144,12 +144,13 @@ def timed(way: Callable[[], object], meter: Meter) -> tuple[float, int]:
     return seconds, resident_peak() - before if reset else 0
 
 
-def copy_files(source: Path, target: Path) -> None:
-    """Copy the weight files and bring them to the disk."""
-    target.mkdir()
-    for file in source.glob(WEIGHTS):
-        shutil.copyfile(file, target / file.name)
-        with (target / file.name).open("rb") as stream:
+def copy_files(source: Path, target: Path, pattern: str = "*") -> None:
+    """Copy the files that match, those in subdirectories as well, and bring them to the disk."""
+    for file in (path for path in source.rglob(pattern) if path.is_file()):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+        with copy.open("rb") as stream:
             os.fsync(stream.fileno())
 
 

@@ -1,0 +1,138 @@
+"""What saving and resuming a run costs, against a plain copy of the checkpoint's files.
+
+    python tools/bench/checkpoint.py --json run/bench/checkpoint.json     six layers of Qwen3-0.6B's sizes in bf16, Adam
+    python tools/bench/checkpoint.py --layers 2 --vocab 4096              the same in seconds
+
+One rank. `copy` is shutil.copyfile and fsync of all files of a checkpoint. `blocked` is what the step loop waits for a
+save that goes on in the background: the copy of the state in host memory. `save` is the whole of it, until the
+checkpoint has its name: copy, files, fsync, checksums read back. `load` is checksums and the state in its place. All
+that is read is in the page cache. `ratio_to_copy` is the median over rounds of the copy's time to a row's, both of the
+same round: 1 is the speed of a copy, and more is better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from convert import COPY, WIDTH, copy_files, make_directory
+from record import write_record
+from rich.console import Console
+from rich.table import Table
+from rounds import paired_ratio
+from transformers import AutoConfig
+
+from oblr_megatron.checkpoint.distributed import load_training_state, training_state
+from oblr_megatron.checkpoint.hf import load_hf_weights
+from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+from oblr_megatron.checkpoint.saver import Saver
+from oblr_megatron.checkpoint.store import check_contents, checkpoints_of, read_manifest
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.model.optimizer import PolicyOptimizer
+from oblr_megatron.model.parallel import initialize, shutdown
+from oblr_megatron.model.qwen3 import build_policy
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way. Example: Row(what="save", bytes=2_100_000_000, rounds=5, seconds=3.1, ratio_to_copy=0.6)"""
+
+    what: str
+    bytes: int  # of the checkpoint's files
+    rounds: int
+    seconds: float  # median
+    ratio_to_copy: float  # median of the ratios of each round
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the table, write the figures."""
+    options = parse_options(arguments)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=options.dir) as directory:
+        rows = measure(Path(directory), options)
+    table = Table(*asdict(rows[0]), title="checkpoints")
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
+    Console(width=WIDTH).print(table)
+    if options.json:
+        write_record(options.json, rows)
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--layers", type=int, default=6, help="of Qwen3-0.6B's sizes")
+    parser.add_argument("--vocab", type=int, default=32_768)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, help="write below this directory; by default the system's for such files")
+    return parser.parse_args(arguments)
+
+
+def measure(directory: Path, options: argparse.Namespace) -> list[Row]:
+    """Every way once a round, each after the disk has come to rest, and one round before that is not counted."""
+    model, _ = make_directory(directory / "model", options)
+    config = config_of(model, directory / "run", options.dtype)
+    parallel = initialize(config.parallel)
+    policy = build_policy(AutoConfig.from_pretrained(model), config.model, parallel)
+    load_hf_weights(policy, model)
+    optimizer = PolicyOptimizer(policy, config.optimizer)
+    saver = Saver(config, parallel, check_hf_dir(model))
+    times: dict[str, list[float]] = {name: [] for name in (COPY, "blocked", "save", "load")}
+    num_bytes = 0
+    for number in range(options.rounds + 1):
+        taken: dict[str, float] = {}
+        os.sync()
+        begin = time.perf_counter()
+        saver.save(number, training_state(policy, optimizer), {}, {})
+        taken["blocked"] = time.perf_counter() - begin
+        saved = saver.wait()
+        taken["save"] = time.perf_counter() - begin
+        assert saved is not None and saved.failure is None, saved
+        newest = checkpoints_of(config.run_dir)[0]
+        taken["load"] = seconds(lambda path=newest: load(path, policy, optimizer))
+        os.sync()
+        taken[COPY] = seconds(lambda path=newest: copy_files(path, directory / "copy"))
+        shutil.rmtree(directory / "copy")
+        num_bytes = saved.num_bytes
+        for name, value in taken.items():
+            times[name] += [value] if number else []
+    shutdown()
+    return [
+        Row(name, num_bytes, options.rounds, statistics.median(found), paired_ratio(times[COPY], found))
+        for name, found in times.items()
+    ]
+
+
+def config_of(model: Path, run_dir: Path, dtype: str) -> Config:
+    """A run's, as far as checkpoints go."""
+    table = {"run_dir": str(run_dir), "model": {"path": str(model), "dtype": dtype}, "data": {"train": "unused"}}
+    return parse_config(table | {"checkpoint": {"keep_last": 1}})
+
+
+def load(path: Path, policy: object, optimizer: object) -> None:
+    """As `--resume` does it."""
+    manifest = read_manifest(path)
+    check_contents(path, manifest, manifest.files)
+    load_training_state(policy, optimizer, path)  # type: ignore[arg-type]
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """By the clock."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    sys.exit(main())
