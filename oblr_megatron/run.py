@@ -17,7 +17,7 @@ from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.algo.weighing import Weighing, usual
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
-from oblr_megatron.checkpoint.saver import Best, Facts, Saver
+from oblr_megatron.checkpoint.saver import Best, Facts, Saved, Saver
 from oblr_megatron.errors import EngineLostError, RunError
 from oblr_megatron.gradient import TrainingGradient
 from oblr_megatron.model.optimizer import PolicyOptimizer
@@ -142,8 +142,7 @@ class Run(Sampling):
             if stops or self.saver.due(step, self.config.num_steps, self.logged):
                 self._save(step, self.boundary, background=not (stops or last))
             saved = self.saver.wait() if stops or last else self.saver.report()
-        if saved is not None:
-            self.display.message(str(saved))
+        self._tell(saved)
         if stops and saved is not None and saved.failure is not None:
             raise RunError(str(saved))
         return stops
@@ -174,12 +173,16 @@ class Run(Sampling):
         if step == self.start:
             return
         self._save(step, self.boundary, background=False)
-        saved = self.saver.wait()
-        self.display.message(f"the engines are lost; {saved}")
+        self.display.message(f"the engines are lost; {self.saver.wait()}")
 
     def _save(self, step: int, facts: Facts, *, background: bool) -> None:
+        self._tell(self.saver.wait())
         state = training_state(self.policy, self.optimizer)
         self.saver.save(step, state, facts, self.logged, background=background)
+
+    def _tell(self, saved: Saved | None) -> None:
+        if saved is not None:
+            self.display.message(str(saved))
 
     def _facts(self) -> Facts:
         """What a resumed run needs beside tensors; see `open_run` for who takes it up."""
@@ -238,3 +241,5 @@ def open_run(config: Config) -> Iterator[Run]:
         except (EngineLostError, DamagedError):
             run.rescue()
             raise
+        finally:
+            run.saver.close()

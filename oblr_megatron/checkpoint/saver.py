@@ -2,9 +2,9 @@
 
     saver = Saver(config, parallel, model)
     if saver.due(step, num_steps, values):
+        saver.wait()                                                          # for the save before
         saver.save(step, training_state(policy, optimizer), facts, values)    # returns once the state is copied
     saver.report()      # at a later step: what became of it
-    saver.wait()        # until it is written
 
     common.pt, .metadata, metadata.json, __R_F.distcp       what megatron-core reads (distributed.py)
     checkpoint.json                                         the manifest, with the trainer's facts (store.py)
@@ -15,10 +15,12 @@ A save that fails, for want of space or otherwise, leaves the checkpoints that a
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import threading
 import time
+from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDoneError
 from dataclasses import dataclass
@@ -47,6 +49,9 @@ Facts = dict[str, Any]
 """What a resumed run needs beside tensors: plain JSON."""
 
 HF = "hf"  # in a checkpoint
+LAST_WHILE_S = 60.0  # for a save under way when the run fails
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,7 @@ class Saver:
     def save(
         self, step: int, state: State, facts: Facts, values: Mapping[str, float], *, background: bool = True
     ) -> None:
-        """Save the state after `step` steps, or begin to; an earlier save is waited for.
+        """Save the state after `step` steps, or begin to; call `wait` first.
 
         Args:
             step: steps done.
@@ -122,7 +127,7 @@ class Saver:
         Raises:
             DeadlineError: a save does not end.
         """
-        self.wait()
+        assert self._pending is None, "one save at a time: what became of the last one is not known yet"
         self._best_before = self.best
         if self._is_best(values):
             self.best = Best(step, values[self._options.best_metric])
@@ -161,6 +166,11 @@ class Saver:
         self._pending = None
         fresh, self._reported = not self._reported, True
         return saved if fresh else None
+
+    def close(self) -> None:
+        """When the run ends otherwise than it should: give a save under way a last while. Not collective."""
+        if self._pending is not None:
+            futures.wait([self._pending], min(LAST_WHILE_S, self._options.save_timeout_s))
 
     def path_of_best(self) -> Path | None:
         """The best checkpoint; None while there is none."""
@@ -251,7 +261,10 @@ class _Job:
         files |= store.measure(self.partial, (name for name in names if name not in files))
         self._num_bytes = sum(entry.num_bytes for entry in files.values())
         store.commit(self.partial, self._target, Manifest(self._manifest.step, files, self._manifest.state))
-        store.prune(self._target.parent, keep_last, self._keep)
+        try:
+            store.prune(self._target.parent, keep_last, self._keep)
+        except RunError as error:  # of the older ones; this one is saved
+            logger.warning("an older checkpoint is still there: %s", error)
         return str(self._target)
 
     def _on_first_rank(self, action: Callable[[], str]) -> str | None:

@@ -2,8 +2,8 @@
 
     results = run_ranks(logits_of_all_layouts, 4, path)      # [rank 0's result, rank 1's, ...]
 
-The processes are forked from a server that has torch, megatron-core and transformers imported, so a launch costs a
-fraction of a second instead of the seconds of these imports.
+The processes are forked from a server that has torch, megatron-core, transformers and the trainer imported
+(preload.py), so a launch costs a fraction of a second instead of the seconds of these imports.
 """
 
 from __future__ import annotations

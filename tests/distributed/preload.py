@@ -1,18 +1,11 @@
-"""What the server that ranks are forked from has imported: whatever they would otherwise each import anew."""
+"""What the server that ranks are forked from has imported: whatever each of them would otherwise import anew."""
 
 from __future__ import annotations
 
-import gc
-
 import pytest  # noqa: F401  every module of tests imports it
-import torch
-import torch.utils.serialization
+import torch.utils.serialization  # noqa: F401
 
 import oblr_megatron.cli
 import oblr_megatron.train
 import tests.distributed.passes
-import tests.live
-import tests.tiny  # noqa: F401
-
-# gc.collect()
-# gc.freeze()  # a rank's collector shall not touch, and so copy, what it shares with the server
+import tests.live  # noqa: F401

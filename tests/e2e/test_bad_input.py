@@ -1,7 +1,8 @@
 """Bad input on the command line: one clear line, exit status 2, and nothing written or started.
 
 Each case is a way a user goes wrong; the unit tests of config, hf_dir, checks, prompts and registry go through the
-single messages. Not covered: mistakes that only show on a GPU.
+single messages. Most call the command's entry in a process that has its imports done; those of WHOLE_COMMAND, and the
+port that is taken, start the command itself. Not covered: mistakes that only show on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import run
+from tests.e2e.forked import CONFIG, forked_cli
 
 Edit = Callable[[Path, dict[str, object]], None]
 
@@ -132,6 +134,8 @@ CASES: dict[str, tuple[Edit, str]] = {
     "stash does not fit": (_buffers_do_not_fit, "1000000 stashed gradients"),
     "run directory in use": (_run_dir_in_use, "run_dir"),
 }
+WHOLE_COMMAND = {"unknown key", "heads do not divide", "tokenizer truncated"}
+COMMAND = [sys.executable, "-m", "oblr_megatron.cli"]
 
 
 def test_port_taken(tiny: Path, tmp_path: Path) -> None:
@@ -139,9 +143,8 @@ def test_port_taken(tiny: Path, tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         keys = [f"run_dir={tmp_path / 'run'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
-        command = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml"]
         launch = ["--nproc-per-node", "2", "--master-port", port, f"evaluate.data.heldout={tiny / 'heldout.jsonl'}"]
-        result = run([*command, *launch, *keys], 120)
+        result = run([*COMMAND, "train", CONFIG, *launch, *keys], 120)
     assert result.returncode == 2, result.stderr[-2000:]
     assert f"cannot listen on port {port}" in result.stderr
     assert not (tmp_path / "run").exists()
@@ -163,8 +166,8 @@ def test_bad_input_ends_in_one_line(case: str, tiny: Path, tmp_path: Path) -> No
     edit(tmp_path, keys)
     before = sorted(tmp_path.rglob("*"))
     ranks = keys.pop("--nproc-per-node", 1)
-    command = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml"]
-    result = run([*command, "--nproc-per-node", str(ranks), *(f"{key}={value}" for key, value in keys.items())], 120)
+    arguments = ["train", CONFIG, "--nproc-per-node", str(ranks), *(f"{key}={value}" for key, value in keys.items())]
+    result = run([*COMMAND, *arguments], 120) if case in WHOLE_COMMAND else forked_cli(arguments)
     assert result.returncode == 2, result.stderr[-2000:]
     assert "Traceback" not in result.stderr
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]

@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, environment, records, run, torchrun
+from tests.e2e.forked import forked
 
 SAME_STEP = ("loss", "gradnorm/sq_mean", "gradnorm/sq_max", "grad_norm", "reward/mean", "entropy", "snr/noise_trace")
 LAYOUTS = {
@@ -35,18 +35,19 @@ LAYOUTS = {
     ),
     "tp2_pp2": (4, {"parallel__tensor_model_parallel_size": 2, "parallel__pipeline_model_parallel_size": 2}),
 }
+BY_TORCHRUN = "tp2_sp_pp2"
 
 
 @pytest.mark.slow
 def test_first_step_is_the_same_in_every_layout(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
-    """Loss, per-sample norms and gradient norm within 1e-5 relative of one rank's, in fp32."""
-    command = [sys.executable, "-m", "oblr_megatron.train", "examples/tiny_cpu/config.toml"]
-    one = run([*command, *overrides(tmp_path / "one")])
+    """Loss, per-sample norms and gradient norm within 1e-5 relative of one rank's, in fp32; one layout by torchrun."""
+    one = forked(1, overrides(tmp_path / "one"))
     assert one.returncode == 0, one.stderr[-3000:]
     reference = records(tmp_path / "one")[-1]
     assert reference["gradnorm/sq_mean"] > 0 and reference["grad_norm"] > 0
     for name, (ranks, layout) in LAYOUTS.items():
-        result = run(torchrun(ranks, overrides(tmp_path / name, **layout)))
+        keys = overrides(tmp_path / name, **layout)
+        result = run(torchrun(ranks, keys)) if name == BY_TORCHRUN else forked(ranks, keys)
         assert result.returncode == 0, f"{name}: {result.stderr[-3000:]}"
         step = records(tmp_path / name)[-1]
         for key in SAME_STEP:
@@ -58,7 +59,7 @@ def test_same_seed_same_curve_and_export(tmp_path: Path, overrides: Callable[...
     """Two runs of one seed agree to the last bit, another seed does not; the trainer and vLLM agree on log-probs."""
     curves = {}
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        result = run(torchrun(2, overrides(tmp_path / name, num_steps=3, seed=seed)))
+        result = forked(2, overrides(tmp_path / name, num_steps=3, seed=seed))
         assert result.returncode == 0, result.stderr[-3000:]
         curves[name] = [
             {key: value for key, value in step.items() if not key.startswith(("timing_s", "perf"))}
@@ -84,9 +85,7 @@ def _check_export(first: Path, second: Path) -> None:
 
 def test_a_reward_that_raises_scores_zero(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
     """The run goes on; every sample is counted as a failure; the traceback is shown once."""
-    command = [sys.executable, "-m", "oblr_megatron.train", "examples/tiny_cpu/config.toml"]
-    keys = overrides(tmp_path / "run", num_steps=2, reward__name="tests.e2e.rewards:always_raises")
-    result = run([*command, *keys])
+    result = forked(1, overrides(tmp_path / "run", num_steps=2, reward__name="tests.e2e.rewards:always_raises"))
     assert result.returncode == 0, result.stderr[-3000:]
     for step in records(tmp_path / "run"):
         assert step["reward/failures"] == 8 * 4

@@ -1,0 +1,66 @@
+"""Commands and whole runs without the seconds that each of their processes imports for: forked ranks call `main`.
+
+What a user starts is `run(torchrun(...))` of conftest.py; here only the launcher and the interpreter's start are left
+out. Engines, judges and files are those of any run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from tempfile import TemporaryDirectory
+
+import torch.distributed as dist
+
+from oblr_megatron import cli, train
+from tests.distributed.launch import run_ranks
+from tests.e2e.conftest import LIMIT_S, ROOT
+
+CONFIG = "examples/tiny_cpu/config.toml"
+Main = Callable[[list[str]], int]
+
+
+def forked(ranks: int, arguments: list[str], **variables: str) -> CompletedProcess[str]:
+    """As `run(torchrun(ranks, arguments))`, with these environment variables; the status is the highest of the ranks'.
+
+    Raises:
+        RankError: a rank ended with an exception, was killed, or was not done before the deadline.
+    """
+    return _call(train.main, ranks, [CONFIG, *arguments], variables)
+
+
+def forked_cli(arguments: list[str], **variables: str) -> CompletedProcess[str]:
+    """As `run([python, "-m", "oblr_megatron.cli", *arguments])`."""
+    return _call(cli.main, 1, arguments, variables)
+
+
+def _call(main: Main, ranks: int, arguments: list[str], variables: dict[str, str]) -> CompletedProcess[str]:
+    with TemporaryDirectory() as directory:
+        statuses = run_ranks(_rank, ranks, main, arguments, variables, directory, deadline_s=LIMIT_S)
+        said = ["".join(path.read_text() for path in sorted(Path(directory).glob(f"{name}*"))) for name in ("out", "err")]
+    return CompletedProcess(arguments, max(statuses), *said)
+
+
+def _rank(main: Main, arguments: list[str], variables: dict[str, str], directory: str) -> int:
+    """One rank: what it and the processes it starts say goes to files of its own."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for number, name in enumerate(("out", "err"), start=1):
+        os.dup2(os.open(Path(directory) / f"{name}{rank}", os.O_WRONLY | os.O_CREAT, 0o600), number)
+    os.chdir(ROOT)
+    os.environ |= variables | {"OMP_NUM_THREADS": "1"}
+    if world_size == 1:
+        dist.destroy_process_group()  # as without torchrun
+    else:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        os.environ |= {key: str(value) for key, value in numbers.items()}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks have met already
+    try:
+        return main(arguments)
+    except SystemExit as error:
+        return int(error.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
