@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.distributed import training_state
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.checkpoint.saver import Best, Saver
 from oblr_megatron.checkpoint.store import checkpoints_of, read_manifest
-from oblr_megatron.config import parse_config
+from oblr_megatron.config import OptimizerConfig, parse_config
+from oblr_megatron.errors import RunError
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy
@@ -34,9 +36,7 @@ def saves(path: Path, run_dir: Path) -> list[Any]:
     said: list[Any] = []
     with layout(tp=2) as parallel:
         policy = load_policy(path, parallel)
-        optimizer = PolicyOptimizer(
-            policy, parse_config({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}).optimizer
-        )
+        optimizer = PolicyOptimizer(policy, OptimizerConfig())
         config = config_of(path, run_dir, every_steps=0, keep_last=1, best_metric=METRIC)
         saver = Saver(config, parallel, check_hf_dir(path))
         whole = saver._writer.stage
@@ -82,3 +82,29 @@ def _due(path: Path, run_dir: Path) -> list[int]:
     with layout() as parallel:
         saver = Saver(config_of(path, run_dir, every_steps=3), parallel, check_hf_dir(path))
         return [step for step in range(1, 9) if saver.due(step, 8, {METRIC: float(step)})]
+
+
+def test_an_older_checkpoint_that_cannot_be_removed_fails_no_save(tmp_path: Path) -> None:
+    said = run_ranks(_immovable, 1, make_hf_dir(tmp_path / "model"), tmp_path / "run")[0]
+    assert said == ([None, None], [2, 1])
+
+
+def _immovable(path: Path, run_dir: Path) -> tuple[list[str | None], list[int]]:
+    """Two saves on a disk that keeps what is there; the failures, and the steps that there are."""
+
+    def refuse(*_: object) -> None:
+        raise RunError("read-only")
+
+    store.prune = refuse
+    with layout() as parallel:
+        policy = load_policy(path, parallel)
+        optimizer = PolicyOptimizer(policy, OptimizerConfig())
+        saver = Saver(config_of(path, run_dir, keep_last=1), parallel, check_hf_dir(path))
+        failures = []
+        for step in (1, 2):
+            saver.save(step, training_state(policy, optimizer), {}, {})
+            saver.close()  # waits, and forgets nothing
+            saved = saver.wait()
+            assert saved is not None
+            failures.append(saved.failure)
+    return failures, [read_manifest(found).step for found in checkpoints_of(run_dir)]

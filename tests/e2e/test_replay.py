@@ -8,18 +8,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from oblr_megatron.rollout.saved import read_step, step_path
-from tests.e2e.conftest import records, run, torchrun
+from tests.e2e.conftest import records, run
+from tests.e2e.forked import CONFIG, forked, forked_cli
 
 Overrides = Callable[..., list[str]]
 
-CONFIG = "examples/tiny_cpu/config.toml"
-TRAIN = [sys.executable, "-m", "oblr_megatron.train", CONFIG]
 # In a replay: what was imported, and that the run ended well.
 WITHOUT_VLLM = (
     "import sys; from oblr_megatron.train import main; status = main(sys.argv[1:]);"
@@ -33,8 +33,7 @@ OF_ALL_SAMPLED = (
 )  # what dynamic sampling reports of more than is saved
 
 
-def succeed(command: list[str]) -> str:
-    result = run(command)
+def succeed(result: CompletedProcess[str]) -> str:
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -57,10 +56,10 @@ def same_weights(first: Path, second: Path) -> None:
 
 def test_a_replay_repeats_a_run_to_the_last_bit_without_vllm(tmp_path: Path, overrides: Overrides) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    succeed([*TRAIN, *overrides(a, num_steps=3, evaluate__every_steps=0), "--save-rollouts"])
+    succeed(forked(1, [*overrides(a, num_steps=3, evaluate__every_steps=0), "--save-rollouts"]))
     assert sorted(path.name for path in (a / "rollouts").iterdir()) == [f"step_00000{n}.parquet" for n in (1, 2, 3)]
     keys = overrides(b, num_steps=3, evaluate__every_steps=1, data__train=tmp_path / "not-read.jsonl")
-    said = succeed([sys.executable, "-c", WITHOUT_VLLM, CONFIG, *keys, "--replay", str(a / "rollouts")])
+    said = succeed(run([sys.executable, "-c", WITHOUT_VLLM, CONFIG, *keys, "--replay", str(a / "rollouts")]))
     assert said.count("no evaluation is made") == 1
     assert not (b / "logs").exists(), "an engine was started"
     same_figures(a, b)
@@ -72,7 +71,7 @@ def test_dynamic_sampling_on_two_ranks_and_its_replay(tmp_path: Path, overrides:
     """The ranks agree on every refill, or the step would not end; the steps saved are the steps trained on."""
     a, b = tmp_path / "a", tmp_path / "b"
     dynamic = {"num_steps": 3, "rollout__dynamic_sampling": "true", "group_size": 3}
-    succeed(torchrun(2, [*overrides(a, **dynamic), "--save-rollouts"]))
+    succeed(forked(2, [*overrides(a, **dynamic), "--save-rollouts"]))
     steps = records(a)
     for step, record in enumerate(steps, start=1):
         saved = read_step(step_path(a / "rollouts", step))
@@ -85,7 +84,7 @@ def test_dynamic_sampling_on_two_ranks_and_its_replay(tmp_path: Path, overrides:
         assert record["weights/version"] == step and record["rollout/staleness_max"] == 0
         assert record["rollout/logprob_abs_diff"] <= 1e-3
     assert max(step["rollout/dynamic_batches"] for step in steps) > 1, "nothing was refilled: the test shows nothing"
-    succeed(torchrun(2, [*overrides(b, **dynamic), "--replay", str(a / "rollouts")]))
+    succeed(forked(2, [*overrides(b, **dynamic), "--replay", str(a / "rollouts")]))
     same_figures(a, b, (*OF_SAMPLING, *OF_ALL_SAMPLED))
     same_weights(a, b)
 
@@ -93,17 +92,17 @@ def test_dynamic_sampling_on_two_ranks_and_its_replay(tmp_path: Path, overrides:
 def test_samples_first_training_later(tmp_path: Path, overrides: Overrides) -> None:
     """`--rollout-only` builds no model; its second batch is stale for a trainer, unless it is told to accept that."""
     a, b = tmp_path / "a", tmp_path / "b"
-    cli = [sys.executable, "-m", "oblr_megatron.cli", "train", CONFIG]
-    succeed([*cli, *overrides(a, num_steps=2), "--rollout-only"])
+    command = ["train", CONFIG]
+    succeed(forked_cli([*command, *overrides(a, num_steps=2), "--rollout-only"]))
     assert not (a / "hf").exists()
     assert [step["step"] for step in records(a)] == [1, 2] and "grad_norm" not in records(a)[0]
     assert (a / "report.html").exists()
 
-    result = run([*cli, "--replay", str(a / "rollouts"), *overrides(b, num_steps=2)])
+    result = forked_cli([*command, "--replay", str(a / "rollouts"), *overrides(b, num_steps=2)])
     assert result.returncode == 2 and "1 updates before the trainer's version 1" in result.stderr, result.stderr
     assert not b.exists()
     changed = {"rollout__max_staleness": 1, "reward__name": "tests.e2e.rewards:right_length"}
-    succeed([*cli, "--replay", str(a / "rollouts"), *overrides(b, **changed, num_steps=2)])
+    succeed(forked_cli([*command, "--replay", str(a / "rollouts"), *overrides(b, **changed, num_steps=2)]))
     rewards = [[step["reward/mean"] for step in records(path)] for path in (a, b)]
     assert rewards[0] != rewards[1], "the run's own reward judges, not the one whose rewards were saved"
     assert [step["rollout/staleness_max"] for step in records(b)] == [0, 1]

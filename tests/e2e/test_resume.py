@@ -20,13 +20,14 @@ from safetensors.torch import load_file
 
 from oblr_megatron.checkpoint.store import checkpoints_of, read_manifest
 from tests.e2e.conftest import LIMIT_S, ROOT, environment, run
+from tests.e2e.forked import CONFIG, forked_cli
 
 STEPS = 9
 TIMED = ("timing_s/", "perf/")
 
 
 def command(keys: list[str], *options: str) -> list[str]:
-    return [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml", *keys, *options]
+    return [sys.executable, "-m", "oblr_megatron.cli", "train", CONFIG, *keys, *options]
 
 
 def certain(run_dir: Path) -> list[dict[str, float]]:
@@ -55,7 +56,7 @@ def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Callable[...
         "gradnorm__mode": "bookkeep",
     }
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    unbroken = run(command(overrides(whole, **options)))
+    unbroken = forked_cli(["train", CONFIG, *overrides(whole, **options)])
     assert unbroken.returncode == 0, unbroken.stderr[-2000:]
 
     keys = overrides(parts, **options)

@@ -7,8 +7,6 @@ Not covered: NCCL and tensor parallelism (GPUs only), servers on other machines,
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,7 +21,7 @@ from oblr_megatron.rollout.server_checks import check_servers
 from oblr_megatron.rollout.servers import ServerEngines
 from oblr_megatron.weights import shm
 from tests.e2e.api_server import KEY, ApiServer
-from tests.e2e.conftest import ROOT
+from tests.e2e.forked import CONFIG, forked_cli
 from tests.e2e.tiny_rollout import ONE_RANK, Weights, change, largest_error, make_config, make_prompts, sample
 from tests.tiny import make_hf_dir
 
@@ -282,8 +280,7 @@ def test_bad_servers_are_found_before_the_run(two, config_of, model_dir, tmp_pat
 
 def test_an_unreachable_server_ends_the_command_with_status_2(tmp_path, tiny, overrides):
     arguments = [*overrides(tmp_path / "run"), 'rollout.servers=["http://127.0.0.1:9"]']
-    command = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml", *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    result = forked_cli(["train", CONFIG, *arguments], OBLR_API_KEY=KEY)
     assert result.returncode == 2
     assert "error: http://127.0.0.1:9 cannot be reached" in result.stderr
     assert "[config: rollout.servers]; start it with: oblr-megatron serve" in result.stderr

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.api_server import KEY, ApiServer
-from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, run, torchrun
+from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, torchrun
+from tests.e2e.forked import forked
 
 SAME_STEP = ("loss", "gradnorm/sq_mean", "grad_norm", "reward/mean", "entropy", "response_length/mean")
 
@@ -32,12 +33,11 @@ def server(tiny: Path) -> Iterator[ApiServer]:
 
 @pytest.mark.slow
 def test_a_server_takes_the_place_of_the_runs_own_engines(
-    server: ApiServer, tmp_path: Path, overrides: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+    server: ApiServer, tmp_path: Path, overrides: Callable[..., list[str]]
 ) -> None:
-    monkeypatch.setenv("OBLR_API_KEY", KEY)
     layout = {"parallel__tensor_model_parallel_size": 2, "num_steps": 2}
     for name, servers in (("own", "[]"), ("server", f'["{server.url}"]')):
-        result = run(torchrun(2, overrides(tmp_path / name, **layout, rollout__servers=servers)))
+        result = forked(2, overrides(tmp_path / name, **layout, rollout__servers=servers), OBLR_API_KEY=KEY)
         assert result.returncode == 0, f"{name}: {result.stderr[-3000:]}"
     own, other = records(tmp_path / "own"), records(tmp_path / "server")
     assert [step["weights/version"] for step in other] == [1, 2]
