@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest  # noqa: F401  every module of tests imports it
-import torch.utils.serialization  # noqa: F401
+import torch.utils.serialization  # noqa: F401  of a checkpoint's writing
 
-import oblr_megatron.cli
-import oblr_megatron.train
-import tests.distributed.passes
-import tests.live  # noqa: F401
+from oblr_megatron import cli, train  # noqa: F401
+from tests import live, oracle, tiny  # noqa: F401
+from tests.distributed import passes  # noqa: F401

@@ -40,7 +40,9 @@ def forked_cli(arguments: list[str], **variables: str) -> CompletedProcess[str]:
 def _call(main: Main, ranks: int, arguments: list[str], variables: dict[str, str]) -> CompletedProcess[str]:
     with TemporaryDirectory() as directory:
         statuses = run_ranks(_rank, ranks, main, arguments, variables, directory, deadline_s=LIMIT_S)
-        said = ["".join(path.read_text() for path in sorted(Path(directory).glob(f"{name}*"))) for name in ("out", "err")]
+        said = [
+            "".join((Path(directory) / f"{name}{rank}").read_text() for rank in range(ranks)) for name in ("out", "err")
+        ]
     return CompletedProcess(arguments, max(statuses), *said)
 
 

@@ -280,7 +280,7 @@ def test_bad_servers_are_found_before_the_run(two, config_of, model_dir, tmp_pat
 
 def test_an_unreachable_server_ends_the_command_with_status_2(tmp_path, tiny, overrides):
     arguments = [*overrides(tmp_path / "run"), 'rollout.servers=["http://127.0.0.1:9"]']
-    result = forked_cli(["train", CONFIG, *arguments], OBLR_API_KEY=KEY)
+    result = forked_cli(["train", CONFIG, *arguments])
     assert result.returncode == 2
     assert "error: http://127.0.0.1:9 cannot be reached" in result.stderr
     assert "[config: rollout.servers]; start it with: oblr-megatron serve" in result.stderr

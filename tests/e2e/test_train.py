@@ -40,14 +40,19 @@ BY_TORCHRUN = "tp2_sp_pp2"
 
 @pytest.mark.slow
 def test_first_step_is_the_same_in_every_layout(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
-    """Loss, per-sample norms and gradient norm within 1e-5 relative of one rank's, in fp32; one layout by torchrun."""
-    one = forked(1, overrides(tmp_path / "one"))
+    """Loss, per-sample norms and gradient norm within 1e-5 relative of one rank's, in fp32.
+
+    One rank, two replicas and (by torchrun) the four ranks of TP2 x PP2 sample with vLLM; the other layouts take what
+    one rank has sampled.
+    """
+    one = forked(1, [*overrides(tmp_path / "one"), "--save-rollouts"])
     assert one.returncode == 0, one.stderr[-3000:]
     reference = records(tmp_path / "one")[-1]
     assert reference["gradnorm/sq_mean"] > 0 and reference["grad_norm"] > 0
     for name, (ranks, layout) in LAYOUTS.items():
         keys = overrides(tmp_path / name, **layout)
-        result = run(torchrun(ranks, keys)) if name == BY_TORCHRUN else forked(ranks, keys)
+        replay = [] if name == "dp2" else ["--replay", str(tmp_path / "one" / "rollouts")]
+        result = run(torchrun(ranks, keys)) if name == BY_TORCHRUN else forked(ranks, [*keys, *replay])
         assert result.returncode == 0, f"{name}: {result.stderr[-3000:]}"
         step = records(tmp_path / name)[-1]
         for key in SAME_STEP:
