@@ -1,8 +1,10 @@
-"""Numbers as people read them: shared by the console, the report and the command line."""
+"""Numbers as people read them, and settings by dotted names: for the console, the report and resumed runs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 MISSING = "–"  # noqa: RUF001 (an en dash is the typographic sign for "no value")
 
@@ -85,3 +87,15 @@ def quantity(value: float | None, unit: str) -> str:
     if unit == "s":
         return duration(value)
     return number(value)
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted names, in their order.
+
+    >>> flatten({"seed": 0, "snr": {"floor": 0.1}})
+    {'seed': 0, 'snr.floor': 0.1}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

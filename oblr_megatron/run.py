@@ -178,6 +178,7 @@ class Run(Sampling):
     def _save(self, step: int, facts: Facts, *, background: bool) -> None:
         self._tell(self.saver.wait())
         state = training_state(self.policy, self.optimizer)
+        facts = facts | {"config": self.config.model_dump(mode="json")}
         self.saver.save(step, state, facts, self.logged, background=background)
 
     def _tell(self, saved: Saved | None) -> None:
@@ -185,10 +186,9 @@ class Run(Sampling):
             self.display.message(str(saved))
 
     def _facts(self) -> Facts:
-        """What a resumed run needs beside tensors; see `open_run` for who takes it up."""
+        """What a resumed run needs beside tensors and the configuration; see `open_run` for who takes it up."""
         return {
             "step": self.version,
-            "config": self.config.model_dump(mode="json"),
             "data": self.stream.state_dict(),
             "schedule": self.schedule.state_dict(),
             "usual_norm": self.usual_norm,

@@ -76,10 +76,8 @@ def load_weights(policy: Policy, directory: Path) -> None:
     _set_weights(policy, _load(state, directory))
 
 
-def load_training_state(policy: Policy, optimizer: PolicyOptimizer, directory: Path) -> bool:
-    """Fill weights, masters and moments; collective.
-
-    Returns whether the random states were taken over as well: they are where the ranks are as many as they were.
+def load_training_state(policy: Policy, optimizer: PolicyOptimizer, directory: Path) -> None:
+    """Fill weights, masters and moments, and the random states where the ranks are as many as they were; collective.
 
     Raises:
         RunError: the checkpoint does not hold what this model and optimizer need.
@@ -93,7 +91,6 @@ def load_training_state(policy: Policy, optimizer: PolicyOptimizer, directory: P
     optimizer.load_state_dict(loaded["optimizer"])
     if same_ranks:
         set_random_state(loaded["random"])
-    return same_ranks
 
 
 class TorchDistWriter:

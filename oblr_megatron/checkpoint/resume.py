@@ -19,6 +19,7 @@ import torch.distributed as dist
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest
 from oblr_megatron.errors import UserError
+from oblr_megatron.formatting import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,7 +112,7 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
 
 def changes(checkpoint: Checkpoint, config: Config) -> list[str]:
     """What the run is set to do otherwise from here on. Example: ["optimizer.lr 1e-06 -> 2e-06"]"""
-    before, now = _flat(checkpoint.state["config"]), _flat(config.model_dump(mode="json"))
+    before, now = flatten(checkpoint.state["config"]), flatten(config.model_dump(mode="json"))
     aside = ("run_dir", "checkpoint.", "log.")
     return [
         f"{name} {before[name]} -> {now[name]}"
@@ -164,11 +165,3 @@ def _value(table: dict[str, Any], name: str) -> Any:
     for part in name.split("."):
         table = table[part]
     return table
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted names, in their order."""
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat

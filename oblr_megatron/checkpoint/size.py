@@ -5,11 +5,12 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
+from oblr_megatron.gradnorm.rank_sizes import ELEMENT_BYTES
+
 if TYPE_CHECKING:
     from oblr_megatron.checkpoint.hf_dir import HFDir
     from oblr_megatron.config import Config
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 FIXED_BYTES = 16 * 2**20  # tokenizer, metadata
 
 
@@ -18,7 +19,7 @@ def checkpoint_bytes(model: HFDir, config: Config) -> int:
 
     Example, Qwen3-8B in bf16 with Adam: 8.19e9 * (2 + 4 + 8) = 115 GB.
     """
-    weight = ITEM_BYTES[config.model.dtype]
+    weight = ELEMENT_BYTES[config.model.dtype]
     master = max(weight, 4)
     moments = 2 if config.optimizer.name == "adam" else int(config.optimizer.sgd_momentum > 0)
     numbers = sum(prod(shape) for shape in model.shapes.values())

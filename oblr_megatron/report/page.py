@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from oblr_megatron.formatting import MISSING, duration, fixed, quantity
+from oblr_megatron.formatting import MISSING, duration, fixed, flatten, quantity
 from oblr_megatron.metrics import describe
 from oblr_megatron.report.alarms import alarms
 from oblr_megatron.report.axes import step_axis
@@ -209,7 +209,7 @@ def _metrics_rows(history: History) -> str:
 def _config_tables(config: dict[str, Any]) -> str:
     """The resolved config, a table a section; top-level values first."""
     top = {key: value for key, value in config.items() if not isinstance(value, dict)}
-    named = [("run", top)] + [(key, _flatten(value)) for key, value in config.items() if isinstance(value, dict)]
+    named = [("run", top)] + [(key, flatten(value)) for key, value in config.items() if isinstance(value, dict)]
     return "".join(
         f"<table><caption>{escape(name)}</caption><tbody>"
         + "".join(f"<tr><th>{escape(key)}</th><td>{escape(_text(value))}</td></tr>" for key, value in table.items())
@@ -217,14 +217,6 @@ def _config_tables(config: dict[str, Any]) -> str:
         for name, table in named
         if table
     )
-
-
-def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"snr": {"floor": 0.1}} -> {"snr.floor": 0.1}."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _text(value: Any) -> str:

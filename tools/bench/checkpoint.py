@@ -20,14 +20,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from convert import COPY, WIDTH, copy_files, make_directory
-from record import write_record
-from rich.console import Console
-from rich.table import Table
+from convert import COPY, copy_files, make_directory, parse_options
+from record import publish
 from rounds import paired_ratio
 from transformers import AutoConfig
 
@@ -55,28 +53,11 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the figures."""
-    options = parse_options(arguments)
+    options = parse_options(arguments, __doc__, layers=6, vocab=32_768)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         rows = measure(Path(directory), options)
-    table = Table(*asdict(rows[0]), title="checkpoints")
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
-    Console(width=WIDTH).print(table)
-    if options.json:
-        write_record(options.json, rows)
-
-
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--layers", type=int, default=6, help="of Qwen3-0.6B's sizes")
-    parser.add_argument("--vocab", type=int, default=32_768)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dir", type=Path, help="write below this directory; by default the system's for such files")
-    return parser.parse_args(arguments)
+    publish(rows, "checkpoints", options.json)
 
 
 def measure(directory: Path, options: argparse.Namespace) -> list[Row]:

@@ -19,15 +19,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from meter import Meter, reset_resident_peak, resident_peak, return_freed_memory
-from record import write_record
-from rich.console import Console
-from rich.table import Table
+from record import publish
 from rounds import paired_ratio
 from safetensors.torch import save_file
 
@@ -37,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from make_smoke_model import SAMPLE_TEXTS, qwen3_0_6b, random_weights, train_tokenizer
 
 COPY = "copy"
-WIDTH = 120
 WEIGHTS = "*.safetensors"
 
 
@@ -66,20 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         model, num_bytes = make_directory(Path(directory) / "model", options)
         rows = measure(model, Path(directory), num_bytes, options)
-    table = Table(*asdict(rows[0]), title="conversions")
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
-    Console(width=WIDTH).print(table)
-    if options.json:
-        write_record(options.json, rows)
+    publish(rows, "conversions", options.json)
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def parse_options(
+    arguments: Sequence[str] | None, about: str | None = __doc__, layers: int = 28, vocab: int = 151_936
+) -> argparse.Namespace:
+    """The command line; of a benchmark that says `about` itself, with these sizes where none are given."""
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--layers", type=int, default=28, help="of Qwen3-0.6B's sizes")
-    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--layers", type=int, default=layers, help="of Qwen3-0.6B's sizes")
+    parser.add_argument("--vocab", type=int, default=vocab)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(

@@ -24,15 +24,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from meter import Meter
-from record import write_record
-from rich.console import Console
-from rich.table import Table
+from record import publish
 from rounds import paired_ratio
 from safetensors.torch import save_file
 from shapes import randomize
@@ -51,7 +49,6 @@ from make_smoke_model import SAMPLE_TEXTS, qwen3_0_6b, train_tokenizer
 
 MEMCPY, RELOAD = "memcpy", "save + reload"
 DEADLINE_S = 600.0
-WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows = measure(ways, num_bytes, options)
     finally:
         shutdown()
-    table = Table(*asdict(rows[0]), title="a push of weights")
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
-    Console(width=WIDTH).print(table)
-    if options.json:
-        write_record(options.json, rows)
+    publish(rows, "a push of weights", options.json)
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:

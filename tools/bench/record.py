@@ -1,4 +1,4 @@
-"""The file of figures that a benchmark writes."""
+"""The figures of a benchmark: the table it prints, and the file it writes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 120
+
+
+def publish(rows: Sequence[Any], title: str, path: Path | None) -> None:
+    """Print a table with a column for each field, and write the file if there is to be one.
+
+    Args:
+        rows: dataclass instances, all of one class; at least one.
+        title: of the table.
+        path: see `write_record`.
+    """
+    table = Table(*asdict(rows[0]), title=title)
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
+    Console(width=WIDTH).print(table)
+    if path is not None:
+        write_record(path, rows)
 
 
 def write_record(path: Path, rows: Sequence[Any], machine: str | None = None, **more: object) -> None:

@@ -30,9 +30,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from record import write_record
-from rich.console import Console
-from rich.table import Table
+from record import publish
 from rounds import paired_ratio
 
 from oblr_megatron.config import Config, ParallelConfig, parse_config
@@ -109,12 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work = make_work(directory / "model", options)
         samplers = build_samplers(work, directory, stack)
         rows = measure(samplers, work, options)
-    table = Table(*asdict(rows[0]), title="rollout")
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
-    Console(width=120).print(table)
-    if options.json:
-        write_record(options.json, rows)
+    publish(rows, "rollout", options.json)
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
