@@ -11,12 +11,14 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError
 
 from oblr_megatron.config_checkpoint import CheckpointConfig
 from oblr_megatron.config_checks import apply_override, check_together
+from oblr_megatron.config_data import DataConfig, EvaluateConfig
+from oblr_megatron.config_reward import RewardConfig
 from oblr_megatron.config_rollout import RolloutConfig, WeightsConfig
 from oblr_megatron.config_section import Section
 from oblr_megatron.errors import UserError
@@ -36,39 +38,6 @@ class ModelConfig(Section):
     """The vocabulary is padded to a multiple of this times tensor_model_parallel_size (Megatron's name)."""
     attention: Literal["sdpa", "local"] = "sdpa"
     """Core attention without Transformer Engine: torch's scaled_dot_product_attention, or megatron-core's own."""
-
-
-class DataConfig(Section):
-    """Where prompts come from and how a row becomes a prompt."""
-
-    train: Path
-    """JSONL file of training rows; those with a true overlaps_benchmark column are left out."""
-    question_column: str = "question"
-    """Column that holds the question."""
-    answer_column: str = "answer"
-    """Column that holds the gold answer."""
-    template: str = "{question}"
-    """Prompt text; {question} is replaced. Ignored when chat_template is true."""
-    chat_template: bool = False
-    """Wrap the question as one user turn with the tokenizer's own chat template."""
-    system_prompt: str = ""
-    """System turn put first when chat_template is true and this is not empty."""
-    max_prompt_tokens: int = Field(1024, ge=1)
-    """Rows whose prompt is longer are skipped and counted."""
-    shuffle: bool = True
-    """Shuffle every epoch by the run's seed."""
-
-
-class RewardConfig(Section):
-    """How responses are judged."""
-
-    name: str = "math"
-    """"exact_match"; "math" (the last \\boxed{...}), "math:gsm8k" (what follows ####, else \\boxed), "math:last_line";
-    or your own "package.module:function", called as function(response, answer, prompt)."""
-    timeout_s: float = Field(10.0, gt=0)
-    """Deadline for judging one response, seconds; past it the sample scores 0 and is counted."""
-    num_workers: int = Field(2, ge=1)
-    """Worker processes that judge responses."""
 
 
 class GradnormConfig(Section):
@@ -194,21 +163,6 @@ class ParallelConfig(Section):
     """Deadline of a collective, seconds."""
 
 
-class EvaluateConfig(Section):
-    """Held-out accuracy during training."""
-
-    data: dict[str, Path] = Field({})
-    """Named JSONL files, e.g. {gsm8k = "gsm8k_test.jsonl"}; the same columns and template as data."""
-    every_steps: int = Field(0, ge=0)
-    """Evaluate every so many steps (and before the first and after the last); 0 turns it off."""
-    num_prompts: int | None = Field(None, ge=1)
-    """Use only the first so many usable rows of every file."""
-    samples_per_prompt: int = Field(1, ge=1)
-    """k: sampled responses a prompt, for mean@k and pass@k."""
-    temperature: float = Field(1.0, ge=0.01)
-    """Temperature of the sampled responses; greedy accuracy is reported beside it."""
-
-
 class LogConfig(Section):
     """Where figures go, beside metrics.jsonl."""
 
@@ -295,9 +249,17 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     """The remedy for an unknown key: the closest known one, or the list of all."""
     import difflib
 
-    section: Any = Config
-    for part in location[:-1]:
-        section = section.model_fields[str(part)].annotation
+    section: type[Section] = Config
+    for part in map(str, location[:-1]):
+        if part in section.model_fields:  # not the place in a list, or the name of a set
+            section = _section_in(section.model_fields[part].annotation) or section
     names = list(section.model_fields)
     close = difflib.get_close_matches(str(location[-1]), names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(names)}"
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, alone or as the entries of a list or table; None if it holds plain values."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _section_in(part))), None)

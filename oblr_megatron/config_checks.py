@@ -11,7 +11,7 @@ from oblr_megatron.errors import UserError
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
 
-EVALUATED = ("accuracy", "mean_at_k", "pass_at_k")  # what evaluate.figures gives of each set
+EVALUATED = ("accuracy", "mean_at_k", "pass_at_k", "maj_at_k")  # what evaluate.figures gives of each set
 LEAVE_ONE_OUT = ("rloo", "length_loo", "optimal", "optimal_prior")
 
 
@@ -64,6 +64,7 @@ def check_together(config: Config, where: str) -> None:
         )
     _check_samples(config, where)
     _check_checkpoints(config, where)
+    _check_data(config, where)
     push, patience = config.rollout.push_timeout_s, config.parallel.distributed_timeout_s
     if push >= patience:
         raise UserError(
@@ -72,11 +73,23 @@ def check_together(config: Config, where: str) -> None:
             where=where,
             mend="lower the first or raise the second",
         )
-    if not config.data.chat_template and "{question}" not in config.data.template:
+
+
+def _check_data(config: Config, where: str) -> None:
+    """The template has a place for the question; a mixture's weights are complete."""
+    if "{question}" not in config.data.template:
         raise UserError(
             f"data.template {config.data.template!r} has no {{question}}",
             where=where,
             mend="put {question} where the question goes",
+        )
+    weighted = [source.weight is not None for source in config.data.train]
+    if any(weighted) and not all(weighted):
+        source = config.data.train[weighted.index(False)]
+        raise UserError(
+            f"data.train: {source.path!r} has no weight, but other sources have one",
+            where=where,
+            mend="give every source a weight, or none",
         )
 
 

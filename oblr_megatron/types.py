@@ -27,6 +27,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: str  # gold answer as the data set gives it
     source: str
+    tolerance: str = ""  # "" the answer is exact; "0.1" or "1%" is how far off the benchmark lets a number be
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -15,12 +15,23 @@ from oblr_megatron.types import Prompt, Sample
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """The rewards of a batch. Example: RewardResult(rewards=[1.0, 0.0, 0.0], failures=0, timeouts=1)."""
+    """The rewards of a batch.
 
-    rewards: list[float]  # one for each sample
+    Example of a sum of two: RewardResult(rewards=[1.1, 0.0], answers=["4", None],
+                                          terms={"math": [1.0, 0.0], "format": [1.0, 0.0]})
+    """
+
+    rewards: list[float]  # [N] one for each sample: what training maximises
     failures: int = 0  # samples whose judging raised or gave no finite number; they score 0
     timeouts: int = 0  # samples whose judging ran past its deadline; they score 0
     error: str | None = None  # traceback of the first failure
+    answers: list[str | None] | None = None  # [N] what was read as the answer; None where the reward reads none
+    terms: dict[str, list[float]] = field(default_factory=dict)  # [N] each, unweighted, of a sum; the main one first
+
+    @property
+    def verdicts(self) -> list[float]:
+        """[N] what accuracy is counted from: the main reward's own values."""
+        return next(iter(self.terms.values()), self.rewards)
 
 
 class Reward(ABC):
