@@ -11,7 +11,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -20,7 +20,7 @@ from oblr_megatron.config_checks import apply_override, check_together
 from oblr_megatron.config_data import DataConfig, EvaluateConfig
 from oblr_megatron.config_reward import RewardConfig
 from oblr_megatron.config_rollout import RolloutConfig, WeightsConfig
-from oblr_megatron.config_section import Section
+from oblr_megatron.config_section import Section, section_in
 from oblr_megatron.errors import UserError
 
 BaselineName = Literal["none", "group_mean", "grpo", "rloo", "opo", "length_loo", "optimal", "optimal_prior"]
@@ -252,14 +252,7 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     section: type[Section] = Config
     for part in map(str, location[:-1]):
         if part in section.model_fields:  # not the place in a list, or the name of a set
-            section = _section_in(section.model_fields[part].annotation) or section
+            section = section_in(section.model_fields[part].annotation) or section
     names = list(section.model_fields)
     close = difflib.get_close_matches(str(location[-1]), names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(names)}"
-
-
-def _section_in(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, alone or as the entries of a list or table; None if it holds plain values."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := _section_in(part))), None)

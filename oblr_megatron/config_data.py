@@ -72,7 +72,7 @@ class DataConfig(Section):
     exclude: Sources = ()
     """Benchmarks whose questions are kept out of training, beside those of evaluate.data."""
     overlap_ngram: int = Field(10, ge=1)
-    """Words of the shingles by which a training question is held against benchmarks; shorter questions must be equal."""
+    """Words of a shingle, by which training questions are held against benchmarks; shorter questions must be equal."""
     overlap_threshold: float = Field(0.5, ge=0, le=1)
     """A training row that holds at least this share of a benchmark question's shingles is left out; 0 keeps all."""
 

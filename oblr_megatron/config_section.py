@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -25,3 +25,15 @@ class Section(BaseModel):
         if bool in kinds and not isinstance(value, bool):
             raise ValueError("give true or false")
         return value
+
+
+def is_section(annotation: Any) -> TypeGuard[type[Section]]:
+    """Whether a field is a table of the file."""
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, as a table or as the entries of a list or table; None if it holds values."""
+    if is_section(annotation):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := section_in(part))), None)

@@ -1,4 +1,4 @@
-"""Write docs/config.md from oblr_megatron/config.py: every field with type, default and meaning."""
+"""Write docs/config.md from oblr_megatron/config*.py: every field with type, default and meaning."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from oblr_megatron.config import Config, Section
+from oblr_megatron.config import Config
+from oblr_megatron.config_data import SourceConfig
+from oblr_megatron.config_section import Section, is_section, section_in
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "config.md"
+ENTRIES_ELSEWHERE = ("exclude", "data")  # sources, as in data.train
 HEADER = """\
 # Configuration
 
 A run is one TOML file; `section.key=value` on the command line overrides a key. Paths are taken from the current
-directory. Made by `python tools/config_doc.py` from `oblr_megatron/config.py`.
+directory. Made by `python tools/config_doc.py` from `oblr_megatron/config*.py`.
 """
 
 
@@ -23,7 +26,7 @@ def document() -> str:
     """The whole page: the top-level keys first, then a table for each section."""
     plain, sections = [], []
     for name, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+        if is_section(field.annotation):
             sections += _tables(name, field.annotation)
         else:
             plain.append(_row(name, field))
@@ -31,13 +34,16 @@ def document() -> str:
 
 
 def _tables(name: str, section: type[Section]) -> list[str]:
-    """The table of one section, and those of the sections inside it."""
+    """The table of one section, and those of the sections inside it and of the entries of its lists."""
     rows, inner = [], []
     for key, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+        if is_section(field.annotation):
             inner += _tables(f"{name}.{key}", field.annotation)
-        else:
-            rows.append(_row(key, field))
+            continue
+        rows.append(_row(key, field))
+        entry = section_in(field.annotation)
+        if entry is not None and key not in ENTRIES_ELSEWHERE:
+            inner += _tables(f"[{name}.{key}]", entry)
     return [*_table(f"[{name}]", (section.__doc__ or "").strip(), rows), *inner]
 
 
@@ -55,8 +61,9 @@ def _row(name: str, field: Any) -> str:
 def _type(annotation: Any) -> str:
     """How a reader writes it: Literal["a", "b"] -> "a" or "b"; int | None -> int, may be left out."""
     arguments = get_args(annotation)
-    if get_origin(annotation) is dict:
-        return "table of paths"
+    if get_origin(annotation) in (dict, tuple):
+        kind = "table" if get_origin(annotation) is dict else "list"
+        return f"{kind} of {_entries(arguments[-1] if kind == 'table' else arguments[0])}"
     if arguments and all(isinstance(argument, str) for argument in arguments):
         return " or ".join(f'"{argument}"' for argument in arguments)
     if type(None) in arguments:
@@ -64,10 +71,19 @@ def _type(annotation: Any) -> str:
     return {"str": "string", "Path": "path"}.get(annotation.__name__, annotation.__name__)
 
 
+def _entries(annotation: Any) -> str:
+    """What a list or table holds; a source may be written as its path alone."""
+    if found := section_in(annotation):
+        return "sources or paths" if found is SourceConfig else "tables"
+    return {"str": "strings", "Any": "values"}[annotation.__name__]
+
+
 def _toml(value: Any) -> str:
     match value:
         case None:
             return "none"
+        case ():
+            return "[]"
         case bool():
             return str(value).lower()
         case str():

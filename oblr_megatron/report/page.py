@@ -142,7 +142,7 @@ def _facts(history: History) -> Iterable[tuple[str, str]]:
             f"{setting('optimizer.name')}, lr {setting('optimizer.lr')}, clip {setting('optimizer.clip_grad')}",
         )
     if setting("data.train"):
-        yield "data", str(setting("data.train"))
+        yield "data", ", ".join(source["path"] for source in setting("data.train"))
     if environment.get("started"):
         yield "started", str(environment["started"]).replace("T", " ").replace("+00:00", " UTC")
     if environment.get("device"):

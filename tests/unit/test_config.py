@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 import oblr_megatron
-from oblr_megatron.config import Config, Section, load_config, parse_config
+from oblr_megatron.config import Config, load_config, parse_config
 from oblr_megatron.config_checks import EVALUATED, LEAVE_ONE_OUT
+from oblr_megatron.config_section import Section, is_section, section_in
 from oblr_megatron.errors import UserError
 from oblr_megatron.evaluate import figures
 
@@ -37,7 +38,7 @@ def test_the_minimal_file(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(TOML)
     config = load_config(path, ["optimizer.lr=3e-4", "rollout.num_engines=2", "reward.name=math", "algo.snr.horizon=9"])
-    assert config.run_dir == Path("run") and config.data.train == Path("t.jsonl")
+    assert config.run_dir == Path("run") and [source.path for source in config.data.train] == ["t.jsonl"]
     assert (config.optimizer.lr, config.rollout.num_engines) == (3e-4, 2)
     assert (config.reward.name, config.algo.snr.horizon) == ("math", 9)
 
@@ -114,8 +115,14 @@ def test_baselines_that_need_no_other_response(baseline: str) -> None:
     assert parse_config(MINIMAL, overrides=[f"algo.baseline={baseline}", "group_size=1"]).group_size == 1
 
 
-def test_a_chat_template_needs_no_question_in_the_other_one() -> None:
-    assert parse_config(MINIMAL, overrides=["data.template=Q:", "data.chat_template=true"]).data.chat_template
+def test_the_template_is_the_user_turn_of_a_chat_too() -> None:
+    assert "no {question}" in refused(["data.template=Q:", "data.chat_template=true"])
+
+
+def test_a_mixture_has_all_its_weights_or_none() -> None:
+    sources = "data.train=[{path='a.jsonl', weight=2.0}, {path='b.jsonl'}]"
+    assert "'b.jsonl' has no weight" in refused([sources])
+    assert len(parse_config(MINIMAL, overrides=[sources.replace(", weight=2.0", "")]).data.train) == 2
 
 
 @pytest.mark.parametrize("key", ["run_dir", "model", "data"])
@@ -143,9 +150,10 @@ def test_overrides_are_toml_and_plain_text_where_that_fails() -> None:
 def fields(section: type[Section], path: str = "config") -> Iterator[tuple[type[Section], str, str]]:
     """(section class, section's own name, field's name) of everything but the sections themselves."""
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from fields(field.annotation, name)
-        else:
+        inner = section_in(field.annotation)
+        if inner is not None:
+            yield from fields(inner, name)
+        if not is_section(field.annotation):
             yield section, path, name
 
 

@@ -287,5 +287,6 @@ def test_demo_s_commands_parse(tmp_path: Path) -> None:
     overrides = [argument for argument in train if re.fullmatch(r"[a-z_.]+=.*", argument)]
     config = load_config(ROOT / CONFIGS[0], overrides)
     assert config.num_steps == 2
-    paths = [config.run_dir, config.model.path, config.data.train, *config.evaluate.data.values()]
-    assert all(path.is_relative_to(tmp_path) for path in paths)
+    sources = [*config.data.train, *config.evaluate.data.values()]
+    paths = [config.run_dir, config.model.path, *(source.path for source in sources)]
+    assert all(Path(path).is_relative_to(tmp_path) for path in paths)
