@@ -36,11 +36,12 @@ FLOPS_A_BYTE = {False: 10.0, True: 140.0}  # a CPU core; an H100 in bf16 at the 
 class Choice:
     """How a run computes its norms.
 
-    Example: Choice("stash", "expected 1.01x a plain step at 2064 tokens (bookkeep 1.33x, two_pass 2.00x)", estimate)
+    Example: Choice("stash", "expected 1.01x a plain step at 2064 tokens (bookkeep 1.33x, two_pass 2.00x)", 1.01, found)
     """
 
     mode: str
     reason: str  # one line
+    cost: float  # expected time of a step over that of a plain one
     estimate: MemoryEstimate
 
 
@@ -75,22 +76,22 @@ def resolve(
     }
     if not norms_wanted(config):
         mode = "two_pass" if asked == "auto" else asked
-        return Choice(mode, "unused: nothing in this run needs a backward pass for norms", found[mode])
+        return Choice(mode, "unused: nothing in this run needs a backward pass for norms", 1.0, found[mode])
     layout = {mode: Layout.of(hf_config, with_mode(config, mode), world_size) for mode in found}
     problems = {
         mode: _impossible(hf_config, with_mode(config, mode), layout[mode])
         or _too_large(with_mode(config, mode), found[mode], free_bytes)
         for mode in found
     }
+    costs = {mode: _cost(hf_config, with_mode(config, mode), layout[mode], mode, on_gpu=on_gpu) for mode in found}
     if asked != "auto":
         problem = problems[asked]
         if problem is not None:
             raise UserError(f"mode {asked!r}: {problem[0]}", where="config: gradnorm.mode", mend=problem[1])
-        return Choice(asked, "as configured", found[asked])
-    costs = {mode: _cost(hf_config, with_mode(config, mode), layout[mode], mode, on_gpu=on_gpu) for mode in MODES}
+        return Choice(asked, "as configured", costs[asked], found[asked])
     possible = [mode for mode in MODES if problems[mode] is None] or ["two_pass"]
     best = min(possible, key=costs.__getitem__)
-    return Choice(best, _reason(best, costs, problems, longest_sample(config)), found[best])
+    return Choice(best, _reason(best, costs, problems, longest_sample(config)), costs[best], found[best])
 
 
 def free_memory(local_ranks: int) -> int | None:

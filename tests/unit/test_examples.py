@@ -2,7 +2,7 @@
 
 Oracles: arithmetic itself, a hand-written greedy loop on single unpadded prompts, the model's own probabilities.
 Not covered: that reinforcement learning lifts the accuracy (the demo shows it), vLLM reading the tokenizer (tests/e2e),
-and the GSM8K recipe, which needs real weights and a GPU.
+and the recipes for real weights, which need GPUs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from oblr_megatron.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny_cpu"))  # scripts import their neighbours by name
+sys.path.insert(0, str(ROOT / "tools"))
 
 import check_export  # noqa: E402
 import demo  # noqa: E402
 import prepare  # noqa: E402
+import recipe_cost  # noqa: E402
 from accuracy import accuracy, read_rows  # noqa: E402
 from sums import Row, lowest_first, make_row, mixed_answer, split_rows  # noqa: E402
 from tiny_model import CHARACTERS, build_model, build_tokenizer  # noqa: E402
 
 CONFIGS = ["examples/tiny_cpu/config.toml", "examples/gsm8k_qwen3_0.6b/config.toml", "tools/smoke.toml"]
+RECIPES = {"gsm8k_qwen3_0.6b": "0.6B", "gsm8k_qwen3_1.7b": "1.7B", "math_qwen3_4b": "4B", "math_qwen3_8b": "8B"}
 NUMBERS = re.compile(r"(\d+)\+(\d+)=")
 
 
@@ -187,6 +190,35 @@ def test_configs_are_valid(path: str) -> None:
     config = load_config(ROOT / path)
     assert config.model.path.name, path
     assert "{question}" in config.data.template
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_its_model_and_says_what_it_costs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On one node of 8 GPUs; the README's figures are those of the command it names."""
+    size, folder = RECIPES[name], ROOT / "examples" / name
+    config = load_config(folder / "config.toml")
+    model = json.loads((ROOT / f"tests/data/qwen3/{size}.json").read_text())
+    check_layout(model, config, 8)
+    assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= model["max_position_embeddings"]
+    readme = (folder / "README.md").read_text()
+    command = re.search(r"`python tools/recipe_cost\.py ([^`]*)`", readme)
+    assert command and f"{name}/config.toml" in command[1]
+    monkeypatch.setattr(sys, "argv", ["recipe_cost.py", *command[1].split()])
+    monkeypatch.chdir(ROOT)
+    recipe_cost.main()
+    rows = dict(re.findall(r"│ (.*?) +│ (.*?) +│", capsys.readouterr().out))
+    memory, hours = rows["memory of the fullest rank"], float(rows["GPU hours"])
+    assert f"{float(memory.split()[0]):.0f} GiB" in readme and f"{rows[f'{config.num_steps} steps']}" in readme
+    assert f"{hours:.1f} GPU hours" in readme or f"{hours:.0f} GPU hours" in readme
+
+
+def test_the_models_of_the_paper_have_its_batch() -> None:
+    for name in ("math_qwen3_4b", "math_qwen3_8b"):
+        config = load_config(ROOT / "examples" / name / "config.toml")
+        assert (config.num_prompts, config.group_size) == (128, 8)
+        assert r"within \boxed{}." in config.data.template and not config.data.chat_template
 
 
 def test_gsm8k_template_asks_for_a_box() -> None:

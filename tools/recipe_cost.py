@@ -1,0 +1,123 @@
+"""What a recipe should cost on H100s, by arithmetic: memory of a rank, seconds of a step's parts. Nothing is run.
+
+    python tools/recipe_cost.py examples/math_qwen3_8b/config.toml --size 8B --gpus 8 --response-tokens 1000
+
+Memory is the package's own estimate of a rank (the line that a run prints when it starts). Time is FLOPs and bytes over
+what an H100 reaches; the assumptions are the constants below, and no GPU has confirmed them:
+
+    training  = (6 + 2 with full recomputation) FLOPs a parameter and token, times what the norms cost, over all GPUs;
+                attention's own products and the launch of kernels, which small models wait for, are left out
+    sampling  = the longer of: all tokens at the rate of full engines; the longest response alone
+                a decode step of an engine reads its weights and the keys and values of its sequences once
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from oblr_megatron.config import Config, ParallelConfig, load_config
+from oblr_megatron.formatting import duration, size
+from oblr_megatron.gradnorm.choose import Choice, resolve
+from oblr_megatron.gradnorm.rank_sizes import RankSizes
+
+ROOT = Path(__file__).resolve().parent.parent
+GPU_BYTES = 75 * 2**30  # what a rank may take of 80 GB
+TRAINING_FLOPS = 0.4 * 989e12  # an H100's dense bf16 rate, and the share of it that training usually reaches
+READ_BYTES_S = 0.6 * 3.35e12  # an H100's memory bandwidth, and the share of it that decoding reaches
+BF16 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A step's estimate. Example: Cost(sampling_s=34.1, training_s=19.5, gpu_hours=0.12)."""
+
+    sampling_s: float
+    training_s: float
+    gpu_hours: float
+
+
+def parameters(model: dict[str, Any], config: Config) -> int:
+    """Of the whole model, embeddings and head included."""
+    whole = config.model_copy(update={"parallel": ParallelConfig()})
+    return RankSizes.of(model, whole, stage=0).parameters
+
+
+def cost(
+    model: dict[str, Any], config: Config, norm_cost: float, *, gpus: int, prompt_tokens: int, tokens: int
+) -> Cost:
+    """A step's time.
+
+    Args:
+        model: its config.json.
+        config: the run.
+        norm_cost: of the norms, as a factor of a plain step's time.
+        gpus: that train and sample in turn.
+        prompt_tokens: of a usual prompt.
+        tokens: of a usual response.
+    """
+    samples = config.num_prompts * config.group_size
+    flops = 8 if config.parallel.recompute_granularity == "full" else 6
+    work = flops * parameters(model, config) * samples * (prompt_tokens + tokens) * norm_cost
+    training = work / (gpus * TRAINING_FLOPS)
+    sampling = _sampling_s(model, config, samples, gpus, prompt_tokens, tokens)
+    return Cost(sampling, training, (training + sampling) * gpus / 3600)
+
+
+def _sampling_s(model: dict[str, Any], config: Config, samples: int, gpus: int, prompt: int, tokens: int) -> float:
+    width = config.rollout.tensor_parallel_size
+    engines = gpus // width
+    together = min(samples // engines, config.rollout.max_num_seqs)
+    weights = BF16 * parameters(model, config) / width
+    a_token = 2 * BF16 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] / width
+    full = (weights + together * (prompt + tokens / 2) * a_token) / READ_BYTES_S
+    alone = weights / READ_BYTES_S
+    return max(samples * tokens / engines / together * full, config.rollout.max_response_tokens * alone)
+
+
+def print_table(config: Config, choice: Choice, found: Cost) -> None:
+    """What it comes to."""
+    steps = config.num_steps
+    table = Table("what", "estimate", title="by arithmetic, not measured: a lower bound without pushes and evaluations")
+    for name, num_bytes in choice.estimate.rows():
+        if num_bytes:
+            table.add_row(f"memory: {name}", size(num_bytes))
+    table.add_row("memory of the fullest rank", f"{size(choice.estimate.total)} ({choice.mode})")
+    table.add_row("sampling a step", duration(found.sampling_s))
+    table.add_row("norms and gradient a step", duration(found.training_s))
+    table.add_row(f"{steps} steps", duration(steps * (found.sampling_s + found.training_s)))
+    table.add_row("GPU hours", f"{steps * found.gpu_hours:.1f}")
+    Console(width=100).print(table)
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description="a recipe's memory and time on H100s, by arithmetic")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--size", required=True, help="of the model: 0.6B, 1.7B, 4B, 8B, 14B, 32B")
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=150, help="of a usual prompt")
+    parser.add_argument("--response-tokens", type=int, default=1000, help="of a usual response: an assumption")
+    options = parser.parse_args()
+    model = json.loads((ROOT / f"tests/data/qwen3/{options.size}.json").read_text(encoding="utf-8"))
+    config = load_config(options.config)
+    choice = resolve(model, config, options.gpus, free_bytes=GPU_BYTES, on_gpu=True, transformer_engine=True)
+    found = cost(
+        model,
+        config,
+        choice.cost,
+        gpus=options.gpus,
+        prompt_tokens=options.prompt_tokens,
+        tokens=options.response_tokens,
+    )
+    print_table(config, choice, found)
+
+
+if __name__ == "__main__":
+    main()
