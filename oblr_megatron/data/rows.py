@@ -1,102 +1,157 @@
-"""Lines of a JSONL file -> rows with a question and an answer; what cannot be used is left out and remembered."""
+"""Records of a source -> rows with a question and an answer; what cannot be used is left out and remembered."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
+import unicodedata
+from collections.abc import Iterable, Iterator
+from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from oblr_megatron.errors import UserError
+from oblr_megatron.data.conventions import Convention, text
+from oblr_megatron.data.sources import Record, convention_of, open_source
 
 if TYPE_CHECKING:
-    from oblr_megatron.config import DataConfig
+    from oblr_megatron.config_data import DataConfig, SourceConfig
+
+Messages = list[dict[str, str]]  # [{"role": "user", "content": "2+3?"}]
+Question = str | Messages
 
 
 class Skipped(NamedTuple):
-    """A row that was left out. Example: Skipped(line=12, reason="not a JSON object")."""
+    """A row that was left out.
 
-    line: int  # in the file, counted from 1 as editors do
-    reason: str
+    Example: Skipped(source="rows.jsonl", line=12, reason="longer than data.max_prompt_tokens 20", detail="40 tokens")
+    """
+
+    source: str  # its path, as configured
+    line: int  # line or row in the file, counted from 1 as editors do
+    reason: str  # the same words for all rows left out for it
+    detail: str = ""
+    file: str = ""  # name without suffix: a source may have several
 
 
 class Row(NamedTuple):
     """A usable row.
 
-    Example: Row(row=41, id="gsm8k-train-41", question="2+3?", answer="5", source="gsm8k")
+    Example: Row(row=41, id="gsm8k-41", question="2+3?", answer="5", source="gsm8k", tolerance="", file="train")
     """
 
     row: int  # line in the file, counted from 0
     id: str  # the row's own "id", else file name and line
-    question: str
+    question: Question
     answer: str
     source: str  # the row's own "source", else the file name
+    tolerance: str  # as types.Prompt's
+    file: str  # name without suffix
+
+    def left_out(self, source: str, reason: str, detail: str = "") -> Skipped:
+        """What is remembered of the row where it is not used; `source` is the configured path."""
+        return Skipped(source, self.row + 1, reason, detail, self.file)
 
 
-def read_rows(path: Path, config: DataConfig, skipped: list[Skipped], *, training: bool) -> Iterator[Row]:
+def read_rows(
+    source: SourceConfig, config: DataConfig, skipped: list[Skipped], *, training: bool = False
+) -> Iterator[Row]:
     """The usable rows in file order; blank lines are passed over.
 
     Args:
-        path: JSONL file, UTF-8.
-        config: names of the columns.
+        source: what to read.
+        config: names of the columns where neither the source nor its convention has them.
         skipped: receives the rows left out.
-        training: leave out rows flagged `overlaps_benchmark`.
+        training: leave out rows flagged `overlaps_benchmark`, and take the convention's training split.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: the source cannot be read.
     """
-    for number, line in _lines(path):
-        if not line.strip():
-            continue
-        record = _parse(line)
-        reason = record if isinstance(record, str) else _unusable(record, config, training)
-        if isinstance(record, str) or reason:
-            skipped.append(Skipped(number + 1, reason))
-            continue
-        yield Row(
-            row=number,
-            id=_text(record.get("id")) or f"{path.stem}-{number}",
-            question=_text(record[config.question_column]),
-            answer=_text(record[config.answer_column]).strip(),
-            source=_text(record.get("source")) or path.stem,
-        )
+    convention = convention_of(source)
+    questions = (source.question_column,) if source.question_column else (*convention.questions, config.question_column)
+    answers = (source.answer_column,) if source.answer_column else (*convention.answers, config.answer_column)
+    for record in open_source(source, training=training):
+        found = _row(record, convention, questions, answers, training)
+        if isinstance(found, Row):
+            yield found
+        else:
+            skipped.append(Skipped(source.path, record.number + 1, found, file=record.file))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(position from 0, bytes) of each line; a byte-order mark is dropped."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file):
-                yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
-    except OSError as error:
-        raise UserError(
-            f"cannot read the data set: {error.strerror}", where=str(path), mend="give an existing JSONL file"
-        ) from error
+def plain_text(question: Question) -> str:
+    """The question's words, whatever its form: what duplicates and overlaps are found by."""
+    return question if isinstance(question, str) else "\n".join(message["content"] for message in question)
 
 
-def _parse(line: bytes) -> dict[str, Any] | str:
-    """The row, or why it cannot be read."""
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        return "not UTF-8"
-    except (ValueError, RecursionError):  # deep nesting ends in a RecursionError
-        return "not JSON"
-    return record if isinstance(record, dict) else "not a JSON object"
+def normalized(words: str) -> str:
+    """NFKC with single spaces: "a\\u00a0 b" -> "a b". Two questions are the same if this is."""
+    return " ".join(unicodedata.normalize("NFKC", words).split())
 
 
-def _unusable(record: dict[str, Any], config: DataConfig, training: bool) -> str:
-    """Why a row is left out; empty if it is not."""
-    for column in (config.question_column, config.answer_column):
-        if not _text(record.get(column)).strip():
-            return f"no {column!r}"
-    if training and record.get("overlaps_benchmark"):
+def _row(
+    record: Record, convention: Convention, questions: Iterable[str], answers: Iterable[str], training: bool
+) -> Row | str:
+    """The row, or why it is left out."""
+    values = record.value
+    if isinstance(values, str):
+        return values
+    question = _question(values, questions, convention)
+    if isinstance(question, _Unusable):
+        return question.reason
+    answer = next((gold for name in answers if (gold := convention.gold(_field(values, name)).strip())), "")
+    if not answer:
+        return _missing(answers)
+    if training and values.get("overlaps_benchmark"):
         return "flagged overlaps_benchmark"
-    return ""
+    return Row(
+        row=record.number,
+        id=text(values.get("id")) or f"{record.file}-{record.number}",
+        question=question,
+        answer=answer,
+        source=text(values.get("source")) or record.file,
+        tolerance=_tolerance(values, convention),
+        file=record.file,
+    )
 
 
-def _text(value: Any) -> str:
-    """A column's value as text: numbers are written out, anything but a string or a number counts as absent."""
-    if isinstance(value, str):
-        return value
-    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
+class _Unusable(NamedTuple):
+    reason: str
+
+
+def _question(values: dict[str, Any], columns: Iterable[str], convention: Convention) -> Question | _Unusable:
+    """The first column that holds text, a number or messages, read as the convention has it."""
+    for column in columns:
+        value = convention.question(_field(values, column))
+        if text(value).strip():
+            return text(value)
+        if isinstance(value, list) and value:
+            return value if _is_conversation(value) else _Unusable(f"{column!r} is no conversation that a user ends")
+    return _Unusable(_missing(columns))
+
+
+def _is_conversation(value: list[Any]) -> bool:
+    turns = [turn for turn in value if isinstance(turn, dict)]
+    texts = all(isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str) for turn in turns)
+    return len(turns) == len(value) and texts and turns[-1]["role"] == "user" and bool(turns[-1]["content"].strip())
+
+
+def _missing(columns: Iterable[str]) -> str:
+    return f"no {' or '.join(repr(column) for column in dict.fromkeys(columns))}"
+
+
+def _field(values: dict[str, Any], name: str) -> Any:
+    """Column `name`; "a.b" is field b of column a, unless there is a column of that very name."""
+    if name in values:
+        return values[name]
+    first, dot, rest = name.partition(".")
+    inner = values.get(first)
+    return _field(inner, rest) if dot and isinstance(inner, dict) else None
+
+
+def _tolerance(values: dict[str, Any], convention: Convention) -> str:
+    """The row's own tolerance as a plain decimal, else the convention's. "1e-1" -> "0.1"."""
+    for column in convention.tolerances:
+        written = text(values.get(column)).strip()
+        try:
+            number = Decimal(written.removesuffix("%")) if written else Decimal(0)
+        except InvalidOperation:
+            continue
+        if number.is_finite() and number > 0:
+            return f"{number:f}" + "%" * written.endswith("%")
+    return convention.tolerance

@@ -22,7 +22,7 @@ from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.types import Prompt, Sample
 
 KEY = b"oblr_rollouts"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def _list(kind: pa.DataType) -> pa.DataType:
@@ -40,6 +40,7 @@ SCHEMA = pa.schema(
             ("prompt_ids", _list(pa.int32())),
             ("answer", pa.string()),
             ("source", pa.string()),
+            ("tolerance", pa.string()),  # since version 2; the answers of version 1 are exact
             ("response_ids", _list(pa.int32())),
             ("logprobs", _list(pa.float32())),  # as vLLM computes them: no digit is lost
             ("text", pa.string()),
@@ -49,6 +50,7 @@ SCHEMA = pa.schema(
         )
     ]
 )
+SCHEMAS = {1: SCHEMA.remove(SCHEMA.get_field_index("tolerance")), SCHEMA_VERSION: SCHEMA}  # what can be read
 MEND = "give the rollouts directory of a run with --save-rollouts, and save it again if a file was damaged"
 
 
@@ -146,13 +148,21 @@ def _row(saved: SavedStep, position: int) -> dict[str, Any]:
         "prompt_text": prompt["text"],
         "answer": prompt["answer"],
         "source": prompt["source"],
+        "tolerance": prompt["tolerance"],
         "reward": saved.rewards[position],
     }
 
 
 def _prompt(row: dict[str, Any]) -> Prompt:
-    ids = tuple(row["prompt_ids"])
-    return Prompt(row["prompt_row"], row["prompt_id"], row["prompt_text"], ids, row["answer"], row["source"])
+    return Prompt(
+        row=row["prompt_row"],
+        id=row["prompt_id"],
+        text=row["prompt_text"],
+        token_ids=tuple(row["prompt_ids"]),
+        answer=row["answer"],
+        source=row["source"],
+        tolerance=row.get("tolerance", ""),
+    )
 
 
 def _sample(row: dict[str, Any]) -> Sample:
@@ -173,13 +183,14 @@ def _facts(table: pa.Table, path: Path) -> dict[str, Any]:
     if stored is None:
         raise UserError("not a file of saved samples", where=str(path), mend=MEND)
     facts: dict[str, Any] = json.loads(stored)
-    if facts.get("schema_version") != SCHEMA_VERSION:
+    version = facts.get("schema_version")
+    if version not in SCHEMAS:
         raise UserError(
-            f"saved samples of schema version {facts.get('schema_version')}, this program reads {SCHEMA_VERSION}",
+            f"saved samples of schema version {version}, this program reads {' and '.join(map(str, SCHEMAS))}",
             where=str(path),
             mend="save them with the version of oblr-megatron that replays them",
         )
-    if not table.schema.equals(SCHEMA):
+    if not table.schema.equals(SCHEMAS[version]):
         raise UserError("saved samples with other columns than this program writes", where=str(path), mend=MEND)
     if not facts["num_prompts"] * facts["group_size"] == table.num_rows > 0:
         raise UserError(

@@ -1,15 +1,21 @@
-"""A character tokenizer made on the spot: every printable ASCII character is a token."""
+"""A character tokenizer made on the spot (every printable ASCII character is a token), and rows as files."""
 
 from __future__ import annotations
 
+import json
 import string
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from oblr_megatron.config import DataConfig
+from oblr_megatron.data.prompts import PromptStream
+
 DATA = Path(__file__).resolve().parents[2] / "data"
+SUMS = DATA / "sums.jsonl"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'][0] }}>{{ message['content'] }}{% endfor %}"
@@ -32,3 +38,36 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
     with_template = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with_template.chat_template = CHAT_TEMPLATE
     return with_template
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_network() -> Iterator[None]:
+    """Nothing is downloaded: `datasets` and the hub's client read this when they are imported and when they ask."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        yield
+
+
+def config(train: object = SUMS, **values: object) -> DataConfig:
+    """A [data] section of one source, unless `train` is a list of them."""
+    return DataConfig.model_validate({"train": train, **values})
+
+
+def stream(
+    tokenizer: PreTrainedTokenizerFast, train: object = SUMS, *, seed: int = 0, **values: object
+) -> PromptStream:
+    """Training prompts of a [data] section."""
+    return PromptStream(config(train, **values), tokenizer, seed=seed)
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, object]]) -> Path:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def sums(path: Path, count: int, first: int = 0) -> Path:
+    """Different sums: row n asks for n + 1."""
+    rows = ({"question": f"{number} + 1 = ?", "answer": number + 1} for number in range(first, first + count))
+    return write_rows(path, rows)

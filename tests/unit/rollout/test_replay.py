@@ -18,6 +18,7 @@ import pytest
 
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.rollout.engine import SamplingRequest
 from oblr_megatron.rollout.replay import ReplayEngine, check_replay
 from oblr_megatron.rollout.saved import SavedStep, read_step, step_path, write_step
 from oblr_megatron.types import Prompt, Sample
@@ -29,7 +30,9 @@ ONE_RANK: Any = SimpleNamespace(rank=0)
 def saved_step(step: int = 1, num_prompts: int = 2, group_size: int = 2, **changes: Any) -> SavedStep:
     """Log-probs as an engine returns them: fp32 values as Python floats."""
     draw = np.random.default_rng(step)
-    prompts = [Prompt(41 + q, f"gsm8k-{q}", f'"{q}" + π\n=', (5, 9, 2 + q), "½", "a,b") for q in range(num_prompts)]
+    prompts = [
+        Prompt(41 + q, f"gsm8k-{q}", f'"{q}" + π\n=', (5, 9, 2 + q), "½", "a,b", "1%") for q in range(num_prompts)
+    ]
     samples = []
     for n in range(num_prompts * group_size):
         prompt, length = prompts[n // group_size], 1 + n % 3
@@ -95,11 +98,11 @@ def test_a_disk_that_takes_nothing_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_replay_hands_out_the_steps_in_order(directory: Path) -> None:
     engine = ReplayEngine(config_of(directory), ONE_RANK)
-    options: Any = {"group_size": 2, "temperature": 1.0, "max_tokens": 4, "seed": 0}
+    request = SamplingRequest(group_size=2, temperature=1.0, max_tokens=4, seed=0)
     for step in (1, 2):
         saved = saved_step(step)
         prompts = engine.take(2)
-        assert prompts == saved.prompts and engine.generate(prompts, **options) == saved.samples
+        assert prompts == saved.prompts and engine.generate(prompts, request) == saved.samples
         assert (engine.epoch, engine.num_skipped) == (3, 4)
         engine.push(None, step)  # type: ignore[arg-type]  # never looked at
         assert engine.version == step
@@ -197,9 +200,18 @@ def test_other_columns_and_other_schema_versions(directory: Path) -> None:
     assert "other columns" in refusal(directory)
     pq.write_table(table.slice(0, 3), path)
     assert "3 saved samples, 2 x 2 were written" in refusal(directory)
-    facts = {b"oblr_rollouts": table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 1', b'sion": 2')}
+    facts = {b"oblr_rollouts": table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 2', b'sion": 3')}
     pq.write_table(table.replace_schema_metadata(facts), path)
-    assert "schema version 2, this program reads 1" in refusal(directory)
+    assert "schema version 3, this program reads 1 and 2" in refusal(directory)
+
+
+def test_files_of_version_1_have_exact_answers(directory: Path) -> None:
+    path = step_path(directory, 1)
+    table = pq.read_table(path).drop_columns(["tolerance"])
+    facts = {b"oblr_rollouts": table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 2', b'sion": 1')}
+    pq.write_table(table.replace_schema_metadata(facts), path)
+    written = saved_step(1)
+    assert read_step(path) == replace(written, prompts=[replace(prompt, tolerance="") for prompt in written.prompts])
 
 
 def test_tokens_of_another_vocabulary_and_other_ages(directory: Path) -> None:

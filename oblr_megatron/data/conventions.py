@@ -1,0 +1,192 @@
+"""How benchmarks write their rows: one table. Nothing is read or downloaded here.
+
+    CONVENTIONS["gsm8k"].gold("... #### 1,234")      # "1234"
+
+A convention says which set of the Hugging Face hub it stands for, under which names rows keep question and answer,
+where in the answer column the gold answer stands, and how far off an answer may be. Gold readers leave an answer as it
+is that is already bare, so that a cleaned copy of a set loads by the convention of the original.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from oblr_megatron.rewards.extract import boxed
+
+Reader = Callable[[Any], Any]
+
+_INTEGER = re.compile(r"([+-]?)0*(\d+)(?:\.0*)?")
+_DOLLAR = re.compile(r"(?<!\\)\$")
+_DAPO = re.compile(
+    r"\s*Solve the following math problem step by step\. The last line of your response should be of the form "
+    r"Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\.\s*(.*?)\s*"
+    r'Remember to put your answer on its own line after "Answer:"\.?\s*',
+    re.DOTALL,
+)
+
+
+def text(value: Any) -> str:
+    """A value as text: numbers are written out, anything but a string or a number counts as absent.
+
+    Examples: " 5" -> " 5"; 5 -> "5"; True -> ""; None -> ""; ["5"] -> "".
+    """
+    if isinstance(value, str):
+        return value
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
+
+
+def as_written(value: Any) -> Any:
+    """The column as it is."""
+    return value
+
+
+def after_hashes(value: Any) -> str:
+    """GSM8K: what follows the last ####, without thousands commas. "... #### 1,234" -> "1234"."""
+    return text(value).rsplit("####", maxsplit=1)[-1].strip().lstrip("$").replace(",", "")
+
+
+def last_box(value: Any) -> str:
+    r"""MATH: the last \boxed{...} of a solution; an answer without one as it is. r"so \boxed{p - q}." -> "p - q"."""
+    found = boxed(text(value))
+    return text(value).strip() if found is None else found
+
+
+def integer(value: Any) -> str:
+    """AIME and AMC: whole numbers without leading zeros or a fraction. "033" -> "33"; 27.0 -> "27"; "3/2" -> "3/2"."""
+    answer = text(value).strip()
+    match = _INTEGER.fullmatch(answer)
+    return answer if match is None else match[1].removeprefix("+") + match[2]
+
+
+def joined(value: Any) -> str:
+    r"""OlympiadBench: the answers of a list, without $ signs. ["$69$,$84$"] -> "69,84"; ["$1$", "$2$"] -> "1, 2"."""
+    answers = value if isinstance(value, (list, tuple)) else [value]
+    return ", ".join(_DOLLAR.sub("", text(answer)).strip() for answer in answers)
+
+
+def without_instruction(value: Any) -> Any:
+    """DAPO: the problem alone, without the instruction around it; anything else as it is."""
+    message = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else None
+    content = message.get("content") if isinstance(message, dict) and message.get("role") == "user" else value
+    match = _DAPO.fullmatch(content) if isinstance(content, str) else None
+    return value if match is None else match[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """How one benchmark writes its rows.
+
+    Example: CONVENTIONS["aime24"] == Convention(hub="HuggingFaceH4/aime_2024", ...)
+    """
+
+    title: str
+    hub: str = ""  # set of the hub that the bare name stands for; empty: there is not one
+    subset: str = ""
+    split: str = ""  # to evaluate on
+    training_split: str = ""  # to train on; empty: the only one
+    questions: tuple[str, ...] = ("question", "problem")  # columns, the first that a row has
+    answers: tuple[str, ...] = ("answer",)  # likewise
+    question: Reader = as_written
+    gold: Reader = text
+    tolerance: str = ""  # as types.Prompt's, for every row
+    tolerances: tuple[str, ...] = ()  # columns that may hold a row's own
+    customary: str = ""  # how the set is used in the literature
+
+
+_BOXED = r"\boxed{}"
+_CONTESTS = ("problem", "question", "Problem", "Question")
+_SMALL = f"{_BOXED}; 32 samples at temperature 0.6 or 1, since 30 problems say little"
+
+CONVENTIONS: dict[str, Convention] = {
+    "gsm8k": Convention(
+        "GSM8K",
+        hub="openai/gsm8k",
+        subset="main",
+        split="test",
+        training_split="train",
+        gold=after_hashes,
+        customary=f"#### or {_BOXED}; greedy",
+    ),
+    "math": Convention(
+        "MATH",
+        hub="DigitalLearningGmbH/MATH-lighteval",
+        split="test",
+        training_split="train",
+        questions=("problem", "question"),
+        answers=("answer", "solution"),
+        gold=last_box,
+        customary=f"{_BOXED}; greedy",
+    ),
+    "math500": Convention(
+        "MATH-500",
+        hub="HuggingFaceH4/MATH-500",
+        split="test",
+        questions=("problem", "question"),
+        answers=("answer", "solution"),
+        gold=last_box,
+        customary=f"{_BOXED}; greedy, or 4 samples at 0.6",
+    ),
+    "aime": Convention(
+        "AIME, any year", questions=_CONTESTS, answers=("answer", "Answer"), gold=integer, customary=_SMALL
+    ),
+    "aime24": Convention(
+        "AIME 2024",
+        hub="HuggingFaceH4/aime_2024",
+        split="train",
+        questions=_CONTESTS,
+        answers=("answer", "Answer"),
+        gold=integer,
+        customary=_SMALL,
+    ),
+    "aime25": Convention(
+        "AIME 2025",
+        hub="math-ai/aime25",
+        split="test",
+        questions=_CONTESTS,
+        answers=("answer", "Answer"),
+        gold=integer,
+        customary=_SMALL,
+    ),
+    "amc": Convention("AMC, any year", questions=_CONTESTS, gold=integer, customary=f"{_BOXED}; as AIME"),
+    "amc23": Convention(
+        "AMC 2023",
+        hub="math-ai/amc23",
+        split="test",
+        questions=_CONTESTS,
+        gold=integer,
+        customary=f"{_BOXED}; 32 samples, 40 problems",
+    ),
+    "olympiadbench": Convention(
+        "OlympiadBench, text, English",
+        hub="Hothan/OlympiadBench",
+        subset="OE_TO_maths_en_COMP",
+        split="train",
+        answers=("final_answer", "answer"),
+        gold=joined,
+        tolerances=("error", "tolerance"),
+        customary=f"{_BOXED}; greedy",
+    ),
+    "minerva": Convention(
+        "Minerva's OCWCourses",
+        hub="math-ai/minervamath",
+        split="test",
+        answers=("answer_latex", "answer"),
+        tolerance="1%",
+        customary=f"{_BOXED}; greedy",
+    ),
+    "dapo": Convention(
+        "DAPO-Math-17k",
+        hub="BytedTsinghua-SIA/DAPO-Math-17k",
+        split="train",
+        questions=("prompt", "question"),
+        answers=("reward_model.ground_truth", "answer", "solution"),
+        question=without_instruction,
+        gold=integer,
+        customary="training; every problem stands in it some hundred times, so keep data.deduplicate",
+    ),
+}
+
+PLAIN = Convention("plain columns", questions=(), answers=())

@@ -1,0 +1,238 @@
+"""A configured source -> its records, one after another, with the file and row each one stands in.
+
+JSONL is read by our own line reader: a malformed line must cost that line alone, and the JSON loader of `datasets`
+gives up the whole file. Everything else (parquet, directories, sets of the hub) goes through `datasets`, local files
+without a copy in its cache.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from glob import glob, has_magic
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from oblr_megatron.config_data import SourceConfig
+from oblr_megatron.data.conventions import CONVENTIONS, PLAIN, Convention
+from oblr_megatron.errors import UserError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz")
+_SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # written by Dataset.save_to_disk
+BATCH_ROWS = 1024  # read at once
+_CANNOT = "cannot read the data set"
+
+
+class Record(NamedTuple):
+    """One row as it is stored. Example: Record("train", 3, {"question": "2+3?", "answer": "5"})"""
+
+    file: str  # name without suffix, or that of the hub's set
+    number: int  # line or row in that file, from 0
+    value: dict[str, Any] | str  # or why it cannot be read
+
+
+def named_source(text: str) -> tuple[str, SourceConfig]:
+    """A data set as a command line names it.
+
+    Args:
+        text: "NAME=PATH", a path, a set of the hub, or the name of a convention. NAME's own convention applies to PATH
+            if there is one; without NAME a file or directory goes by its stem, a set of the hub by its last part.
+
+    Examples:
+        "gsm8k=data/test.jsonl" -> "gsm8k", SourceConfig(path="data/test.jsonl", convention="gsm8k")
+        "data/sums.jsonl"       -> "sums", SourceConfig(path="data/sums.jsonl")
+        "aime24"                -> "aime24", SourceConfig(path="aime24", convention="aime24")
+
+    Raises:
+        UserError: there is no path, or no name can be had from it.
+    """
+    name, sign, path = text.partition("=")
+    if not sign or not re.fullmatch(r"[\w.-]+", name) or Path(text).exists():
+        name, path = "", text
+    if not path:
+        raise UserError(f"{text!r} names no data", where="--data", mend="write NAME=PATH, a path, or a convention")
+    if not name and has_magic(path):
+        raise UserError(f"{path!r} is a pattern, the set needs a name", where="--data", mend=f"write NAME={path}")
+    if not name:
+        name = Path(path).name if Path(path).is_dir() or _is_hub_name(path) else Path(path).stem
+        return name, SourceConfig(path=path, convention=_bare_convention(path))
+    return name, SourceConfig(path=path, convention=name if name in CONVENTIONS else _bare_convention(path))
+
+
+def convention_of(source: SourceConfig) -> Convention:
+    """The convention that was named; else the one whose name or hub set the path is; else plain columns.
+
+    Raises:
+        UserError: no convention of that name.
+    """
+    name = source.convention or _bare_convention(source.path)
+    if name and name not in CONVENTIONS:
+        raise UserError(
+            f"unknown convention {name!r}", where=f"data: {source.path}", mend=f"known: {', '.join(CONVENTIONS)}"
+        )
+    return CONVENTIONS[name] if name else PLAIN
+
+
+def open_source(source: SourceConfig, *, training: bool = False) -> Iterator[Record]:
+    """The records of a source, in order.
+
+    Args:
+        source: what was asked for; an existing file comes first, then a directory, a convention, a set of the hub.
+        training: take the convention's training split.
+
+    Raises:
+        UserError: it cannot be opened or read.
+    """
+    path = Path(source.path)
+    if path.is_file():
+        yield from _file(path)
+    elif has_magic(source.path):
+        yield from _pattern(source.path)
+    elif path.is_dir():
+        yield from _records(path.name, _directory(path, source, training), source.path)
+    else:
+        yield from _hub(source, training)
+
+
+def _bare_convention(path: str) -> str:
+    """The convention whose name, or whose set of the hub, the path is; empty where something local has that name."""
+    if Path(path).exists():
+        return ""
+    return next((name for name, convention in CONVENTIONS.items() if path in (name, convention.hub)), "")
+
+
+def _is_hub_name(path: str) -> bool:
+    return _HUB_NAME.fullmatch(path) is not None and not path.endswith(_FILE_SUFFIXES)
+
+
+def _file(path: Path) -> Iterator[Record]:
+    if path.suffix == ".parquet":
+        return _records(path.stem, _load("parquet", str(path), data_files=[str(path)], split="train"), str(path))
+    return (Record(path.stem, number, _parse(line)) for number, line in _lines(path) if line.strip())
+
+
+def _pattern(pattern: str) -> Iterator[Record]:
+    files = [Path(name) for name in sorted(glob(pattern, recursive=True)) if Path(name).is_file()]
+    if not files:
+        raise UserError(f"{_CANNOT}: no file has that name", where=pattern, mend="correct the pattern")
+    for file in files:
+        yield from _file(file)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(position from 0, bytes) of each line; a byte-order mark is dropped."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file):
+                yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
+    except OSError as error:
+        raise UserError(f"{_CANNOT}: {error.strerror}", where=str(path), mend="give a file that can be read") from error
+
+
+def _parse(line: bytes) -> dict[str, Any] | str:
+    """The row, or why it cannot be read."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    except (ValueError, RecursionError):  # deep nesting ends in a RecursionError
+        return "not JSON"
+    return record if isinstance(record, dict) else "not a JSON object"
+
+
+def _directory(path: Path, source: SourceConfig, training: bool) -> Any:
+    """The chosen split of a directory: one saved by `save_to_disk`, or files that `datasets` finds in it."""
+    if any((path / name).exists() for name in _SAVED_TO_DISK):
+        splits = _load_from_disk(path)
+    else:
+        splits = _load(str(path), source.path, name=source.subset or None)
+    if not isinstance(splits, dict):
+        return splits  # saved as a single split
+    usual = (_usual_split(convention_of(source), training), "train")
+    only = list(splits)[:1] if len(splits) == 1 else []
+    chosen = next((name for name in ((source.split,) if source.split else (*usual, *only)) if name in splits), None)
+    if chosen is None:
+        raise UserError(
+            f"{_CANNOT}: no split {source.split or usual[0] or usual[1]!r}",
+            where=source.path,
+            mend=f"set split to one of {', '.join(map(str, splits))}",
+        )
+    return splits[chosen]
+
+
+def _usual_split(convention: Convention, training: bool) -> str:
+    return (training and convention.training_split) or convention.split
+
+
+def _hub(source: SourceConfig, training: bool) -> Iterator[Record]:
+    convention = convention_of(source)
+    own = source.path in CONVENTIONS or source.path == convention.hub
+    name = convention.hub if source.path in CONVENTIONS else source.path
+    if not name:
+        raise UserError(
+            f"the convention {source.path!r} stands for no set of the hub", where="data", mend="give a file, or a year"
+        )
+    if not _is_hub_name(name):
+        raise UserError(
+            f"{_CANNOT}: there is no such file, directory or convention",
+            where=source.path,
+            mend=f"give an existing path, OWNER/NAME of a set on the hub, or one of {', '.join(CONVENTIONS)}",
+        )
+    split = _usual_split(convention, training) if own else ""
+    rows = _load(
+        name,
+        source.path,
+        name=source.subset or (convention.subset if own else "") or None,
+        split=source.split or split or "train",
+        revision=source.revision or None,
+        streaming=False,
+    )
+    return _records(name.rpartition("/")[2], rows, source.path)
+
+
+def _records(file: str, data: Any, where: str) -> Iterator[Record]:
+    """The rows of a `datasets` object, taken from its arrow tables: eight times as fast as one by one."""
+    number = 0
+    tables = iter(data.with_format("arrow").iter(batch_size=BATCH_ROWS))
+    while True:
+        try:
+            rows = next(tables).to_pylist()
+        except StopIteration:
+            return
+        except Exception as error:  # what a damaged file makes of datasets, pyarrow and fsspec
+            raise _refusal(error, where) from error
+        for row in rows:
+            yield Record(file, number, row)
+            number += 1
+
+
+def _load(kind: str, where: str, *, streaming: bool = True, **options: Any) -> Any:
+    """`datasets.load_dataset`; what it cannot do is the user's to mend."""
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(kind, streaming=streaming, **options)
+    except Exception as error:  # its errors share no class: hub, files, names of splits and subsets
+        raise _refusal(error, where) from error
+
+
+def _load_from_disk(path: Path) -> Any:
+    from datasets import load_from_disk
+
+    try:
+        return load_from_disk(str(path))
+    except Exception as error:  # as above
+        raise _refusal(error, str(path)) from error
+
+
+def _refusal(error: Exception, where: str) -> UserError:
+    if isinstance(error, ConnectionError):
+        mend = "download it where there is a network, and give the path of its files"
+    elif type(error).__name__ in ("DatasetNotFoundError", "GatedRepoError"):
+        mend = "correct the name, log in to the hub if the set asks for it, or give the path of its files"
+    else:
+        mend = "correct path, subset, split or revision, or repair the file"
+    what = " ".join(str(error).split()) or type(error).__name__
+    return UserError(f"{_CANNOT}: {what[:300]}", where=where, mend=mend)

@@ -1,0 +1,88 @@
+"""The training sources without what is to be kept out: duplicates, contradictions, questions of benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from oblr_megatron.data.overlap import Benchmarks, Duplicates
+from oblr_megatron.data.prompt_set import PromptSet, warn_of
+from oblr_megatron.data.rows import Row, Skipped, plain_text, read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from oblr_megatron.config_data import DataConfig, SourceConfig
+
+
+def training_sets(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, held_out: Mapping[str, SourceConfig]
+) -> list[PromptSet]:
+    """The usable rows of each source of config.train; says in one warning what was left out of them.
+
+    Args:
+        config: sources, columns, template and filters.
+        tokenizer: see `PromptSet`.
+        held_out: sets whose questions are kept out, beside config.exclude.
+
+    Raises:
+        UserError: a source cannot be read, or holds no usable row.
+    """
+    skipped: list[list[Skipped]] = [[] for _ in config.train]
+    rows = _distinct(config, skipped) if config.deduplicate else _all(config, skipped)
+    benchmarks = _benchmarks(config, held_out)
+
+    def overlap(row: Row) -> str:
+        name = benchmarks.overlapping(plain_text(row.question))
+        return f"overlapping {name}" if name else ""
+
+    sets = [
+        PromptSet(source.path, _without(overlap, kept, source.path, left_out), left_out, config, tokenizer)
+        for source, kept, left_out in zip(config.train, rows, skipped, strict=True)
+    ]
+    warn_of(sets)
+    return sets
+
+
+def _all(config: DataConfig, skipped: list[list[Skipped]]) -> list[Iterator[Row]]:
+    """The rows of each source."""
+    return [
+        read_rows(source, config, left_out, training=True)
+        for source, left_out in zip(config.train, skipped, strict=True)
+    ]
+
+
+def _distinct(config: DataConfig, skipped: list[list[Skipped]]) -> list[list[Row]]:
+    """The rows of each source, one for each question of all of them, and none where the answers differ.
+
+    Only after the last row is it known which questions have one answer, so that first occurrences are held until then.
+    """
+    duplicates = Duplicates()
+
+    def repeated(row: Row) -> str:
+        return "" if duplicates.is_new(row) else "duplicate"
+
+    def contradicted(row: Row) -> str:
+        return "contradicted by a duplicate" if duplicates.contradicts(row) else ""
+
+    paths = [source.path for source in config.train]
+    first = [list(_without(repeated, *own)) for own in zip(_all(config, skipped), paths, skipped, strict=True)]
+    return [list(_without(contradicted, *own)) for own in zip(first, paths, skipped, strict=True)]
+
+
+def _benchmarks(config: DataConfig, held_out: Mapping[str, SourceConfig]) -> Benchmarks:
+    """The questions of config.exclude and of the held-out sets; none if overlaps are allowed."""
+    benchmarks = Benchmarks(ngram=config.overlap_ngram, threshold=config.overlap_threshold)
+    if config.overlap_threshold > 0:
+        for name, source in [*((source.path, source) for source in config.exclude), *held_out.items()]:
+            benchmarks.add(name, (plain_text(row.question) for row in read_rows(source, config, [])))
+    return benchmarks
+
+
+def _without(reason_of: Callable[[Row], str], rows: Iterable[Row], path: str, skipped: list[Skipped]) -> Iterator[Row]:
+    """The rows there is no reason to leave out; the others are remembered with theirs."""
+    for row in rows:
+        if reason := reason_of(row):
+            skipped.append(row.left_out(path, reason))
+        else:
+            yield row

@@ -1,0 +1,161 @@
+r"""The table of benchmarks: rows as each set publishes them, in miniature, and the page that repeats the table.
+
+Not covered: whether the sets of the hub still have these columns; the rows below were written after their pages.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.config_data import DataConfig, EvaluateConfig
+from oblr_megatron.data.conventions import CONVENTIONS, Convention, text
+from oblr_megatron.data.prompts import load_prompts
+from oblr_megatron.data.sources import convention_of
+from tests.unit.data.conftest import config, write_rows
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "data.md"
+
+DAPO = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is $1+1$?\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+PUBLISHED = {
+    "gsm8k": {"question": "What is 1+1?", "answer": "It is <<1+1=2>>2.\n#### 1,234"},
+    "math": {"problem": "What is 1+1?", "solution": r"Not $\boxed{3}$ but $\boxed{\frac{1}{2}}$.", "level": "Level 1"},
+    "math500": {"problem": "What is 1+1?", "solution": r"$\boxed{3}$", "answer": r"\$32,\!348", "unique_id": "test/1"},
+    "aime": {"Question": "What is 1+1?", "Answer": "033"},
+    "aime24": {"id": 60, "problem": "What is 1+1?", "solution": r"\boxed{33}", "answer": "033", "year": "2024"},
+    "aime25": {"problem": "What is 1+1?", "answer": "0", "id": "0"},
+    "amc": {"problem": "What is 1+1?", "answer": 142.0},
+    "amc23": {"id": 0, "question": "What is 1+1?", "answer": "27.0", "url": "https://"},
+    "olympiadbench": {"question": "What is 1+1?", "final_answer": ["$69$,$84$"], "error": None, "unit": None},
+    "minerva": {"question": "What is 1+1?", "answer": "6.02e23"},
+    "dapo": {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": DAPO}],
+        "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": "9a9b6eb4"},
+    },
+}
+GOLD = {
+    "gsm8k": "1234",
+    "math": r"\frac{1}{2}",
+    "math500": r"\$32,\!348",
+    "aime": "33",
+    "aime24": "33",
+    "aime25": "0",
+    "amc": "142",
+    "amc23": "27",
+    "olympiadbench": "69,84",
+    "minerva": "6.02e23",
+    "dapo": "34",
+}
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_rows_as_published(name: str, tmp_path: Path, tokenizer) -> None:
+    path = write_rows(tmp_path / "published.jsonl", [PUBLISHED[name]])
+    data = config({"path": str(path), "convention": name}, template="Q: {question}")
+    [prompt] = load_prompts(data.train[0], data, tokenizer)
+    assert prompt.answer == GOLD[name]
+    assert prompt.text == ("Q: What is $1+1$?" if name == "dapo" else "Q: What is 1+1?")
+    assert prompt.tolerance == ("1%" if name == "minerva" else "")
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_gold_readers_leave_a_bare_answer_alone(name: str) -> None:
+    gold = CONVENTIONS[name].gold
+    assert gold(GOLD[name]) == GOLD[name] == gold(gold(GOLD[name]))
+    for answer in ("-3", "0", "x"):
+        assert gold(answer) == answer
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "answer"),
+    [
+        ("gsm8k", "#### $70,000", "70000"),
+        ("gsm8k", "a #### 1\n#### -5 ", "-5"),
+        ("aime24", 33, "33"),
+        ("aime24", "000", "0"),
+        ("amc23", "3.50", "3.50"),
+        ("amc23", -2.0, "-2"),
+        ("olympiadbench", ["$1$", "$x=2$"], "1, x=2"),
+        ("olympiadbench", r"costs \$5", r"costs \$5"),
+        ("math", r"\boxed{\boxed{1}", "1"),
+        ("dapo", None, ""),
+        ("olympiadbench", None, ""),
+        ("math", ["1"], ""),
+    ],
+)
+def test_gold_answers(name: str, value: object, answer: str) -> None:
+    assert CONVENTIONS[name].gold(value) == answer
+
+
+@pytest.mark.parametrize(
+    ("written", "tolerance"),
+    [("1e-1", "0.1"), (0.5, "0.5"), ("2%", "2%"), ("0", ""), (None, ""), ("about", ""), ("NaN", ""), ("-1", "")],
+)
+def test_tolerances_of_rows(written: object, tolerance: str, tmp_path: Path, tokenizer) -> None:
+    rows = [PUBLISHED["olympiadbench"] | {"error": written}, PUBLISHED["olympiadbench"] | {"tolerance": written}]
+    data = config({"path": str(write_rows(tmp_path / "a.jsonl", rows)), "convention": "olympiadbench"})
+    assert [prompt.tolerance for prompt in load_prompts(data.train[0], data, tokenizer)] == [tolerance] * 2
+
+
+def test_only_dapos_own_instruction_is_taken_off(tmp_path: Path, chat_tokenizer) -> None:
+    talk = [{"role": "user", "content": "Solve: 1+1"}]
+    rows = [{"prompt": talk, "answer": 2}, {"prompt": "1+1", "answer": 2}, {"prompt": DAPO, "solution": "2"}]
+    data = config({"path": str(write_rows(tmp_path / "a.jsonl", rows)), "convention": "dapo"}, chat_template=True)
+    texts = [prompt.text for prompt in load_prompts(data.train[0], data, chat_tokenizer)]
+    assert texts == ["<u>Solve: 1+1<a>", "<u>1+1<a>", "<u>What is $1+1$?<a>"]
+
+
+def test_the_columns_of_the_source_come_first_and_those_of_data_last(tmp_path: Path, tokenizer) -> None:
+    row = {"problem": "p", "question": "q", "answer": "a 1", "solution": r"\boxed{s}", "text": "t", "gold": "#### 5"}
+    path = str(write_rows(tmp_path / "a.jsonl", [row]))
+    for source, pair in (
+        ({"convention": "math"}, ("p", "a 1")),
+        ({"convention": "math", "answer_column": "solution"}, ("p", "s")),
+        ({"question_column": "text", "answer_column": "gold"}, ("t", "#### 5")),
+        ({"question_column": "text", "answer_column": "gold", "convention": "gsm8k"}, ("t", "5")),
+    ):
+        data = config({"path": path, **source})
+        [prompt] = load_prompts(data.train[0], data, tokenizer)
+        assert (prompt.text, prompt.answer) == pair
+    path = str(write_rows(tmp_path / "b.jsonl", [{"text": "t", "gold": "0"}]))
+    data = config({"path": path, "convention": "aime"}, question_column="text", answer_column="gold")
+    assert load_prompts(data.train[0], data, tokenizer)[0].answer == "0"
+
+
+def as_row(name: str, convention: Convention) -> str:
+    """The table's line for a convention."""
+    splits = ", ".join(dict.fromkeys(filter(None, (convention.training_split, convention.split))))
+    where = " ".join(filter(None, (f"`{convention.hub}`" if convention.hub else "none", convention.subset, splits)))
+    columns = ", ".join(f"`{column}`" for column in convention.questions)
+    answers = ", ".join(f"`{column}`" for column in convention.answers)
+    reads = (convention.gold.__doc__ or "").partition(": ")[2].partition(". ")[0].rstrip(".")
+    gold = "as it is" if convention.gold is text else reads
+    own = f"`{convention.tolerances[0]}`" if convention.tolerances else "none"
+    cells = [f"`{name}`", convention.title, where, columns, answers, gold, convention.tolerance or own]
+    return " | ".join(["", *cells, convention.customary, ""]).strip()
+
+
+def test_the_page_repeats_the_table() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    missing = [row for row in (as_row(*item) for item in CONVENTIONS.items()) if row not in page]
+    assert not missing, "docs/data.md has not the lines\n" + "\n".join(missing)
+
+
+def test_the_pages_examples_are_configurations() -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    sources = []
+    for block in blocks:
+        table = tomllib.loads(block)
+        sources.append(DataConfig.model_validate(table["data"]).train)
+        EvaluateConfig.model_validate(table.get("evaluate", {}))
+    assert [len(own) for own in sources] == [1, 2]
+    assert convention_of(sources[1][0]) is CONVENTIONS["dapo"]

@@ -1,0 +1,110 @@
+"""What is kept out of training.
+
+The oracle of the overlap is the definition, computed by brute force. Not covered: paraphrases, which no shingle finds.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from oblr_megatron.config_data import SourceConfig
+from oblr_megatron.data.overlap import Benchmarks
+from oblr_megatron.data.prompts import PromptStream
+from oblr_megatron.errors import UserError
+from tests.unit.data.conftest import config, stream, write_rows
+
+DUCKS = "Janet's ducks lay 16 eggs per day and she sells what she does not eat at the market"
+
+
+def rows(path: Path, *pairs: tuple[object, object]) -> Path:
+    return write_rows(path, ({"question": question, "answer": answer} for question, answer in pairs))
+
+
+def reasons(prompts: PromptStream) -> list[tuple[str, int, str]]:
+    return [(Path(skip.source).name, skip.line, skip.reason) for skip in prompts.skipped]
+
+
+def test_later_rows_of_a_question_are_dropped(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = rows(tmp_path / "a.jsonl", ("1 + 1", 2), (" 1\u00a0+  1\n", 2), ("2+2", 4), ("1 + 2", 3))
+    talk = [{"role": "user", "content": "2+2"}]
+    second = rows(tmp_path / "b.jsonl", ("x", 1), ("\uff11 + 1", "2"), (talk, " 4"), ("y", 1))
+    with caplog.at_level(logging.WARNING):
+        prompts = stream(tokenizer, [str(first), str(second)])
+    duplicates = [("a.jsonl", 2), ("b.jsonl", 2), ("b.jsonl", 3)]
+    assert reasons(prompts) == [(*where, "duplicate") for where in duplicates]
+    assert prompts.num_skipped == 3 and len(prompts) == 5
+    [line] = caplog.messages
+    assert "1 duplicate (line 2)" in line and "2 duplicate (lines 2, 3)" in line
+    assert len(stream(tokenizer, [str(first), str(second)], deduplicate=False)) == 8
+
+
+def test_contradicting_answers_drop_all_rows_of_a_question(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    first = rows(tmp_path / "a.jsonl", ("1+1", 2), ("2+2", 4), ("3+3", 6), ("2+2", 5), ("2+2", 4))
+    second = rows(tmp_path / "b.jsonl", ("3+3", 7), ("4+4", 8))
+    prompts = stream(tokenizer, [str(first), str(second)])
+    dropped = [("a.jsonl", 2), ("a.jsonl", 3)]
+    later = [("a.jsonl", 4), ("a.jsonl", 5), ("b.jsonl", 1)]
+    assert sorted(reasons(prompts)) == sorted(
+        [*((*where, "contradicted by a duplicate") for where in dropped), *((*where, "duplicate") for where in later)]
+    )
+    assert {prompt.text for prompt in prompts.take(2)} == {"1+1", "4+4"}
+
+
+def test_rows_that_hold_a_benchmark_question_are_dropped(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    test = rows(tmp_path / "test.jsonl", (DUCKS, 1), ("12+34", 46))
+    held = rows(tmp_path / "held.jsonl", ("What is two plus two?", 4))
+    train = rows(
+        tmp_path / "train.jsonl",
+        (f"Here is one: {DUCKS.upper()}!", 1),
+        ("12*34", 408),
+        (" 12+34 ", 46),
+        ("Janet's ducks lay 16 eggs per day and she keeps them all for breakfast", 1),
+        ("WHAT is two plus two?", 4),
+    )
+    data = config(train, exclude=str(test), max_prompt_tokens=200)
+    prompts = PromptStream(data, tokenizer, seed=0, held_out={"sums": SourceConfig(path=str(held))})
+    assert reasons(prompts) == [
+        ("train.jsonl", 1, f"overlapping {test}"),
+        ("train.jsonl", 3, f"overlapping {test}"),
+        ("train.jsonl", 5, "overlapping sums"),
+    ]
+    assert len(stream(tokenizer, train, exclude=str(test), overlap_threshold=0)) == 5
+
+
+def test_nothing_is_left_to_train_on(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    train = rows(tmp_path / "train.jsonl", (DUCKS, 1), (DUCKS, 1), ("2+2", 4))
+    with pytest.raises(UserError, match=r"no usable row \(2 overlapping .*train.jsonl \(lines 1, 3\), 1 duplicate"):
+        stream(tokenizer, train, exclude=str(train))
+    with pytest.raises(UserError, match=r"no usable row \(3 duplicate"):
+        stream(tokenizer, [str(train), str(train)])
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abcd"), max_size=9).map(" ".join), max_size=6),
+    st.lists(st.sampled_from(["a", "b", "c", "d", "E", "!", "a_b"]), max_size=12).map(" ".join),
+    st.integers(1, 4),
+    st.sampled_from([0.01, 0.3, 0.5, 1.0]),
+)
+def test_overlaps_are_those_of_the_definition(held, question, ngram, threshold) -> None:
+    def shingles(text: str) -> set[tuple[str, ...]]:
+        words = re.findall(r"[a-z]+", text.lower())
+        return {tuple(words[first : first + ngram]) for first in range(len(words) - ngram + 1)}
+
+    def overlaps(other: str) -> bool:
+        wanted = shingles(other)
+        if not wanted:
+            return other.lower() == question.lower()
+        return len(wanted & shingles(question)) / len(wanted) >= threshold
+
+    benchmarks = Benchmarks(ngram=ngram, threshold=threshold)
+    benchmarks.add("set", held)
+    assert benchmarks.overlapping(question) == ("set" if any(overlaps(other) for other in held) else "")

@@ -1,0 +1,190 @@
+"""Files, patterns, directories and names, through the real `datasets`; nothing is downloaded.
+
+Not covered: a set of the hub that is there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from oblr_megatron.config_data import SourceConfig
+from oblr_megatron.data.conventions import CONVENTIONS, PLAIN
+from oblr_megatron.data.prompts import load_prompts
+from oblr_megatron.data.sources import Record, convention_of, named_source, open_source
+from oblr_megatron.errors import UserError
+from tests.unit.data.conftest import SUMS, config, stream, sums, write_rows
+
+ROWS = [{"question": "1+1=", "answer": 2, "task": {"level": 1}}, {"question": "2+2=", "answer": 4, "task": None}]
+
+
+def records(path: object, *, training: bool = False, **values: str) -> list[Record]:
+    return list(open_source(SourceConfig.model_validate({"path": str(path), **values}), training=training))
+
+
+def questions(path: object, *, training: bool = False, **values: str) -> list[str]:
+    return [record.value["question"] for record in records(path, training=training, **values)]
+
+
+def refusal(path: object, **values: str) -> str:
+    with pytest.raises(UserError) as caught:
+        records(path, **values)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def parquet(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_parquet(tmp_path: Path, tokenizer) -> None:
+    path = parquet(tmp_path / "sums.parquet", [*ROWS, {"question": None, "answer": 1, "task": None}])
+    assert records(path)[:2] == [Record("sums", number, row) for number, row in enumerate(ROWS)]
+    prompts = stream(tokenizer, path, shuffle=False)
+    assert [(prompt.id, prompt.text, prompt.answer) for prompt in prompts.take(2)] == [
+        ("sums-0", "1+1=", "2"),
+        ("sums-1", "2+2=", "4"),
+    ]
+    assert [skip[1:3] for skip in prompts.skipped] == [(3, "no 'question'")]
+
+
+def test_a_lists_column_of_parquet_is_a_conversation(tmp_path: Path, chat_tokenizer) -> None:
+    turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    path = parquet(tmp_path / "verl.parquet", [{"prompt": turns, "reward_model": {"ground_truth": "2", "style": "x"}}])
+    source = {"path": str(path), "question_column": "prompt", "answer_column": "reward_model.ground_truth"}
+    [prompt] = stream(chat_tokenizer, source, chat_template=True).take(1)
+    assert (prompt.text, prompt.answer) == ("<s>Add.<u>1+1=<a>", "2")
+
+
+def test_patterns_take_files_in_order_of_their_names(tmp_path: Path, tokenizer) -> None:
+    write_rows(tmp_path / "b.jsonl", ROWS[:1])
+    parquet(tmp_path / "a.parquet", ROWS[1:])
+    write_rows(tmp_path / "deep.jsonl", ROWS)
+    found = records(tmp_path / "[ab].*")
+    assert [(record.file, record.number) for record in found] == [("a", 0), ("b", 0)]
+    assert [record.value["question"] for record in found] == ["2+2=", "1+1="]
+    data = config(str(tmp_path / "[ab].*"), max_prompt_tokens=1)
+    with pytest.raises(UserError, match=r"no usable row \(2 longer than .* 1 \(lines a:1: 4 tokens, b:1: 4 tokens\)"):
+        load_prompts(data.train[0], data, tokenizer)
+    assert "no file has that name" in refusal(tmp_path / "*.csv")
+
+
+def test_a_directory_as_datasets_reads_it(tmp_path: Path) -> None:
+    for split, row in zip(("train", "test"), ROWS, strict=True):
+        parquet(tmp_path / "sums" / f"{split}.parquet", [row])
+    assert questions(tmp_path / "sums") == ["1+1="]
+    assert questions(tmp_path / "sums", split="test") == ["2+2="]
+    assert questions(tmp_path / "sums", convention="gsm8k") == ["2+2="]
+    assert questions(tmp_path / "sums", convention="gsm8k", training=True) == ["1+1="]
+    assert "no split 'dev'; " not in refusal(tmp_path / "sums", split="dev")
+    assert "set split to one of train, test" in refusal(tmp_path / "sums", split="dev")
+    assert "'hard' not found" in refusal(tmp_path / "sums", subset="hard")
+
+
+def test_the_subsets_of_a_directory(tmp_path: Path) -> None:
+    for subset, row in zip(("easy", "hard"), ROWS, strict=True):
+        parquet(tmp_path / subset / "train.parquet", [row])
+    names = "\n".join(f"- config_name: {name}\n  data_files: {name}/*.parquet" for name in ("easy", "hard"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{names}\n---\n")
+    assert questions(tmp_path, subset="hard") == ["2+2="]
+    assert "easy" in refusal(tmp_path)
+
+
+def test_a_directory_saved_to_disk(tmp_path: Path) -> None:
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    assert questions(tmp_path / "one") == ["1+1=", "2+2="]
+    splits = {"dev": Dataset.from_list(ROWS[:1]), "test": Dataset.from_list(ROWS[1:])}
+    DatasetDict(splits).save_to_disk(tmp_path / "two")
+    assert questions(tmp_path / "two", split="dev") == ["1+1="]
+    assert "no split 'train'" in refusal(tmp_path / "two")
+    DatasetDict({"dev": splits["dev"]}).save_to_disk(tmp_path / "three")
+    assert questions(tmp_path / "three") == ["1+1="], "the only split needs no name"
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "bad.parquet").write_text("not parquet at all")
+    assert "cannot read the data set: Parquet magic bytes" in refusal(tmp_path / "bad.parquet")
+    (tmp_path / "empty").mkdir()
+    assert "doesn't contain any data files" in refusal(tmp_path / "empty")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    assert "cannot read the data set" in refusal(tmp_path / "saved")
+    for path in (tmp_path / "no.jsonl", "data/no.parquet", "word"):
+        assert "there is no such file, directory or convention" in refusal(path)
+    unreadable = Path("/proc/self/mem")
+    if unreadable.is_file():
+        assert "cannot read the data set: Input/output error" in refusal(unreadable)
+
+
+@pytest.mark.parametrize(
+    "values", [{"path": "gsm8k"}, {"path": "openai/gsm8k"}, {"path": "nobody/nothing", "revision": "v1"}]
+)
+def test_the_hub_out_of_reach(values: dict[str, str]) -> None:
+    message = refusal(**values)
+    assert "Couldn't reach" in message and "give the path of its files" in message
+    assert f"[{values['path']}]" in message
+
+
+def test_a_name_of_the_hub_gives_way_to_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet(tmp_path / "openai" / "gsm8k" / "test.parquet", ROWS)
+    monkeypatch.chdir(tmp_path)
+    assert questions("openai/gsm8k", split="test") == ["1+1=", "2+2="]
+    assert convention_of(SourceConfig(path="openai/gsm8k")) is PLAIN
+    write_rows(tmp_path / "gsm8k", ROWS[:1])
+    assert questions("gsm8k") == ["1+1="]
+
+
+def test_the_convention_of_a_source() -> None:
+    assert convention_of(SourceConfig(path=str(SUMS))) is PLAIN
+    assert convention_of(SourceConfig(path=str(SUMS), convention="amc")) is CONVENTIONS["amc"]
+    assert convention_of(SourceConfig(path="aime24")) is CONVENTIONS["aime24"]
+    assert convention_of(SourceConfig(path="Hothan/OlympiadBench")) is CONVENTIONS["olympiadbench"]
+    with pytest.raises(UserError, match=r"unknown convention 'gsm9k'.*known: gsm8k, math"):
+        convention_of(SourceConfig(path="x", convention="gsm9k"))
+    assert "stands for no set of the hub" in refusal("aime")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "path", "convention"),
+    [
+        ("gsm8k=some/test.jsonl", "gsm8k", "some/test.jsonl", "gsm8k"),
+        ("mine=some/test.jsonl", "mine", "some/test.jsonl", ""),
+        ("mine=aime24", "mine", "aime24", "aime24"),
+        ("some/test.jsonl", "test", "some/test.jsonl", ""),
+        ("some/math500.jsonl", "math500", "some/math500.jsonl", ""),
+        ("runs/lr=1/test.jsonl", "test", "runs/lr=1/test.jsonl", ""),
+        ("aime24", "aime24", "aime24", "aime24"),
+        ("math-ai/amc23", "amc23", "math-ai/amc23", "amc23"),
+        ("owner/set.v2", "set.v2", "owner/set.v2", ""),
+        ("all=parts/*.parquet", "all", "parts/*.parquet", ""),
+    ],
+)
+def test_sets_that_a_command_line_names(text: str, name: str, path: str, convention: str) -> None:
+    assert named_source(text) == (name, SourceConfig(path=path, convention=convention))
+
+
+def test_a_file_may_hold_an_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sums(Path("gsm8k=1.jsonl"), 2)
+    assert named_source("gsm8k=1.jsonl") == ("gsm8k=1", SourceConfig(path="gsm8k=1.jsonl"))
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "names no data"), ("a=", "names no data"), ("p/*.jsonl", "name")])
+def test_names_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        named_source(text)
+
+
+def test_a_malformed_line_costs_that_line_alone(tmp_path: Path, tokenizer) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1+1=", "answer": 2}\n{"question": \n{"question": "2+2=", "answer": [4]}\n\n{}\n')
+    with pytest.raises(UserError, match="cannot read"):
+        records(tmp_path)  # the same file by `datasets`: no row of it is had
+    data = config(path)
+    assert [prompt.text for prompt in load_prompts(data.train[0], data, tokenizer)] == ["1+1="]
