@@ -6,27 +6,38 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from oblr_megatron.rewards.pool import Outcome, Pool
 from oblr_megatron.rewards.workers import START_S
 from oblr_megatron.types import Prompt, Sample
+
+Fault = Literal["failed", "late"]
 
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
     """The rewards of a batch.
 
-    Example of a sum of two: RewardResult(rewards=[1.1, 0.0], answers=["4", None],
-                                          terms={"math": [1.0, 0.0], "format": [1.0, 0.0]})
+    Example of a sum of two, whose second sample's judging took too long: RewardResult(
+        rewards=[1.1, 0.0], faults={1: "late"}, answers=["4", None], terms={"math": [1.0, 0.0], "format": [1.0, 0.0]})
     """
 
     rewards: list[float]  # [N] one for each sample: what training maximises
-    failures: int = 0  # samples whose judging raised or gave no finite number; they score 0
-    timeouts: int = 0  # samples whose judging ran past its deadline; they score 0
+    faults: dict[int, Fault] = field(default_factory=dict)  # by sample; see `failures` and `timeouts`
     error: str | None = None  # traceback of the first failure
     answers: list[str | None] | None = None  # [N] what was read as the answer; None where the reward reads none
     terms: dict[str, list[float]] = field(default_factory=dict)  # [N] each, unweighted, of a sum; the main one first
+
+    @property
+    def failures(self) -> int:
+        """Samples whose judging raised or gave no finite number; they score 0."""
+        return sum(fault == "failed" for fault in self.faults.values())
+
+    @property
+    def timeouts(self) -> int:
+        """Samples whose judging ran past its deadline; they score 0."""
+        return sum(fault == "late" for fault in self.faults.values())
 
     @property
     def verdicts(self) -> list[float]:
@@ -68,7 +79,7 @@ class Reward(ABC):
 
 def pair(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Prompt, Sample]]:
     """Each sample with the prompt it answers; N samples in prompt-major order."""
-    size = len(samples) // max(len(prompts), 1)
+    size = group_size(prompts, samples)
     assert len(samples) == size * len(prompts), f"{len(samples)} samples do not divide among {len(prompts)} prompts"
     pairs = [(prompts[position // size], sample) for position, sample in enumerate(samples)]
     for prompt, sample in pairs:
@@ -76,23 +87,58 @@ def pair(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Pro
     return pairs
 
 
+def group_size(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> int:
+    """Responses to each prompt."""
+    return len(samples) // max(len(prompts), 1)
+
+
+def texts(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
+    """(response, gold answer, prompt) of each sample: what a user's own reward gets."""
+    return [(sample.text, prompt.answer, prompt.text) for prompt, sample in pair(prompts, samples)]
+
+
+def whole_groups(batch_size: int, group: int) -> int:
+    """`batch_size` rounded up to whole groups. Example: whole_groups(20, 8) = 24."""
+    return -(-batch_size // max(group, 1)) * max(group, 1)
+
+
+def collect(outcomes: Sequence[Outcome]) -> RewardResult:
+    """Values, 0 for what failed or ran late; the first failure's traceback goes with them."""
+    return RewardResult(
+        [outcome.value or 0.0 for outcome in outcomes],
+        faults={n: "late" if one.timed_out else "failed" for n, one in enumerate(outcomes) if one.value is None},
+        error=next((outcome.error for outcome in outcomes if outcome.error), None),
+    )
+
+
+def joined(parts: Sequence[RewardResult]) -> RewardResult:
+    """The results of parts of a batch that follow one another, as that of the whole."""
+    starts = [sum(len(part.rewards) for part in parts[:place]) for place in range(len(parts))]
+    read = [part.answers for part in parts if part.answers is not None]
+    names = next((list(part.terms) for part in parts if part.terms), [])
+    return RewardResult(
+        rewards=[reward for part in parts for reward in part.rewards],
+        faults={
+            start + n: fault for start, part in zip(starts, parts, strict=True) for n, fault in part.faults.items()
+        },
+        error=next((part.error for part in parts if part.error), None),
+        answers=[answer for answers in read for answer in answers] if read else None,
+        terms={name: [value for part in parts for value in part.terms[name]] for name in names},
+    )
+
+
 class PooledReward(Reward):
     """A reward that judges in worker processes."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
+    def __init__(self, pool: Pool, *, together: int = 1) -> None:
+        """`together`: responses that are judged in one call."""
+        self.pool, self.together = pool, together
 
     def longest_s(self, count: int) -> float:
-        """Every sample runs into its deadline; and the workers were to be started."""
-        return START_S + -(-count // self.pool.num_workers) * self.pool.deadline_s
+        """Every call runs into its deadline; and the workers were to be started."""
+        calls = -(-count // self.together)
+        return START_S + -(-calls // self.pool.num_workers) * self.pool.limit_s
 
     def close(self) -> None:
         """End the workers."""
         self.pool.close()
-
-    def collect(self, outcomes: Sequence[Outcome]) -> RewardResult:
-        """Count what failed; the first failure's traceback goes with the result."""
-        failed = [outcome.error for outcome in outcomes if outcome.error]
-        late = sum(outcome.timed_out for outcome in outcomes)
-        values = [outcome.value or 0.0 for outcome in outcomes]
-        return RewardResult(values, failures=len(failed), timeouts=late, error=failed[0] if failed else None)

@@ -11,7 +11,8 @@ _SYMBOLS = {
     "∗": "*", "÷": "/", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ",
     "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∓": r"\mp ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
     "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "⟨": r"\langle ", "⟩": r"\rangle ", "、": ",", "。": ".", "≈": r"\approx ",
-    "∠": r"\angle ", "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
+    "º": "°", "˚": "°", "⁄": "/", "∕": "/", "∠": r"\angle ",
+    "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
     "⌈": r"\lceil ", "⌉": r"\rceil ", "’": "'", "′": "'", "…": r"\ldots ", "∨": r"\lor ", "∖": r"\setminus ",
 }  # fmt: skip
 _GREEK = {
@@ -21,6 +22,7 @@ _GREEK = {
 _CHARACTERS = str.maketrans(_SYMBOLS | {letter: f"\\{name} " for letter, name in _GREEK.items()})
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_OVERLINED = re.compile("((?:[0-9]\u0305)+)")
 _VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞⅐⅑⅒]")
 
 SPACES = re.compile(" {2,}")
@@ -28,12 +30,17 @@ SPACES = re.compile(" {2,}")
 
 def to_ascii(text: str) -> str:
     """ASCII LaTeX where there is one; raised and lowered digits first, since NFKC would flatten them."""
+    if text.isascii() and text.isprintable():
+        return SPACES.sub(" ", text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda match: f"^{{{match.group().translate(_RAISED)}}}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match.group().translate(_LOWERED)}}}", text)
+    text = _OVERLINED.sub(lambda match: f"\\overline{{{match.group().replace(chr(0x305), '')}}}", text)
     text = _VULGAR.sub(_vulgar_fraction, text)
+    text = text.replace("∛", r"\sqrt[3]").replace("∜", r"\sqrt[4]")
     text = re.sub(r"√\s*([0-9]+|[A-Za-z])", r"\\sqrt{\1}", text).replace("√", r"\sqrt")
     text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
-    text = "".join(" " if c.isspace() else c for c in text if c.isspace() or unicodedata.category(c)[0] != "C")
+    kept = (c for c in text if c.isspace() or unicodedata.category(c)[0] != "C")
+    text = "".join(" " if c.isspace() and c != "\n" else c for c in kept)
     return SPACES.sub(" ", text)  # first of all, so that no later pattern meets a long run of spaces
 
 

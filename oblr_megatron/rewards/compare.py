@@ -7,14 +7,23 @@ argument: in a worker process it is the real thing, elsewhere `unsettled`, which
 from __future__ import annotations
 
 import re
+from fractions import Fraction
+from functools import lru_cache
 from typing import NoReturn
 
 from oblr_megatron.rewards.leaf import Symbolic, equal_leaves, has_variable
 from oblr_megatron.rewards.normalize import compact, normalize
 from oblr_megatron.rewards.structure import Group, Leaf, Named, Node, Relation, has_grouping, parse
 
+MAX_REMEMBERED_CHARS = 200  # longer texts are rare, and what is read in them takes memory
 MAX_INLINE_ITEMS = 32  # longer lists are compared in a worker, under its deadline
 
+_NUMBER = re.compile(r"\s*(-?[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*")
+_CHOICE = re.compile(r"(?:\\text\{\s*)?\(?([A-J])\)?\s*\}?")
+_LABEL = re.compile(
+    r"(?:\\text\{\s*)?(?:(?i:option|choice)\s*)?\(?([A-J])[.)]\s*(?:\}\s*)?((?![\s},;]).*)"
+    r"|(?:\\text\{\s*)?(?i:option|choice) ([A-J])\}?"
+)
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 
 
@@ -33,16 +42,45 @@ def equal_answers(prediction: str, gold: str, symbolic: Symbolic) -> bool:
     Examples: ("0.5", r"\frac12") True; ("0.33", r"\frac13") False; ("3,1", "1, 3") True; ("(3,1)", "(1,3)") False;
     ("5", r"5\text{ cm}") True; ("1,234", "1234") True; ("3 or 5", "3") False; ("52_7", "52_8") False.
     """
-    expected, given = normalize(gold), normalize(prediction)
-    if not given:
-        return False
-    if compact(expected) == compact(given):
-        return True
-    readings = [False, True] if has_grouping(expected) or has_grouping(given) else [False]
+    numbers = _NUMBER.fullmatch(gold), _NUMBER.fullmatch(prediction)
+    if numbers[0] and numbers[1]:
+        return Fraction(numbers[0].group(1)) == Fraction(numbers[1].group(1))
+    expected, given = canonical(gold), canonical(prediction)
+    if not given or expected == given:
+        return bool(given)
+    if label := _LABEL.fullmatch(normalize(prediction)):
+        letter, beside = label.group(1) or label.group(3), label.group(2) or ""
+        if not (_LABEL.search(beside) or _CHOICE.fullmatch(beside)):
+            if choice := _CHOICE.fullmatch(normalize(gold)):
+                return choice.group(1) == letter
+            prediction = beside or prediction
+    return _equal_in_some_reading(_read(gold)[1], _read(prediction)[1], symbolic)
+
+
+def canonical(answer: str) -> str:
+    """An answer's one spelling, without spaces: two answers with the same one say the same."""
+    return _read(answer)[0]
+
+
+def _read(answer: str) -> tuple[str, tuple[Node, ...]]:
+    """Canonical text and form; forms, where commas may group digits: without grouping and with."""
+    return (_remembered if len(answer) <= MAX_REMEMBERED_CHARS else _parsed)(answer)
+
+
+def _parsed(answer: str) -> tuple[str, tuple[Node, ...]]:
+    text = normalize(answer)
+    forms = (parse(text), parse(text, grouped=True)) if has_grouping(text) else (parse(text),)
+    return compact(text), forms
+
+
+_remembered = lru_cache(maxsize=2048)(_parsed)  # a group's responses share the gold answer, and often theirs
+
+
+def _equal_in_some_reading(gold: tuple[Node, ...], given: tuple[Node, ...], symbolic: Symbolic) -> bool:
     undecided = False
-    for grouped in readings:
+    for reading in range(max(len(gold), len(given))):
         try:
-            if _equal(parse(expected, grouped=grouped), parse(given, grouped=grouped), symbolic):
+            if _equal(gold[min(reading, len(gold) - 1)], given[min(reading, len(given) - 1)], symbolic):
                 return True
         except Unsettled:
             undecided = True
@@ -120,6 +158,8 @@ def _equal_groups(gold: Group, given: Group, symbolic: Symbolic) -> bool:
         given = Group(given.text, "union", given.items)  # x < 2 or x > 3
     kinds = {gold.kind, given.kind}
     column = next((group for group in (gold, given) if group.kind == "matrix" and _is_column(group)), None)
+    if kinds == {"()", "list"} and (named := _tuple_of_named(gold if gold.kind == "list" else given)) is not None:
+        return _equal_groups(*((named, given) if gold.kind == "list" else (gold, named)), symbolic)
     if column is not None and kinds == {"matrix", "()"}:
         return _equal_groups(_flat(gold), _flat(given), symbolic)
     if "union" in kinds and "list" not in kinds:
@@ -144,6 +184,14 @@ def _unordered(gold: Group, given: Group, symbolic: Symbolic) -> bool:
             return False
         free.remove(partner)
     return True
+
+
+def _tuple_of_named(group: Group) -> Group | None:
+    """The point (1, 2) of "y = 2, x = 1": values in the order of their names, if those are different letters."""
+    values = {item.name: item.value for item in group.items if isinstance(item, Named) and len(item.name) == 1}
+    if len(values) != len(group.items):
+        return None
+    return Group(group.text, "()", tuple(values[name] for name in sorted(values)))
 
 
 def _is_column(group: Group) -> bool:

@@ -12,10 +12,13 @@ class ExactMatchReward(Reward):
     """Compares after trimming and taking runs of white space as one space; judged on the spot."""
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
-        """Rewards in {0, 1}; see `Reward.score`."""
-        return RewardResult([float(same_text(sample.text, prompt.answer)) for prompt, sample in pair(prompts, samples)])
+        """Rewards in {0, 1}; the answers are the whole responses. See `Reward.score`."""
+        pairs = [(one_line(sample.text), one_line(prompt.answer)) for prompt, sample in pair(prompts, samples)]
+        return RewardResult(
+            [float(answer == gold) for answer, gold in pairs], answers=[answer or None for answer, _ in pairs]
+        )
 
 
-def same_text(response: str, answer: str) -> bool:
-    r"""Example: same_text(" 4\n2 ", "4 2") is True, same_text("42", "4 2") is False."""
-    return response.split() == answer.split()
+def one_line(text: str) -> str:
+    r"""Runs of white space as one space. Example: " 4\n2 " -> "4 2"."""
+    return " ".join(text.split())

@@ -6,13 +6,15 @@ Each is one linear scan, whatever the text; None means that there is no answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 MAX_ANSWER_CHARS = 4000
 MAX_DEPTH = 64
 
 _TOKEN = re.compile(r"\\boxed(?![A-Za-z])\s*\{|\\.|[{}]", re.DOTALL)
 _PLAIN_BRACE = -1
+_ANNOUNCEMENT = re.compile(r"(?i:answer)(?:\*\*)?\s*(?:is\s*:?|:|=)(?:\*\*)?|答案(?:是|为)?\s*[:\uff1a]?")
 
 
 def boxed(text: str) -> str | None:
@@ -20,8 +22,13 @@ def boxed(text: str) -> str | None:
 
     Examples: "so \boxed{\frac{1}{2}}." -> r"\frac{1}{2}";  r"\boxed{3} or \boxed{4" -> "3";  "42" -> None.
     """
+    last = next(iter(deque(complete_boxes(text), maxlen=1)), None)
+    return None if last is None else _bounded(text[slice(*last)])
+
+
+def complete_boxes(text: str) -> Iterator[tuple[int, int]]:
+    r"""Where the content of each \boxed{...} begins and ends, by their ends; those that never end aside."""
     opened: list[int] = []  # where the content of each open brace begins
-    last: tuple[int, int] | None = None
     for match in _TOKEN.finditer(text):
         token = match.group()
         if token == "{":
@@ -29,10 +36,9 @@ def boxed(text: str) -> str | None:
         elif token == "}":
             start = opened.pop() if opened else _PLAIN_BRACE
             if start != _PLAIN_BRACE:
-                last = (start, match.start())
+                yield start, match.start()
         elif token.startswith("\\boxed"):
             opened.append(match.end())
-    return None if last is None else _bounded(text[slice(*last)])
 
 
 def after_hashes(text: str) -> str | None:
@@ -43,10 +49,17 @@ def after_hashes(text: str) -> str | None:
 
 
 def last_line(text: str) -> str | None:
-    r"""The last line that is not blank, or the \boxed{...} in it."""
+    r"""The last line that is not blank: the \boxed{...} in it, or what follows "answer is" or "Answer:".
+
+    Without either it is the whole line.
+
+    Examples: "So\nAnswer: $42$" -> "$42$"; "The answer is 42." -> "42."; "x = 42" -> "x = 42".
+    """
     lines = text.rstrip().rsplit("\n", 1)
     line = lines[-1].strip()
-    return boxed(line) or _bounded(line)
+    if (box := boxed(line)) is not None:
+        return box
+    return _bounded(_ANNOUNCEMENT.split(line)[-1].strip() or line)
 
 
 def _bounded(answer: str) -> str | None:

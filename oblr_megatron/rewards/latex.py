@@ -1,6 +1,9 @@
 r"""LaTeX -> sympy by math-verify's grammar, without its extraction, its units and its case folding. For workers only.
 
 Decimals become exact fractions first, so that nothing is rounded; angles in degrees become radians inside functions.
+
+The grammar is tried with ANTLR's SLL prediction first, whose tables are remembered from text to text: what it reads, it
+reads as full prediction does, and what it cannot read is read again with that.
 """
 
 from __future__ import annotations
@@ -9,8 +12,9 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from antlr4.atn.PredictionMode import PredictionMode
 from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
-from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 
 _NORMALIZATION = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
@@ -24,6 +28,11 @@ _SQUARE_ROOT = re.compile(r"\\?sqrt\s*\(([^()]*)\)")
 _FACTORIAL_POWER = re.compile(r"([0-9A-Za-z])!\s*\^")
 _ROOT = re.compile(r"\\sqrt\s*\[([^\[\]]*)\]\s*([0-9A-Za-z])")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
+_TIMES_BRACKET = re.compile(r"(?<![_0-9.])([0-9.]+)\s*\(")  # the grammar reads 2(\frac12) as a mixed number
+_SYMBOL = r"\\(?:pi|alpha|beta|gamma|delta|theta|lambda|mu|omega|phi|varphi)(?![A-Za-z])"
+_BARE_ARGUMENT = re.compile(rf"\\(frac|sqrt)\s*({_SYMBOL}|(?<=frac)[0-9](?=\s*{_SYMBOL}))\s*")
+_BARE_DENOMINATOR = re.compile(rf"(\\frac\{{[^{{}}]*\}})\s*({_SYMBOL})")
+_BARE_DIGIT = re.compile(rf"(\\frac\{{{_SYMBOL}\}})\s*([0-9A-Za-z])")
 _ANGLE = re.compile(r"([0-9]+|\\[A-Za-z]+|[A-Za-z])\s*°")
 
 
@@ -39,10 +48,25 @@ def read(text: str) -> Any:
     text = _ROOT.sub(r"\\sqrt[\1]{\2}", text)
     text = _ANGLE.sub(r"(\\frac{\1 \\pi}{180})", text) if _TRIGONOMETRIC.search(text) else text.replace("°", "")
     text = _DECIMAL.sub(_as_fraction, text)
+    text = _BARE_DENOMINATOR.sub(r"\1{\2}", _BARE_ARGUMENT.sub(r"\\\1{\2}", text))
+    text = _BARE_DIGIT.sub(r"\1{\2}", text)
+    text = _TIMES_BRACKET.sub(r"\1 \\cdot (", text)
     text = normalize_latex(text, _NORMALIZATION)
-    return latex2sympy(
-        text, is_real=True, convert_degrees=False, normalization_config=None, conversion_config=_CONVERSION
-    )
+    try:
+        return _Fast(None, True, False, _CONVERSION).parse(text)
+    except Exception:  # noqa: BLE001 - a syntax error of any kind, which may be for want of prediction
+        return latex2sympy(
+            text, is_real=True, convert_degrees=False, normalization_config=None, conversion_config=_CONVERSION
+        )
+
+
+class _Fast(_Latex2Sympy):
+    """The library's reader, with SLL prediction."""
+
+    def create_parser(self, latex_str: str) -> Any:
+        parser = super().create_parser(latex_str)
+        parser._interp.predictionMode = PredictionMode.SLL
+        return parser
 
 
 def _as_fraction(match: re.Match[str]) -> str:
@@ -51,7 +75,7 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def warm_up() -> None:
-    """Fill the grammar's caches once, before workers are forked."""
+    """Fill the grammar's tables once, before workers are forked: what is met here first costs a hundred times more."""
     for text in (
         r"\frac{1}{2}+x^{2}",
         r"(2\sqrt{3}, \pi]",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 
 from oblr_megatron.rewards.normalize import compact
-from oblr_megatron.rewards.quantity import Quantity, read_base, read_marks, read_number
+from oblr_megatron.rewards.quantity import E_NOTATION, Quantity, read_base, read_marks, read_number
 
 Symbolic = Callable[[str, str], bool]  # (gold, prediction) -> equal, by computer algebra
 
@@ -22,6 +23,8 @@ _WORD = re.compile(r"[A-Za-z][A-Za-z .'-]*")
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _CONSTANTS = {"e", "i"}
 _PLAIN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all"}
+_TIME = re.compile(r"([0-9]{1,2}:[0-9]{2})\s*([ap])\.?\s*m")
+_LETTER_UNIT = re.compile(r"(?<=[0-9}]) [msghNCJWVKLTA]$")  # after a space: "5 N" for 5, but "5N" may be a product
 _APART = re.compile(r"(?<![_^0-9.])(?<!frac )[0-9.]+ [0-9.]")  # two numbers with nothing between them
 
 
@@ -29,7 +32,7 @@ def equal_leaves(gold: str, given: str, symbolic: Symbolic) -> bool:
     """Whether two normalised expressions are equal; may raise what `symbolic` raises."""
     if compact(gold) == compact(given):
         return True
-    for rule in (_by_words, _by_base, _by_number):
+    for rule in (_by_time, _by_words, _by_base, _by_number):
         verdict = rule(gold, given)
         if verdict is not None:
             return verdict
@@ -43,6 +46,14 @@ def has_variable(text: str) -> bool:
     """Whether letters other than constants occur, outside of units and words."""
     letters = (match.group(1) for match in _LETTER.finditer(_TEXT.sub("", read_marks(text).core)))
     return any(letter and letter not in _CONSTANTS for letter in letters)
+
+
+def _by_time(gold: str, given: str) -> bool | None:
+    """The verdict where the gold is a time of day with its half, else None."""
+    if ":" not in gold:
+        return None
+    expected, found = (_TIME.match(_TEXT.sub(r" \1", text).strip().lower()) for text in (gold, given))
+    return expected and (found is not None and expected.groups() == found.groups())
 
 
 def _by_words(gold: str, given: str) -> bool | None:
@@ -64,25 +75,40 @@ def _by_base(gold: str, given: str) -> bool | None:
 
 
 def _by_number(gold: str, given: str) -> bool | None:
-    """The verdict where both are numbers: equal as they stand, or with percent signs taken at their value."""
+    """The verdict where both are numbers, else None."""
+    pairs = number_pairs(gold, given)
+    return None if pairs is None else any(a == b for a, b in pairs)
+
+
+def number_pairs(gold: str, given: str) -> list[tuple[Fraction, Fraction]] | None:
+    """(gold, given) as they stand and, where there are percent signs, at their value; None unless both are numbers."""
     expected, found = read_marks(gold), read_marks(given)
-    a, b = read_number(expected.core), read_number(found.core)
-    if a is None or b is None:
+    a = read_number(expected.core)
+    if a is None:
+        return None
+    b = read_number(_LETTER_UNIT.sub("", found.core))
+    if b is None:
         return None
     a, b = a * expected.scale, b * found.scale
-    return a == b or (a / 100 if expected.percent else a) == (b / 100 if found.percent else b)
+    if not (expected.percent or found.percent):
+        return [(a, b)]
+    return [(a, b), (a / 100 if expected.percent else a, b / 100 if found.percent else b)]
 
 
 def _equal_expressions(gold: Quantity, given: Quantity, symbolic: Symbolic) -> bool:
-    a, b = (
-        quantity.core if quantity.scale == 1 else f"{quantity.scale}({quantity.core})" for quantity in (gold, given)
-    )
+    a, b = map(_expression, (gold, given))
     if symbolic(a, b):
         return True
     if gold.degree != given.degree and "\\pi" in a + b:  # one in degrees, the other in radians
         a, b = (f"\\frac{{\\pi}}{{180}}({c})" if q.degree else c for q, c in ((gold, a), (given, b)))
         return symbolic(a, b)
     return False
+
+
+def _expression(quantity: Quantity) -> str:
+    """The core in LaTeX: e-notation, which the grammar would read with Euler's number, and scale words written out."""
+    core = E_NOTATION.sub(r"\1 \\cdot 10^{\2}", quantity.core) if E_NOTATION.fullmatch(quantity.core) else quantity.core
+    return core if quantity.scale == 1 else f"{quantity.scale}({core})"
 
 
 def _operators(text: str) -> set[str]:

@@ -6,24 +6,31 @@ What plain text and exact fractions settle is settled on the spot; the rest goes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
-from oblr_megatron.rewards.base import PooledReward, RewardResult, pair
+from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, pair
 from oblr_megatron.rewards.compare import Unsettled, equal_answers, unsettled
 from oblr_megatron.rewards.extract import boxed
 from oblr_megatron.rewards.pool import Outcome, Pool
+from oblr_megatron.rewards.tolerance import within
 from oblr_megatron.types import Prompt, Sample
 
 WORKERS = 2  # of `grade`
 DEADLINE_S = 10.0
 
 
-def grade(prediction: str, gold: str) -> bool:
+def grade(prediction: str, gold: str, tolerance: str = "") -> bool:
     r"""Whether a response's answer, the last complete \boxed{...}, equals the gold one.
 
     Exact: 0.5 is 1/2 and 0.33 is not 1/3; lists and sets ignore order, tuples and matrices keep it; units, degree,
     percent and currency signs, `x =` and thousands separators are ignored. May be called from any thread and any
     process; returns within DEADLINE_S, False when judging takes longer.
+
+    Args:
+        prediction: the response.
+        gold: the gold answer as the data set gives it.
+        tolerance: how far off a plain number may be: "0.1", or "1%" of the gold; "" for exact.
 
     Examples: grade(r"... \boxed{\frac{1}{2}}", "0.5") is True; grade("42", "42") is False: there is no box.
 
@@ -33,12 +40,15 @@ def grade(prediction: str, gold: str) -> bool:
     answer = boxed(prediction)
     if answer is None:
         return False
-    settled = settle(answer, gold)
+    settled = settle(answer, gold, tolerance)
     return _shared_pool().ask(answer, gold).value == 1.0 if settled is None else settled
 
 
-def settle(answer: str, gold: str) -> bool | None:
-    """The verdict if it needs no computer algebra, else None."""
+def settle(answer: str, gold: str, tolerance: str = "") -> bool | None:
+    """The verdict if it needs no computer algebra, else None. For `tolerance` see `within`."""
+    near = within(answer, gold, tolerance) if tolerance else None
+    if near is not None:
+        return near
     try:
         return equal_answers(answer, gold, unsettled)
     except Unsettled:
@@ -68,17 +78,23 @@ class MathReward(PooledReward):
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """Rewards in {0, 1}; see `Reward.score`."""
-        pairs = [(self._extract(sample.text), prompt.answer) for prompt, sample in pair(prompts, samples)]
-        verdicts: dict[tuple[str, str], Outcome] = {}
-        open_pairs: list[tuple[str, str]] = []
-        for answer, gold in dict.fromkeys(pairs):
-            if answer is None:
-                continue
-            settled = settle(answer, gold)
-            if settled is None:
-                open_pairs.append((answer, gold))
-            else:
-                verdicts[answer, gold] = Outcome(value=float(settled))
-        verdicts.update(zip(open_pairs, self.pool.map(open_pairs), strict=True))
+        questions = [
+            (self._extract(sample.text), prompt.answer, prompt.tolerance) for prompt, sample in pair(prompts, samples)
+        ]
+        verdicts = self._judge([(a, gold, bound) for a, gold, bound in dict.fromkeys(questions) if a is not None])
         wrong = Outcome(value=0.0)
-        return self.collect([wrong if answer is None else verdicts[answer, gold] for answer, gold in pairs])
+        result = collect([wrong if question[0] is None else verdicts[question] for question in questions])
+        return replace(result, answers=[answer for answer, _, _ in questions])
+
+    def _judge(self, questions: Sequence[tuple[str, str, str]]) -> dict[tuple[str | None, str, str], Outcome]:
+        """The verdict on each (answer, gold, tolerance)."""
+        verdicts: dict[tuple[str | None, str, str], Outcome] = {}
+        undecided: list[tuple[str, str, str]] = []
+        for question in questions:
+            settled = settle(*question)
+            if settled is None:
+                undecided.append(question)
+            else:
+                verdicts[question] = Outcome(value=float(settled))
+        outcomes = self.pool.map([(answer, gold) for answer, gold, _ in undecided])
+        return verdicts | dict(zip(undecided, outcomes, strict=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from oblr_megatron.rewards.characters import SPACES, to_ascii
+from oblr_megatron.rewards.trimmings import trim
 
 _GROUP_MARK = re.compile(r"(?<=[0-9])(?:\{,\}|,\s*\\!|\\,|\\!|\\ |~)\s*(?=[0-9]{3}(?![0-9]))")
 _TEXT = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph|operatorname\*?)\s*\{")
@@ -17,8 +18,8 @@ _UPRIGHT = re.compile(r"\\mathrm\s*\{")
 _FACE = re.compile(r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm|mathnormal)\s*(?=\{)")
 _ROMAN_SWITCH = re.compile(r"\{\s*\\(?:rm|bf|it)\s+([A-Za-z ]+)\}")
 _TEXT_NUMBER = re.compile(r"\\text\{\s*([+-]?[0-9][0-9.,/]*)\s*\}")
-_AND_OR_TEXT = re.compile(r"\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*")
-_AND_OR = re.compile(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\l?or(?![A-Za-z])|\\vee(?![A-Za-z])")
+_AND_OR_TEXT = re.compile(r"\s*\\text\{\s*,?\s*(?:and|or|或|和)\s*\}\s*")
+_AND_OR = re.compile(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[或和]|\\l?or(?![A-Za-z])|\\vee(?![A-Za-z])")
 _DEGREE = re.compile(
     r"\^\s*\{\s*(?:\\circ|°)\s*\}|\^\s*(?:\\circ(?![A-Za-z])|°)|\\degree(?![A-Za-z])"
     r"|\\text\{\s*deg(?:rees?)?\.?\s*\}|(?<![A-Za-z\\])deg(?:rees?)?(?![A-Za-z])"
@@ -39,6 +40,9 @@ _RENAMED = {
 }  # fmt: skip
 _RENAMES = [(re.compile(rf"\\{name}(?![A-Za-z])"), new) for name, new in _RENAMED.items()]
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_EXPONENT = re.compile(r"(?:\^|\*\*)\s*([+-]?[0-9]{2,}|[+-][0-9])")  # 10^-19 as it is meant, not as TeX sets it
+_EMPTY_SET = re.compile(r"\\\{\s*\\\}")
+_APART = re.compile(r"(?<=[0-9}])\s*(?:\\q?quad(?![A-Za-z])|\n)\s*(?=[0-9])")  # two numbers, not one
 _CURRENCY = re.compile(r"[€£¥₹₽]")
 
 
@@ -48,10 +52,12 @@ def normalize(text: str) -> str:
     Examples: "$\dfrac{1}{2}$." -> r"\frac{1}{2}";  r"10,\!080" -> "10080";  "x² ≤ 4" -> r"x^{2} \le 4";
     r"30^{\circ}" -> "30°";  r"\mbox{ cm}^2" -> r"\text{ cm}^2".
     """
-    text = to_ascii(text)
+    text = trim(to_ascii(text))
+    text = _APART.sub(" ; ", text)
     text = _CURRENCY.sub("", _DELIMITER.sub("", text))
     text = _GROUP_MARK.sub("", text)
-    text = _DROPPED.sub("", text)
+    text = _EMPTY_SET.sub(r"\\emptyset", _DROPPED.sub("", text))
+    text = _EXPONENT.sub(r"^{\1}", text).replace("**", "^")
     for pattern, new in _RENAMES:
         text = pattern.sub(new, text)
     text = _UPRIGHT_LETTER.sub(r"\1", text)

@@ -9,7 +9,7 @@ It runs as a child of the process that judges, in a session of its own, and does
 The signals that ask a run to save and stop, which SLURM sends to every process of a job, do nothing to these: the step
 in progress still needs them.
 
-Workers receive a JSON list of strings and answer with a JSON object (`Reply`). They die with the nursery (the kernel
+Workers receive rows of strings as JSON and answer with a `Reply` (calls.py). They die with the nursery (the kernel
 sees to it), and the nursery ends when its parent closes the socket or dies, however it dies.
 """
 
@@ -18,8 +18,6 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import math
-import numbers
 import os
 import resource
 import signal
@@ -29,8 +27,9 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any, TypedDict
+from typing import Any
 
+from oblr_megatron.rewards.calls import Caller
 from oblr_megatron.stopping import SIGNALS, die_with
 
 FORK, KILL = b"F", b"K"
@@ -38,15 +37,16 @@ PID_BYTES = 8
 PARENT_CHECK_S = 1.0
 
 
-class Reply(TypedDict):
-    """What a worker answers. Example: {"value": 1.0, "error": "", "leaving": False}."""
-
-    value: float | None  # None: the function failed
-    error: str  # its traceback
-    leaving: bool  # the worker ends after this reply
-
-
-def main(descriptor: int, parent: int, target: str, prepare: str, *, memory_bytes: int, tasks_per_worker: int) -> None:
+def main(
+    descriptor: int,
+    parent: int,
+    target: str,
+    prepare: str,
+    *,
+    deadline_s: float,
+    memory_bytes: int,
+    tasks_per_worker: int,
+) -> None:
     """Import the target, say so, and serve until the parent is gone.
 
     Args:
@@ -54,8 +54,9 @@ def main(descriptor: int, parent: int, target: str, prepare: str, *, memory_byte
         parent: process id to outlive by no more than PARENT_CHECK_S.
         target: "package.module:function" that judges.
         prepare: the same for a function called once before any worker is forked; "" for none.
+        deadline_s: of what the target returns to be awaited.
         memory_bytes: what a worker may allocate beyond what it starts with.
-        tasks_per_worker: a worker is replaced after so many tasks.
+        tasks_per_worker: a worker is replaced after so many requests.
     """
     for number in SIGNALS:
         signal.signal(number, _take_no_notice)
@@ -70,7 +71,7 @@ def main(descriptor: int, parent: int, target: str, prepare: str, *, memory_byte
     _silence()
     gc.freeze()  # what is imported stays shared between the workers
     control.sendall(b"R")
-    _serve(control, parent, lambda end: _work(end, function, memory_bytes, tasks_per_worker))
+    _serve(control, parent, lambda end: _work(end, Caller(function, deadline_s), memory_bytes, tasks_per_worker))
 
 
 def _take_no_notice(number: int, frame: FrameType | None) -> None:
@@ -138,30 +139,18 @@ def _become_worker(control: socket.socket, descriptor: int, work: Callable[[Conn
         os._exit(0)
 
 
-def _work(end: Connection, function: Callable[..., object], memory_bytes: int, tasks: int) -> None:
+def _work(end: Connection, caller: Caller, memory_bytes: int, tasks: int) -> None:
     _limit_memory(memory_bytes)
     for count in range(1, tasks + 1):
         try:
-            arguments = json.loads(end.recv_bytes())
+            rows = json.loads(end.recv_bytes())
         except EOFError:
             return
-        reply = _call(function, arguments)
+        reply = caller.answer(rows)
         reply["leaving"] |= count == tasks
         end.send_bytes(json.dumps(reply).encode())
         if reply["leaving"]:
             return
-
-
-def _call(function: Callable[..., object], arguments: list[str]) -> Reply:
-    try:
-        value = function(*arguments)
-        if isinstance(value, numbers.Real) and math.isfinite(value):
-            return Reply(value=float(value), error="", leaving=False)
-        return Reply(value=None, error=f"the reward {value!r:.200} is not a finite number", leaving=False)
-    except MemoryError:
-        return Reply(value=None, error="the worker's memory limit was reached", leaving=True)
-    except BaseException:  # noqa: BLE001 - a reward function may raise anything, SystemExit included
-        return Reply(value=None, error=traceback.format_exc()[-4000:], leaving=False)
 
 
 def _limit_memory(extra: int) -> None:

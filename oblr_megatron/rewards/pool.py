@@ -3,6 +3,7 @@
     pool = Pool("oblr_megatron.rewards.symbolic:judge", num_workers=2, deadline_s=10.0)
     pool.ask("1/2", "0.5")            # Outcome(value=1.0)
     pool.map([("1", "1"), ("2", "1")])
+    pool.map(rows, together=64)       # for a function that judges many at once
 
 Thread-based limits cannot stop a computation that holds the interpreter lock, and SIGALRM works in the main thread
 only; so each worker has a pipe of its own, the caller waits on it up to the deadline and then has the worker killed. A
@@ -24,7 +25,7 @@ from queue import SimpleQueue
 from types import TracebackType
 
 from oblr_megatron.errors import RunError
-from oblr_megatron.rewards.nursery import Reply
+from oblr_megatron.rewards.calls import Reply
 from oblr_megatron.rewards.workers import Nursery, Worker
 
 GIB = 2**30
@@ -50,7 +51,7 @@ class _Seat:
 
 
 class Pool:
-    """Worker processes that call one function of strings, named "package.module:function", which returns a number."""
+    """Worker processes that call one function, named "package.module:function", of a kind that calls.py knows."""
 
     _owner: int  # process id: a fork of it starts afresh
     _closed: bool
@@ -66,6 +67,7 @@ class Pool:
         *,
         num_workers: int,
         deadline_s: float,
+        grace_s: float = 0.0,
         prepare: str = "",
         memory_bytes: int = 2 * GIB,
         tasks_per_worker: int = 2000,
@@ -76,13 +78,15 @@ class Pool:
             target: the function.
             num_workers: processes that judge at once.
             deadline_s: seconds for one call, from when a worker is free.
+            grace_s: beyond which the worker is killed; what it awaits it gives up itself at the deadline.
             prepare: a function called once in the nursery, e.g. to fill caches.
             memory_bytes: what one worker may allocate.
             tasks_per_worker: a worker is replaced after so many calls.
         """
-        self.deadline_s = deadline_s
-        self._launch = {
-            "target": target, "prepare": prepare, "memory_bytes": memory_bytes, "tasks_per_worker": tasks_per_worker,
+        self.limit_s = deadline_s + grace_s
+        self._launch: dict[str, object] = {
+            "target": target, "prepare": prepare, "deadline_s": deadline_s, "memory_bytes": memory_bytes,
+            "tasks_per_worker": tasks_per_worker,
         }  # fmt: skip
         self.num_workers = num_workers
         self._reset()
@@ -93,39 +97,39 @@ class Pool:
         Raises:
             RunError: the pool is closed, or workers cannot be started.
         """
-        self._own()
-        seat = self._borrow()
-        try:
-            return self._judge(seat, arguments)
-        finally:
-            self._give_back(seat)
+        return self._ask([arguments])[0]
 
-    def map(self, batch: Sequence[Sequence[str]]) -> list[Outcome]:
+    def map(self, batch: Sequence[Sequence[str]], together: int = 1) -> list[Outcome]:
         """Judge all, in parallel; outcomes in the order of the batch.
+
+        Args:
+            batch: arguments of each.
+            together: so many are one call, with one deadline.
 
         Raises:
             RunError: as `ask`.
         """
         self._own()
-        outcomes: list[Outcome | None] = [None] * len(batch)
+        calls = [batch[first : first + together] for first in range(0, len(batch), together)]
+        outcomes: list[list[Outcome]] = [[] for _ in calls]
         errors: list[BaseException] = []
-        remaining = iter(range(len(batch)))  # next() on an iterator is atomic
+        remaining = iter(range(len(calls)))  # next() on an iterator is atomic
 
         def dispatch() -> None:
             try:
                 for index in remaining:
-                    outcomes[index] = self.ask(*batch[index])
+                    outcomes[index] = self._ask(calls[index])
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 errors.append(error)
 
-        threads = [threading.Thread(target=dispatch, daemon=True) for _ in range(min(self.num_workers, len(batch)))]
+        threads = [threading.Thread(target=dispatch, daemon=True) for _ in range(min(self.num_workers, len(calls)))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if errors:
             raise errors[0]
-        return [outcome for outcome in outcomes if outcome is not None]
+        return [outcome for call in outcomes for outcome in call]
 
     def close(self) -> None:
         """End all workers; calls in progress fail. May be called twice."""
@@ -183,19 +187,28 @@ class Pool:
             else:
                 self._free.append(seat)
 
-    def _judge(self, seat: _Seat, arguments: Sequence[str]) -> Outcome:
+    def _ask(self, rows: Sequence[Sequence[str]]) -> list[Outcome]:
+        """One call; the outcomes of its rows."""
+        self._own()
+        seat = self._borrow()
         try:
-            worker = self._send(seat, json.dumps(list(arguments)).encode())
-            if not worker.pipe.poll(self.deadline_s):
+            return self._judge(seat, rows)
+        finally:
+            self._give_back(seat)
+
+    def _judge(self, seat: _Seat, rows: Sequence[Sequence[str]]) -> list[Outcome]:
+        try:
+            worker = self._send(seat, json.dumps([list(row) for row in rows]).encode())
+            if not worker.pipe.poll(self.limit_s):
                 self._dismiss(seat)
-                return Outcome(timed_out=True)
+                return [Outcome(timed_out=True)] * len(rows)
             reply: Reply = json.loads(worker.pipe.recv_bytes())
         except (OSError, EOFError):
             self._dismiss(seat)
-            return Outcome(error="the worker process died while judging")
+            return [Outcome(error="the worker process died while judging")] * len(rows)
         if reply["leaving"]:
             self._dismiss(seat)
-        return Outcome(value=reply["value"]) if reply["value"] is not None else Outcome(error=reply["error"])
+        return [Outcome(verdict["value"], verdict["error"], verdict["late"]) for verdict in reply["verdicts"]]
 
     def _send(self, seat: _Seat, message: bytes) -> Worker:
         """Hand a message to the seat's worker; one that died while it was idle is replaced, once."""

@@ -9,37 +9,53 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 MAX_DIGITS = 1000  # longer numbers are left to computer algebra and its deadline
 
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _PLAIN = re.compile(_DECIMAL)
-_E_NOTATION = re.compile(rf"({_DECIMAL})[eE]([+-]?[0-9]{{1,4}})()")
+E_NOTATION = re.compile(rf"({_DECIMAL})[eE]([+-]?[0-9]{{1,4}})()")
 _POWER_OF_TEN = re.compile(
-    rf"(?:({_DECIMAL})\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*(?:\{{\s*([+-]?[0-9]{{1,4}})\s*\}}|([0-9]))"
+    rf"(?:({_DECIMAL})\s*(?:\\times|\\cdot|\*|[xX])\s*)?10\s*\^\s*(?:\{{\s*([+-]?[0-9]{{1,4}})\s*\}}|([0-9]))"
 )
-_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\{([0-9]+)\}|\\dot\{([0-9])\})")
+_REPEATING = re.compile(
+    r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\s*(?:\{([0-9]+)\}|([0-9]))|\(([0-9]+)\)"
+    r"|\\dot\s*\{?([0-9])\}?(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?)"
+)
 _SPACED = re.compile(r"[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]*)?")
 _MIXED = re.compile(r"([0-9]+)\s*(\\frac.*)|([0-9]+) ([0-9]+/[0-9]+)")
 _FRAC_ARGUMENT = re.compile(r"\s*(?:\{([^{}]*)\}|([0-9]))")
 
 _SCALES = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+    "万": 10**4, "亿": 10**8,
 }  # fmt: skip
 _SHORT_UNITS = {
     "cm", "mm", "km", "dm", "nm", "in", "ft", "yd", "mi", "kg", "mg", "lb", "lbs", "oz", "sec", "min", "hr", "hrs",
     "ms", "ml", "mL", "cl", "mph", "kmh", "kph", "Hz", "kJ", "kW", "Pa", "mol", "cents", "cent", "rad", "radians",
-    "usd", "USD", "eur", "EUR", "inches", "inch", "feet", "foot", "miles", "mile", "meters", "metres", "hours",
-    "minutes", "seconds", "days", "weeks", "months", "years", "dollars", "euros", "pounds", "units",
+    "sq", "cu", "usd", "USD", "eur", "EUR", "inches", "inch", "feet", "foot", "miles", "mile", "meters", "metres",
+    "hours",    "minutes", "seconds", "days", "weeks", "months", "years", "dollars", "euros", "pounds", "units",
 }  # fmt: skip
+_POWER = r"(?:\s*\^\s*\{?\s*-?\s*[1-9]\s*\}?)?"
+_TEXT_UNIT = rf"\s*\\text\{{((?:[^{{}}\\0-9;:=<>|&+*?!]|\\cdot|\\\s|\^\s*-?[1-9]|\^\s*\{{-?[1-9]\}})*)\}}{_POWER}"
 _UNIT_END = re.compile(
-    r"\s*(?:\\text\{([A-Za-z.,/()\s-]*)\}|(?<![A-Za-z\\{])(?<=[0-9}\s])([A-Za-z]{2,}(?:[ /][A-Za-z]+)*))"
-    r"\s*(?:\^\s*\{?\s*[23]\s*\}?)?$"
+    rf"(?:\s*(?:/|\\cdot(?![A-Za-z]))\s*)?(?:{_TEXT_UNIT}|\s*\\frac\s*\{{\s*{_TEXT_UNIT}\s*\}}\s*\{{\s*{_TEXT_UNIT}\s*\}}"
+    rf"|\s*(?<![A-Za-z\\{{])(?<=[0-9}}\s])([A-Za-z]{{2,}}(?:[ /][A-Za-z]+)*|m/s|[\u4e00-\u9fff]+){_POWER})$"
 )
+_CELSIUS = re.compile(r"°\s*(?:[CF]|\\text\{\s*[CF]\s*\})$")
 _NOT_UNITS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "arcsin", "arccos", "arctan", "mod"}
 _TRIGONOMETRIC = re.compile(r"(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _UNIT_PREFIX = re.compile(r"^(?:USD|EUR|GBP|Rs\.?|INR)\s*(?=[0-9.])")
-_BASE = re.compile(r"\(?\s*(-?[0-9A-Z]+)\s*\)?\s*_\s*(?:\{\s*(?:\\text\{)?([0-9]{1,2})\}?\s*\}|([0-9]))")
+_BASE = re.compile(
+    r"\(?\s*(-?[0-9A-Z]+)\s*\)?\s*"
+    r"(?:_\s*(?:\{?\s*(?:\\text\s*\{)?\s*\(?([0-9]{1,2}|[a-z]{3,7})\)?\s*\}?\s*\}|([0-9]))"
+    r"|(?:\\text\{)?\s*(?:in )?base\s*(?:\})?\s*([0-9]{1,2}|[a-z]{3,7})\s*\}?)"
+)
+_BASE_WORDS = {
+    "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11,
+    "twelve": 12, "sixteen": 16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +71,7 @@ class Quantity:
     degree: bool = False
 
 
+@lru_cache(maxsize=2048)
 def read_marks(text: str) -> Quantity:
     """Take units, percent and degree signs, currency and scale words off an expression (normalised text)."""
     scale, percent, degree = 1, False, False
@@ -62,6 +79,8 @@ def read_marks(text: str) -> Quantity:
     while True:
         if text.endswith("%"):
             text, percent = text[:-1].rstrip(), True
+        elif (celsius := _CELSIUS.search(text)) and celsius.start():
+            text = text[: celsius.start() + 1]
         elif text.endswith("°") and not _TRIGONOMETRIC.search(text):
             text, degree = text[:-1].rstrip(), True
         elif (words := _unit_words(text)) is not None:
@@ -77,13 +96,19 @@ def _unit_words(text: str) -> tuple[list[str], int] | None:
     match = _UNIT_END.search(text)
     if match is None or not text[: match.start()].strip():
         return None
-    words = re.split(r"[^A-Za-z]+", (match.group(1) or match.group(2) or "").strip())
-    marked = match.group(1) is not None
-    if not marked and not all(word in _SHORT_UNITS or word.lower() in _SCALES for word in words):
+    bare = match.group(4)
+    words = re.findall(r"[A-Za-z]+|^[万亿]", (bare or match.group(1) or "").strip())
+    if bare and bare.isascii() and not _are_units(words):
         after_space = text[match.start()].isspace() and text[: match.start()].rstrip()[-1:].isdigit()
         if not (after_space and len(words[0]) >= 3 and _NOT_UNITS.isdisjoint(words)):
             return None
     return words, match.start()
+
+
+def _are_units(words: list[str]) -> bool:
+    """Whether words that nothing marks as text are units or scale words: km, sq ft, km/h, m/s, million dollars."""
+    known = [word in _SHORT_UNITS or word.lower() in _SCALES for word in words]
+    return words == ["m", "s"] or (known[0] and all(k or len(word) == 1 for k, word in zip(known, words, strict=True)))
 
 
 def read_base(text: str) -> tuple[str, int] | None:
@@ -91,8 +116,9 @@ def read_base(text: str) -> tuple[str, int] | None:
     match = _BASE.fullmatch(text.strip())
     if match is None:
         return None
-    digits, base = match.group(1), int(match.group(2) or match.group(3))
-    if len(digits) == 1 and digits.isalpha():
+    digits, named = match.group(1), match.group(2) or match.group(3) or match.group(4)
+    base = _BASE_WORDS.get(named, 0) if named.isalpha() else int(named)
+    if base == 0 or (len(digits) == 1 and digits.isalpha()):
         return None  # a variable with an index, such as A_1
     try:
         int(digits, base)
@@ -131,8 +157,9 @@ def _power_of_ten(match: re.Match[str]) -> Fraction:
 
 
 def _repeating(match: re.Match[str]) -> Fraction:
-    whole, fixed, block = match.group(1) or "0", match.group(2), match.group(3) or match.group(4)
-    return Fraction(f"{whole}.{fixed}0") + Fraction(int(block), (10 ** len(block) - 1) * 10 ** len(fixed))
+    whole, fixed, *marked = match.groups(default="")
+    block = "".join(marked)
+    return Fraction(f"{whole or 0}.{fixed}0") + Fraction(int(block), (10 ** len(block) - 1) * 10 ** len(fixed))
 
 
 def _fraction(text: str) -> Fraction | None:
@@ -165,7 +192,7 @@ def _mixed(text: str) -> Fraction | None:
 _FORMS: list[tuple[re.Pattern[str], Callable[[re.Match[str]], Fraction]]] = [
     (_PLAIN, lambda match: Fraction(match.group())),
     (_SPACED, lambda match: Fraction(match.group().replace(" ", ""))),
-    (_E_NOTATION, _power_of_ten),
+    (E_NOTATION, _power_of_ten),
     (_POWER_OF_TEN, _power_of_ten),
     (_REPEATING, _repeating),
 ]

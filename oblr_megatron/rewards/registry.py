@@ -1,59 +1,118 @@
-"""Rewards by name. A new one is a file beside this and a line in `REWARDS`; a user's own needs neither."""
+"""Rewards by name. A new one is a file beside this and a line in `REWARDS`; a user's own needs neither.
+
+A run asks for one reward, or for a weighted sum (combined.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
+from oblr_megatron.config_reward import RewardConfig, RewardTermConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult
+from oblr_megatron.rewards.combined import CombinedReward, Term
 from oblr_megatron.rewards.exact import ExactMatchReward
 from oblr_megatron.rewards.extract import EXTRACTIONS
-from oblr_megatron.rewards.function import WHERE, FunctionReward, check_function
+from oblr_megatron.rewards.format import BoxFormatReward, PatternFormatReward, check_pattern
+from oblr_megatron.rewards.function import FunctionReward, check_function
+from oblr_megatron.rewards.http import HttpReward, bearer_key, check_service, is_url
 from oblr_megatron.rewards.math import MathReward
-
-if TYPE_CHECKING:
-    from oblr_megatron.config import RewardConfig
+from oblr_megatron.rewards.overlong import OverlongReward, check_overlong
 
 
-def _math(extract: Callable[[str], str | None], config: RewardConfig) -> Reward:
+def _math(extract: Callable[[str], str | None], config: RewardConfig, max_response_tokens: int) -> Reward:
     return MathReward(extract, num_workers=config.num_workers, deadline_s=config.timeout_s)
 
 
-REWARDS: dict[str, Callable[[RewardConfig], Reward]] = {
-    "exact_match": lambda _: ExactMatchReward(),
+def _format(config: RewardConfig, max_response_tokens: int) -> Reward:
+    if not config.format_pattern:
+        return BoxFormatReward()
+    return PatternFormatReward(config.format_pattern, num_workers=config.num_workers, deadline_s=config.timeout_s)
+
+
+REWARDS: dict[str, Callable[[RewardConfig, int], Reward]] = {
+    "exact_match": lambda config, tokens: ExactMatchReward(),
     **{name: partial(_math, extract) for name, extract in EXTRACTIONS.items()},
+    "format": _format,
+    "overlong": lambda config, tokens: OverlongReward(tokens, config.overlong_buffer_tokens),
 }
 
 
-def build_reward(config: RewardConfig) -> Reward:
+def build_reward(config: RewardConfig, *, max_response_tokens: int) -> Reward:
     """The reward a run asks for; close it, or use it as a context manager.
+
+    Args:
+        config: the section `reward`.
+        max_response_tokens: of the config's section `rollout`.
 
     Raises:
         UserError: see `check_reward`.
     """
-    check_reward(config)
-    if make := REWARDS.get(config.name):
-        return make(config)
-    return FunctionReward(config.name, num_workers=config.num_workers, deadline_s=config.timeout_s)
+    check_reward(config, max_response_tokens=max_response_tokens)
+    if not config.terms and config.weight == 1.0:
+        return _build(config.name, config, max_response_tokens)
+
+    def term(asked: RewardTermConfig) -> Term:
+        return Term(asked.name, asked.weight, _build(asked.name, config, max_response_tokens))
+
+    main = RewardTermConfig(name=config.name, weight=config.weight)
+    return CombinedReward([term(asked) for asked in (main, *config.terms)])
 
 
-def check_reward(config: RewardConfig) -> None:
-    """Refuse a reward that does not exist, before anything is started.
+def check_reward(config: RewardConfig, *, max_response_tokens: int) -> None:
+    """Refuse a reward that cannot be had, before anything is started.
 
     Raises:
-        UserError: the name is neither known nor that of an importable function of (response, answer, prompt).
+        UserError: a name is neither known nor that of an importable function nor the address of a service that is
+            there, or stands twice; or an option that a reward needs is missing or wrong.
     """
-    if config.name in REWARDS:
-        return
-    if ":" not in config.name:
+    names = [config.name, *(term.name for term in config.terms)]
+    if len(set(names)) < len(names):
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
         raise UserError(
-            f"unknown reward {config.name!r}",
-            where=WHERE,
-            mend=f'known: {", ".join(REWARDS)}; your own is "package.module:function"',
+            f"the reward {twice!r} is asked for twice",
+            where="config: reward.terms",
+            mend="name it once, with the sum of the weights",
         )
-    check_function(config.name)
+    for place, name in enumerate(names):
+        _check(name, config, max_response_tokens, where=f"config: reward.{'terms' if place else 'name'}")
+
+
+def _build(name: str, config: RewardConfig, max_response_tokens: int) -> Reward:
+    """One term, found to be possible."""
+    if make := REWARDS.get(name):
+        return make(config, max_response_tokens)
+    if is_url(name):
+        return HttpReward(
+            name,
+            key=bearer_key(config.api_key_env),
+            num_requests=config.num_workers,
+            deadline_s=config.timeout_s,
+            batch_size=config.batch_size,
+            retries=config.retries,
+        )
+    return FunctionReward(
+        name, num_workers=config.num_workers, deadline_s=config.timeout_s, batch_size=config.batch_size
+    )
+
+
+def _check(name: str, config: RewardConfig, max_response_tokens: int, where: str) -> None:
+    if name == "format":
+        check_pattern(config.format_pattern)
+    elif name == "overlong":
+        check_overlong(max_response_tokens, config.overlong_buffer_tokens)
+    elif is_url(name):
+        bearer_key(config.api_key_env)
+        check_service(name, where)
+    elif ":" in name and name not in REWARDS:
+        check_function(name, where)
+    elif name not in REWARDS:
+        raise UserError(
+            f"unknown reward {name!r}",
+            where=where,
+            mend=f'known: {", ".join(REWARDS)}; your own is "package.module:function" or "http://HOST:PORT/PATH"',
+        )
 
 
 __all__ = ["REWARDS", "Reward", "RewardResult", "build_reward", "check_reward"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from oblr_megatron.rewards.base import Reward, RewardResult
+from oblr_megatron.rewards.base import Reward, RewardResult, group_size, joined
 from oblr_megatron.rollout.exchange import Exchange, attempt, raise_first
 from oblr_megatron.types import Prompt, Sample
 
@@ -41,21 +41,16 @@ class SharedReward(Reward):
             DeadlineError: a rank took longer than its share can take.
         """
         own = attempt(lambda: self._judge(prompts, samples))
-        seconds = self.longest_s(len(samples)) + SLACK_S
+        largest = -(-len(prompts) // self._shares) * group_size(prompts, samples)
+        seconds = self._reward.longest_s(largest) + SLACK_S
         outcomes = self._exchange.gather(own, what=f"the rewards of {len(samples)} samples", seconds=seconds)
         raise_first(outcomes, own)
-        judged = [outcome.value for outcome in outcomes if outcome.value is not None]
-        parts: list[RewardResult] = [result for _, result in sorted(judged, key=lambda part: part[0])]
-        error = next((result.error for result in parts if result.error), None)
-        if error and not self._reported and dist.get_rank() == 0:
-            logger.warning("judging a response failed; it scores 0, later ones are only counted:\n%s", error)
+        judged: list[tuple[int, RewardResult]] = [outcome.value for outcome in outcomes if outcome.value is not None]
+        result = joined([part for _, part in sorted(judged, key=lambda part: part[0])])
+        if result.error and not self._reported and dist.get_rank() == 0:
+            logger.warning("judging a response failed; it scores 0, later ones are only counted:\n%s", result.error)
             self._reported = True
-        return RewardResult(
-            error=error,
-            rewards=[reward for result in parts for reward in result.rewards],
-            failures=sum(result.failures for result in parts),
-            timeouts=sum(result.timeouts for result in parts),
-        )
+        return result
 
     def longest_s(self, count: int) -> float:
         """See `Reward.longest_s`; of the largest share."""
@@ -65,7 +60,7 @@ class SharedReward(Reward):
         """(this rank's share, its result); None on a rank that only listens."""
         if self._share is None:
             return None
-        size = len(samples) // max(len(prompts), 1)
+        size = group_size(prompts, samples)
         first, last = (len(prompts) * place // self._shares for place in (self._share, self._share + 1))
         return self._share, self._reward.score(prompts[first:last], samples[first * size : last * size])
 

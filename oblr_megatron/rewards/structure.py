@@ -69,6 +69,7 @@ _MATRIX = re.compile(
     r"\\begin\{([pbvBV]?|small)matrix\}(.*)\\end\{\1matrix\}|\\begin\{(array)\}\{[lcr|]*\}(.*)\\end\{array\}", re.S
 )
 _DOMAIN = re.compile(r"[A-Za-z] \\in \\mathbb\{[A-Z]\}")
+_SUCH_THAT = re.compile(r"[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|\||:)")
 _GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,)")
 
 
@@ -112,12 +113,15 @@ def _parse_bracket(text: str) -> Node:
     if first == "{":
         return _parse_one(inner) if inner else Leaf(text)
     if first == "\\{":
+        if match := _SUCH_THAT.match(inner):
+            return _parse_one(inner[match.end() :])
         items = parse(inner)
         members = items.items if isinstance(items, Group) and items.kind == "list" else (items,)
         return members[0] if len(members) == 1 else Group(text, "list", members)
     entries = [_parse_one(entry) for entry in _split(inner, {",", ";"}) if entry.strip()]
     if len(entries) == 1:
-        return entries[0] if first == "(" else Leaf(text)
+        matrix = isinstance(entries[0], Group) and entries[0].kind == "matrix"
+        return entries[0] if first == "(" or matrix else Leaf(text)
     square = first == "[" and last == "]"
     kind = "()" if first == "\\langle" or (square and len(entries) != 2) else first + last
     return Group(text, kind, tuple(entries))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import pytest
 import torch.distributed as dist
 
 from oblr_megatron.rewards.base import Reward, RewardResult
@@ -21,11 +22,18 @@ SAMPLES = [Sample(n // GROUP, (n // GROUP,), (), (), str(n), "stop", 0) for n in
 
 
 class Numbers(Reward):
-    """The sample's own number, and one failure in each share."""
+    """The sample's own number; in each share the first sample fails, and the last two are late."""
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         assert [sample.prompt_ids for sample in samples[::GROUP]] == [prompt.token_ids for prompt in prompts]
-        return RewardResult([float(sample.text) for sample in samples], failures=1, timeouts=2, error="a traceback")
+        values = [float(sample.text) for sample in samples]
+        return RewardResult(
+            rewards=values,
+            faults={0: "failed", len(values) - 2: "late", len(values) - 1: "late"} if len(values) > 2 else {},
+            error="a traceback",
+            answers=[sample.text if sample.text != "3" else None for sample in samples],
+            terms={"main": [value + 100 for value in values], "other": [-100.0] * len(values)},
+        )
 
 
 class Kept(logging.Handler):
@@ -39,20 +47,40 @@ class Kept(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def on_rank(judging: Sequence[int]) -> tuple[RewardResult, int]:
+def on_rank(judging: Sequence[int], prompts: int = NUM_PROMPTS) -> tuple[RewardResult, int]:
     """Two batches: the result, and the warnings of this rank."""
     kept = Kept()
     logging.getLogger("oblr_megatron.rewards.shared").addHandler(kept)
     rank = dist.get_rank()
     reward = SharedReward(Numbers(), judging.index(rank) if rank in judging else None, len(judging))
-    reward.score(PROMPTS, SAMPLES)
-    return reward.score(PROMPTS, SAMPLES), len(kept.messages)
+    batch = PROMPTS[:prompts], SAMPLES[: prompts * GROUP]
+    reward.score(*batch)
+    return reward.score(*batch), len(kept.messages)
 
 
-def test_every_rank_receives_everything_and_one_tells() -> None:
-    for judging in ([0], [0, 1, 2], [2, 0]):
-        answers = run_ranks(on_rank, 3, judging)
-        for result, _ in answers:
-            assert result.rewards == [float(n) for n in range(NUM_PROMPTS * GROUP)]
-            assert (result.failures, result.timeouts) == (len(judging), 2 * len(judging))
-        assert [warnings for _, warnings in answers] == [1, 0, 0]
+@pytest.mark.parametrize(
+    ("judging", "faults"),
+    [
+        ([0], {0: "failed", 8: "late", 9: "late"}),
+        ([2, 0], {0: "failed", 2: "late", 3: "late", 4: "failed", 8: "late", 9: "late"}),
+        ([0, 1, 2], {2: "failed", 4: "late", 5: "late", 6: "failed", 8: "late", 9: "late"}),
+    ],
+)
+def test_every_rank_receives_everything_and_one_tells(judging: list[int], faults: dict[int, str]) -> None:
+    """10 samples of 5 prompts: 2 shares are of 4 and 6, 3 shares of 2, 4 and 4."""
+    told = run_ranks(on_rank, 3, judging)
+    for result, _ in told:
+        assert result.rewards == [float(n) for n in range(NUM_PROMPTS * GROUP)]
+        assert result.faults == faults
+        assert result.answers == [None if n == 3 else str(n) for n in range(NUM_PROMPTS * GROUP)]
+        assert result.verdicts == result.terms["main"] == [100.0 + n for n in range(NUM_PROMPTS * GROUP)]
+        assert result.terms["other"] == [-100.0] * (NUM_PROMPTS * GROUP)
+    assert [warnings for _, warnings in told] == [1, 0, 0]
+
+
+def test_more_ranks_than_prompts() -> None:
+    """A share without a prompt is one without answers, terms and faults."""
+    for result, _ in run_ranks(on_rank, 2, [0, 1], 1):
+        assert result == RewardResult(
+            [0.0, 1.0], {}, "a traceback", ["0", "1"], {"main": [100, 101], "other": [-100] * 2}
+        )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-
-import pytest
 
 from oblr_megatron.types import Prompt, Sample
 
@@ -20,12 +17,3 @@ def batch(rows: Sequence[tuple[str, Sequence[str]]]) -> tuple[list[Prompt], list
         Sample(q, (q,), (1,), (0.0,), text, "stop", 0) for q, (_, responses) in enumerate(rows) for text in responses
     ]
     return prompts, samples
-
-
-def golds(name: str) -> list[str]:
-    """The gold answers of a benchmark; the test is skipped where the set is not at hand."""
-    path = SHARED / f"{name}.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
-    with path.open(encoding="utf-8") as lines:
-        return [str(json.loads(line)["answer"]) for line in lines]

@@ -51,6 +51,11 @@ def mixed(response: str, answer: str, prompt: str) -> object:
     return {"text": "five", "nan": float("nan"), "infinite": float("inf"), "none": None}.get(response, 1)
 
 
+def mixed_too(response: str, answer: str, prompt: str) -> object:
+    """Under another name, and of another mind about what raises."""
+    return 1 if response == "raise" else mixed("raise" if response == "sleep" else response, answer, prompt)
+
+
 def process_id(response: str, answer: str, prompt: str) -> float:
     return float(os.getpid())
 

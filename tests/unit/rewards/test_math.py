@@ -1,31 +1,28 @@
-r"""The verifier by its contract: hard cases by rule, the benchmarks' golds, and texts that try to do harm.
+r"""The verifier by its contract: hard cases by rule, what is settled on the spot against the workers, and batches.
 
-Oracles: a person's verdict for each hard case; every gold equals itself in another spelling and differs from its
-neighbours. Not covered: benchmarks that state a tolerance, and the whole of what models write.
+Oracles: a person's verdict for each hard case; Python's Fraction for numbers. Elsewhere: the benchmarks' golds
+(test_golds.py), texts that try to do harm (test_harm.py). Not covered: the whole of what models write.
 """
 
 from __future__ import annotations
 
 import json
-import random
-import re
 import subprocess
 import sys
 import threading
-import time
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oblr_megatron.rewards.compare import equal_answers
 from oblr_megatron.rewards.extract import EXTRACTIONS
 from oblr_megatron.rewards.math import DEADLINE_S, MathReward, grade, settle
 from oblr_megatron.rewards.normalize import normalize
-from tests.unit.rewards.conftest import batch, golds
+from oblr_megatron.rewards.symbolic import equal_expressions
+from tests.unit.rewards.conftest import batch
 from tests.unit.rewards.hard_cases import CASES
-
-BENCHMARKS = ("gsm8k_test", "math500", "olympiadbench")
 
 
 @pytest.fixture
@@ -42,7 +39,7 @@ def test_hard_cases(rule: str) -> None:
 
 def test_the_table_is_a_real_one() -> None:
     cases = [case for rule in CASES.values() for case in rule]
-    assert len(cases) == len({case[:2] for case in cases}) >= 60
+    assert len(cases) == len({case[:2] for case in cases}) >= 250
     assert 0.3 < sum(case[2] for case in cases) / len(cases) < 0.7
 
 
@@ -52,95 +49,6 @@ def test_the_table_is_a_real_one() -> None:
 )
 def test_only_the_last_complete_box_counts(prediction: str, expected: bool) -> None:
     assert grade(prediction, "4") is expected
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_gold_equals_itself(name: str, reward: MathReward) -> None:
-    answers = golds(name)
-    result = reward.score(*batch([(answer, [f"\\boxed{{{answer}}}"]) for answer in answers]))
-    assert [answer for answer, value in zip(answers, result.rewards, strict=True) if value != 1] == []
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_gold_equals_itself_in_another_spelling(name: str, reward: MathReward) -> None:
-    r"""As models write: \dfrac, \left and \right, braces around, a full stop, spaces around signs."""
-    answers = golds(name)
-    rows = [(answer, [f"\\boxed{{{text}}}" for text in respellings(answer)]) for answer in answers]
-    flat = [(answer, response) for answer, responses in rows for response in responses]
-    result = reward.score(*batch(rows))
-    wrong = [pair for pair, value in zip(flat, result.rewards, strict=True) if value != 1]
-    assert wrong == [] and result.timeouts == result.failures == 0
-
-
-def respellings(answer: str) -> list[str]:
-    spelled = re.sub(r"\\frac(?![a-z])", r"\\dfrac", answer)
-    spelled = spelled if "left" in spelled else re.sub(r"(?<!\\)([(\[])", r"\\left\1", spelled)
-    spelled = spelled if "right" in spelled else re.sub(r"(?<!\\)([)\]])", r"\\right\1", spelled)
-    return [
-        spelled,
-        f"{{{answer}}}",
-        f"\\displaystyle {answer.rstrip('.')}.",
-        re.sub(r"(?<=[0-9}]) ?([-+]) ?(?=[0-9\\])", r" \1 ", answer),
-    ]
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_perturbed_golds_differ(name: str, reward: MathReward) -> None:
-    answers = sorted(set(golds(name)))
-    answers = random.Random(0).sample(answers, min(len(answers), 200))  # all of them would take ten seconds a set
-    rows = [(answer, [f"\\boxed{{{text}}}" for text in texts]) for answer in answers if (texts := perturbed(answer))]
-    flat = [(answer, response) for answer, responses in rows for response in responses]
-    result = reward.score(*batch(rows))
-    assert [pair for pair, value in zip(flat, result.rewards, strict=True) if value != 0] == []
-    assert len(flat) > 300 and result.failures == result.timeouts == 0
-
-
-def perturbed(answer: str) -> list[str]:
-    """A last digit off by one, one entry more, one more: none of them equals the answer."""
-    digit = re.search(r"[0-9](?=[^0-9]*$)", answer)
-    if digit is None or digit.group() == "0" or re.search(r"_|text|mbox", answer):
-        return []
-    off = answer[: digit.start()] + str((int(digit.group()) + 1) % 10) + answer[digit.end() :]
-    return [off, f"{answer}, 987654321", f"{answer}+1"]
-
-
-def test_golds_of_one_set_differ_from_one_another(reward: MathReward) -> None:
-    numbers = sorted({answer for answer in golds("olympiadbench") if re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", answer)})
-    pairs = random.Random(0).sample([(a, b) for a in numbers for b in numbers], 2000)
-    result = reward.score(*batch([(gold, [f"\\boxed{{{answer}}}"]) for gold, answer in pairs]))
-    assert result.rewards == [float(Fraction(a) == Fraction(b)) for a, b in pairs]
-
-
-HARMFUL = [
-    r"9^{9^{9^{9^{9}}}}",
-    r"(((10!)!)!)!",
-    r"x^{999999999}-y^{999999999}",
-    r"\frac{1}{" * 60 + "2" + "}" * 60,
-    r"\sqrt{" * 60 + "2" + "}" * 60,
-    "+".join(f"\\sin({k}x)" for k in range(200)),
-    "(" * 60 + "x" + ")" * 60,
-    r"\binom{10^9}{5\cdot10^8}",
-    "1" * 4000,
-    "0." + "1" * 3900,
-    "1e999999999",
-    r"\int\int\int x",
-    "a" * 1000,
-    "__import__('os').abort()",
-    "{,}" * 1000,
-    r"\text{" * 60 + "}" * 60,
-    r"\begin{pmatrix}" + "&" * 1500 + r"\end{pmatrix}",
-    "1," * 1900 + "1",
-    " " * 3000 + "1 1",
-    "\ufdfa" * 3000,
-]
-
-
-@pytest.mark.parametrize("answer", HARMFUL, ids=range(len(HARMFUL)))
-def test_a_harmful_text_is_wrong_in_time(answer: str) -> None:
-    start = time.perf_counter()
-    assert grade(f"\\boxed{{{answer}}}", r"\sqrt{2}+x") is False
-    assert time.perf_counter() - start < DEADLINE_S + 5
-    assert grade(r"\boxed{\sqrt{8}}", r"2\sqrt{2}"), "the next answer is judged as ever"
 
 
 PIECES = [*"0123456789xyn+-*/=<>()[]{}|,.;:!^_%&$° ", "\\", "\\\\", r"\frac", r"\sqrt", r"\pm", r"\cup", r"\{", r"\}"]
@@ -206,3 +114,47 @@ def test_score_judges_every_sample_of_every_prompt(reward: MathReward) -> None:
     assert result.rewards == [1, 0, 0, 1, 1, 0, 1, 0]
     assert (result.failures, result.timeouts) == (0, 0)
     assert reward.score([], []).rewards == []
+
+
+def test_score_gives_the_answers_it_read(reward: MathReward) -> None:
+    result = reward.score(*batch([("4", [r"\boxed{4} or \boxed{x+3}", "4", r"\boxed{4.0}"]), ("x", ["", "a", "b"])]))
+    assert result.answers == ["x+3", None, "4.0", None, None, None]
+    assert result.verdicts == result.rewards == [0, 0, 1, 0, 0, 0]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.fractions(max_denominator=10**6), st.fractions(min_value="1/1000000", max_value=1), st.data())
+def test_a_number_equals_itself_in_any_spelling_and_not_its_neighbour(value: Fraction, step: Fraction, data) -> None:
+    texts = [data.draw(st.sampled_from(spellings(v))) for v in (value, value, value + step)]
+    assert settle(texts[0], texts[1]) is True
+    assert settle(texts[0], texts[2]) is settle(texts[2], texts[0]) is False
+
+
+def spellings(value: Fraction) -> list[str]:
+    """As people write a fraction: in LaTeX, with a slash, mixed, as a decimal where it ends, in powers of ten."""
+    above, below = abs(value).as_integer_ratio()
+    sign = "-" if value < 0 else ""
+    texts = [
+        f"{sign}{above}/{below}",
+        f"{sign}\\frac{{{above}}}{{{below}}}",
+        f"\\dfrac{{{sign}{3 * above}}}{{{3 * below}}}",
+    ]
+    if above % below:
+        texts += [f"{sign}{above // below}\\frac{{{above % below}}}{{{below}}}"] if above > below else []
+    else:
+        texts += [f"{sign}{above // below:,}", f"{sign}{above // below}.00", f"$ {sign}{above // below} $."]
+    if 10**12 % below == 0:
+        digits = f"{above * 10**12 // below:013d}"
+        texts += [
+            f"{sign}{digits[:-12]}.{digits[-12:]}",
+            f"{sign}{int(digits)}e-12",
+            f"{sign}{int(digits)}\\times 10^{{-12}}",
+        ]
+    return texts
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_what_is_settled_on_the_spot_is_what_a_worker_would_say(rule: str) -> None:
+    for answer, gold, _ in CASES[rule]:
+        verdict = settle(answer, gold)
+        assert verdict is None or verdict is equal_answers(answer, gold, equal_expressions), (answer, gold)

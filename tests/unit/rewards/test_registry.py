@@ -1,6 +1,7 @@
 """Rewards by name: what is known, what a user may bring, and what is refused before anything is started.
 
-Not covered: the verdicts of the mathematical reward (test_math.py), and what workers do when they fail (test_pool.py).
+Not covered: the verdicts of the mathematical reward (test_math.py), what workers do when they fail (test_pool.py),
+functions of many responses (test_functions.py), services (test_http.py), sums, format and overlong (test_combined.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import pytest
 
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.exact import same_text
+from oblr_megatron.rewards.base import Reward
+from oblr_megatron.rewards.exact import one_line
 from oblr_megatron.rewards.registry import REWARDS, build_reward, check_reward
 from tests.unit.rewards.conftest import batch
 
@@ -22,34 +24,43 @@ def config(name: str, **values: object) -> RewardConfig:
     return RewardConfig.model_validate({"name": name, **values})
 
 
-@pytest.mark.parametrize("name", REWARDS)
+def build(name: str, **values: object) -> Reward:
+    return build_reward(config(name, **values), max_response_tokens=16)
+
+
+def check(name: str) -> None:
+    check_reward(config(name), max_response_tokens=16)
+
+
+@pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"format", "overlong"}))
 def test_every_known_reward_tells_right_from_wrong(name: str) -> None:
     right = {"exact_match": "4", "math": r"\boxed{4}", "math:gsm8k": "2 + 2 = 4\n#### 4", "math:last_line": "so:\n4"}
-    check_reward(config(name))
-    with build_reward(config(name)) as reward:
+    check(name)
+    with build(name) as reward:
         result = reward.score(*batch([("4", [right[name], "5"]), ("7", [right[name], ""])]))
     assert result.rewards == [1, 0, 0, 0]
     assert (result.failures, result.timeouts) == (0, 0)
 
 
 def test_exact_match_ignores_white_space_only() -> None:
-    assert same_text(" 4 \n", "4") and same_text("a  b", "a\tb")
-    assert not same_text("4.0", "4") and not same_text("A", "a") and not same_text("4 2", "42")
+    assert one_line(" 4 \n") == "4" and one_line("a  b") == one_line("a\tb")
+    assert len({one_line(text) for text in ("4.0", "4", "4 2", "42", "A", "a")}) == 6
 
 
 def test_a_function_gets_response_answer_and_prompt() -> None:
-    with build_reward(config(f"{JUDGES}:length_share")) as reward:
+    with build(f"{JUDGES}:length_share") as reward:
         result = reward.score(*batch([("gold", ["x" * 3, "x" * 6])]))
     assert result.rewards == [3 / len("goldprompt 0"), 6 / len("goldprompt 0")]
 
 
 def test_failures_score_zero_and_are_counted() -> None:
     responses = ["fine", "raise", "nan", "text", "die", "sleep", "fine"]
-    with build_reward(config(f"{JUDGES}:mixed", timeout_s=2.0)) as reward:
+    with build(f"{JUDGES}:mixed", timeout_s=2.0) as reward:
         result = reward.score(*batch([("", responses)]))
         again = reward.score(*batch([("", ["raise", "fine"])]))
     assert result.rewards == [1, 0, 0, 0, 0, 0, 1]
     assert (result.failures, result.timeouts) == (4, 1)
+    assert result.faults == {1: "failed", 2: "failed", 3: "failed", 4: "failed", 5: "late"}
     assert (again.rewards, again.failures) == ([0, 1], 1)
     assert "Traceback" in (result.error or "") and "no such answer" in (result.error or "")
 
@@ -68,9 +79,9 @@ def test_failures_score_zero_and_are_counted() -> None:
     ],
 )
 def test_a_wrong_name_is_a_users_error(name: str, named: str) -> None:
-    for refuse in (check_reward, build_reward):
+    for refuse in (check, build):
         with pytest.raises(UserError, match="reward") as caught:
-            refuse(config(name))
+            refuse(name)
         assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -78,20 +89,20 @@ def test_a_module_that_fails_when_imported(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "broken_rewards.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match="ZeroDivisionError"):
-        check_reward(config("broken_rewards:score"))
+        check("broken_rewards:score")
 
 
 def test_a_module_beside_the_user_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text("def score(response, answer, prompt):\n    return 0.25\n")
     monkeypatch.setattr("sys.path", [entry for entry in __import__("sys").path if entry])
     monkeypatch.chdir(tmp_path)
-    with build_reward(config("my_rewards:score")) as reward:
+    with build("my_rewards:score") as reward:
         assert reward.score(*batch([("", [""])])).rewards == [0.25]
 
 
 def test_samples_have_to_belong_to_their_prompts() -> None:
     prompts, samples = batch([("1", ["1", "2"]), ("2", ["1", "2"])])
-    with build_reward(config("exact_match")) as reward:
+    with build("exact_match") as reward:
         assert reward.score(prompts, samples).rewards == [1, 0, 0, 1]
         assert reward.score(prompts[1:], samples[2:]).rewards == [0, 1], "a part of a step is judged alike"
         with pytest.raises(AssertionError, match="do not divide"):

@@ -1,0 +1,61 @@
+"""A weighted sum of rewards: reward.name and reward.terms.
+
+    reward of a sample = sum over the terms of weight * value
+
+A term that fails or runs late on a sample counts 0 there, and the others still count; the sample is counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from oblr_megatron.rewards.base import Fault, Reward, RewardResult
+from oblr_megatron.types import Prompt, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Example: Term("overlong", 0.5, OverlongReward(2048, 512))."""
+
+    name: str  # as in the config
+    weight: float
+    reward: Reward
+
+
+class CombinedReward(Reward):
+    """The sum; its answers are those that the first term read."""
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        """`terms`: at least one, of different names, the main one first."""
+        assert len({term.name for term in terms}) == len(terms) > 0, f"the terms {terms} are not named apart"
+        self._terms = tuple(terms)
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
+        """One term after the other, so that their workers do not compete; see `Reward.score`."""
+        results = [term.reward.score(prompts, samples) for term in self._terms]
+        weights = [term.weight for term in self._terms]
+        columns = zip(*(result.rewards for result in results), strict=True)
+        faults: dict[int, Fault] = {}
+        for result in reversed(results):
+            faults |= result.faults
+        return RewardResult(
+            rewards=[sum(weight * value for weight, value in zip(weights, values, strict=True)) for values in columns],
+            faults=faults,
+            error=self._first_error(results),
+            answers=results[0].answers,
+            terms={term.name: result.rewards for term, result in zip(self._terms, results, strict=True)},
+        )
+
+    def longest_s(self, count: int) -> float:
+        """See `Reward.longest_s`."""
+        return sum(term.reward.longest_s(count) for term in self._terms)
+
+    def close(self) -> None:
+        """End what the terms started."""
+        for term in self._terms:
+            term.reward.close()
+
+    def _first_error(self, results: Sequence[RewardResult]) -> str | None:
+        named = zip(self._terms, results, strict=True)
+        return next((f"{term.name}: {result.error}" for term, result in named if result.error), None)

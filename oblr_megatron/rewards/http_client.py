@@ -1,0 +1,158 @@
+"""A service that judges, seen from the trainer: whatever it does, a request ends by its deadline and raises nothing.
+
+    POST URL    {"responses": [...], "answers": [...], "prompts": [...]}    of the same length
+    200         {"rewards": [...]}                                          finite numbers, as many
+
+What may pass is tried again (a connection that fails or drops, 429, 5xx), after a pause that doubles each time and is
+drawn from its upper half, so that ranks do not come back all at once; a Retry-After that is longer is kept to. Anything
+else will not be different the next time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+import aiohttp
+
+from oblr_megatron.rewards.calls import BATCH, finite
+from oblr_megatron.rewards.pool import Outcome
+
+BACKOFF_S = 0.2
+TOO_MANY, FAILED = 429, 500
+ANSWER_BYTES = 2**20
+"""Of the longest answer that is read, beside BYTES_A_REWARD for each reward."""
+BYTES_A_REWARD = 64
+
+Rows = Sequence[Sequence[str]]  # [n, 3] response, gold answer, prompt
+
+
+class ServiceError(Exception):
+    """The service did not judge: it refused, or its answer cannot be used."""
+
+
+class PassingError(ServiceError):
+    """The same request may be answered later, `after_s` from now at the earliest."""
+
+    def __init__(self, message: str, after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+
+
+class Service:
+    """One address; used in one event loop.
+
+    Args:
+        url: where to post.
+        session: connections, without a deadline of their own.
+        key: bearer token; empty for none.
+        deadline_s: of a request with its retries.
+        retries: further attempts.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, *, key: str, deadline_s: float, retries: int) -> None:
+        self._url, self._session = url, session
+        self._deadline_s, self._retries = deadline_s, retries
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+    async def judge(self, rows: Rows) -> list[Outcome]:
+        """The outcomes of the rows; all the same unless the service judged."""
+        columns = (list(column) for column in zip(*rows, strict=True))
+        body = json.dumps(dict(zip(BATCH, columns, strict=True))).encode()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._ask(body, len(rows))
+        except TimeoutError:
+            return [Outcome(timed_out=True)] * len(rows)
+        except ServiceError as error:
+            return [Outcome(error=f"{self._url} {error}")] * len(rows)
+
+    async def _ask(self, body: bytes, count: int) -> list[Outcome]:
+        """Ask until there is an answer, an error that stays, or no further attempt.
+
+        Raises:
+            ServiceError: the last error.
+        """
+        deadline = time.monotonic() + self._deadline_s
+        for attempt in range(self._retries + 1):
+            try:
+                return read_answer(await self._post(body, count), count)
+            except PassingError as error:
+                pause = max(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.0), error.after_s)
+                if attempt == self._retries or pause >= deadline - time.monotonic():
+                    raise
+                await asyncio.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _post(self, body: bytes, count: int) -> bytes:
+        limit = ANSWER_BYTES + BYTES_A_REWARD * count
+        try:
+            async with self._session.post(
+                self._url, data=body, headers=self._headers, allow_redirects=False
+            ) as response:
+                text = await _read(response.content, limit)
+        except (aiohttp.ClientError, OSError) as error:
+            raise PassingError(f"cannot be asked: {str(error) or type(error).__name__}") from error
+        if response.status == TOO_MANY or response.status >= FAILED:
+            raise PassingError(_said(response.status, text), _seconds(response.headers.get("Retry-After", "")))
+        if response.status != 200:
+            raise ServiceError(_said(response.status, text))
+        if len(text) > limit:
+            raise ServiceError(f"answered with more than {limit} bytes for {count} responses")
+        return text
+
+
+async def _read(content: aiohttp.StreamReader, limit: int) -> bytes:
+    """The body, or as much of it as shows that it is longer than `limit`."""
+    text = b""
+    async for piece in content.iter_any():
+        text += piece
+        if len(text) > limit:
+            break
+    return text
+
+
+def read_answer(text: bytes, count: int) -> list[Outcome]:
+    """The outcomes that an answer's text states.
+
+    Raises:
+        ServiceError: it states no list of `count` rewards.
+    """
+    try:
+        rewards = json.loads(text)["rewards"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ServiceError(f'answered something else than {{"rewards": [...]}}: {_start(text)}') from None
+    if not isinstance(rewards, list) or len(rewards) != count:
+        given = len(rewards) if isinstance(rewards, list) else "no list of"
+        raise ServiceError(f"answered {given} rewards for {count} responses")
+    values = [finite(reward) for reward in rewards]
+    return [
+        Outcome(error=f"the reward {reward!r:.200} is not a finite number") if value is None else Outcome(value)
+        for value, reward in zip(values, rewards, strict=True)
+    ]
+
+
+def _said(status: int, text: bytes) -> str:
+    return f"answered with status {status}: {_start(text)}"
+
+
+def _start(text: bytes) -> str:
+    return repr(text[:200].decode(errors="replace"))
+
+
+def _seconds(retry_after: str) -> float:
+    """What a Retry-After header asks for: seconds, or a date; 0 of anything else."""
+    try:
+        return max(float(retry_after), 0.0) if retry_after.isdigit() else _until(parsedate_to_datetime(retry_after))
+    except ValueError:
+        return 0.0
+
+
+def _until(moment: datetime) -> float:
+    aware = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    return max((aware - datetime.now(UTC)).total_seconds(), 0.0)

@@ -1,0 +1,54 @@
+"""The reward "overlong": DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
+
+With |y| the tokens of a response (its end-of-sequence token included), L = rollout.max_response_tokens and
+B = reward.overlong_buffer_tokens:
+
+    0                    |y| <= L - B
+    ((L - B) - |y|) / B  L - B < |y| <= L
+    -1                   L < |y|
+
+A response that was cut at the limit has |y| = L, and so gets -1, by the second line; so does one that ended with its
+L-th token. The third line is for an evaluation that samples further than training does. B = L punishes every token; B
+as large as a tenth to a fifth of L is usual (the paper: B = 4096 of L = 20480).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.rewards.base import Reward, RewardResult, pair
+from oblr_megatron.types import Prompt, Sample
+
+
+class OverlongReward(Reward):
+    """Punishes what comes near the limit; judged on the spot."""
+
+    def __init__(self, max_tokens: int, buffer_tokens: int) -> None:
+        """`max_tokens`: L; `buffer_tokens`: B, 1 to L."""
+        self._max_tokens, self._buffer_tokens = max_tokens, buffer_tokens
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
+        """Rewards in [-1, 0]; see `Reward.score`."""
+        lengths = [len(sample.response_ids) for _, sample in pair(prompts, samples)]
+        return RewardResult([punishment(length, self._max_tokens, self._buffer_tokens) for length in lengths])
+
+
+def punishment(length: int, max_tokens: int, buffer_tokens: int) -> float:
+    """Examples, L = 100 and B = 20: 80 tokens -> 0.0; 85 -> -0.25; 100 -> -1.0; 130 -> -1.0."""
+    return min(max((max_tokens - buffer_tokens) - length, -buffer_tokens), 0) / buffer_tokens
+
+
+def check_overlong(max_tokens: int, buffer_tokens: int) -> None:
+    """Refuse a buffer that is not within the responses.
+
+    Raises:
+        UserError: it is 0, or longer than the longest response.
+    """
+    if not 1 <= buffer_tokens <= max_tokens:
+        raise UserError(
+            f"overlong_buffer_tokens {buffer_tokens} is not between 1 and rollout.max_response_tokens {max_tokens}, "
+            'which the reward "overlong" needs',
+            where="config: reward.overlong_buffer_tokens",
+            mend=f"set it to a part of the longest response, e.g. {max(max_tokens // 5, 1)}",
+        )

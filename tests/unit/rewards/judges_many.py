@@ -1,0 +1,140 @@
+"""Reward functions that judge many responses at once, well-behaved and not; beside judges.py, for the same tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from tests.unit.rewards.judges import mixed
+
+BEGUN: list[str] = []  # in a worker: the responses whose judging began
+
+
+async def overlap(response: str, answer: str, prompt: str) -> float:
+    """How many calls had begun when this one ended."""
+    BEGUN.append(response)
+    await asyncio.sleep(0)
+    return float(len(BEGUN))
+
+
+async def slow(response: str, answer: str, prompt: str) -> object:
+    """Fails in the way that the response names, after a while where it is to be late."""
+    if response == "late":
+        await asyncio.sleep(60)
+    if response == "stubborn":
+        await refuses_to_stop()
+    if response == "cancels":
+        raise asyncio.CancelledError
+    if response == "stray exit":
+        await asyncio.create_task(exits())
+    return mixed(response, answer, prompt)
+
+
+async def process(response: str, answer: str, prompt: str) -> float:
+    """The worker's process."""
+    if response == "late":
+        await asyncio.sleep(60)
+    return float(os.getpid())
+
+
+async def exits() -> None:
+    sys.exit(3)
+
+
+async def refuses_to_stop() -> None:
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            continue
+
+
+class Judge:
+    """An object whose call is async."""
+
+    async def __call__(self, response: str, answer: str, prompt: str) -> float:
+        await asyncio.sleep(0)
+        return 0.5
+
+
+an_object = Judge()
+
+
+def returns_a_coroutine(response: str, answer: str, prompt: str) -> object:
+    return slow(response, answer, prompt)
+
+
+def returns_a_coroutine_of_many(responses: Sequence[str], answers: Sequence[str], prompts: Sequence[str]) -> object:
+    return together(responses, answers, prompts)
+
+
+async def async_generator(response: str, answer: str, prompt: str) -> object:  # type: ignore[misc]
+    yield 1.0
+
+
+def sizes(responses: Sequence[str], answers: Sequence[str], prompts: Sequence[str]) -> list[float]:
+    """How many came together."""
+    assert len(responses) == len(answers) == len(prompts)
+    return [float(len(responses))] * len(responses)
+
+
+def best_of(responses: Sequence[str], answers: Sequence[str], prompts: Sequence[str]) -> list[float]:
+    """1 for the longest response to each prompt: a reward that needs whole groups."""
+    longest = dict.fromkeys(prompts, 0)
+    for response, prompt in zip(responses, prompts, strict=True):
+        longest[prompt] = max(longest[prompt], len(response))
+    return [float(len(response) == longest[prompt]) for response, prompt in zip(responses, prompts, strict=True)]
+
+
+def many(responses: Sequence[str], answers: Sequence[str], prompts: Sequence[str]) -> object:
+    """Fails in the way that the first response names."""
+    fine = [1.0] * len(responses)
+    named = {
+        "short": fine[1:],
+        "long": [*fine, 1.0],
+        "number": 3.0,
+        "string": "1" * len(responses),
+        "table": dict.fromkeys(range(len(responses)), 1.0),
+        "nothing": None,
+        "numpy": np.ones(len(responses), dtype=np.float32),
+        "tuple": tuple(fine),
+        "generator": (value for value in fine),
+        "holes": [None, float("nan"), "five", 10**400, *fine[4:]],
+        "bad text": BadText(),
+    }
+    return named[responses[0]] if responses[0] in named else [mixed(response, "", "") for response in responses]
+
+
+class BadText:
+    """What cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text of this")
+
+
+async def together(responses: Sequence[str], answers: Sequence[str], prompts: Sequence[str]) -> object:
+    if responses[0] == "late":
+        await asyncio.sleep(60)
+    if responses[0] == "block":
+        time.sleep(60)
+    if responses[0] == "die":
+        os._exit(1)
+    await asyncio.sleep(0)
+    return many(responses, answers, prompts)
+
+
+def half_and_half(responses: Sequence[str], answer: str, prompt: str) -> float:
+    return 0.0
+
+
+def another_order(prompt: str, response: str, answer: str) -> float:
+    return 0.0
+
+
+def one_list(responses: Sequence[str]) -> list[float]:
+    return [0.0] * len(responses)

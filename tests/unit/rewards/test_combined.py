@@ -1,0 +1,191 @@
+"""Sums of rewards, and the rewards that shape them: format and overlong.
+
+Not covered: the metrics of the terms (tests/unit/test_run.py), ranks (tests/distributed/test_shared_reward.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from oblr_megatron.config import RewardConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.rewards.base import Reward, RewardResult, joined
+from oblr_megatron.rewards.combined import CombinedReward, Term
+from oblr_megatron.rewards.format import keeps_to_box
+from oblr_megatron.rewards.overlong import punishment
+from oblr_megatron.rewards.registry import build_reward, check_reward
+from oblr_megatron.types import Sample
+from tests.unit.rewards.conftest import batch
+
+JUDGES = "tests.unit.rewards.judges"
+LIMIT = 100
+
+
+def build(**values: object) -> Reward:
+    return build_reward(RewardConfig.model_validate(values), max_response_tokens=LIMIT)
+
+
+def of_length(length: int, text: str = "", *, cut: bool = False) -> Sample:
+    return Sample(0, (0,), (1,) * length, (0.0,) * length, text, "length" if cut else "stop", 0)
+
+
+def test_a_sum_is_weighted_and_its_terms_are_not() -> None:
+    terms = [{"name": "format", "weight": 0.25}, {"name": "overlong", "weight": 0.5}]
+    prompts, samples = batch([("4", [r"\boxed{4}", r"\boxed{5}", "4", r"\boxed{4} \boxed{4}"])])
+    samples[0] = replace(samples[0], response_ids=(1,) * 95, logprobs=(0.0,) * 95)
+    with build(name="math", weight=2.0, terms=terms, overlong_buffer_tokens=20) as reward:
+        result = reward.score(prompts, samples)
+    assert result.terms == {"math": [1, 0, 0, 1], "format": [1, 1, 0, 0], "overlong": [-0.75, 0, 0, 0]}
+    assert list(result.terms) == ["math", "format", "overlong"]
+    assert result.rewards == [2 + 0.25 - 0.375, 0.25, 0, 2]
+    assert result.verdicts == [1, 0, 0, 1], "accuracy is of the main reward, unweighted"
+
+
+def test_one_reward_alone_is_no_sum_unless_it_is_weighted() -> None:
+    rows = batch([("4", ["4", "5"])])
+    with build(name="exact_match") as plain, build(name="exact_match", weight=-3) as weighted:
+        assert plain.score(*rows) == RewardResult([1, 0])
+        result = weighted.score(*rows)
+        assert (result.rewards, result.verdicts, result.terms) == ([-3, 0], [1, 0], {"exact_match": [1, 0]})
+
+
+def test_a_term_that_fails_counts_zero_and_its_sample_once() -> None:
+    responses = ["fine", "raise", "sleep", "nan"]
+    terms = [{"name": f"{JUDGES}:mixed", "weight": 10}, {"name": f"{JUDGES}:mixed_too", "weight": 100}]
+    with build(name="exact_match", terms=terms, timeout_s=1.0) as reward:
+        result = reward.score(*batch([("nan", responses)]))
+    assert result.rewards == [110, 100, 0, 1]
+    assert result.faults == {1: "failed", 2: "late", 3: "failed"}, "of the first term that did not judge"
+    assert (result.failures, result.timeouts) == (2, 1)
+    assert (result.error or "").startswith(f"{JUDGES}:mixed: Traceback")
+
+
+class Answering(Reward):
+    """Reads one letter; closed once."""
+
+    def __init__(self, place: int) -> None:
+        self.place, self.closed = place, 0
+
+    def score(self, prompts: object, samples: object) -> RewardResult:
+        assert isinstance(samples, list)
+        return RewardResult([1.0] * len(samples), answers=[sample.text[self.place :][:1] or None for sample in samples])
+
+    def longest_s(self, count: int) -> float:
+        return 2.0 * count
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_answers_are_those_of_the_main_reward() -> None:
+    first, second = Answering(0), Answering(1)
+    with CombinedReward([Term("a", 1.0, first), Term("b", 2.0, second)]) as reward:
+        assert reward.score(*batch([("", ["xy", ""])])).answers == ["x", None]
+        assert reward.longest_s(3) == 12.0
+    assert first.closed == second.closed == 1
+
+
+def test_parts_are_joined_in_order() -> None:
+    parts = [
+        RewardResult([1.0], answers=["4"], terms={"a": [1.0], "b": [0.0]}),
+        RewardResult([], answers=[], terms={"a": [], "b": []}),
+        RewardResult([0.0, 2.0], {1: "late"}, answers=[None, "5"], terms={"a": [0.0, 2.0], "b": [3.0, 4.0]}),
+        RewardResult([0.5], {0: "failed"}, "first", ["6"], {"a": [0.5], "b": [0.5]}),
+    ]
+    assert joined(parts) == RewardResult(
+        rewards=[1.0, 0.0, 2.0, 0.5],
+        faults={2: "late", 3: "failed"},
+        error="first",
+        answers=["4", None, "5", "6"],
+        terms={"a": [1.0, 0.0, 2.0, 0.5], "b": [0.0, 3.0, 4.0, 0.5]},
+    )
+    assert joined([RewardResult([1.0]), RewardResult([2.0])]) == RewardResult([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (r"so \boxed{4}.", True),
+        (r"\boxed{\frac{1}{2}} holds", True),
+        (r"\boxed {4}", True),
+        ("4", False),
+        ("", False),
+        (r"\boxed{4", False),
+        (r"\boxed{4} and \boxed{5", True),
+        (r"\boxed{4} or \boxed{5}", False),
+        (r"\boxed{\boxed{4}}", False),
+        (r"\boxed{}", False),
+        (r"\boxed4", False),
+        (r"\boxedx{4}", False),
+        (r"\boxed{" * 10_000, False),
+    ],
+)
+def test_the_format_is_one_complete_box(text: str, kept: bool) -> None:
+    assert keeps_to_box(of_length(1, text)) is kept
+    assert not keeps_to_box(of_length(1, text, cut=True)), "a response that was cut did not end by itself"
+
+
+def test_a_pattern_is_of_the_whole_response() -> None:
+    responses = [
+        "<think>a\nb</think>4",
+        "<think>a</think>",
+        "x<think>a</think>4",
+        "<think></think>44",
+        "<think></think>4!",
+    ]
+    with build(name="format", format_pattern="<think>.*</think>[0-9]+") as reward:
+        assert reward.score(*batch([("", responses)])).rewards == [1, 0, 0, 1, 0]
+
+
+def test_a_pattern_that_takes_for_ever_is_late() -> None:
+    with build(name="format", format_pattern="(a+)+b", timeout_s=0.5, num_workers=1) as reward:
+        result = reward.score(*batch([("", ["aab", "a" * 64, "b"])]))
+    assert (result.rewards, result.faults) == ([1, 0, 0], {1: "late"})
+
+
+@pytest.mark.parametrize("length", [0, 1, 79, 80, 81, 85, 99, 100, 101, 130])
+def test_overlong_is_dapos_equation(length: int) -> None:
+    """arXiv 2503.14476, equation 13, as it stands there."""
+    longest, cache = 100, 20
+    if length <= longest - cache:
+        wanted = Fraction(0)
+    elif length <= longest:
+        wanted = Fraction((longest - cache) - length, cache)
+    else:
+        wanted = Fraction(-1)
+    assert punishment(length, longest, cache) == pytest.approx(float(wanted), abs=1e-15)
+    assert str(punishment(length, longest, cache)) != "-0.0"
+
+
+def test_what_is_cut_at_the_limit_loses_one() -> None:
+    prompts, _ = batch([("", [])])
+    with build(name="overlong", overlong_buffer_tokens=LIMIT) as reward:
+        result = reward.score(prompts, [of_length(LIMIT, cut=True), of_length(LIMIT), of_length(1)])
+    assert result.rewards == [-1, -1, -0.01]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"terms": [{"name": "math"}]}, "'math' is asked for twice"),
+        ({"terms": [{"name": "format"}, {"name": "format"}]}, "'format' is asked for twice"),
+        ({"terms": [{"name": "no_such"}]}, "unknown reward 'no_such' [config: reward.terms]"),
+        ({"terms": [{"name": f"{JUDGES}:two_arguments"}]}, "[config: reward.terms]"),
+        ({"name": "overlong"}, "overlong_buffer_tokens 0 is not between 1 and rollout.max_response_tokens 100"),
+        ({"terms": [{"name": "overlong"}], "overlong_buffer_tokens": 101}, "overlong_buffer_tokens 101"),
+        ({"name": "format", "format_pattern": "(a"}, "is not a regular expression: missing ), unterminated subpattern"),
+        ({"name": "format", "format_pattern": "(" * 100_000}, "is not a regular expression"),
+        ({"name": "format", "format_pattern": "a{99999999999}"}, "is not a regular expression"),
+    ],
+)
+def test_what_cannot_be_is_a_users_error(values: dict[str, object], named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_reward(RewardConfig.model_validate(values), max_response_tokens=LIMIT)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_options_of_rewards_that_are_not_asked_for_are_left_alone() -> None:
+    check_reward(RewardConfig(overlong_buffer_tokens=101, api_key_env="NO_SUCH"), max_response_tokens=LIMIT)

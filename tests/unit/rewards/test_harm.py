@@ -1,0 +1,116 @@
+r"""Texts that try to do harm, eight callers at once, and many answers: the verifier answers in time and does not grow.
+
+Not covered: what the pool does for any other function (test_pool.py).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import psutil
+import pytest
+
+from oblr_megatron.rewards.extract import EXTRACTIONS
+from oblr_megatron.rewards.math import DEADLINE_S, MathReward, grade, settle
+from tests.unit.rewards.conftest import batch
+
+HARMFUL = [
+    r"9^{9^{9^{9^{9}}}}",
+    r"(((10!)!)!)!",
+    r"x^{999999999}-y^{999999999}",
+    r"\frac{1}{" * 60 + "2" + "}" * 60,
+    r"\sqrt{" * 60 + "2" + "}" * 60,
+    "+".join(f"\\sin({k}x)" for k in range(200)),
+    "(" * 60 + "x" + ")" * 60,
+    r"\binom{10^9}{5\cdot10^8}",
+    "1" * 4000,
+    "0." + "1" * 3900,
+    "1e999999999",
+    r"\int\int\int x",
+    "a" * 1000,
+    "__import__('os').abort()",
+    "{,}" * 1000,
+    r"\text{" * 60 + "}" * 60,
+    r"\begin{pmatrix}" + "&" * 1500 + r"\end{pmatrix}",
+    "1," * 1900 + "1",
+    " " * 3000 + "1 1",
+    "\ufdfa" * 3000,
+]
+
+
+@pytest.mark.parametrize("answer", HARMFUL, ids=range(len(HARMFUL)))
+def test_a_harmful_text_is_wrong_in_time(answer: str) -> None:
+    start = time.perf_counter()
+    assert grade(f"\\boxed{{{answer}}}", r"\sqrt{2}+x") is False
+    assert time.perf_counter() - start < DEADLINE_S + 5
+    assert grade(r"\boxed{\sqrt{8}}", r"2\sqrt{2}"), "the next answer is judged as ever"
+
+
+@pytest.mark.parametrize("answer", HARMFUL, ids=range(len(HARMFUL)))
+def test_a_harmful_text_is_settled_or_handed_on_in_time(answer: str) -> None:
+    """What the judging process itself does with a text has no deadline but its length."""
+    for gold, tolerance in ((r"\sqrt{2}+x", ""), ("4.2", "0.1"), (answer, "1%")):
+        start = time.perf_counter()
+        settle(answer, gold, tolerance)
+        assert time.perf_counter() - start < DEADLINE_S
+
+
+CALLERS, WORKERS, SHORT_S = 8, 2, 1.0
+TURN_S = SHORT_S * CALLERS / WORKERS  # three others' calls, then one's own
+
+
+def test_eight_callers_at_once_are_all_answered_in_their_turn() -> None:
+    """Each asks good questions and one that never ends; those run late, and cost the others no more than turns."""
+    never_ends = "n^{" * 60 + "2" + "}" * 60  # the grammar takes 20 s over it
+    questions = [(r"\sqrt{8}", 1.0), (never_ends, 0.0), (r"3\sqrt{2}", 0.0), (r"\frac{4}{\sqrt{2}}", 1.0)]
+    answered: list[tuple[float, float, float, int]] = []  # (seconds, value, expected, timeouts)
+
+    def ask(reward: MathReward, first: int) -> None:
+        for answer, expected in questions[first:] + questions[:first]:
+            start = time.perf_counter()
+            result = reward.score(*batch([(r"2\sqrt{2}", [f"\\boxed{{{answer}}}"])]))
+            answered.append((time.perf_counter() - start, result.rewards[0], expected, result.timeouts))
+
+    with MathReward(EXTRACTIONS["math"], num_workers=WORKERS, deadline_s=SHORT_S) as reward:
+        reward.pool.map([(r"\sqrt{8}", r"2\sqrt{2}")] * WORKERS)  # the start of the workers is no part of a turn
+        threads = [threading.Thread(target=ask, args=(reward, n % len(questions))) for n in range(CALLERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(answered) == CALLERS * len(questions)
+    assert [value for _, value, _, _ in answered] == [expected for _, _, expected, _ in answered]
+    assert sum(timeouts for *_, timeouts in answered) == CALLERS
+    assert max(seconds for seconds, *_ in answered) < TURN_S + 3, "with room for forking workers on a busy machine"
+
+
+ANSWERS, BATCH, WARM_UP = 10_000, 500, 2_000
+GROWTH_BYTES = 32 * 2**20  # of this process, the nursery and two workers together; a worker's caches are still filling
+
+
+def test_ten_thousand_answers_are_judged_in_the_same_memory() -> None:
+    generator = random.Random(0)
+    sizes: list[int] = []
+    workers: set[int] = set()
+    with MathReward(EXTRACTIONS["math"], num_workers=WORKERS, deadline_s=DEADLINE_S) as reward:
+        for first in range(0, ANSWERS, BATCH):
+            rows = [question(first + n, generator) for n in range(BATCH)]
+            result = reward.score(*batch([(gold, [text]) for gold, text, _ in rows]))
+            assert result.rewards == [expected for *_, expected in rows]
+            processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+            workers |= {process.pid for process in processes[1:]}
+            sizes.append(sum(process.memory_info().rss for process in processes))
+    settled = sizes[WARM_UP // BATCH :]
+    assert max(settled) - settled[0] < GROWTH_BYTES
+    assert len(workers) >= 1 + 2 * WORKERS, "nursery and workers, each replaced after its 2,000 answers"
+
+
+def question(number: int, generator: random.Random) -> tuple[str, str, float]:
+    """(gold, response, reward): every other one takes computer algebra, and no two are alike."""
+    right = generator.random() < 0.5
+    value = number + (not right)
+    if number % 2:
+        return str(number), f"So it is {value}.\n\\boxed{{{value}\\text{{ km}}}}", float(right)
+    return f"{number}+x", f"\\boxed{{x+{value}}}", float(right)

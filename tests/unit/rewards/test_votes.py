@@ -1,0 +1,43 @@
+"""Classes of equal answers, for majority votes. Not covered: how the votes are counted."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from oblr_megatron.rewards.votes import answer_classes
+
+
+@pytest.mark.parametrize(
+    ("answers", "right", "expected"),
+    [
+        (["1/2", "0.5", None, "3", r"\frac12", "3.0"], [1, 1, 0, 0, 1, 0], [0, 0, None, 1, 0, 1]),
+        (["3", "3.0", "4"], [0, 0, 0], [0, 0, 1]),
+        ([r"\sqrt{8}", r"2\sqrt{2}"], [1, 1], [0, 0]),  # computer algebra has found both right
+        ([r"\sqrt{8}", r"2\sqrt{2}"], [0, 0], [0, 1]),  # it is not asked here
+        ([r"\sqrt{8} ", r"\sqrt 8", "$\\sqrt{8}$."], [0, 0, 0], [0, 1, 0]),
+        (["50", "50%"], [1, 0], [0, 1]),  # a wrong answer never joins the right ones
+        (["1, 2", "2,1", "(1,2)", "(2,1)"], [0, 0, 0, 0], [0, 0, 1, 2]),
+        (["", "", "x"], [0, 0, 0], [0, 0, 1]),
+        ([None, None], [0, 0], [None, None]),
+        ([], [], []),
+    ],
+)
+def test_classes(answers: list[str | None], right: list[int], expected: list[int | None]) -> None:
+    assert answer_classes(answers, [bool(verdict) for verdict in right]) == expected
+
+
+def test_numbers_fall_in_classes_of_equal_value_whatever_the_order() -> None:
+    generator = random.Random(0)
+    values = [Fraction(generator.randint(-3, 3), generator.choice((1, 2, 4, 5))) for _ in range(64)]
+    answers = [generator.choice((str(v), f"\\frac{{{v.numerator}}}{{{v.denominator}}}", str(float(v)))) for v in values]
+    classes = answer_classes(answers, [False] * 64)
+    for i, value in enumerate(values):
+        assert all((classes[i] == classes[j]) is (value == other) for j, other in enumerate(values))
+
+
+def test_a_class_for_each_different_text_that_no_one_can_read() -> None:
+    answers: list[str | None] = ["\\", "{", "?!", "9" * 3000, "(" * 60, "\\"]
+    assert answer_classes(answers, [False] * 6) == [0, 1, 2, 3, 4, 0]
