@@ -11,6 +11,7 @@ from pathlib import Path
 
 from oblr_megatron.checkpoint.command import add_arguments as add_convert_arguments
 from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_USER, RunError, UserError
+from oblr_megatron.evaluation.command import add_arguments as add_eval_arguments
 from oblr_megatron.quantize.command import add_arguments as add_quantize_arguments
 from oblr_megatron.rollout.serve import add_arguments as add_serve_arguments
 
@@ -66,17 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--master-port", type=int, metavar="PORT", help="rendezvous port; a free one by default")
     train.set_defaults(function=_train)
 
-    evaluate = commands.add_parser("eval", help="accuracy of a Hugging Face model on a JSONL set")
-    evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
-    evaluate.add_argument("--data", type=Path, required=True, nargs="+", help="JSONL files")
-    evaluate.add_argument("--k", type=int, default=1, help="sampled responses a prompt, beside the greedy one")
-    evaluate.add_argument(
-        "--config", type=Path, help="TOML file of a run, for its template, reward and sampling settings"
-    )
-    evaluate.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
-    evaluate.add_argument("--json", type=Path, help="also write the figures here")
-    evaluate.set_defaults(function=_evaluate)
-
+    add_eval_arguments(commands.add_parser("eval", help="accuracies of a Hugging Face model on any number of sets"))
     add_convert_arguments(commands.add_parser("convert", help="between Hugging Face directories and checkpoints"))
     add_serve_arguments(commands.add_parser("serve", help="an API server for rollout.servers: stock vLLM, guarded"))
 
@@ -155,12 +146,6 @@ def check_devices(ranks: int) -> None:
     devices = torch.cuda.device_count()
     if torch.cuda.is_available() and ranks > devices:
         raise UserError(f"{ranks} ranks on {devices} GPUs", where="--nproc-per-node", mend=f"give {devices} or fewer")
-
-
-def _evaluate(options: argparse.Namespace) -> int:
-    from oblr_megatron.evaluate import evaluate_model
-
-    return evaluate_model(options)
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -13,9 +13,11 @@ Plain lines read
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -32,7 +34,13 @@ Values = Mapping[str, float | None]
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY = 32  # steps in a sparkline
-EVAL_LABELS = {"accuracy": "accuracy", "mean_at_k": "mean@k", "pass_at_k": "pass@k"}
+EVAL_LABELS = {
+    "mean_at_k": "mean@k",
+    "pass_at_k": "pass@k",
+    "maj_at_k": "maj@k",
+    "response_length": "tokens",
+    "truncated_fraction": "truncated",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +262,15 @@ def trend(values: Sequence[float | None]) -> str:
     if abs(change) <= max(0.5 * spread, 1e-6 * abs(mean)):  # a constant has no trend, whatever its last bits say
         return "→"
     return "↑" if change > 0 else "↓"
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error if that is a terminal, nothing elsewhere.
+
+    It keeps the console it found, whatever is redirected in the block.
+    """
+    console = Console(file=sys.stderr)
+    with Progress(console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)

@@ -19,16 +19,18 @@ from oblr_megatron import figures
 from oblr_megatron.checkpoint.resume import Checkpoint, changes, choose
 from oblr_megatron.checks import check_port
 from oblr_megatron.console import Display, open_display
-from oblr_megatron.evaluate import evaluate
+from oblr_megatron.evaluation.answers import evaluate
+from oblr_megatron.evaluation.figures import figures as accuracies
+from oblr_megatron.evaluation.items import RunItems
 from oblr_megatron.gradnorm.choose import Choice, with_mode
 from oblr_megatron.metrics import MetricsWriter, read_metrics
 from oblr_megatron.model import parallel as layout
 from oblr_megatron.preflight import Inputs, preflight, write_config
-from oblr_megatron.rewards.base import Reward
+from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import SharedReward
 from oblr_megatron.rollout.dynamic import Batch, call_seed, refill
-from oblr_megatron.rollout.engine import RolloutEngine
+from oblr_megatron.rollout.engine import RolloutEngine, SamplingRequest
 from oblr_megatron.rollout.open import open_engines
 from oblr_megatron.rollout.replay import ReplayEngine
 from oblr_megatron.rollout.saved import SavedStep, write_step
@@ -83,6 +85,7 @@ class Sampling:
     reward: Reward
     stream: PromptSource
     held_out: dict[str, list[Prompt]]
+    evaluations: RunItems
     metrics: MetricsWriter
     display: Display
     timer: PhaseTimer
@@ -91,6 +94,7 @@ class Sampling:
     resumed: Checkpoint | None  # what the run goes on from
     version: int = 0  # of the trainer's weights: updates so far
     record: dict[str, float] = field(default_factory=dict)  # figures of the step in progress
+    results: list[RewardResult] = field(default_factory=list)  # of its judging, batch by batch
     logged: dict[str, float] = field(default_factory=dict)  # those of the step logged last
     longest_step_s: float = 0.0
 
@@ -112,13 +116,8 @@ class Sampling:
         """
         config = self.config
         with self.timer("rollout"):
-            samples = self.engines.generate(
-                prompts,
-                group_size=config.group_size,
-                temperature=config.rollout.temperature,
-                max_tokens=config.rollout.max_response_tokens,
-                seed=call_seed(config.seed, step, batch),
-            )
+            request = SamplingRequest.for_training(config, call_seed(config.seed, step, batch))
+            samples = self.engines.generate(prompts, request)
         age = staleness((sample.version for sample in samples), self.version, config.rollout.max_staleness)
         self.record["rollout/staleness_max"] = max(age, self.record.get("rollout/staleness_max", 0))
         return samples
@@ -128,6 +127,7 @@ class Sampling:
         group = self.config.group_size
         with self.timer("reward"):
             result = self.reward.score(prompts, samples)
+        self.results.append(result)
         return Judged(
             rewards=torch.tensor(result.rewards, dtype=torch.float64).view(-1, group),
             lengths=torch.tensor([len(sample.response_ids) for sample in samples]).view(-1, group),
@@ -183,13 +183,16 @@ class Sampling:
             return
         with self.timer("evaluate"):
             for name, prompts in self.held_out.items():
-                self.record |= evaluate(name, self.engines, prompts, self.reward, self.config)
+                sink = self.evaluations.sink(step, name)
+                grades = evaluate(name, self.engines, prompts, self.reward, self.config, sink=sink)
+                self.record |= {f"eval/{name}/{figure}": value for figure, value in accuracies(grades).items()}
 
     def log(self, step: int, samples: list[Sample], judged: Judged, stats: GradientStats | None = None) -> None:
         """Write the step's record: metrics.jsonl, tensorboard, console."""
         timing = self.timer.finish_step()
         self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"])
-        self.record = figures.of_step(samples, judged, stats, timing) | self.record | self.engines.figures()
+        found = figures.of_step(samples, judged, stats, timing) | figures.of_judging(self.results)
+        self.record = found | self.record | self.engines.figures()
         self.record |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
         self.write(step)
 
@@ -197,7 +200,7 @@ class Sampling:
         """Hand the figures collected so far to metrics and console, and start a new record."""
         self.metrics.write(step, self.record)
         self.display.step(step, self.record)
-        self.logged, self.record = self.record, {}
+        self.logged, self.record, self.results = self.record, {}, []
 
     def stopped(self, step: int) -> bool:
         """Whether the run is to end after `step` steps, before its last one, and says so."""
@@ -231,7 +234,8 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             write_config(config)
         dist.barrier()  # the run directory exists
         share = parallel.dp_rank if parallel.tp_rank == 0 and parallel.pp_rank == 0 else None
-        reward = stack.enter_context(SharedReward(build_reward(config.reward), share, parallel.dp_size))
+        judging = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+        reward = stack.enter_context(SharedReward(judging, share, parallel.dp_size))
         engines = open_engines(config, parallel)
         stack.callback(engines.close)
         display = stack.enter_context(open_display(config.log, config.num_steps, rank=parallel.rank))
@@ -259,6 +263,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             reward=reward,
             stream=stream,
             held_out=inputs.held_out,
+            evaluations=RunItems(config.run_dir / "evaluations" if config.evaluate.save and rank == 0 else None),
             metrics=metrics,
             display=display,
             timer=PhaseTimer(on_phase=display.phase, synchronize=_synchronize),

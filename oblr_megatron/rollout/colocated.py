@@ -2,7 +2,7 @@
 
     engines = ColocatedEngines(config, parallel)             # starts the processes, and returns
     engines.push(source, version=0)
-    samples = engines.generate(prompts, group_size=8, temperature=1.0, max_tokens=256, seed=7)   # N = Q * 8
+    samples = engines.generate(prompts, SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7))
     engines.sleep(config.rollout.sleep_level)                # on GPUs: the trainer's turn with the memory
     engines.close()
 
@@ -80,32 +80,15 @@ class ColocatedEngines(RolloutEngine):
         """Of the weights that all engines serve; 0 is the checkpoint they started from."""
         return self._version
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        temperature: float,
-        max_tokens: int,
-        seed: int,
-        greedy: bool = False,
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
         """See `RolloutEngine.generate`; each engine samples a contiguous share of the prompts."""
         if self._unusable is not None:
             raise RunError(self._unusable)
-        request = SamplingRequest.of(
-            self._config.rollout,
-            group_size=group_size,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            seed=seed,
-            greedy=greedy,
-        )
         shares: dict[int, list[Sample]] = {}  # by engine; what one has sampled is kept when another is lost
         self._until_done(lambda: self._sample_rest(prompts, request, shares))
         self._recovery.sampled()
         samples = [sample for _, share in sorted(shares.items()) for sample in share]
-        check_batch(samples, len(prompts) * group_size, self._version)
+        check_batch(samples, len(prompts) * request.group_size, self._version)
         return samples
 
     def push(self, source: Source, version: int) -> PushStats:

@@ -1,7 +1,7 @@
 """What the trainer asks of the rollout engines, wherever they run: the protocol and its records. Imports no vllm.
 
     engines.push(source, version=1)                # all weights, or nothing is generated any more
-    samples = engines.generate(prompts, group_size=8, temperature=1.0, max_tokens=256, seed=7)   # all of version 1
+    samples = engines.generate(prompts, SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7))
 
 Sampling is a pure function of the weights, the prompts and the request: prompt number q of a step draws from the seed
 `prompt_seed(seed, q)` wherever it is sampled, so the split of a batch over engines does not change the draws. (A batch
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
-    from oblr_megatron.config_rollout import RolloutConfig
+    from oblr_megatron.config import Config
     from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
 
@@ -29,16 +29,16 @@ MIN_TEMPERATURE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """What one engine is asked for: its share of a call's prompts, and how to sample them.
+    """How a call's prompts are sampled; and, told to one engine, which part of them is its own.
 
     Example: SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7, first_group=16) samples prompts
     16, 17, ... of the step, eight responses each.
     """
 
     group_size: int  # G, responses a prompt; greedy ones are equal and computed once
-    temperature: float  # 0 decodes greedily, and the log-probs are then those of temperature 1
-    max_tokens: int
-    seed: int
+    temperature: float  # the log-probs are of this distribution; 0 decodes greedily, with those of temperature 1
+    max_tokens: int  # of a response; prompt and response together end at the engine's max_model_len at the latest
+    seed: int  # equal seeds give equal samples: each call of a run has its own
     first_group: int = 0  # position of the call's first prompt in the step's batch
     top_p: float = 1.0
     top_k: int = -1  # -1: no filter
@@ -57,18 +57,47 @@ class SamplingRequest:
             )
 
     @classmethod
-    def of(
-        cls, rollout: RolloutConfig, *, group_size: int, temperature: float, max_tokens: int, seed: int, greedy: bool
-    ) -> SamplingRequest:
-        """The request behind a call of `RolloutEngine.generate`, with the run's filters."""
+    def for_training(cls, config: Config, seed: int) -> SamplingRequest:
+        """What a step's prompts are sampled with."""
+        rollout = config.rollout
         return cls(
-            group_size, 0.0 if greedy else temperature, max_tokens, seed, top_p=rollout.top_p, top_k=rollout.top_k
+            config.group_size,
+            rollout.temperature,
+            rollout.max_response_tokens,
+            seed,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        )
+
+    @classmethod
+    def for_evaluation(cls, config: Config, seed: int, *, greedy: bool) -> SamplingRequest:
+        """What held-out prompts are sampled with: one greedy response, or evaluate.samples_per_prompt drawn ones."""
+        options, max_tokens = config.evaluate, longest_evaluated(config)
+        if greedy:
+            return cls(1, 0.0, max_tokens, seed)
+        return cls(
+            options.samples_per_prompt,
+            options.temperature,
+            max_tokens,
+            seed,
+            top_p=options.top_p,
+            top_k=options.top_k,
         )
 
     @property
     def greedy(self) -> bool:
         """Whether every response of a prompt is the same, most likely one."""
         return self.temperature == 0
+
+
+def longest_evaluated(config: Config) -> int:
+    """Tokens at which the responses of an evaluation are cut."""
+    return config.evaluate.max_response_tokens or config.rollout.max_response_tokens
+
+
+def max_model_len(config: Config) -> int:
+    """Tokens of the longest prompt with the longest response that an engine is asked for, evaluations included."""
+    return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, longest_evaluated(config))
 
 
 def prompt_seed(seed: int, position: int) -> int:
@@ -142,25 +171,12 @@ class RolloutEngine(Protocol):
         """Of the weights being served; 0 is the checkpoint the engine started from."""
         ...
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        temperature: float,
-        max_tokens: int,
-        seed: int,
-        greedy: bool = False,
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
         """Sample N = Q * group_size responses, prompt-major, the same list on every rank.
 
         Args:
             prompts: Q prompts; sample n answers prompts[n // group_size].
-            group_size: responses a prompt.
-            temperature: of the sampling; the log-probs are those of the sharpened or flattened distribution.
-            max_tokens: of a response; prompt and response together end at the engine's max_model_len at the latest.
-            seed: equal seeds give equal samples; give each step its own.
-            greedy: the most likely tokens instead; log-probs are then those of temperature 1.
+            request: how; prompts are numbered from 0 whatever its first_group says.
 
         Raises:
             RunError: an engine failed, or a push has failed since the last complete one.

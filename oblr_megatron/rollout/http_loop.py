@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, so that the trainer's rank 0 can speak to many servers and gather meanwhile."""
+"""An event loop in a thread of its own, so that a rank can speak to many servers at once, and gather meanwhile."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import aiohttp
+
 Value = TypeVar("Value")
 
 CLOSE_SECONDS = 5.0
+CONNECT_SECONDS = 5.0
+KEEP_ALIVE_SECONDS = 2.0
+"""Idle connections are closed before the server closes them (vLLM, uvicorn: after 5 s), which a request might cross."""
 
 
 class HttpLoop:
@@ -46,6 +51,14 @@ class HttpLoop:
         self.submit(_cancel_all()).result(CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_SECONDS)
+
+
+def open_session() -> aiohttp.ClientSession:
+    """Connections of one client, without a deadline of their own; called in the loop that they are used in."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+    )
 
 
 async def _cancel_all() -> None:

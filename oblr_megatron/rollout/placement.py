@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.rollout.engine import EngineSpec
+from oblr_megatron.rollout.engine import EngineSpec, max_model_len
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -71,7 +71,7 @@ def engine_spec(config: Config, parallel: Parallel, index: int, placement: Place
         model=config.model.path.absolute(),
         dtype="bfloat16" if engine_dtype(config) is torch.bfloat16 else "float32",
         device="cuda" if on_gpu else "cpu",
-        max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_model_len=max_model_len(config),
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_bytes=int(rollout.kv_cache_gib * 2**30),
         num_threads=rollout.num_threads or max(1, len(os.sched_getaffinity(0)) // len(placement.owners)),

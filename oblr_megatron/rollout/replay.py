@@ -2,7 +2,7 @@
 
     engine = ReplayEngine(config, parallel)
     prompts = engine.take(config.num_prompts)             # of the next saved step
-    samples = engine.generate(prompts, ...)               # its responses
+    samples = engine.generate(prompts, request)           # its responses
 
 Nothing of vllm is imported, no engine process is started and no weights leave the trainer: a push counts versions.
 Rewards are judged anew, since the reward is part of what a run tries out; those in the files are there to be looked at.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from oblr_megatron.errors import RunError, UserError
-from oblr_megatron.rollout.engine import PushStats, RolloutEngine
+from oblr_megatron.rollout.engine import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.rollout.saved import MEND, SavedStep, read_step, step_path
 from oblr_megatron.rollout.versions import StaleSampleError, staleness
 
@@ -87,19 +87,10 @@ class ReplayEngine(RolloutEngine):
             raise RunError(f"saved step {self._step} has {len(self._saved.prompts)} prompts, not {count}")
         return self._saved.prompts
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        temperature: float,
-        max_tokens: int,
-        seed: int,
-        greedy: bool = False,
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
         """The saved responses to the prompts last taken; sizes and temperature were checked against the files."""
         assert self._saved is not None and list(prompts) == self._saved.prompts, "only saved prompts have samples"
-        assert group_size == self._saved.group_size and not greedy
+        assert request.group_size == self._saved.group_size and not request.greedy
         return self._saved.samples
 
     def push(self, source: Source, version: int) -> PushStats:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.rollout.engine import max_model_len
 from oblr_megatron.rollout.http_messages import PROTOCOL, Info, shapes_digest
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.rollout.vllm_server import ServerLostError, VllmServer
@@ -71,7 +72,7 @@ def _expect_info(url: str, answer: Info | BaseException, variable: str) -> Info:
 def _check_info(url: str, info: Info, config: Config) -> None:
     """Compare a server with the run's model and settings."""
     dtype = str(engine_dtype(config)).removeprefix("torch.")
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = max_model_len(config)
     if info.protocol != PROTOCOL:
         raise UserError(
             f"{url} speaks version {info.protocol} of the messages, this trainer {PROTOCOL}",

@@ -2,7 +2,7 @@
 
     engines = ServerEngines(config, parallel)                # rollout.servers = ["http://10.0.0.5:8000", ...]
     engines.push(source, version=0)
-    samples = engines.generate(prompts, group_size=8, temperature=1.0, max_tokens=256, seed=7)   # N = Q * 8
+    samples = engines.generate(prompts, SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7))
     engines.close()
 
 Rank 0 alone speaks to the servers. What it learns, good or bad, all ranks hear before any of them goes on. Prompts of a
@@ -72,33 +72,16 @@ class ServerEngines(RolloutEngine):
         """Of the weights that all engines serve; 0 is the checkpoint they started from."""
         return self._holding.version
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        group_size: int,
-        temperature: float,
-        max_tokens: int,
-        seed: int,
-        greedy: bool = False,
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
         """See `RolloutEngine.generate`; the servers share the prompts by the tokens they have outstanding."""
         if self._unusable is not None:
             raise RunError(self._unusable)
-        request = SamplingRequest.of(
-            self._config.rollout,
-            group_size=group_size,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            seed=seed,
-            greedy=greedy,
-        )
         ids = [prompt.token_ids for prompt in prompts]
-        costs = [len(prompt) + group_size * max_tokens for prompt in ids]
-        balance = Balance(costs, [], 1 if request.greedy else group_size)
+        costs = [len(prompt) + request.group_size * request.max_tokens for prompt in ids]
+        balance = Balance(costs, [], 1 if request.greedy else request.group_size)
         samples = self._until_done(lambda: self._sample_rest(ids, request, balance))
         self._recovery.sampled()
-        check_batch(samples, len(prompts) * group_size, self.version)
+        check_batch(samples, len(prompts) * request.group_size, self.version)
         return samples
 
     def push(self, source: Source, version: int) -> PushStats:

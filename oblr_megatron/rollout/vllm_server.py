@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
 from oblr_megatron.rollout import http_messages as http
+from oblr_megatron.rollout.http_loop import open_session
 from oblr_megatron.rollout.serve_guard import HEALTH
 from oblr_megatron.types import Sample
 
@@ -28,9 +29,6 @@ RETRIES = 3
 """How often a question is asked again after its connection dropped, before the server counts as lost."""
 BACKOFF_SECONDS = 0.2
 """Before the first repetition; each further one waits twice as long."""
-CONNECT_SECONDS = 5.0
-KEEP_ALIVE_SECONDS = 2.0
-"""Idle connections are closed before the server closes them (vLLM: after 5 s), which a request might cross."""
 WATCH_SECONDS = 5.0
 """How often a server that samples is asked whether it is there."""
 
@@ -172,10 +170,7 @@ class VllmServer:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            )
+            self._session = open_session()
         return self._session
 
 

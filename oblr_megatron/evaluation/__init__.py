@@ -1,0 +1,1 @@
+"""Held-out accuracy: responses to benchmarks, their verdicts as files, and figures with intervals."""

@@ -1,0 +1,135 @@
+"""Responses to a set, greedy and sampled, asked for and judged block by block.
+
+    grades = evaluate("gsm8k", engines, prompts, reward, config)         # every rank calls, every rank gets the same
+    figures(grades)                                                      # {"accuracy": 0.81, "mean_at_k": 0.79, ...}
+
+A block is as many responses as a training step samples, which the engines' deadline is made for, and has a seed of its
+own: the same block of the same prompts gets the same random numbers each time. So two evaluations differ by the weights
+alone, and one that goes on after its first blocks ends as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oblr_megatron.evaluation.figures import Grade, Grades
+from oblr_megatron.evaluation.items import Item, Key, Kind
+from oblr_megatron.rollout.engine import SamplingRequest
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.rewards.base import Reward
+    from oblr_megatron.rollout.engine import RolloutEngine
+    from oblr_megatron.types import Prompt
+
+SEED_STRIDE, SEED_OFFSET = 1_000_003, 1_000_002  # apart from the seeds of a run's first million steps
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Prompts that are asked at once. Example: Block(kind="sampled", first=128, last=256, samples=8)"""
+
+    kind: Kind
+    first: int  # position in the set
+    last: int  # the one after the block's last
+    samples: int  # of each prompt
+
+    @property
+    def size(self) -> int:
+        """Responses."""
+        return (self.last - self.first) * self.samples
+
+    def keys(self, prompts: Sequence[Prompt]) -> list[Key]:
+        """The block's responses, in order."""
+        asked = prompts[self.first : self.last]
+        return [(self.kind, prompt.id, sample) for prompt in asked for sample in range(self.samples)]
+
+
+def block_responses(config: Config) -> int:
+    """Responses of a block: a training step's."""
+    return config.num_prompts * config.group_size
+
+
+def blocks_of(config: Config, count: int, kinds: Sequence[Kind] = ("greedy", "sampled")) -> Iterator[Block]:
+    """All greedy responses, then all sampled ones, of `count` prompts."""
+    for kind in kinds:
+        samples = 1 if kind == "greedy" else config.evaluate.samples_per_prompt
+        if samples == 0:
+            continue
+        step = max(1, block_responses(config) // samples)
+        for first in range(0, count, step):
+            yield Block(kind, first, min(first + step, count), samples)
+
+
+def evaluate(
+    name: str,
+    engines: RolloutEngine,
+    prompts: Sequence[Prompt],
+    reward: Reward,
+    config: Config,
+    *,
+    done: Sequence[Grade] = (),
+    sink: Callable[[Sequence[Item]], None] | None = None,
+) -> Grades:
+    """Answer and judge a set with the weights that the engines hold; every rank calls, every rank gets the grades.
+
+    Args:
+        name: of the set.
+        engines: collective.
+        prompts: Q, at least one.
+        reward: judges the responses.
+        config: `evaluate` and `rollout` hold the sampling settings.
+        done: responses of the first blocks, which are not asked for again.
+        sink: takes each further block.
+    """
+    grades = list(done)
+    end = 0
+    for block in blocks_of(config, len(prompts)):
+        end += block.size
+        if end <= len(done):
+            continue
+        items = _items(name, block, engines, prompts, reward, config)
+        if sink is not None:
+            sink(items)
+        grades += [item.grade for item in items]
+    return Grades.of(grades, len(prompts), config.evaluate.samples_per_prompt)
+
+
+def greedy_verdicts(engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config) -> list[float]:
+    """[Q] verdicts on one greedy response to each prompt; every rank calls, every rank gets them."""
+    blocks = blocks_of(config, len(prompts), ("greedy",))
+    return [item.verdict for block in blocks for item in _items("", block, engines, prompts, reward, config)]
+
+
+def _items(
+    name: str, block: Block, engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config
+) -> list[Item]:
+    """Sample and judge one block."""
+    asked = prompts[block.first : block.last]
+    seed = config.seed * SEED_STRIDE + SEED_OFFSET + block.first
+    request = SamplingRequest.for_evaluation(config, seed, greedy=block.kind == "greedy")
+    samples = engines.generate(asked, request)
+    result = reward.score(asked, samples)
+    answers = result.answers or [None] * len(samples)
+    judged = zip(samples, result.verdicts, result.rewards, answers, strict=True)
+    return [
+        Item(
+            set=name,
+            id=(prompt := asked[number // block.samples]).id,
+            row=prompt.row,
+            prompt=prompt.text,
+            gold=prompt.answer,
+            kind=block.kind,
+            sample=number % block.samples,
+            response=sample.text,
+            verdict=verdict,
+            reward=value,
+            tokens=len(sample.response_ids),
+            finish_reason=sample.finish_reason,
+            answer=answer,
+            reads_answers=result.answers is not None,
+        )
+        for number, (sample, verdict, value, answer) in enumerate(judged)
+    ]

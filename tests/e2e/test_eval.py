@@ -1,0 +1,164 @@
+"""`oblr-megatron eval` with real vLLM: two sets in one call, repeated, killed and gone on with; transformers as oracle.
+
+Not covered: a GPU, sets of the hub, a disk that fills up.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.conftest import LIMIT_S, ROOT, environment
+from tests.e2e.forked import forked_cli
+
+PROMPTS, K, TOKENS = 48, 4, 6
+SETTINGS = {
+    "reward.name": "math:last_line",
+    "reward.num_workers": 1,
+    "data.max_prompt_tokens": 16,
+    "rollout.max_response_tokens": TOKENS,
+    "evaluate.temperature": 0.4,  # so that the draws of a model that knows little are right now and then
+    "rollout.num_threads": 1,
+    "rollout.kv_cache_gib": 0.1,
+    "num_prompts": 4,  # blocks of 16 responses
+    "group_size": 4,
+}
+FILES = ("first.jsonl", "second.jsonl", "figures.json")
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What the command was given, and what its first call wrote and said."""
+
+    root: Path
+    model: Path
+    said: str
+
+    def arguments(self, out: Path, *more: str) -> list[str]:
+        sets = [f"first={self.root / 'a.jsonl'}", f"second={self.root / 'b.jsonl'}"]
+        keys = [f"{key}={value}" for key, value in SETTINGS.items()]
+        return ["eval", "--model", str(self.model), "--k", str(K), "--out", str(out), "--data", *sets, *keys, *more]
+
+    def items(self, name: str) -> list[dict[str, Any]]:
+        lines = (self.root / "whole" / f"{name}.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def evaluated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
+    """Gold answers are the model's own for half of the rows, so that there is something right."""
+    root = tmp_path_factory.mktemp("eval")
+    rows = [json.loads(line) for line in (tiny / "heldout.jsonl").read_text().splitlines()[: 2 * PROMPTS]]
+    for row, text in zip(rows[::2], greedy(tiny / "model", [row["question"] for row in rows[::2]]), strict=True):
+        row["answer"] = text
+    for name, part in (("a", rows[:PROMPTS]), ("b", rows[PROMPTS:])):
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    made = Evaluated(root, tiny / "model", "")
+    done = forked_cli(made.arguments(root / "whole", "--json", str(root / "copy.json")))
+    assert done.returncode == 0, done.stderr
+    return Evaluated(root, tiny / "model", done.stdout)
+
+
+def greedy(path: Path, questions: list[str]) -> list[str]:
+    """By transformers, one at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    texts = []
+    for question in questions:
+        ids = tokenizer(question, return_tensors="pt")["input_ids"]
+        output = model.generate(input_ids=ids, do_sample=False, max_new_tokens=TOKENS)
+        texts.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_the_figures_are_those_of_the_files_and_of_transformers(evaluated: Evaluated, name: str) -> None:
+    items = evaluated.items(name)
+    greedy_ones, sampled = items[:PROMPTS], items[PROMPTS:]
+    assert [item["kind"] for item in items] == ["greedy"] * PROMPTS + ["sampled"] * K * PROMPTS
+    assert [item["row"] for item in sampled] == [row for row in range(PROMPTS) for _ in range(K)]
+    texts = greedy(evaluated.model, [item["prompt"] for item in greedy_ones])
+    assert [item["response"] for item in greedy_ones] == texts
+    assert len({item["response"] for item in sampled}) > 8, "draws, not copies"
+    for item in items:
+        assert item["set"] == name and item["tokens"] <= TOKENS and item["verdict"] == item["reward"]
+        assert item["answer"] == item["response"] or not item["verdict"]
+        assert item["verdict"] == (item["response"].lstrip("0") == item["gold"].lstrip("0")), item
+
+    found = json.loads((evaluated.root / "whole" / "figures.json").read_text())["sets"][name]
+    groups = [sampled[first : first + K] for first in range(0, len(sampled), K)]
+    assert found["accuracy"]["value"] == fmean(item["verdict"] for item in greedy_ones) >= 0.5
+    assert found[f"mean@{K}"]["value"] == pytest.approx(fmean(item["verdict"] for item in sampled))
+    assert found[f"pass@{K}"]["value"] == fmean(any(item["verdict"] for item in group) for group in groups) > 0
+    assert found["pass@1"]["value"] <= found["pass@2"]["value"] <= found[f"pass@{K}"]["value"]
+    assert 0 < found[f"maj@{K}"]["value"] < 1
+    assert found["response_length"] == fmean(item["tokens"] for item in items)
+
+
+def test_what_is_said(evaluated: Evaluated) -> None:
+    lines = evaluated.said.splitlines()
+    for line, name in zip(lines[:2], ("first", "second"), strict=True):
+        percent = r"\d+\.\d%"
+        figures = f"mean@4 {percent}, pass@4 {percent}, maj@4 {percent}"
+        pattern = rf"{name}: accuracy {percent} \({percent} to {percent}\) greedy, {figures} on 48 prompts"
+        assert re.fullmatch(pattern, line)
+    assert re.search(r"set +prompts +accuracy +mean@4 +pass@4 +maj@4 +truncated +tokens", evaluated.said)
+    copy = json.loads((evaluated.root / "copy.json").read_text())
+    assert copy == json.loads((evaluated.root / "whole" / "figures.json").read_text())
+
+
+def test_killed_in_the_middle_and_gone_on_with_it_writes_the_same_bytes(evaluated: Evaluated) -> None:
+    out = evaluated.root / "parts"
+    left = kill_after(PROMPTS + 20, out / "first.jsonl", evaluated.arguments(out))
+    assert left < PROMPTS * (1 + K), "it was in the middle of the first set"
+    with (out / "first.jsonl").open("ab") as file:
+        file.write(b'{"set": "first", "id"')  # what a kill in the middle of a write leaves
+    done = forked_cli(evaluated.arguments(out))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == evaluated.said
+    for name in FILES:
+        assert (out / name).read_bytes() == (evaluated.root / "whole" / name).read_bytes(), name
+
+
+def kill_after(lines: int, file: Path, arguments: list[str]) -> int:
+    """Start the command, kill it when the file has so many lines; how many there are when all of it has ended."""
+    command = [sys.executable, "-m", "oblr_megatron.cli", *arguments]
+    deadline = time.monotonic() + LIMIT_S
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True) as job:
+        while not file.exists() or file.read_bytes().count(b"\n") < lines:
+            assert job.poll() is None and time.monotonic() < deadline, "it did not come so far"
+            time.sleep(0.005)
+        family = psutil.Process(job.pid).children(recursive=True)
+        job.send_signal(signal.SIGKILL)
+    assert family, "an engine and a judge at least"
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive, "nothing outlives the command"
+    return file.read_bytes().count(b"\n")
+
+
+def test_a_finished_evaluation_is_read_without_an_engine(evaluated: Evaluated) -> None:
+    """One could not start within this deadline."""
+    before = {name: (evaluated.root / "whole" / name).read_bytes() for name in FILES}
+    done = forked_cli(evaluated.arguments(evaluated.root / "whole", "rollout.start_timeout_s=0.01"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == evaluated.said
+    assert {name: (evaluated.root / "whole" / name).read_bytes() for name in FILES} == before
+
+
+def test_another_evaluation_is_refused(evaluated: Evaluated) -> None:
+    done = forked_cli(evaluated.arguments(evaluated.root / "whole", "evaluate.temperature=0.7"))
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: holds an evaluation with sampling.temperature 0.4, this one has 0.7 .*\n", done.stderr)

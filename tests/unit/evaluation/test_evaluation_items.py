@@ -1,0 +1,94 @@
+"""SET.jsonl: lines there and back, what is left after a kill at any byte, and a run's files on a disk that fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.evaluation.items import Item, Key, RunItems, append, items_path, recover
+
+ITEM = Item("s", "id-0", 0, "2+3?", "5", "greedy", 0, "\\boxed{5}", 1.0, 1.1, 4, "stop", answer="5")
+
+
+def block(kind: str, first: int, last: int) -> list[Item]:
+    return [replace(ITEM, id=f"id-{number}", row=number, kind=kind) for number in range(first, last)]  # type: ignore[arg-type]
+
+
+BLOCKS = [block("greedy", 0, 2), block("greedy", 2, 3), block("sampled", 0, 3)]
+KEYS: Sequence[Sequence[Key]] = [[item.key for item in items] for items in BLOCKS]
+
+
+@given(st.text(), st.text(), st.none() | st.text(), st.booleans())
+def test_a_line_says_what_the_item_says(prompt: str, response: str, answer: str | None, reads: bool) -> None:
+    item = replace(ITEM, prompt=prompt, response=response, answer=answer if reads else None, reads_answers=reads)
+    assert item.line().count(b"\n") == 1
+    assert Item.of_line(item.line()) == item
+
+
+def test_half_a_surrogate_pair_is_written_as_strict_json() -> None:
+    item = replace(ITEM, prompt="\ud800")
+    assert json.loads(item.line().decode("utf-8", "strict"))["prompt"] == "\ud800"
+
+
+def test_a_line_has_no_answer_where_none_is_read() -> None:
+    assert "answer" not in json.loads(replace(ITEM, answer=None, reads_answers=False).line())
+    assert json.loads(replace(ITEM, answer=None).line())["answer"] is None
+
+
+def test_whole_blocks_are_kept_whatever_byte_the_file_ends_at(tmp_path: Path) -> None:
+    path = items_path(tmp_path, "set/one")
+    assert path.name == "set__one.jsonl" and recover(path, KEYS) == []
+    parts = [b"".join(item.line() for item in items) for items in BLOCKS]
+    whole, ends = b"".join(parts), [0]
+    for part in parts:
+        ends.append(ends[-1] + len(part))
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        kept = max(number for number, end in enumerate(ends) if end <= size)
+        assert recover(path, KEYS) == [item.grade for items in BLOCKS[:kept] for item in items]
+        assert path.read_bytes() == whole[: ends[kept]]
+        for items in BLOCKS[kept:]:
+            append(path, items)
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("damage", [b"not json", b"[]", b"{}", block("greedy", 7, 8)[0].line()[:-1]])
+def test_a_damaged_line_inside_is_named(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "s.jsonl"
+    lines = [item.line() for items in BLOCKS for item in items]
+    path.write_bytes(b"".join([lines[0], damage + b"\n", *lines[2:]]))
+    with pytest.raises(UserError, match=r"line 2 is damaged, or not of this evaluation \[.*s.jsonl\]; .*--overwrite"):
+        recover(path, KEYS)
+
+
+def test_a_run_writes_a_file_a_set_and_step_anew(tmp_path: Path) -> None:
+    for _ in range(2):  # the second is of a run that went on from before the step
+        sink = RunItems(tmp_path / "evaluations").sink(20, "s")
+        for items in BLOCKS:
+            sink(items)
+    path = tmp_path / "evaluations" / "step_000020" / "s.jsonl"
+    assert recover(path, KEYS) == [item.grade for items in BLOCKS for item in items]
+
+
+def test_a_disk_that_takes_nothing_costs_a_run_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "evaluations").write_text("a file")
+    items = RunItems(tmp_path / "evaluations")
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            sink = items.sink(step, "s")
+            sink(BLOCKS[0])
+            sink(BLOCKS[1])
+    assert len(caplog.records) == 1 and "goes on without saving its evaluations" in caplog.text
+
+
+def test_nothing_is_written_where_nothing_is_saved(tmp_path: Path) -> None:
+    RunItems(None).sink(1, "s")(BLOCKS[0])
+    assert not list(tmp_path.iterdir())
