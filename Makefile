@@ -24,7 +24,7 @@ demo: env
 	$(BIN)/python examples/tiny_cpu/demo.py
 
 test: env
-	$(BIN)/python -m pytest
+	$(BIN)/python tools/run_tests.py
 
 lint: env
 	$(BIN)/ruff check .

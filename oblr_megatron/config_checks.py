@@ -11,7 +11,7 @@ from oblr_megatron.errors import UserError
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
 
-EVALUATED = ("accuracy", "mean_at_k", "pass_at_k", "maj_at_k")  # what evaluate.figures gives of each set
+EVALUATED = ("accuracy", "mean_at_k", "pass_at_k", "maj_at_k")  # of each set; the first needs no samples
 LEAVE_ONE_OUT = ("rloo", "length_loo", "optimal", "optimal_prior")
 
 
@@ -102,7 +102,8 @@ def _check_checkpoints(config: Config, where: str) -> None:
             where=where,
             mend='give the directory of a checkpoint, "newest" or "none"',
         )
-    measured = [f"eval/{name}/{figure}" for name in config.evaluate.data for figure in EVALUATED]
+    figures = EVALUATED if config.evaluate.samples_per_prompt else EVALUATED[:1]
+    measured = [f"eval/{name}/{figure}" for name in config.evaluate.data for figure in figures]
     if best and best not in measured:
         raise UserError(
             f"checkpoint.best_metric {best!r} is no figure of a set in evaluate.data",

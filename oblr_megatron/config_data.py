@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from oblr_megatron.config_section import Section
+from oblr_megatron.data.conventions import CONVENTIONS
 
 
 class SourceConfig(Section):
@@ -19,9 +21,10 @@ class SourceConfig(Section):
     """How the benchmark writes rows and answers, e.g. "gsm8k", "aime" (table in docs/data.md): columns, where the gold
     answer stands, tolerance. Empty: plain columns, exact answers."""
     subset: str = ""
-    """Configuration of a hub data set, e.g. "main"."""
+    """Configuration of a hub data set, e.g. "main"; by default the convention's."""
     split: str = ""
-    """Split of a hub data set; by default the convention's, else "train"."""
+    """Split of a hub data set or of a directory; by default the convention's (to train on in data.train, to evaluate on
+    elsewhere), else "train"."""
     revision: str = ""
     """Commit or tag of a hub data set."""
     question_column: str | None = None
@@ -34,11 +37,11 @@ class SourceConfig(Section):
 
 
 def _as_source(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
+    return {"path": str(value)} if isinstance(value, (str, Path)) else value
 
 
 def _as_sources(value: Any) -> Any:
-    return (value,) if isinstance(value, (str, dict)) else value
+    return (value,) if isinstance(value, (str, Path, dict)) else value
 
 
 Source = Annotated[SourceConfig, BeforeValidator(_as_source)]
@@ -82,13 +85,13 @@ class EvaluateConfig(Section):
 
     data: dict[str, Source] = Field({})
     """Named sets, e.g. {gsm8k = "gsm8k_test.jsonl"}; the same template as data, and its columns unless a set says
-    otherwise."""
+    otherwise. A set with the name of a convention follows it."""
     every_steps: int = Field(0, ge=0)
     """Evaluate every so many steps (and before the first and after the last); 0 turns it off."""
     num_prompts: int | None = Field(None, ge=1)
     """Use only the first so many usable rows of every set."""
-    samples_per_prompt: int = Field(1, ge=1)
-    """k: sampled responses a prompt, for mean@k, pass@k and maj@k."""
+    samples_per_prompt: int = Field(1, ge=0)
+    """k: sampled responses a prompt, for mean@k, pass@k and maj@k; 0 for the greedy one alone."""
     temperature: float = Field(1.0, ge=0.01)
     """Temperature of the sampled responses; greedy accuracy is reported beside it."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -99,3 +102,13 @@ class EvaluateConfig(Section):
     """Length at which a response is cut; by default rollout.max_response_tokens."""
     save: bool = True
     """Write every response with its verdict to RUN_DIR/evaluations/step_000020/SET.jsonl."""
+
+    @field_validator("data")
+    @classmethod
+    def _by_their_names(cls, sets: dict[str, SourceConfig]) -> dict[str, SourceConfig]:
+        """A set that has the name of a convention is read by it, as on a command line."""
+        named = {name: source.model_copy(update={"convention": name}) for name, source in sets.items()}
+        return {
+            name: named[name] if name in CONVENTIONS and not source.convention else source
+            for name, source in sets.items()
+        }

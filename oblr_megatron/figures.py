@@ -11,6 +11,7 @@ from torch import Tensor
 
 from oblr_megatron.algo.baseline import baseline_values, sanitize_norms, variance_ratio_vs_rloo
 from oblr_megatron.config import AlgoConfig
+from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.types import GradientStats, Judged, Sample
 
 
@@ -41,6 +42,15 @@ def of_rewards(rewards: Tensor) -> dict[str, float]:
         "reward/std": float(rewards.std(correction=0)),
         "groups/mixed_fraction": float(mixed.double().mean()),
     }
+
+
+def of_judging(results: Sequence[RewardResult]) -> dict[str, float]:
+    """What was late in the batches of a step, and level and spread of each reward where several are added."""
+    found: dict[str, float] = {"reward/timeouts": sum(result.timeouts for result in results)}
+    for name in results[0].terms if results else ():
+        values = [value for result in results for value in result.terms[name]]
+        found |= {f"rewards/{name}/mean": statistics.fmean(values), f"rewards/{name}/std": statistics.pstdev(values)}
+    return found
 
 
 def of_step(

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class Metric:
     """One name of metrics.jsonl. Example: Metric("entropy", "nats", "mean entropy of ...")."""
 
-    name: str  # "<set>" stands for the name of an evaluation set
+    name: str  # "<set>" stands for the name of an evaluation set, "<term>" for that of a reward
     unit: str  # "" for pure numbers
     meaning: str  # one line
 
@@ -56,6 +56,9 @@ METRICS: tuple[Metric, ...] = (
         "responses",
         "responses whose judging failed or ran late; they score 0",
     ),
+    Metric("reward/timeouts", "responses", "those among them whose judging ran past its deadline, reward.timeout_s"),
+    Metric("rewards/<term>/mean", "", "mean value of one reward of a weighted sum, before its weight"),
+    Metric("rewards/<term>/std", "", "standard deviation of these values"),
     Metric("response_length/mean", "tokens", "mean response length, the end-of-sequence token included"),
     Metric("response_length/truncated_fraction", "", "share of responses cut at rollout.max_response_tokens"),
     Metric(
@@ -118,10 +121,16 @@ METRICS: tuple[Metric, ...] = (
         "data/skipped", "rows", "training rows left out: unreadable, incomplete, too long, or overlapping a benchmark"
     ),
     Metric("eval/<set>/accuracy", "", "share of the set's prompts answered right by the greedy response"),
-    Metric("eval/<set>/mean_at_k", "", "mean reward of k sampled responses a prompt"),
+    Metric("eval/<set>/mean_at_k", "", "mean verdict on k sampled responses a prompt"),
     Metric("eval/<set>/pass_at_k", "", "share of prompts that at least one of k sampled responses answers right"),
+    Metric(
+        "eval/<set>/maj_at_k", "", "share of prompts whose most frequent answer among k is right; a tie counts in part"
+    ),
+    Metric("eval/<set>/response_length", "tokens", "mean length of the evaluation's responses, greedy and sampled"),
+    Metric("eval/<set>/truncated_fraction", "", "share of the evaluation's responses that were cut at the limit"),
 )
 
+_NAMED = {"eval": "<set>", "rewards": "<term>"}
 _POSITION = {metric.name: position for position, metric in enumerate(METRICS)}
 
 
@@ -135,9 +144,9 @@ def describe(name: str) -> Metric:
 
 
 def _table_name(name: str) -> str:
-    """ "eval/gsm8k/accuracy" -> "eval/<set>/accuracy"; a set's name may hold slashes."""
+    """ "eval/gsm8k/accuracy" -> "eval/<set>/accuracy"; the name in the middle may hold slashes."""
     parts = name.split("/")
-    return f"eval/<set>/{parts[-1]}" if parts[0] == "eval" and len(parts) > 2 else name
+    return f"{parts[0]}/{_NAMED[parts[0]]}/{parts[-1]}" if parts[0] in _NAMED and len(parts) > 2 else name
 
 
 class MetricsWriter:
@@ -222,7 +231,7 @@ class _JsonLines:
             raise UserError("the run directory holds metrics already", where=str(path), mend="name a new run_dir")
         if path.exists():
             kept = [record for record in read_metrics(run_dir) if (record["step"] or 0) <= (resume_step or 0)]
-            _replace(path, "".join(_line(record) for record in kept))
+            write_whole(path, "".join(_line(record) for record in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, record: Record) -> None:
@@ -254,7 +263,7 @@ def _line(record: Record) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     draft = path.with_name(path.name + ".new")
     draft.write_text(text, encoding="utf-8")
@@ -315,9 +324,9 @@ def _write_environment(run_dir: Path, world_size: int) -> None:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "world_size": world_size,
         "device": _device_name(),
-        "versions": {"python": platform.python_version()} | _package_versions(),
+        "versions": {"python": platform.python_version()} | package_versions(),
     }
-    _replace(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
+    write_whole(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
 
 
 def _device_name() -> str:
@@ -328,7 +337,7 @@ def _device_name() -> str:
     return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
 
 
-def _package_versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Versions of the installed ones among PACKAGES."""
     versions = {}
     for package in PACKAGES:

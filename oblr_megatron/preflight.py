@@ -22,11 +22,13 @@ from oblr_megatron.checkpoint.size import checkpoint_bytes
 from oblr_megatron.checkpoint.store import CHECKPOINTS, NoSpaceError, check_space
 from oblr_megatron.checks import check_layout
 from oblr_megatron.data.packing import check_folds
-from oblr_megatron.data.prompts import PromptStream, load_prompts
+from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.errors import UserError
+from oblr_megatron.evaluation.setup import load_sets
 from oblr_megatron.gradnorm.choose import Choice, free_memory, resolve, with_mode
 from oblr_megatron.gradnorm.passes import Layout, num_folds
 from oblr_megatron.rewards.registry import check_reward
+from oblr_megatron.rollout.engine import max_model_len
 from oblr_megatron.rollout.placement import place
 from oblr_megatron.rollout.replay import check_replay
 from oblr_megatron.rollout.server_checks import check_servers
@@ -76,7 +78,7 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     elif config.rollout.replay is None:
         place(config, world_size, on_gpu=torch.cuda.is_available())
     check_pushable(model.config, config, on_gpu=torch.cuda.is_available())
-    check_reward(config.reward)
+    check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     check_lengths(config, model)
     if owns_run_dir:
         check_replay(config, int(model.config["vocab_size"]))
@@ -153,13 +155,15 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
 
 
 def check_lengths(config: Config, model: HFDir) -> None:
-    """Refuse a prompt and response that together exceed the model's positions."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    """Refuse a prompt and response, of training or of an evaluation, that together exceed the model's positions."""
+    longest = max_model_len(config)
     positions = int(model.config.get("max_position_embeddings", longest))
     if longest > positions:
+        response = longest - config.data.max_prompt_tokens
+        field = "rollout" if response == config.rollout.max_response_tokens else "evaluate"
         raise UserError(
-            f"data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_response_tokens "
-            f"{config.rollout.max_response_tokens} = {longest} exceeds the model's max_position_embeddings {positions}",
+            f"data.max_prompt_tokens {config.data.max_prompt_tokens} + {field}.max_response_tokens {response} = "
+            f"{longest} exceeds the model's max_position_embeddings {positions}",
             where=str(config.model.path),
             mend="lower one of the two",
         )
@@ -170,14 +174,10 @@ def _open_inputs(config: Config, model: HFDir, norms: Choice | None, checkpoints
     if config.rollout.replay is not None:
         return Inputs(model, norms, None, {}, checkpoints)
     tokenizer = model.tokenizer()
-    stream = PromptStream(config.data, tokenizer, seed=config.seed)
+    stream = PromptStream(config.data, tokenizer, seed=config.seed, held_out=config.evaluate.data)
     for checkpoint in checkpoints[:1]:
         stream.load_state_dict(checkpoint.state["data"])  # refuses other data
-    held_out = {
-        name: load_prompts(path, config.data, tokenizer, limit=config.evaluate.num_prompts)
-        for name, path in config.evaluate.data.items()
-        if not config.rollout.only
-    }
+    held_out = {} if config.rollout.only else load_sets(config.evaluate.data, config, tokenizer)
     return Inputs(model, norms, stream, held_out, checkpoints)
 
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from oblr_megatron.evaluate import greedy_rewards, is_right, opened, wilson_interval
+from oblr_megatron.evaluation.answers import greedy_verdicts
+from oblr_megatron.evaluation.figures import is_right, wilson_interval
+from oblr_megatron.evaluation.setup import opened
 from oblr_megatron.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -40,13 +42,13 @@ class Accuracy:
     high: float
 
 
-def count_right(rewards: Sequence[float]) -> Accuracy:
-    """[Q] rewards of greedy responses -> how many are right, with an interval.
+def count_right(verdicts: Sequence[float]) -> Accuracy:
+    """[Q] verdicts on greedy responses -> how many are right, with an interval.
 
     Example: count_right([1.0, 0.0]) = Accuracy(prompts=2, right=1, accuracy=0.5, low=0.095, high=0.905)
     """
-    right = sum(map(is_right, rewards))
-    return Accuracy(len(rewards), right, right / len(rewards), *wilson_interval(right, len(rewards)))
+    right = sum(map(is_right, verdicts))
+    return Accuracy(len(verdicts), right, right / len(verdicts), *wilson_interval(right, len(verdicts)))
 
 
 def with_vllm(directory: Path, sets: Sets, config: Config) -> dict[str, Accuracy]:
@@ -55,7 +57,7 @@ def with_vllm(directory: Path, sets: Sets, config: Config) -> dict[str, Accuracy
     model = config.model.model_copy(update={"path": directory})
     config = config.model_copy(update={"rollout": rollout, "model": model})
     with opened(config) as (engines, reward):
-        return {name: count_right(greedy_rewards(engines, prompts, reward, config)) for name, prompts in sets.items()}
+        return {name: count_right(greedy_verdicts(engines, prompts, reward, config)) for name, prompts in sets.items()}
 
 
 def with_transformers(
@@ -63,7 +65,7 @@ def with_transformers(
 ) -> dict[str, Accuracy]:
     """Of a model as it computes now."""
     return {
-        name: count_right(reward.score(prompts, transformers_greedy(model, tokenizer, prompts, max_tokens)).rewards)
+        name: count_right(reward.score(prompts, transformers_greedy(model, tokenizer, prompts, max_tokens)).verdicts)
         for name, prompts in sets.items()
     }
 

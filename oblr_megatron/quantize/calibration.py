@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from oblr_megatron.data.prompts import PromptSet
+from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,24 +42,27 @@ class Rows:
     skipped: int  # rows of the file that could not be used
 
 
-def read_rows(path: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, num_samples: int) -> Rows:
+def read_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, num_samples: int) -> Rows:
     """The first `num_samples` usable rows to calibrate on, and the last ones, a fifth but at most 32, held out.
 
-    Rows that are flagged to overlap a benchmark are left out, as in training.
+    Several sources of `config.train` take turns. Rows that are flagged to overlap a benchmark are left out, as in
+    training.
 
     Raises:
-        UserError: the file cannot be read, or has fewer than two usable rows.
+        UserError: a source cannot be read, or there are fewer than two usable rows.
     """
-    prompts = PromptSet(path, config, tokenizer, limit=num_samples + MAX_HELD_OUT, training=True)
-    if len(prompts) < 2:
+    wanted = num_samples + MAX_HELD_OUT
+    sets = [read_prompts(source, config, tokenizer, limit=wanted, training=True) for source in config.train]
+    turns = (prompt for turn in zip_longest(*sets) for prompt in turn if prompt is not None)
+    ids = [prompt.token_ids for prompt in islice(turns, wanted)]
+    if len(ids) < 2:
         raise UserError(
             "one usable row: there is none left to measure the error on",
-            where=str(path),
+            where=config.train[0].path,
             mend="give two rows or more, some hundred for a real model",
         )
-    held_out = min(MAX_HELD_OUT, max(1, len(prompts) // HELD_OUT_SHARE))
-    ids = [prompt.token_ids for prompt in prompts]
-    return Rows(ids[:-held_out][:num_samples], ids[-held_out:], len(prompts.skipped))
+    held_out = min(MAX_HELD_OUT, max(1, len(ids) // HELD_OUT_SHARE))
+    return Rows(ids[:-held_out][:num_samples], ids[-held_out:], sum(len(prompts.skipped) for prompts in sets))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write; must not exist")
     parser.add_argument("--format", default="fp8", metavar="FORMAT", help=f"one of: {', '.join(FORMATS)}")
     parser.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="JSONL rows; by default the config's data.train"
+        "--calibration", metavar="[NAME=]PATH", help="rows to calibrate on; by default the config's data.train"
     )
     parser.add_argument("--num-samples", type=int, default=NUM_SAMPLES, metavar="N", help="rows to calibrate on")
     parser.add_argument(
         "--max-tokens", type=int, metavar="L", help="longer rows are skipped; by default data.max_prompt_tokens"
     )
     parser.add_argument(
-        "--accuracy", type=Path, nargs="+", default=[], metavar="FILE", help="JSONL sets to answer before and after"
+        "--accuracy", nargs="+", default=[], metavar="[NAME=]PATH", help="sets to answer before and after"
     )
     parser.add_argument(
         "--accuracy-engine", choices=ENGINES, default="auto", help="who answers; auto: vLLM on a GPU that has FP8"
@@ -90,24 +90,26 @@ def _check_modelopt() -> None:
 
 def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
     from oblr_megatron.checkpoint.store import check_space
-    from oblr_megatron.evaluate import config_of, load_sets
+    from oblr_megatron.data.sources import named_source
+    from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets
     from oblr_megatron.preflight import check_lengths
     from oblr_megatron.quantize.calibration import read_rows
     from oblr_megatron.quantize.pipeline import Task
     from oblr_megatron.rewards.registry import check_reward
 
     if options.calibration is None and options.config is None:
-        raise UserError("no rows to calibrate on", where="--calibration", mend="give a JSONL file, or a run's --config")
-    config = config_of(options, source, {"data.train": options.calibration} if options.calibration else {})
+        raise UserError("no rows to calibrate on", where="--calibration", mend="give a data set, or a run's --config")
+    calibration = named_source(options.calibration)[1] if options.calibration else None
+    config = config_of(options, source, {"data.train": calibration.path} if calibration else {})
     check_lengths(config, source)
-    data = config.data
+    changes: dict[str, object] = {} if calibration is None else {"train": (calibration,)}
     if options.max_tokens is not None:
-        data = data.model_copy(update={"max_prompt_tokens": options.max_tokens})
+        changes["max_prompt_tokens"] = options.max_tokens
     tokenizer = source.tokenizer()
-    rows = read_rows(data.train, data, tokenizer, options.num_samples)
-    sets = load_sets(options.accuracy, "--accuracy", config, tokenizer)
+    rows = read_rows(config.data.model_copy(update=changes), tokenizer, options.num_samples)
+    sets = load_sets(named_sets(options.accuracy, "--accuracy"), config, tokenizer)
     if sets:
-        check_reward(config.reward)
+        check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     check_space(options.target.parent, source.num_bytes)
     engine = _engine(options.accuracy_engine)
     return Task(source, options.target, options.format, rows, config, tokenizer, sets, engine)

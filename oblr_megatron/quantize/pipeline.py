@@ -6,21 +6,18 @@ DST appears whole or not at all.
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.hf_write import whole_directory
 from oblr_megatron.checkpoint.store import sync
+from oblr_megatron.console import progress
 from oblr_megatron.quantize import fp8
 from oblr_megatron.quantize.accuracy import Accuracy, with_transformers, with_vllm
 from oblr_megatron.quantize.calibration import PackedRows, Rows, pack
@@ -61,7 +58,7 @@ def run(task: Task) -> Report:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = fp8.load_model(task.source.path, device)
-    with _progress("calibrating", len(task.rows.calibration)) as advance:
+    with progress("calibrating", len(task.rows.calibration)) as advance:
         fp8.calibrate(model, pack(task.rows.calibration), advance)
     error = _compare(model, pack(task.rows.held_out))
     answers = _answer_simulated(model, task) if task.engine == "transformers" else ({}, {})
@@ -97,7 +94,7 @@ def _answer_simulated(model: PreTrainedModel, task: Task) -> Accuracies:
     if not task.sets:
         return {}, {}
     max_tokens = task.config.rollout.max_response_tokens
-    with build_reward(task.config.reward) as reward:
+    with build_reward(task.config.reward, max_response_tokens=max_tokens) as reward:
         with fp8.original(model):
             before = with_transformers(model, task.tokenizer, task.sets, reward, max_tokens)
         return before, with_transformers(model, task.tokenizer, task.sets, reward, max_tokens)
@@ -109,7 +106,7 @@ def _report(
     simulated = f"transformers in bf16, FP8 simulated on {device.type}"
     engine = f"vLLM on {device.type}" if task.engine == "vllm" else simulated
     calibration = Calibrated(
-        file=str(task.config.data.train),
+        file=", ".join(source.path for source in task.config.data.train),
         rows=len(task.rows.calibration),
         tokens=sum(map(len, task.rows.calibration)),
         skipped_rows=task.rows.skipped,
@@ -129,12 +126,3 @@ def _report(
         accuracy_before=answers[0],
         accuracy_after=answers[1],
     )
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere. It keeps the console it found, whatever is redirected in the block."""
-    console = Console(file=sys.stderr)
-    with Progress(console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False) as bar:
-        rows = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(rows, count)

@@ -78,19 +78,29 @@ REWARD = FigureSpec(
 EVALUATION_MISSING = FigureSpec("Held-out accuracy", "", "")
 
 
+def _strip(unit: str, metric: str, label: str) -> PanelSpec:
+    return PanelSpec(unit, (CurveSpec(metric, label, "marks", 5),), include=(0.0,), short=True)
+
+
 def _evaluation_figure(name: str) -> FigureSpec:
     curves = (
         CurveSpec(f"eval/{name}/accuracy", "greedy", "marks", 1),
         CurveSpec(f"eval/{name}/mean_at_k", "sampled, mean@k", "marks", 2),
         CurveSpec(f"eval/{name}/pass_at_k", "sampled, pass@k", "marks", 3),
+        CurveSpec(f"eval/{name}/maj_at_k", "sampled, maj@k", "marks", 4),
     )
     return FigureSpec(
         f"Held-out accuracy: {name}",
-        "Share of held-out prompts answered right: by the greedy response, by the average sampled response, and by "
-        "at least one of k sampled ones.",
+        "Share of held-out prompts answered right: by the greedy response, by the average sampled response, by at "
+        "least one of k sampled ones, and by the answer that most of them give. The strips show the mean length of all "
+        "these responses, and the share that was cut at the limit.",
         "Held-out accuracy that stalls while the reward rises (memorising), or pass@k falling as mean@k rises "
         "(narrowing).",
-        (PanelSpec("", curves, include=(0.0, 1.0)),),
+        (
+            PanelSpec("", curves, include=(0.0, 1.0)),
+            _strip("tokens", f"eval/{name}/response_length", "mean length"),
+            _strip("", f"eval/{name}/truncated_fraction", "truncated"),
+        ),
     )
 
 

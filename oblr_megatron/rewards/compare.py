@@ -42,9 +42,9 @@ def equal_answers(prediction: str, gold: str, symbolic: Symbolic) -> bool:
     Examples: ("0.5", r"\frac12") True; ("0.33", r"\frac13") False; ("3,1", "1, 3") True; ("(3,1)", "(1,3)") False;
     ("5", r"5\text{ cm}") True; ("1,234", "1234") True; ("3 or 5", "3") False; ("52_7", "52_8") False.
     """
-    numbers = _NUMBER.fullmatch(gold), _NUMBER.fullmatch(prediction)
-    if numbers[0] and numbers[1]:
-        return Fraction(numbers[0].group(1)) == Fraction(numbers[1].group(1))
+    numbers = plain_number(gold), plain_number(prediction)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
     expected, given = canonical(gold), canonical(prediction)
     if not given or expected == given:
         return bool(given)
@@ -55,6 +55,12 @@ def equal_answers(prediction: str, gold: str, symbolic: Symbolic) -> bool:
                 return choice.group(1) == letter
             prediction = beside or prediction
     return _equal_in_some_reading(_read(gold)[1], _read(prediction)[1], symbolic)
+
+
+def plain_number(answer: str) -> Fraction | None:
+    """The value of digits with at most a sign and a point; None of anything else."""
+    match = _NUMBER.fullmatch(answer)
+    return Fraction(match.group(1)) if match else None
 
 
 def canonical(answer: str) -> str:

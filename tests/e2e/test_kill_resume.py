@@ -17,6 +17,7 @@ LIMIT_S = 590
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_run_that_is_killed_and_resumed_ends_as_one_left_alone(tmp_path: Path, tiny: Path) -> None:
     """Same metrics and weights to the last bit, every checkpoint whole after every kill, nothing left behind."""

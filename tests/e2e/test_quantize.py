@@ -189,7 +189,7 @@ def test_layers_that_vllm_multiplies_together_share_a_scale(made: Made, kind: st
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_the_logit_error_is_that_of_the_files(made: Made, kind: str):
     path = made.root / "rows.jsonl"
-    rows = read_rows(path, DataConfig(train=path), AutoTokenizer.from_pretrained(made.source(kind)), 24)
+    rows = read_rows(DataConfig(train=path), AutoTokenizer.from_pretrained(made.source(kind)), 24)
     (batch,) = pack(rows.held_out)
     before, after, comparison = load(made.source(kind)), by_hand(made, kind), LogitComparison()
     with torch.no_grad():
@@ -235,7 +235,7 @@ def test_the_console_is_clean(made: Made):
     """The tables, and one warning for each reading of the rows with a bad one among them; none of modelopt's words."""
     chatter = ("UserWarning", "quantizers", "shards", "torch_dtype", "Triton", "Registered", "Loading")
     assert not [line for line in made.said.splitlines() if any(word in line for word in chatter)]
-    assert made.said.count("line 41: not JSON") == len(KINDS) + 1
+    assert made.said.count("1 not JSON (line 41)") == len(KINDS) + 1
 
 
 def test_vllm_loads_it_and_computes_what_was_measured(made: Made, tmp_path: Path):

@@ -31,6 +31,8 @@ OF_ALL_SAMPLED = (
     "groups/",
     "rollout/dynamic_batches",
 )  # what dynamic sampling reports of more than is saved
+TERMS = ("tests.e2e.rewards:right_length", "overlong", "tests.e2e.rewards:always_raises")
+FURTHER = f'[{{name = "{TERMS[1]}", weight = 0.25}}, {{name = "{TERMS[2]}"}}]'
 
 
 def succeed(result: CompletedProcess[str]) -> str:
@@ -102,9 +104,14 @@ def test_samples_first_training_later(tmp_path: Path, overrides: Overrides) -> N
     assert result.returncode == 2 and "1 updates before the trainer's version 1" in result.stderr, result.stderr
     assert not b.exists()
     changed = {"rollout__max_staleness": 1, "reward__name": "tests.e2e.rewards:right_length"}
+    changed |= {"reward__terms": FURTHER, "reward__overlong_buffer_tokens": 3}
     succeed(forked_cli([*command, "--replay", str(a / "rollouts"), *overrides(b, **changed, num_steps=2)]))
     rewards = [[step["reward/mean"] for step in records(path)] for path in (a, b)]
     assert rewards[0] != rewards[1], "the run's own reward judges, not the one whose rewards were saved"
+    for step in records(b):
+        length, late, broken = (step[f"rewards/{name}/mean"] for name in TERMS)
+        assert broken == 0 and step["reward/failures"] == 8 * 4 and step["reward/timeouts"] == 0
+        assert late < 0 and step["reward/mean"] == pytest.approx(length + 0.25 * late)
     assert [step["rollout/staleness_max"] for step in records(b)] == [0, 1]
     first, second = (step["rollout/logprob_abs_diff"] for step in records(b))
     assert first < 1e-3 < second, "the second batch is of older weights than it is trained under"

@@ -75,6 +75,9 @@ def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Callable[...
     assert summaries[0] == summaries[1], "accuracy before and after is that of the whole run"
     assert resumed.returncode == 0, resumed.stderr[-2000:]
     assert certain(parts) == certain(whole) and len(certain(whole)) == STEPS + 1
+    evaluated = [record["step"] for record in certain(whole) if "eval/heldout/accuracy" in record]
+    for name in (f"evaluations/step_{step:06}/heldout.jsonl" for step in evaluated):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes() != b"", name
     for name in ("hf", "hf_best"):
         found, expected = (load_file(run_dir / name / "model.safetensors") for run_dir in (parts, whole))
         assert all(torch.equal(found[key], expected[key]) for key in expected), name

@@ -67,7 +67,7 @@ def test_logprobs_are_those_of_the_tempered_distribution(rollout):
 
 def test_greedy_takes_the_most_likely_token(rollout):
     engines, model, _ = rollout
-    samples = sample(engines, group_size=2, greedy=True)
+    samples = sample(engines, group_size=2, temperature=0.0)
     assert samples[0::2] == samples[1::2]
     assert largest_error(model, samples) < PARITY
     for one in samples:

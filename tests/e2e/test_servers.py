@@ -110,7 +110,7 @@ def test_the_split_over_servers_does_not_change_the_draws(two, engines_of, model
     expected = sample(together)
     alone.push(Weights(model), 0)
     assert [one.response_ids for one in sample(alone)] == [one.response_ids for one in expected]
-    greedy = sample(alone, group_size=2, greedy=True)
+    greedy = sample(alone, group_size=2, temperature=0.0)
     assert greedy[0::2] == greedy[1::2] and largest_error(model, greedy) < PARITY
     assert largest_error(model, sample(alone, temperature=0.7), temperature=0.7) < PARITY
     with pytest.raises(RunError, match=r"holds version 0 of run \w+, not the checkpoint it started from"):

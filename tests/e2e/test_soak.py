@@ -17,6 +17,7 @@ LIMIT_S = 590
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_run_whose_engine_is_killed_in_every_phase_is_as_one_left_alone(tmp_path: Path, tiny: Path) -> None:
     """Same metrics to the last bit and a restart for each kill; without restarts status 1; nothing left behind."""

@@ -14,6 +14,7 @@ from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.rollout.colocated import ColocatedEngines
+from oblr_megatron.rollout.engine import SamplingRequest
 from oblr_megatron.types import Prompt, Sample
 from oblr_megatron.weights.manifest import TensorSpec
 
@@ -57,8 +58,8 @@ def make_prompts(count: int, seed: int = 0) -> list[Prompt]:
 
 
 def sample(engines: ColocatedEngines, count: int = 12, group_size: int = 4, **options: Any) -> list[Sample]:
-    settings = {"temperature": 1.0, "max_tokens": 32, "seed": 3} | options
-    return engines.generate(make_prompts(count), group_size=group_size, **settings)
+    request = SamplingRequest(**{"group_size": group_size, "temperature": 1.0, "max_tokens": 32, "seed": 3} | options)
+    return engines.generate(make_prompts(count), request)
 
 
 def change(model: Qwen3ForCausalLM, seed: int) -> None:

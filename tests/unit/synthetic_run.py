@@ -61,6 +61,9 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "reward/mean": min(1.0, max(0.0, 0.45 + 0.49 * progress + noise(0.03))),
         "reward/std": math.sqrt(max(0.0, 0.25 - (0.49 * progress - 0.05) ** 2)),
         "reward/failures": 0,
+        "reward/timeouts": 0,
+        "rewards/overlong/mean": -0.04 * (1 - progress),
+        "rewards/overlong/std": 0.12 * (1 - progress),
         "response_length/mean": 3.2 + 0.5 * progress + noise(0.05),
         "response_length/truncated_fraction": max(0.0, 0.04 * (1 - progress) + noise(0.006)),
         "groups/mixed_fraction": min(1.0, max(0.0, 0.86 - 0.55 * progress + noise(0.05))),
@@ -103,6 +106,9 @@ def _evaluation(progress: float, draw: np.random.Generator) -> dict:
         "eval/sums/accuracy": min(1.0, sampled + 0.05 * (1 - progress)),
         "eval/sums/mean_at_k": sampled,
         "eval/sums/pass_at_k": min(1.0, sampled + 0.3 * (1 - sampled)),
+        "eval/sums/maj_at_k": min(1.0, sampled + 0.1 * (1 - sampled)),
+        "eval/sums/response_length": 3.2 + 0.4 * progress,
+        "eval/sums/truncated_fraction": 0.03 * (1 - progress),
     }
 
 

@@ -20,7 +20,7 @@ from oblr_megatron.config import Config, load_config, parse_config
 from oblr_megatron.config_checks import EVALUATED, LEAVE_ONE_OUT
 from oblr_megatron.config_section import Section, is_section, section_in
 from oblr_megatron.errors import UserError
-from oblr_megatron.evaluate import figures
+from oblr_megatron.evaluation.figures import Grade, Grades, figures
 
 MINIMAL = {"run_dir": "run", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 TOML = 'run_dir = "run"\n[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n'
@@ -107,7 +107,8 @@ def test_what_a_run_goes_on_from_and_which_figure_is_best(tmp_path: Path) -> Non
 
 
 def test_every_figure_of_a_set_may_say_which_is_best() -> None:
-    assert tuple(figures([1.0], [[1.0]])) == EVALUATED
+    grade = Grade(verdict=1.0, answer="4", tokens=1, truncated=False)
+    assert [*figures(Grades([grade], [grade], 1))][: len(EVALUATED)] == [*EVALUATED]
 
 
 @pytest.mark.parametrize("baseline", ["none", "group_mean", "grpo", "opo"])
@@ -117,6 +118,13 @@ def test_baselines_that_need_no_other_response(baseline: str) -> None:
 
 def test_the_template_is_the_user_turn_of_a_chat_too() -> None:
     assert "no {question}" in refused(["data.template=Q:", "data.chat_template=true"])
+
+
+def test_a_held_out_set_follows_the_convention_of_its_name() -> None:
+    sets = parse_config(MINIMAL, overrides=["evaluate.data={gsm8k='a.jsonl', own='b.jsonl'}"]).evaluate.data
+    assert (sets["gsm8k"].convention, sets["own"].convention) == ("gsm8k", "")
+    other = parse_config(MINIMAL, overrides=["evaluate.data={gsm8k={path='a.jsonl', convention='math'}}"])
+    assert other.evaluate.data["gsm8k"].convention == "math"
 
 
 def test_a_mixture_has_all_its_weights_or_none() -> None:

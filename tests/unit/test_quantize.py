@@ -115,7 +115,7 @@ def write_rows(path: Path, count: int, **columns: object) -> Path:
 )
 def test_rows_are_divided(tmp_path, rows: int, asked: int, calibrated: int, held_out: int):
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    found = read_rows(path, DataConfig(train=path), make_tokenizer(), asked)
+    found = read_rows(DataConfig(train=path), make_tokenizer(), asked)
     assert (len(found.calibration), len(found.held_out), found.skipped) == (calibrated, held_out, 0)
     assert calibrated + held_out <= min(rows, asked + MAX_HELD_OUT)
     assert found.calibration[0] == (2, 9)
@@ -125,14 +125,14 @@ def test_bad_and_flagged_rows_are_counted(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", 4)
     flagged = json.dumps({"question": "t3", "answer": "t3", "overlaps_benchmark": True})
     path.write_text(path.read_text() + f"{flagged}\nnot json\n" + json.dumps({"question": "t2 " * 9, "answer": "1"}))
-    found = read_rows(path, DataConfig(train=path, max_prompt_tokens=8), make_tokenizer(), 100)
+    found = read_rows(DataConfig(train=path, max_prompt_tokens=8), make_tokenizer(), 100)
     assert (len(found.calibration) + len(found.held_out), found.skipped) == (4, 3)
 
 
 def test_one_row_is_not_enough(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", 1)
     with pytest.raises(UserError, match="none left to measure"):
-        read_rows(path, DataConfig(train=path), make_tokenizer(), 100)
+        read_rows(DataConfig(train=path), make_tokenizer(), 100)
 
 
 def test_greedy_answers_do_not_depend_on_the_batch(source):

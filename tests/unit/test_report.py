@@ -23,6 +23,7 @@ from oblr_megatron.report.history import History, load_history, smooth, thin_lin
 from tests.unit.synthetic_run import CONFIG, synthetic_records, write_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
+NAMES = [metric.name.replace("<set>", "sums").replace("<term>", "overlong") for metric in METRICS]
 OUTSIDE = ("src", "href", "xlink:href", "action", "srcset", "data", "poster")
 
 
@@ -80,8 +81,7 @@ def test_every_figure_and_every_metric_is_there(tmp_path):
     assert "Held-out accuracy: sums" in titles
     assert text.count("<b>Alarming:</b>") == len(titles)
     assert "Not logged in this run" not in text
-    names = [metric.name.replace("<set>", "sums") for metric in METRICS]
-    assert set(names) <= set(page.texts["th"])
+    assert set(NAMES) <= set(page.texts["th"])
 
 
 def test_every_metric_is_drawn_or_counted_by_an_alarm(tmp_path):
@@ -92,12 +92,15 @@ def test_every_metric_is_drawn_or_counted_by_an_alarm(tmp_path):
         "step",
         "reward/std",
         "reward/failures",
+        "reward/timeouts",
+        "rewards/overlong/mean",
+        "rewards/overlong/std",
         "gradnorm/nonfinite",
         "weights/version",
         "data/epoch",
         "data/skipped",
     }
-    names = {metric.name.replace("<set>", "sums") for metric in METRICS if not metric.name.startswith("timing_s/")}
+    names = {name for name in NAMES if not name.startswith("timing_s/")}
     assert drawn | elsewhere == names
     assert not drawn & elsewhere
 
@@ -215,7 +218,7 @@ def test_a_long_run_stays_a_small_file(tmp_path):
 def test_the_pointers_data_match_the_legend(tmp_path):
     _, page = report_from(tmp_path, synthetic_records(90))
     plots = [attributes for tag, attributes in page.attributes if "data-curves" in attributes]
-    assert len(plots) == 24
+    assert len(plots) == 26
     for plot in plots:
         assert plot["data-last"] == "90"
         for curve in json.loads(plot["data-curves"]):

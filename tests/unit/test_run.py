@@ -16,6 +16,8 @@ import torch
 from oblr_megatron import figures, run
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import RunError
+from oblr_megatron.metrics import describe
+from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import GradientStats, Judged, Sample, StepGradient
 
@@ -110,6 +112,23 @@ def test_figures_of_a_step() -> None:
     }
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
     assert found["perf/peak_memory_bytes"] > 2**20
+
+
+def test_figures_of_judging_are_over_all_batches_of_a_step() -> None:
+    first = RewardResult([1.5, 0.5], {0: "late"}, terms={"math": [1.0, 0.0], "http://host/a/b": [0.5, 0.5]})
+    second = RewardResult([1.0], {0: "failed"}, terms={"math": [1.0], "http://host/a/b": [2.0]})
+    found = figures.of_judging([first, second])
+    assert found == pytest.approx(
+        {
+            "reward/timeouts": 1,
+            "rewards/math/mean": 2 / 3,
+            "rewards/math/std": 2**0.5 / 3,
+            "rewards/http://host/a/b/mean": 1.0,
+            "rewards/http://host/a/b/std": 0.5**0.5,
+        }
+    )
+    assert [describe(name).name for name in found][-1] == "rewards/<term>/std"
+    assert figures.of_judging([RewardResult([1.0])]) == {"reward/timeouts": 0}
 
 
 def test_correlation() -> None:

@@ -116,4 +116,5 @@ def test_smoke_checks_find_missing_steps_and_export(tmp_path: Path) -> None:
 def test_smoke_reward_is_accepted_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The registry finds the function that smoke.toml names, from the repository's root."""
     monkeypatch.chdir(ROOT)
-    check_reward(load_config(ROOT / "tools" / "smoke.toml").reward)
+    config = load_config(ROOT / "tools" / "smoke.toml")
+    check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)

@@ -35,7 +35,7 @@ from rounds import paired_ratio
 
 from oblr_megatron.config import Config, ParallelConfig, parse_config
 from oblr_megatron.model.parallel import initialize, shutdown
-from oblr_megatron.rollout.engine import EngineSpec, RolloutEngine
+from oblr_megatron.rollout.engine import EngineSpec, RolloutEngine, SamplingRequest
 from oblr_megatron.rollout.open import open_engines
 from oblr_megatron.rollout.vllm_local import child_environment
 from oblr_megatron.types import Prompt
@@ -266,9 +266,8 @@ def sample(engines: RolloutEngine, work: Work) -> tuple[int, float]:
         for n, ids in enumerate(work.prompts)
     ]
     start = time.perf_counter()
-    samples = engines.generate(
-        prompts, group_size=work.group_size, temperature=TEMPERATURE, max_tokens=work.max_tokens, seed=SEED
-    )
+    request = SamplingRequest(work.group_size, TEMPERATURE, work.max_tokens, SEED)
+    samples = engines.generate(prompts, request)
     return sum(len(one.response_ids) for one in samples), time.perf_counter() - start
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oblr_megatron.evaluate import SEED_OFFSET, SEED_STRIDE
+from oblr_megatron.evaluation.answers import SEED_OFFSET, SEED_STRIDE
 from oblr_megatron.rollout.dynamic import Batch, call_seed, mixed, next_size, refill
 from oblr_megatron.rollout.engine import prompt_seed
 from oblr_megatron.types import Judged, Prompt, Sample

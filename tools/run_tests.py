@@ -1,0 +1,63 @@
+"""The whole suite, in two halves side by side and the rest alone: `make test`.
+
+    python tools/run_tests.py [what pytest takes for each part, e.g. -k norms]
+
+A half that starts engines mostly waits for imports; the other computes. Tests marked `alone` look at the whole machine
+(what lies in shared memory, which processes live) and come last, by themselves. The status is 0 when every part's is.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NO_TESTS = 5  # pytest's status when a selection leaves none
+HALVES = {
+    "unit, distributed": ["tests", "--ignore=tests/e2e", "-m", "not alone"],
+    "e2e": ["tests/e2e", "-m", "not alone"],
+}
+REST = {"alone": ["tests", "-m", "alone"]}
+
+
+def run_parts(parts: dict[str, list[str]], arguments: Sequence[str]) -> dict[str, int]:
+    """Run pytest on each part at once; each line is printed under the part's name. Returns the statuses."""
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", "pytest", *selection, *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name, selection in parts.items()
+    }
+    readers = [threading.Thread(target=_echo, args=item) for item in started.items()]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    return {name: process.wait() for name, process in started.items()}
+
+
+def _echo(name: str, process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None, "its output is piped"
+    for line in process.stdout:
+        print(f"{name:>17} | {line.rstrip()}", flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The first status that is no success, else 0."""
+    begun = time.monotonic()
+    statuses = run_parts(HALVES, arguments) | run_parts(REST, arguments)
+    failed = [f"{name} ended with status {status}" for name, status in statuses.items() if status not in (0, NO_TESTS)]
+    print(f"{'; '.join(failed) or 'all tests passed'}, {(time.monotonic() - begun) / 60:.1f} min")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
