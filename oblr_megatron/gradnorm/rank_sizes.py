@@ -141,11 +141,6 @@ class RankSizes:
         sizes += [self.columns * self.hidden] if self.is_first else []
         return max([*sizes, 2 * self.hidden * self.expert_ffn])
 
-    @property
-    def untapped_parameters(self) -> int:
-        """Elements whose gradient autograd makes: the routers'."""
-        return self.layers * self.experts * self.hidden
-
     def tokens(self, rows: int, length: int) -> Tokens:
         """A microbatch of rows of `length` tokens, padded and cut as the layout needs it."""
         multiple = (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
