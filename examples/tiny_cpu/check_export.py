@@ -19,6 +19,8 @@ from accuracy import accuracy, read_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from oblr_megatron.config import parse_config
+
 GREEDY, SAMPLED = "eval/heldout/accuracy", "eval/heldout/mean_at_k"
 
 
@@ -30,14 +32,14 @@ def main() -> int:
     options = parser.parse_args()
     transformers_logging.disable_progress_bar()
 
-    config = json.loads((options.run_dir / "config.json").read_text(encoding="utf-8"))
+    config = parse_config(json.loads((options.run_dir / "config.json").read_text(encoding="utf-8")))
     recorded = last_evaluation(options.run_dir)
-    rows = read_rows(Path(config["evaluate"]["data"]["heldout"]))[: config["evaluate"]["num_prompts"]]
+    rows = read_rows(Path(config.evaluate.data["heldout"].path))[: config.evaluate.num_prompts]
     model = AutoModelForCausalLM.from_pretrained(options.run_dir / "hf", dtype="float32").eval()
     tokenizer = AutoTokenizer.from_pretrained(options.run_dir / "hf")
-    limit = {"max_new_tokens": config["rollout"]["max_response_tokens"]}
+    limit = {"max_new_tokens": config.rollout.max_response_tokens}
     greedy = accuracy(model, tokenizer, rows, **limit)
-    sampled = accuracy(model, tokenizer, rows, samples=config["evaluate"]["samples_per_prompt"], **limit)
+    sampled = accuracy(model, tokenizer, rows, samples=config.evaluate.samples_per_prompt, **limit)
 
     print(
         f"export {options.run_dir / 'hf'} on {len(rows)} held-out sums, transformers against the run's last evaluation"

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oblr_megatron.checks import check_layout
 from oblr_megatron.config import load_config
+from oblr_megatron.preflight import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "tiny_cpu"))  # scripts import their neighbours by name
@@ -243,9 +244,8 @@ def finished(prepared: Path, tmp_path: Path) -> Path:
         row["answer"] = argmax_answer(model, tokenizer, row["question"])
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    evaluate = {"data": {"heldout": str(heldout)}, "num_prompts": None, "samples_per_prompt": 2}
-    config = {"evaluate": evaluate, "rollout": {"max_response_tokens": 6}, "model": {"path": str(prepared / "model")}}
-    (run_dir / "config.json").write_text(json.dumps(config))
+    keys = [f"model.path={prepared / 'model'}", f"evaluate.data.heldout={heldout}", "evaluate.samples_per_prompt=2"]
+    write_config(load_config(ROOT / CONFIGS[0], [f"run_dir={run_dir}", *keys]))
     return run_dir
 
 
