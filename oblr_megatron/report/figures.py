@@ -78,8 +78,8 @@ REWARD = FigureSpec(
 EVALUATION_MISSING = FigureSpec("Held-out accuracy", "", "")
 
 
-def _strip(unit: str, metric: str, label: str) -> PanelSpec:
-    return PanelSpec(unit, (CurveSpec(metric, label, "marks", 5),), include=(0.0,), short=True)
+def _strip(unit: str, metric: str, label: str, *, include: tuple[float, ...] = (0.0,)) -> PanelSpec:
+    return PanelSpec(unit, (CurveSpec(metric, label, "marks", 5),), include=include, short=True)
 
 
 def _evaluation_figure(name: str) -> FigureSpec:
@@ -99,7 +99,7 @@ def _evaluation_figure(name: str) -> FigureSpec:
         (
             PanelSpec("", curves, include=(0.0, 1.0)),
             _strip("tokens", f"eval/{name}/response_length", "mean length"),
-            _strip("", f"eval/{name}/truncated_fraction", "truncated"),
+            _strip("", f"eval/{name}/truncated_fraction", "truncated", include=(0.0, 0.1)),
         ),
     )
 
