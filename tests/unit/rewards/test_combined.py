@@ -47,7 +47,7 @@ def test_a_sum_is_weighted_and_its_terms_are_not() -> None:
 def test_one_reward_alone_is_no_sum_unless_it_is_weighted() -> None:
     rows = batch([("4", ["4", "5"])])
     with build(name="exact_match") as plain, build(name="exact_match", weight=-3) as weighted:
-        assert plain.score(*rows) == RewardResult([1, 0])
+        assert plain.score(*rows) == RewardResult([1, 0], answers=["4", "5"])
         result = weighted.score(*rows)
         assert (result.rewards, result.verdicts, result.terms) == ([-3, 0], [1, 0], {"exact_match": [1, 0]})
 
