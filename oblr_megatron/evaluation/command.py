@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from oblr_megatron.errors import EXIT_OK
@@ -50,7 +51,6 @@ def evaluate_model(options: argparse.Namespace) -> int:
 
     options.data, keys = split_overrides(options.data)
     options.overrides = [*options.overrides, *keys]
-    console = Console()
     shown = table(run(check(options)))
-    console.print(shown, width=None if console.is_terminal else FILE_WIDTH)
+    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(shown)
     return EXIT_OK

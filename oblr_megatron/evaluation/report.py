@@ -59,10 +59,14 @@ class SetReport:
         }
 
 
+SHORT_NAME = 16
+"""A set's name up to this long is not cut over several lines."""
+
+
 def table(reports: Sequence[SetReport]) -> Table:
     """A row a set: each figure above its interval."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    shown.add_column("set", overflow="fold")
+    shown.add_column("set", overflow="fold", min_width=min(SHORT_NAME, max(len(one.name) for one in reports)))
     for name in ("prompts", *reports[0].columns, "truncated", "tokens"):
         shown.add_column(name, justify="right", no_wrap=True)
     for one in reports:
