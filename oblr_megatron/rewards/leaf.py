@@ -12,7 +12,7 @@ from oblr_megatron.rewards.quantity import E_NOTATION, Quantity, read_base, read
 Symbolic = Callable[[str, str], bool]  # (gold, prediction) -> equal, by computer algebra
 
 _OPERATORS = re.compile(
-    r"\\(sum|prod|coprod|i{0,3}nt|oint|lim|limsup|liminf|gcd|lcm|max|min|sup|inf|det|dim|deg|b?mod|pmod|pod|bigcup|bigcap)"
+    r"\\(sum|prod|coprod|i{0,3}nt|oint|lim|limsup|liminf|gcd|lcm|max|min|sup|inf|det|dim|deg|b?mod|pmod|pod|bigcup|bigcap|ldots)"
     r"(?![A-Za-z])|\\text\{\s*(lcm|gcd|max|min|mod|rank|tr|det|lim|sum|prod|gdc|hcf)\s*\}"
     r"|(?<![A-Za-z\\])(gcd|lcm|max|min|sum|prod|mod|lim|int|det|hcf)(?![A-Za-z])"
     r"|\\begin\{(v)matrix\}|\\frac\s*\{\s*(?:d|\\partial)[^{}]{0,40}\}\s*\{\s*(d|\\partial)"

@@ -34,6 +34,7 @@ _DROPPED = re.compile(
 _SPACE = re.compile(r"\\(?:quad|qquad|enspace)(?![A-Za-z])|(?<!\\)\\ |~|\s")
 _RENAMED = {
     r"[dtc]frac": r"\\frac", r"[dt]binom": r"\\binom", "leq(?:slant)?": r"\\le", "geq(?:slant)?": r"\\ge",
+    "[cd]?dots[bcimo]?": r"\\ldots",
     "neq": r"\\ne", "lt": "<", "gt": ">", "lbrace": r"\\{", "rbrace": r"\\}", "lbrack": "[", "rbrack": "]",
     "[lr]?vert": "|", "infin": r"\\infty", "varnothing": r"\\emptyset", "lg": r"\\log_{10}", "land": r"\\wedge",
     "(?:euro|pounds|yen)": "", "backslash": r"\\setminus", "cdotp": r"\\cdot", "i(?:math)": "i", "space": " ",

@@ -93,6 +93,8 @@ CASES: dict[str, list[tuple[str, str, bool]]] = {
         ("3-4", "3", False), (r"3 \to 4", "4", False), (r"\{3,4\}", "3", False), ("(3,4)", "3", False),
         ("[3,4]", "3", False), (r"x=3 \text{ or } x=4", "3", False), ("x=3, y=4", "3", False),
         ("3 not 4", "3", False), ("3!", "3", False), ("3 4", "3", False), ("3...", "3", False), ("> 3", "3", False),
+        (r"3\ldots", "3", False), (r"0.333\dots", "0.333", False), ("3…", "3", False), (r"x+1+\cdots", "x+1", False),
+        (r"1+2+\cdots+n", r"1+2+\ldots+n", True),
         (r"\approx 3", "3", False), ("about 3", "3", False), (r"\ge 3", "3", False), ("3+", "3", False),
         ("±3", "3", False), (r"\pm 3", r"\pm 3", True), ("-3, 3", r"\pm3", True), ("3", r"\pm3", False),
         ("1,2,3,4,5,6,7,8,9", "5", False), ("all", "5", False), ("3 or three", "3", False),
