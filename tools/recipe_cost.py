@@ -25,22 +25,25 @@ from rich.table import Table
 from oblr_megatron.config import Config, ParallelConfig, load_config
 from oblr_megatron.formatting import duration, size
 from oblr_megatron.gradnorm.choose import Choice, resolve
-from oblr_megatron.gradnorm.rank_sizes import RankSizes
+from oblr_megatron.gradnorm.rank_sizes import ELEMENT_BYTES, RankSizes
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_BYTES = 75 * 2**30  # what a rank may take of 80 GB
 TRAINING_FLOPS = 0.4 * 989e12  # an H100's dense bf16 rate, and the share of it that training usually reaches
 READ_BYTES_S = 0.6 * 3.35e12  # an H100's memory bandwidth, and the share of it that decoding reaches
-BF16 = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A step's estimate. Example: Cost(sampling_s=34.1, training_s=19.5, gpu_hours=0.12)."""
+    """A step's estimate. Example: Cost(sampling_s=34.1, training_s=19.5)."""
 
     sampling_s: float
     training_s: float
-    gpu_hours: float
+
+    @property
+    def step_s(self) -> float:
+        """Both, one after the other."""
+        return self.sampling_s + self.training_s
 
 
 def parameters(model: dict[str, Any], config: Config) -> int:
@@ -67,21 +70,22 @@ def cost(
     work = flops * parameters(model, config) * samples * (prompt_tokens + tokens) * norm_cost
     training = work / (gpus * TRAINING_FLOPS)
     sampling = _sampling_s(model, config, samples, gpus, prompt_tokens, tokens)
-    return Cost(sampling, training, (training + sampling) * gpus / 3600)
+    return Cost(sampling, training)
 
 
 def _sampling_s(model: dict[str, Any], config: Config, samples: int, gpus: int, prompt: int, tokens: int) -> float:
     width = config.rollout.tensor_parallel_size
     engines = gpus // width
     together = min(samples // engines, config.rollout.max_num_seqs)
-    weights = BF16 * parameters(model, config) / width
-    a_token = 2 * BF16 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] / width
+    element = ELEMENT_BYTES["bfloat16"]
+    weights = element * parameters(model, config) / width
+    a_token = 2 * element * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] / width
     full = (weights + together * (prompt + tokens / 2) * a_token) / READ_BYTES_S
     alone = weights / READ_BYTES_S
     return max(samples * tokens / engines / together * full, config.rollout.max_response_tokens * alone)
 
 
-def print_table(config: Config, choice: Choice, found: Cost) -> None:
+def print_table(config: Config, choice: Choice, found: Cost, gpus: int) -> None:
     """What it comes to."""
     steps = config.num_steps
     table = Table("what", "estimate", title="by arithmetic, not measured: a lower bound without pushes and evaluations")
@@ -91,8 +95,8 @@ def print_table(config: Config, choice: Choice, found: Cost) -> None:
     table.add_row("memory of the fullest rank", f"{size(choice.estimate.total)} ({choice.mode})")
     table.add_row("sampling a step", duration(found.sampling_s))
     table.add_row("norms and gradient a step", duration(found.training_s))
-    table.add_row(f"{steps} steps", duration(steps * (found.sampling_s + found.training_s)))
-    table.add_row("GPU hours", f"{steps * found.gpu_hours:.1f}")
+    table.add_row(f"{steps} steps", duration(steps * found.step_s))
+    table.add_row("GPU hours", f"{steps * found.step_s * gpus / 3600:.1f}")
     Console(width=100).print(table)
 
 
@@ -116,7 +120,7 @@ def main() -> None:
         prompt_tokens=options.prompt_tokens,
         tokens=options.response_tokens,
     )
-    print_table(config, choice, found)
+    print_table(config, choice, found, options.gpus)
 
 
 if __name__ == "__main__":

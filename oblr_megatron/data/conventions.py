@@ -97,8 +97,35 @@ class Convention:
 
 
 _BOXED = r"\boxed{}"
-_CONTESTS = ("problem", "question", "Problem", "Question")
-_SMALL = f"{_BOXED}; 32 samples at temperature 0.6 or 1, since 30 problems say little"
+_FEW = "32 samples at temperature 0.6 or 1, since 30 problems say little"
+
+
+def _solved(title: str, *, hub: str, customary: str, training_split: str = "") -> Convention:
+    """MATH's rows: the answer in a column of its own, or in the box of the solution."""
+    return Convention(
+        title,
+        hub=hub,
+        split="test",
+        training_split=training_split,
+        questions=("problem", "question"),
+        answers=("answer", "solution"),
+        gold=last_box,
+        customary=f"{_BOXED}; {customary}",
+    )
+
+
+def _contest(title: str, *, hub: str = "", split: str = "", customary: str = _FEW) -> Convention:
+    """A contest's rows: the answers are whole numbers."""
+    return Convention(
+        title,
+        hub=hub,
+        split=split,
+        questions=("problem", "question", "Problem", "Question"),
+        answers=("answer", "Answer"),
+        gold=integer,
+        customary=f"{_BOXED}; {customary}",
+    )
+
 
 CONVENTIONS: dict[str, Convention] = {
     "gsm8k": Convention(
@@ -110,55 +137,13 @@ CONVENTIONS: dict[str, Convention] = {
         gold=after_hashes,
         customary=f"#### or {_BOXED}; greedy",
     ),
-    "math": Convention(
-        "MATH",
-        hub="DigitalLearningGmbH/MATH-lighteval",
-        split="test",
-        training_split="train",
-        questions=("problem", "question"),
-        answers=("answer", "solution"),
-        gold=last_box,
-        customary=f"{_BOXED}; greedy",
-    ),
-    "math500": Convention(
-        "MATH-500",
-        hub="HuggingFaceH4/MATH-500",
-        split="test",
-        questions=("problem", "question"),
-        answers=("answer", "solution"),
-        gold=last_box,
-        customary=f"{_BOXED}; greedy, or 4 samples at 0.6",
-    ),
-    "aime": Convention(
-        "AIME, any year", questions=_CONTESTS, answers=("answer", "Answer"), gold=integer, customary=_SMALL
-    ),
-    "aime24": Convention(
-        "AIME 2024",
-        hub="HuggingFaceH4/aime_2024",
-        split="train",
-        questions=_CONTESTS,
-        answers=("answer", "Answer"),
-        gold=integer,
-        customary=_SMALL,
-    ),
-    "aime25": Convention(
-        "AIME 2025",
-        hub="math-ai/aime25",
-        split="test",
-        questions=_CONTESTS,
-        answers=("answer", "Answer"),
-        gold=integer,
-        customary=_SMALL,
-    ),
-    "amc": Convention("AMC, any year", questions=_CONTESTS, gold=integer, customary=f"{_BOXED}; as AIME"),
-    "amc23": Convention(
-        "AMC 2023",
-        hub="math-ai/amc23",
-        split="test",
-        questions=_CONTESTS,
-        gold=integer,
-        customary=f"{_BOXED}; 32 samples, 40 problems",
-    ),
+    "math": _solved("MATH", hub="DigitalLearningGmbH/MATH-lighteval", training_split="train", customary="greedy"),
+    "math500": _solved("MATH-500", hub="HuggingFaceH4/MATH-500", customary="greedy, or 4 samples at 0.6"),
+    "aime": _contest("AIME, any year"),
+    "aime24": _contest("AIME 2024", hub="HuggingFaceH4/aime_2024", split="train"),
+    "aime25": _contest("AIME 2025", hub="math-ai/aime25", split="test"),
+    "amc": _contest("AMC, any year", customary="as AIME"),
+    "amc23": _contest("AMC 2023", hub="math-ai/amc23", split="test", customary="32 samples, 40 problems"),
     "olympiadbench": Convention(
         "OlympiadBench, text, English",
         hub="Hothan/OlympiadBench",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.data.mixture import next_source, whole_weights
-from oblr_megatron.data.prompt_set import PromptSet, load_prompts
+from oblr_megatron.data.prompt_set import PromptSet
 from oblr_megatron.data.rows import Skipped
 from oblr_megatron.data.training import training_sets
 from oblr_megatron.errors import UserError
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from oblr_megatron.config_data import DataConfig, SourceConfig
-
-__all__ = ["PromptStream", "load_prompts"]
 
 
 class PromptStream:

@@ -96,7 +96,7 @@ def load_sets(
     Raises:
         UserError: a source cannot be used.
     """
-    from oblr_megatron.data.prompts import load_prompts
+    from oblr_megatron.data.prompt_set import load_prompts
 
     limit = config.evaluate.num_prompts
     return {name: load_prompts(source, config.data, tokenizer, limit=limit) for name, source in sources.items()}

@@ -52,10 +52,6 @@ class SharedReward(Reward):
             self._reported = True
         return result
 
-    def longest_s(self, count: int) -> float:
-        """See `Reward.longest_s`; of the largest share."""
-        return self._reward.longest_s(-(-count // self._shares))
-
     def _judge(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> tuple[int, RewardResult] | None:
         """(this rank's share, its result); None on a rank that only listens."""
         if self._share is None:

@@ -13,7 +13,7 @@ import pytest
 
 from oblr_megatron.config_data import DataConfig, EvaluateConfig
 from oblr_megatron.data.conventions import CONVENTIONS, Convention, text
-from oblr_megatron.data.prompts import load_prompts
+from oblr_megatron.data.prompt_set import load_prompts
 from oblr_megatron.data.sources import convention_of
 from tests.unit.data.conftest import config, write_rows
 

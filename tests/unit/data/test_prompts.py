@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from oblr_megatron.data.prompts import load_prompts
+from oblr_megatron.data.prompt_set import load_prompts
 from oblr_megatron.errors import UserError
 from tests.unit.data.conftest import DATA, SUMS, config, stream, write_rows
 

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oblr_megatron.data.overlap import Benchmarks
-from oblr_megatron.data.prompts import PromptStream, load_prompts
+from oblr_megatron.data.prompt_set import load_prompts
+from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.data.rows import read_rows
 from oblr_megatron.data.sources import named_source
 from tests.unit.data.conftest import config

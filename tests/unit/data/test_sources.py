@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 
 from oblr_megatron.config_data import SourceConfig
 from oblr_megatron.data.conventions import CONVENTIONS, PLAIN
-from oblr_megatron.data.prompts import load_prompts
+from oblr_megatron.data.prompt_set import load_prompts
 from oblr_megatron.data.sources import Record, convention_of, named_source, open_source
 from oblr_megatron.errors import UserError
 from tests.unit.data.conftest import SUMS, config, stream, sums, write_rows

@@ -103,6 +103,12 @@ def test_ten_thousand_answers_are_judged_in_the_same_memory() -> None:
             workers |= {process.pid for process in processes[1:]}
             sizes.append(sum(process.memory_info().rss for process in processes))
     settled = sizes[WARM_UP // BATCH :]
+    print(
+        *(
+            f"{what} {size >> 20} MiB"
+            for what, size in zip(("after", "most", "end"), (settled[0], max(settled), settled[-1]), strict=True)
+        )
+    )
     assert max(settled) - settled[0] < GROWTH_BYTES
     assert len(workers) >= 1 + 2 * WORKERS, "nursery and workers, each replaced after its 2,000 answers"
 
