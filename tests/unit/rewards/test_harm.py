@@ -61,6 +61,7 @@ CALLERS, WORKERS, SHORT_S = 8, 2, 1.0
 TURN_S = SHORT_S * CALLERS / WORKERS  # three others' calls, then one's own
 
 
+@pytest.mark.alone
 def test_eight_callers_at_once_are_all_answered_in_their_turn() -> None:
     """Each asks good questions and one that never ends; those run late, and cost the others no more than turns."""
     never_ends = "n^{" * 60 + "2" + "}" * 60  # the grammar takes 20 s over it
