@@ -3,7 +3,8 @@
     python tools/run_tests.py [what pytest takes for each part, e.g. -k norms]
 
 A half that starts engines mostly waits for imports; the other computes. Tests marked `alone` look at the whole machine
-(what lies in shared memory, which processes live), or give answers a second on all cores; they come last, by themselves. The status is 0 when every part's is.
+(what lies in shared memory, which processes live), or want answers within a second of all cores; they come last, by
+themselves. The status is 0 when every part's is.
 """
 
 from __future__ import annotations
