@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from oblr_megatron.config_algo import AlgoConfig
 from oblr_megatron.config_checkpoint import CheckpointConfig
 from oblr_megatron.config_checks import apply_override, check_together
 from oblr_megatron.config_data import DataConfig, EvaluateConfig
@@ -23,7 +24,6 @@ from oblr_megatron.config_rollout import RolloutConfig, WeightsConfig
 from oblr_megatron.config_section import Section, section_in
 from oblr_megatron.errors import UserError
 
-BaselineName = Literal["none", "group_mean", "grpo", "rloo", "opo", "length_loo", "optimal", "optimal_prior"]
 DtypeName = Literal["float64", "float32", "bfloat16"]
 
 
@@ -67,45 +67,6 @@ class GradnormConfig(Section):
     """Responses of that check, rounded up to whole prompts."""
     always: bool = False
     """Measure norms even when the baseline does not need them, for the metrics."""
-
-
-class SnrConfig(Section):
-    """The learning rate's signal-to-noise schedule (OBLR-PO, Theorem 4); estimates are logged for every schedule."""
-
-    estimator: Literal["folds", "prompts"] = "folds"
-    """What the noise is estimated from: num_folds folds of the batch, or every prompt as a fold of its own."""
-    num_folds: int = Field(4, ge=1)
-    """Folds of whole prompts the batch is split into, whatever the schedule; a divisor of num_prompts and a multiple of
-    the data-parallel size. With 1 nothing is known of the noise, and the snr schedule holds its rate."""
-    horizon: float = Field(150.0, gt=0)
-    """Steps over which signal and noise are averaged (exponentially, separately)."""
-    warmup_steps: int = Field(10, ge=0)
-    """Steps of linear warm-up; the averages are collected meanwhile."""
-    floor: float = Field(0.1, gt=0, le=1)
-    """Lower clamp of the averaged shrink factor."""
-    exponent: float | None = Field(None, gt=0)
-    """alpha in (shrink / reference)^alpha; by default 1 for SGD and 0.5 for Adam."""
-    reference: Literal["one", "warmup"] = "warmup"
-    """"one": the paper's rule. "warmup": divide by the shrink at the end of warm-up, so that lr keeps its meaning."""
-    max_change: float = Field(1.1, gt=1)
-    """The rate changes by at most this factor a step, up or down."""
-
-
-class AlgoConfig(Section):
-    """The estimator: baseline, aggregation, learning-rate schedule."""
-
-    baseline: BaselineName = "optimal_prior"
-    """What is subtracted from the reward; "optimal" is OBLR-PO's leave-one-out estimate of Theorem 7."""
-    prior_strength: float = Field(1.0, ge=0)
-    """lambda of optimal_prior: weight of the other prompts' mean reward, in units of the group's mean norm."""
-    length_exponent: float = Field(1.0, ge=0)
-    """p of length_loo: weights are response length ** p."""
-    aggregation: Literal["constant", "token_mean", "sample_mean"] = "constant"
-    """Divisor of the loss. Only "constant" (1 / (Q G)) keeps the gradient unbiased; the others are for comparison."""
-    schedule: Literal["constant", "cosine", "snr"] = "snr"
-    """Learning-rate schedule."""
-    snr: SnrConfig = SnrConfig()
-    """Settings of the "snr" schedule; its estimates are logged for every schedule."""
 
 
 class OptimizerConfig(Section):

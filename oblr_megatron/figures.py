@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import baseline_values, sanitize_norms, variance_ratio_vs_rloo
-from oblr_megatron.config import AlgoConfig
+from oblr_megatron.config_algo import AlgoConfig
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.types import GradientStats, Judged, Sample
 

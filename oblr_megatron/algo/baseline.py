@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from oblr_megatron.config import AlgoConfig
+from oblr_megatron.config_algo import AlgoConfig
 from oblr_megatron.config_checks import LEAVE_ONE_OUT
 from oblr_megatron.errors import UserError
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from oblr_megatron.algo.snr import ScheduleState, SnrAverages, SnrSchedule, check_schedule
-from oblr_megatron.config import AlgoConfig, OptimizerConfig
+from oblr_megatron.config import OptimizerConfig
+from oblr_megatron.config_algo import AlgoConfig
 from oblr_megatron.types import GradientStats
 
 

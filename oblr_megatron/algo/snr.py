@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from oblr_megatron.config import OptimizerConfig, SnrConfig
+from oblr_megatron.config import OptimizerConfig
+from oblr_megatron.config_algo import SnrConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import GradientStats
 

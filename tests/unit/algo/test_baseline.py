@@ -20,7 +20,7 @@ from oblr_megatron.algo.baseline import (
     sanitize_norms,
     variance_ratio_vs_rloo,
 )
-from oblr_megatron.config import AlgoConfig
+from oblr_megatron.config_algo import AlgoConfig
 from oblr_megatron.config_checks import LEAVE_ONE_OUT
 from oblr_megatron.errors import UserError
 

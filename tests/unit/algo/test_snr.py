@@ -13,7 +13,7 @@ import torch
 
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.snr import SnrAverages, fold_estimate
-from oblr_megatron.config import AlgoConfig, SnrConfig
+from oblr_megatron.config_algo import AlgoConfig, SnrConfig
 from oblr_megatron.types import GradientStats
 
 OPTIONS = AlgoConfig()
