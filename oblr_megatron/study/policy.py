@@ -1,0 +1,199 @@
+"""A tiny Qwen3 with everything about its gradient in the open: sampling, score rows, gradients, all in one process.
+
+transformers' Qwen3 with torch's RMSNorm, so that fp64 stays fp64. The score of every response is a row of S [N, P]:
+with S at hand, norms, gradients under any baseline, fold gradients and covariances are products of matrices. That is
+affordable for 10^5 parameters and a few hundred responses, and for nothing larger: `gradnorm/` is for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import DynamicCache, Qwen3ForCausalLM
+
+PAD, END, UNKNOWN = 0, 1, 2
+FIRST_CHARACTER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One response. Example: Drawn(prompt=(7, 13, 8), tokens=(4, 1), logprobs=(-0.2, -0.01))."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]  # the end token included, where it was reached
+    logprobs: tuple[float, ...]  # of the distribution they were drawn from
+
+
+class LabPolicy:
+    """The model, and its parameters as one vector of P numbers.
+
+    Args:
+        model: changed in place: its RMSNorms become torch's.
+        characters: of the task; token FIRST_CHARACTER + i stands for characters[i].
+        temperature: divides the logits, in sampling and in scores.
+    """
+
+    def __init__(self, model: Qwen3ForCausalLM, characters: str, *, temperature: float = 1.0) -> None:
+        self.model = use_torch_rms_norm(model).eval()
+        self.characters, self.temperature = characters, temperature
+        self.parameters = list(model.parameters())
+        ends = torch.tensor([p.numel() for p in self.parameters]).cumsum(0).tolist()
+        self._slices = {id(p): slice(end - p.numel(), end) for p, end in zip(self.parameters, ends, strict=True)}
+        self.num_parameters = int(ends[-1])
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """One token a character."""
+        return tuple(FIRST_CHARACTER + self.characters.index(character) for character in text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Up to the end token; what stands for no character is a blank."""
+        text = tokens[: tokens.index(END)] if END in tokens else tokens
+        return "".join(self.characters[t - FIRST_CHARACTER] if t >= FIRST_CHARACTER else " " for t in text)
+
+    @torch.no_grad()
+    def sample(
+        self, prompts: Sequence[tuple[int, ...]], max_tokens: int, generator: torch.Generator | None
+    ) -> list[Drawn]:
+        """One response to each prompt (repeat a prompt G times for a group).
+
+        Args:
+            prompts: token ids, of any lengths.
+            max_tokens: the end token included.
+            generator: None takes the most likely token (greedy).
+        """
+        width = max(map(len, prompts))
+        ids = torch.tensor([[PAD] * (width - len(prompt)) + list(prompt) for prompt in prompts])  # [b, t]
+        attended = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        cache, feed = DynamicCache(config=self.model.config), ids
+        tokens, logprobs = [], []
+        for _ in range(max_tokens):
+            output = self.model(
+                input_ids=feed, attention_mask=attended, past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+            scaled = (output.logits[:, -1] / self.temperature).log_softmax(-1)  # [b, V]
+            feed = (
+                scaled.argmax(-1, keepdim=True)
+                if generator is None
+                else torch.multinomial(scaled.exp(), 1, generator=generator)
+            )
+            tokens.append(feed)
+            logprobs.append(scaled.gather(1, feed))
+            attended = torch.cat([attended, torch.ones_like(feed)], 1)
+        return [
+            Drawn(prompt, tuple(row[:length]), tuple(scores[:length]))
+            for prompt, row, scores in zip(
+                prompts, torch.cat(tokens, 1).tolist(), torch.cat(logprobs, 1).tolist(), strict=True
+            )
+            for length in [row.index(END) + 1 if END in row else max_tokens]
+        ]
+
+    def logits(self, samples: Sequence[Drawn]) -> tuple[Tensor, Tensor, Tensor]:
+        """Scaled logits [b, T, V] at the response tokens, those tokens [b, T], and which of them are real [b, T].
+
+        T is the longest response; responses are aligned at their first token.
+        """
+        longest = max(len(each.tokens) for each in samples)
+        width = max(len(each.prompt) for each in samples) + longest
+        ids = torch.full((len(samples), width), PAD)
+        at = torch.zeros(len(samples), longest, dtype=torch.long)  # position that predicts each token
+        tokens, mask = torch.zeros_like(at), torch.zeros_like(at, dtype=torch.bool)
+        for row, each in enumerate(samples):
+            start, length = len(each.prompt), len(each.tokens)
+            ids[row, : start + length] = torch.tensor(each.prompt + each.tokens)
+            at[row] = torch.arange(start - 1, start - 1 + longest)
+            tokens[row, :length] = torch.tensor(each.tokens)
+            mask[row, :length] = True
+        logits = self.model(input_ids=ids).logits  # padding is on the right: nobody sees it
+        at = at.clamp(max=width - 1)[..., None].expand(-1, -1, logits.shape[-1])
+        return logits.gather(1, at) / self.temperature, tokens, mask
+
+    def logprobs(self, samples: Sequence[Drawn]) -> tuple[Tensor, Tensor]:
+        """log pi of the response tokens [b, T], 0 past the end, and their mask [b, T]."""
+        logits, tokens, mask = self.logits(samples)
+        found = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+        return found.masked_fill(~mask, 0.0), mask
+
+    def scores(self, samples: Sequence[Drawn], weights: Tensor | None = None) -> Tensor:
+        """S [N, P]: row n is the gradient of sum_t v_t log pi(o_t) of sample n, v = 1 or `weights` [N, T]."""
+        rows = torch.zeros(len(samples), self.num_parameters, dtype=self.model.dtype)
+        with self._captured(rows):
+            logprobs, _ = self.logprobs(samples)
+            (logprobs if weights is None else logprobs * weights.to(logprobs.dtype)).sum().backward()
+        for parameter in self.parameters:
+            parameter.grad = None
+        return rows
+
+    def gradient(self, samples: Sequence[Drawn], coefficients: Tensor) -> Tensor:
+        """[P]: the gradient of sum_n sum_t c_{n,t} log pi(o_{n,t}); coefficients [N] or [N, T], T the longest."""
+        logprobs, _ = self.logprobs(samples)
+        weights = coefficients if coefficients.dim() == 2 else coefficients[:, None]
+        total = (weights.to(logprobs.dtype) * logprobs).sum()
+        return torch.cat([grad.flatten() for grad in torch.autograd.grad(total, self.parameters)])
+
+    def vector(self) -> Tensor:
+        """A copy of all parameters, [P]."""
+        return torch.cat([parameter.detach().flatten() for parameter in self.parameters])
+
+    @torch.no_grad()
+    def assign(self, vector: Tensor) -> None:
+        """Set all parameters from [P]."""
+        for parameter in self.parameters:
+            parameter.copy_(vector[self._slices[id(parameter)]].view_as(parameter))
+
+    def set_gradient(self, vector: Tensor) -> None:
+        """Make [P] the parameters' `grad`, for an optimizer."""
+        for parameter in self.parameters:
+            parameter.grad = vector[self._slices[id(parameter)]].view_as(parameter)
+
+    @contextmanager
+    def _captured(self, rows: Tensor) -> Iterator[None]:
+        """While this is open, a backward pass adds each sample's own gradient to its row."""
+        handles = [
+            module.register_forward_hook(self._hook(rows))
+            for module in self.model.modules()
+            if isinstance(module, (nn.Linear, nn.Embedding, nn.RMSNorm))
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, rows: Tensor) -> Any:
+        def forward(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            weight = cast(Tensor, module.weight)
+            own, x = rows[:, self._slices[id(weight)]], inputs[0].detach()
+            output.register_hook(lambda dy: _add_own_gradient(own.view(len(rows), *weight.shape), module, x, dy))
+
+        return forward
+
+
+def _add_own_gradient(own: Tensor, module: nn.Module, x: Tensor, dy: Tensor) -> None:
+    """own [b, *weight] += what each sample of dy [b, t, ...] contributes to the weight's gradient."""
+    if isinstance(module, nn.Linear):
+        own.add_(torch.bmm(dy.transpose(1, 2), x))
+    elif isinstance(module, nn.Embedding):
+        one_hot = functional.one_hot(x, module.num_embeddings).to(dy.dtype)  # [b, t, V]
+        own.add_(torch.bmm(one_hot.transpose(1, 2), dy))
+    else:
+        assert isinstance(module, nn.RMSNorm)
+        normed = functional.rms_norm(x, (x.shape[-1],), eps=module.eps)
+        own.add_((dy * normed).flatten(1, -2).sum(1))
+
+
+def use_torch_rms_norm(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """Swap transformers' RMSNorm, which computes in fp32 whatever the dtype, for torch's."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ == "Qwen3RMSNorm":
+                weight = cast(nn.Parameter, child.weight)
+                norm = nn.RMSNorm(weight.shape, eps=cast(float, child.variance_epsilon))
+                norm.weight = weight
+                setattr(parent, name, norm)
+    return model

@@ -1,0 +1,154 @@
+"""TRL's own GRPOTrainer and RLOOTrainer, set up to do what a run of the study does: one update for each batch of
+num_prompts * group_size fresh responses, fp32 on the CPU, transformers' `generate`, nothing uploaded or saved.
+
+TRL's defaults stay where the two differ in method and not in setting (TRL 1.16):
+
+    GRPO    loss_type "dapo": A_i / sum_j L_j (the package's "token_mean"), scale_rewards "group": A divided by the
+            group's standard deviation + 1e-4; token-wise ratios clipped to 1 +- 0.2: all are 1 at one update a batch
+    RLOO    A_i / (Q G), sequence-wise ratios clipped to 1 +- 0.2, likewise 1: the same estimator as preset "rloo"
+
+RLOO puts its KL penalty, which TRL switches on by default, into the reward; GRPO puts the k3 form into the loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from oblr_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+
+    from oblr_megatron.config import OptimizerConfig
+
+TrainerName = Literal["grpo", "rloo"]
+Judge = Callable[[int, list[int]], float]
+"""(index of the question, response tokens) -> reward."""
+
+
+def trainer_arguments(
+    trainer: TrainerName,
+    *,
+    output_dir: Path,
+    seed: int,
+    num_steps: int,
+    num_prompts: int,
+    group_size: int,
+    max_response_tokens: int,
+    temperature: float,
+    kl_coefficient: float,
+    optimizer: OptimizerConfig,
+    **own: Any,
+) -> Any:
+    """A GRPOConfig or RLOOConfig; `own` is for TRL's further settings, such as loss_type.
+
+    Raises:
+        UserError: TRL is not installed, or the optimizer is not Adam.
+    """
+    if optimizer.name != "adam":
+        raise UserError("the TRL backend trains with Adam", where="optimizer.name", mend='set it to "adam"')
+    trl = import_trl()
+    common = {
+        "output_dir": str(output_dir),
+        "seed": seed,
+        "max_steps": num_steps,
+        "per_device_train_batch_size": num_prompts * group_size,  # the whole batch in one pass
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 1,
+        "num_iterations": 1,
+        "num_generations": group_size,
+        "max_completion_length": max_response_tokens,
+        "temperature": temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "beta": kl_coefficient,
+        "optim": "adamw_torch",
+        "learning_rate": optimizer.lr,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": optimizer.adam_beta1,
+        "adam_beta2": optimizer.adam_beta2,
+        "adam_epsilon": optimizer.adam_eps,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.clip_grad,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "use_vllm": False,
+        "shuffle_dataset": False,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig}[trainer](**common | own)
+
+
+def open_trainer(
+    trainer: TrainerName,
+    arguments: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[str],
+    judge: Judge,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Trainer:
+    """The trainer, ready for `train()`.
+
+    Args:
+        trainer: which one.
+        arguments: of `trainer_arguments`.
+        model: trained in place.
+        tokenizer: pads on the left.
+        questions: of all steps, in order: num_steps * num_prompts of them.
+        judge: the reward.
+        callbacks: beside those that the trainer needs.
+    """
+    trl = import_trl()
+    from datasets import Dataset
+    from transformers import PrinterCallback
+
+    def reward(completion_ids: list[list[int]], question: list[int], **rest: object) -> list[float]:
+        return [judge(index, list(tokens)) for index, tokens in zip(question, completion_ids, strict=True)]
+
+    built: Trainer = {"grpo": trl.GRPOTrainer, "rloo": trl.RLOOTrainer}[trainer](
+        model=model,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": list(questions), "question": list(range(len(questions)))}),
+        processing_class=tokenizer,
+        callbacks=list(callbacks),
+    )
+    built.remove_callback(PrinterCallback)
+    return built
+
+
+def import_trl() -> Any:
+    """TRL with its trainers, without the remarks on vLLM's version and Triton that its import of vLLM makes.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    logger = logging.getLogger("vllm.triton_utils.importing")
+    logger.addFilter(_not_about_triton)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
+            import trl
+
+            for name in ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"):
+                getattr(trl, name)  # they are imported when they are asked for
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        raise UserError("TRL is not installed", where="study: trl", mend="pip install trl==1.16.0") from None
+    finally:
+        logger.removeFilter(_not_about_triton)
+    return trl
+
+
+def _not_about_triton(record: logging.LogRecord) -> bool:
+    return "doesn't include CPU backend" not in record.getMessage()

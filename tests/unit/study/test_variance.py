@@ -1,0 +1,93 @@
+"""The variance study's second moments against loops and against exact enumeration of a policy with few actions."""
+
+import itertools
+
+import pytest
+import torch
+
+from oblr_megatron.study.variance import ORACLE, Pool, cells, deals, measure, moments
+from oblr_megatron.study.variance_report import document
+
+ACTIONS = 4
+
+
+def bandit_pool(num_prompts: int, size: int, seed: int) -> tuple[Pool, torch.Tensor, torch.Tensor]:
+    """One-token responses of a softmax policy whose logits are its parameters: s = e_a - pi. (pool, pi, rewards)"""
+    generator = torch.Generator().manual_seed(seed)
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    rewards = torch.tensor([0.0, 1.0, 0.2, 1.0], dtype=torch.float64)
+    actions = torch.multinomial(probabilities, num_prompts * size, replacement=True, generator=generator)
+    scores = torch.eye(ACTIONS, dtype=torch.float64)[actions] - probabilities
+    scores = scores.view(num_prompts, size, ACTIONS)
+    products = torch.einsum("qip,qjp->qij", scores, scores)
+    pool = Pool(
+        rewards=rewards[actions].view(num_prompts, size),
+        lengths=torch.ones(num_prompts, size, dtype=torch.int64),
+        products=products[:, :, None, :, None].float(),
+        energies=products.diagonal(dim1=1, dim2=2)[..., None],
+    )
+    return pool, probabilities, rewards
+
+
+def exact(probabilities: torch.Tensor, rewards: torch.Tensor, baseline: str) -> tuple[float, float]:
+    """(E||g||^2, ||E g||^2) of a group of two, over all pairs of actions."""
+    scores = torch.eye(ACTIONS, dtype=torch.float64) - probabilities
+    second, mean = 0.0, torch.zeros(ACTIONS, dtype=torch.float64)
+    for a, b in itertools.product(range(ACTIONS), repeat=2):
+        chance = float(probabilities[a] * probabilities[b])
+        first, other = rewards[a], rewards[b]
+        if baseline != "none":  # the other's reward, or the mean of both
+            share = 1.0 if baseline == "rloo" else 0.5
+            first, other = share * (first - other), share * (other - first)
+        g = (first * scores[a] + other * scores[b]) / 2
+        second += chance * float(g @ g)
+        mean += chance * g
+    return second, float(mean @ mean)
+
+
+@pytest.mark.parametrize("baseline", ["none", "rloo", "group_mean"])
+def test_moments_are_those_of_all_pairs(baseline: str) -> None:
+    """60 pools of 64: the estimates' own scatter gives the bound, four standard errors."""
+    pool, probabilities, rewards = bandit_pool(60, 64, seed=0)
+    found = measure(pool, 2, num_deals=4, seed=0)[baseline]
+    expected = exact(probabilities, rewards, baseline)
+    for values, truth in zip(found, expected, strict=False):
+        error = float(values.std()) / len(values) ** 0.5
+        assert abs(float(values.mean()) - truth) < 4 * error
+        assert error < 0.2 * truth + 0.01  # a bound that could not fail would say nothing
+
+
+def test_moments_against_loops() -> None:
+    generator = torch.Generator().manual_seed(1)
+    prompts, size, length, group = 2, 7, 3, 3
+    scores = torch.randn(prompts, size, length, 5, generator=generator, dtype=torch.float64)
+    products = torch.einsum("qitp,qjup->qitju", scores, scores)
+    spread, other = torch.randn(2, prompts, size, length, generator=generator, dtype=torch.float64)
+    deal = deals(prompts, size, group, 1, 0)[0]
+    found = moments(spread, other, products, deal)
+    for q in range(prompts):
+        sums = [
+            [sum(weights[q, i] @ scores[q, i] for i in members[q].tolist()) for members in deal]
+            for weights in (spread, other)
+        ]
+        own = sum(g @ g for g in sums[0]) / len(deal)
+        pairs = [(k, l) for k in range(len(deal)) for l in range(len(deal)) if k != l]
+        across = sum(sums[0][k] @ sums[0][l] for k, l in pairs) / len(pairs)
+        against = sum(sums[0][k] @ sums[1][l] for k, l in pairs) / len(pairs)
+        torch.testing.assert_close(found[:, q], torch.stack([own, across, against]))
+
+
+def test_deals_are_disjoint_groups() -> None:
+    for deal in deals(3, 10, 4, 2, 0):
+        assert deal.shape == (2, 3, 4)
+        assert all(len(set(deal[:, q].flatten().tolist())) == 8 for q in range(3))
+
+
+def test_table_has_every_baseline_and_an_interval_that_holds_its_value() -> None:
+    pool, _, _ = bandit_pool(30, 32, seed=2)
+    lines = cells("bandit", "low", 4, measure(pool, 4, num_deals=2, seed=0), seed=0)
+    by_name = {line.baseline: line for line in lines}
+    assert by_name["rloo"].ratio == 1.0 and by_name["optimal"].ratio > by_name[ORACLE].ratio
+    assert all(line.low <= line.ratio <= line.high for line in lines)
+    text = document(lines)
+    assert all(f"| {name} |" in text for name in by_name)
