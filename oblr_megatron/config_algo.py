@@ -1,4 +1,4 @@
-"""How the gradient is estimated and what rate it is taken with: baselines, signal and noise, schedules, recipes by name.
+"""How the gradient is estimated and what rate it is taken with: baselines, signal and noise, schedules, recipes.
 
 Imports no torch.
 """
@@ -89,7 +89,8 @@ class AlgoConfig(Section):
     baseline: BaselineName = "optimal_prior"
     """What is subtracted from the reward; "optimal" is OBLR-PO's leave-one-out estimate of Theorem 7."""
     prior_strength: float = Field(1.0, ge=0)
-    """lambda of optimal_prior: weight of the other prompts' mean reward, in units of the group's mean norm."""
+    """lambda of optimal_prior and rloo_prior: weight of the other prompts' mean reward, in units of the group's mean
+    norm."""
     length_exponent: float = Field(1.0, ge=0)
     """p of length_loo: weights are response length ** p."""
     aggregation: Literal["constant", "token_mean", "sample_mean"] = "constant"

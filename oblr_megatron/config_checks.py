@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
 
 EVALUATED = ("accuracy", "mean_at_k", "pass_at_k", "maj_at_k")  # of each set; the first needs no samples
-LEAVE_ONE_OUT = ("rloo", "length_loo", "optimal", "optimal_prior")
+LEAVE_ONE_OUT = ("rloo", "rloo_prior", "length_loo", "optimal", "optimal_prior")
+WITH_PRIOR = ("rloo_prior", "optimal_prior")  # take a part of b from the other prompts
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
@@ -44,12 +45,14 @@ def check_together(config: Config, where: str) -> None:
             where=where,
             mend='set group_size to 2 or more, or algo.baseline to "none"',
         )
-    if config.algo.baseline == "optimal_prior" and config.num_prompts == 1:
+    if config.algo.baseline in WITH_PRIOR and config.num_prompts == 1:
         raise UserError(
-            "num_prompts is 1, but baseline 'optimal_prior' takes its prior from the other prompts of the batch",
+            f"num_prompts is 1, but baseline {config.algo.baseline!r} takes its prior from the other prompts of the "
+            "batch",
             where=where,
-            mend='set num_prompts to 2 or more, or algo.baseline to "optimal"',
+            mend='set num_prompts to 2 or more, or algo.baseline to "optimal" or "rloo"',
         )
+    _check_coefficients(config, where)
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         raise UserError(
             "sequence_parallel needs tensor_model_parallel_size of 2 or more",
@@ -72,6 +75,31 @@ def check_together(config: Config, where: str) -> None:
             "gather weights would give up before the one that waits for its engine",
             where=where,
             mend="lower the first or raise the second",
+        )
+
+
+def _check_coefficients(config: Config, where: str) -> None:
+    """One coefficient a response, where a response's gradient is taken as one.
+
+    A mode of one pass weighs it as it is made, with A alone; the "samples" estimator squares it.
+    """
+    mode, what = config.gradnorm.mode, None
+    if config.algo.token_wise:
+        what = f"algo.baseline {config.algo.baseline!r} weighs every token by itself"
+    elif config.algo.kl_coefficient:
+        what = f"algo.kl_coefficient {config.algo.kl_coefficient:g} adds a gradient that no advantage weighs"
+    if what and mode in ("stash", "bookkeep"):
+        raise UserError(
+            f"{what}, which gradnorm.mode {mode!r} cannot do",
+            where=where,
+            mend='set gradnorm.mode to "two_pass" or "auto"',
+        )
+    if config.algo.token_wise and config.algo.snr.estimator == "samples":
+        raise UserError(
+            f"algo.snr.estimator 'samples' takes one advantage a response, and baseline {config.algo.baseline!r} has "
+            "one a token",
+            where=where,
+            mend='set algo.snr.estimator to "folds"',
         )
 
 

@@ -50,8 +50,8 @@ class RolloutConfig(Section):
     """Drop groups whose rewards are all equal and sample further prompts in their place. Every place of a step then has
     a gradient, at a price: which prompts a step holds depends on their responses. The gradient is no longer an estimate
     of that of the mean reward but of it divided by the share of mixed groups, which changes as if the learning rate
-    did (and of another direction under optimal_prior and none, where equal groups have a gradient); signal, noise and
-    the snr schedule speak of mixed groups alone (docs/samples.md)."""
+    did (and of another direction where equal groups have a gradient: under a prior, the batch's mean, none, or a KL
+    penalty); signal, noise and the snr schedule speak of mixed groups alone (docs/samples.md)."""
     dynamic_sampling_max_batches: int = Field(4, ge=1)
     """Batches of num_prompts prompts that a step may sample for it; what is missing then is filled from the dropped."""
     sleep_level: Literal[0, 1, 2] = 2

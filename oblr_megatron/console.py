@@ -6,7 +6,7 @@
         display.step(step, record)
 
 Plain lines read
-    step 12/150  reward 0.53  len 6.1  lr 8.1e-4  shrink 0.42  grad 0.31  diff 2e-6  2.1 s
+    step 12/150  reward 0.53  len 6.1  lr 8.1e-4  shrink 0.42  crit 310  grad 0.31  diff 2e-6  2.1 s
     eval at step 50  sums accuracy 0.81  mean@k 0.79  pass@k 0.90
     finished 150 of 150 steps in 5 min 12 s  sums accuracy 0.45 -> 0.93
 """
@@ -58,6 +58,7 @@ FIGURES = (
     Figure("response_length/mean", "len", "response length, tokens", lambda value: fixed(value, 1)),
     Figure("lr", "lr", "learning rate", scientific),
     Figure("snr/shrink_ema", "shrink", "shrink, averaged", lambda value: fixed(value, 2)),
+    Figure("snr/critical_batch_size", "crit", "critical batch size, prompts", number),
     Figure("grad_norm", "grad", "gradient norm", lambda value: number(value, 2)),
     Figure("rollout/logprob_abs_diff", "diff", "trainer - rollout log-prob", lambda value: scientific(value, 1)),
 )

@@ -9,25 +9,46 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from oblr_megatron.algo import panel
 from oblr_megatron.algo.baseline import baseline_values, sanitize_norms, variance_ratio_vs_rloo
 from oblr_megatron.config_algo import AlgoConfig
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.types import GradientStats, Judged, Sample
 
 
-def of_baseline(algo: AlgoConfig, judged: Judged, norms_sq: Tensor) -> dict[str, float]:
-    """What the baseline did to the variance, as far as the norms [Q, G] at hand tell; empty without norms."""
+def of_baseline(algo: AlgoConfig, judged: Judged, norms_sq: Tensor, *, exact: bool = True) -> dict[str, float]:
+    """What the run's baseline is like, and what each baseline would have done to the variance.
+
+    The latter as far as the norms at hand tell; nothing without norms.
+
+    Args:
+        algo: the baseline and its options.
+        judged: rewards and lengths of the step.
+        norms_sq: [Q, G] w; zeros of groups that were not measured.
+        exact: whether w are the responses' own norms, or unbiased estimates, and not stand-ins like their lengths: only
+            these tell how another baseline would have fared.
+    """
+    rewards, lengths = judged.rewards, judged.lengths.to(torch.float64)
     norms_sq, _ = sanitize_norms(norms_sq)
     measured = norms_sq.sum(-1) > 0  # groups whose passes were skipped have none
+    values = None if algo.token_wise else baseline_values(algo.baseline, rewards, norms_sq, lengths, algo)
+    found = {}
+    if values is not None:
+        found["baseline/spread"] = panel.spread(values)
+        found["baseline/self_dependence"] = panel.self_dependence(
+            algo.baseline, values, rewards, norms_sq, lengths, algo
+        )
     if not measured.any():
-        return {}
-    rewards, lengths = judged.rewards, judged.lengths
-    values = baseline_values(algo.baseline, rewards, norms_sq, lengths, algo)
-    flat = norms_sq[measured].flatten()
-    return {
-        "baseline/variance_ratio_vs_rloo": variance_ratio_vs_rloo(
+        return found
+    if values is not None:
+        found["baseline/variance_ratio_vs_rloo"] = variance_ratio_vs_rloo(
             rewards[measured], norms_sq[measured], values[measured]
-        ),
+        )
+    if exact:
+        ratios = panel.variance_ratios(rewards, norms_sq, lengths, algo)
+        found |= {f"baseline/{name}/variance_ratio": ratio for name, ratio in ratios.items()}
+    flat = norms_sq[measured].flatten()
+    return found | {
         "gradnorm/sq_mean": float(flat.mean()),
         "gradnorm/sq_max": float(flat.max()),
         "gradnorm/length_corr": correlation(flat, lengths[measured].flatten()),
@@ -79,6 +100,8 @@ def _of_gradient(stats: GradientStats) -> dict[str, float]:
             "rollout/logprob_abs_diff": stats.logprob_abs_diff,
             "rollout/truncated_ratio_fraction": stats.truncated_ratio_fraction,
         }
+        if stats.kl is not None:
+            found["kl/mean"] = stats.kl
     return found
 
 

@@ -2,9 +2,11 @@
 
     s_n = grad_theta sum_t rho_t log pi(o_t),   w_n = ||s_n||^2,   c = A(w) / (Q G),   g = -sum_n c_n s_n
 
-in one pass or two, as `gradnorm.mode` says, and g in folds. Prompts are dealt to data-parallel ranks by whole folds, so
-that a fold never crosses replicas and its gradient norm needs no extra exchange of gradients; where replicas share
-experts, or the responses of a prompt, they share folds as well (`gradnorm/sharing.py`).
+in one pass or two, as `gradnorm.mode` says, and g in folds. Where every token has a coefficient of its own
+(`algo.token_wise`), a forward pass for them comes first; with a KL penalty, one with the reference's weights. Prompts
+are dealt to data-parallel ranks by whole folds, so that a fold never crosses replicas and its gradient norm needs no
+extra exchange of gradients; where replicas share experts, or the responses of a prompt, they share folds as well
+(`gradnorm/sharing.py`).
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron.algo.baseline import BASELINES
+from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.data.packing import microbatches, one_per_microbatch
-from oblr_megatron.gradnorm.estimate import sketches_of, sq_norms_of
+from oblr_megatron.gradnorm.estimate import sketches_of, sq_norms_of, token_energies
 from oblr_megatron.gradnorm.one_pass import BookkeepPass, SpreadStashPass, StashPass, Weigh, Work
+from oblr_megatron.gradnorm.plain_pass import PlainPass
 from oblr_megatron.gradnorm.rules import classify
-from oblr_megatron.gradnorm.score import Figures, RatioFn, score_loss
+from oblr_megatron.gradnorm.score import Figures, Penalty, RatioFn
 from oblr_megatron.gradnorm.sharing import Sharing
 from oblr_megatron.gradnorm.two_pass import one_sample_only
 from oblr_megatron.model.optimizer import grad_sq_norm
-from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
+from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads
+from oblr_megatron.model.token_values import token_values
 from oblr_megatron.rollout.correction import truncated_ratios
 from oblr_megatron.types import GradientStats, MicroBatch, Sample, StepGradient
 
@@ -34,6 +39,10 @@ if TYPE_CHECKING:
 
     from oblr_megatron.config import Config
     from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.reference import Reference
+
+TokenWeigh = Callable[["Tensor"], "Tensor"]
+"""Energies of the step's response tokens [N, T] -> coefficients c [N, T], fp64."""
 
 Timer = Callable[[str], AbstractContextManager[object]]
 
@@ -53,19 +62,22 @@ class TrainingGradient:
     Args:
         policy: the model.
         config: the run's configuration, `gradnorm.mode` resolved (not "auto").
+        reference: what a KL penalty measures from; given if and only if `algo.kl_coefficient` is positive.
 
     Raises:
         UserError: norms are wanted, and no rule covers a trainable parameter.
     """
 
-    def __init__(self, policy: Policy, config: Config) -> None:
-        self._policy, self._config = policy, config
+    def __init__(self, policy: Policy, config: Config, reference: Reference | None = None) -> None:
+        assert (reference is not None) == (config.algo.kl_coefficient > 0), "a penalty, and what it measures from"
+        self._policy, self._config, self._reference = policy, config, reference
         self._sharing = Sharing(policy.parallel, config)
         self._sketches = sketches_of(policy, config)
         self._plain = PlainPass(policy, config, self._sharing)
         wanted = BASELINES[config.algo.baseline].needs_norms or config.gradnorm.always
         self._one_sample_only = wanted and one_sample_only(classify(policy))  # refuses what no rule covers
-        self._one_pass = self._make_one_pass() if wanted else None
+        whole = not config.algo.token_wise and reference is None  # a sample's gradient is one, and A alone weighs it
+        self._one_pass = self._make_one_pass() if wanted and whole else None
 
     def __call__(
         self,
@@ -74,6 +86,7 @@ class TrainingGradient:
         active: Tensor,
         *,
         norms_wanted: bool = True,
+        weigh_tokens: TokenWeigh | None = None,
         timer: Timer = lambda _: nullcontext(),
     ) -> StepGradient:
         """Leave g in `main_grad`, summed over all ranks.
@@ -83,6 +96,7 @@ class TrainingGradient:
             weigh: from norms to coefficients; asked for all prompts at once, or for some as their norms become known.
             active: [Q] bool; the coefficients of the other groups are zero whatever w is, and they are left out.
             norms_wanted: False where nothing depends on w: `weigh` gets zeros, and one plain pass is enough.
+            weigh_tokens: in place of `weigh` where the baseline is token-wise.
             timer: entered with "gradnorm" and "gradient"; a mode of one pass is all "gradient".
         """
         work = Work(samples, weigh, self._ratios, torch.zeros(len(samples), dtype=torch.float64), Figures())
@@ -94,9 +108,16 @@ class TrainingGradient:
             with timer("gradnorm"):
                 work.norms_sq = self.norms(samples, active)
         with timer("gradient"):
-            prompts = range(len(active))
-            coefficients = weigh(prompts, work.norms_sq.view(len(active), -1)).flatten()
-            return StepGradient(work.norms_sq, self.policy_gradient(samples, coefficients))
+            if self._config.algo.token_wise:
+                assert weigh_tokens is not None, "a token-wise baseline weighs tokens"
+                coefficients = weigh_tokens(self._energies(samples, active))
+            else:
+                coefficients = weigh(range(len(active)), work.norms_sq.view(len(active), -1)).flatten()
+            known = work.norms_sq.isfinite()  # else the gradient of the sample is no number either
+            coefficients[~known] = 0.0
+            return StepGradient(
+                work.norms_sq, self.policy_gradient(samples, coefficients, self._penalty(samples, known))
+            )
 
     def norms(self, samples: Sequence[Sample], active: Tensor, *, source: str | None = None) -> Tensor:
         """w [N] fp64 of the active groups' samples, by a pass of its own; zeros for the others, the same on every rank.
@@ -115,7 +136,9 @@ class TrainingGradient:
             norms[order] = found.cpu()[: len(order)]
         return self._from_all_replicas(norms)
 
-    def policy_gradient(self, samples: Sequence[Sample], coefficients: Tensor) -> GradientStats:
+    def policy_gradient(
+        self, samples: Sequence[Sample], coefficients: Tensor, penalty: Penalty | None = None
+    ) -> GradientStats:
         """Leave g = -sum_n c_n grad_theta sum_t rho_t log pi(o_t) in main_grad, summed over all ranks.
 
         The gradient is taken fold by fold: beside g it yields M = mean_f ||g_f||^2, with g_f the gradient of fold f
@@ -123,12 +146,39 @@ class TrainingGradient:
 
         Args:
             samples: [N] of the step, the same on every rank.
-            coefficients: [N] fp64, advantage times the aggregation's constant; samples with 0 are left out of the pass.
+            coefficients: [N] fp64, advantage times the aggregation's constant, or [N, T] of each token; samples with 0
+                alone are left out of the pass, unless the penalty has a gradient.
+            penalty: its gradient is added to g.
         """
         unused = torch.zeros(0, dtype=torch.float64)
         work = Work(samples, lambda *_: unused, self._ratios, unused, Figures())
-        self._plain.coefficients = coefficients
+        self._plain.prepare(coefficients, penalty)
         return self._in_folds(self._plain, work, torch.ones(self._config.num_prompts, dtype=torch.bool))
+
+    def _energies(self, samples: Sequence[Sample], active: Tensor) -> Tensor:
+        """e [N, T] fp64 of the active groups' tokens on the CPU, 0 elsewhere; the same on every rank."""
+        energies_of = token_energies(self._policy, self._config.rollout.temperature, self._ratios)
+        return token_values(self._policy, samples, self._forward_batches(samples, active), energies_of).cpu()
+
+    def _penalty(self, samples: Sequence[Sample], counted: Tensor) -> Penalty | None:
+        """The step's KL penalty, every group included; without the samples [N] that are not `counted`."""
+        if self._reference is None:
+            return None
+        config, device = self._config, self._policy.parallel.device
+        beta = config.algo.kl_coefficient * counted.to(torch.float64)
+        lengths = torch.tensor([len(sample.response_ids) for sample in samples])
+        coefficients = sample_coefficients(
+            beta, lengths, config.num_prompts, config.group_size, config.algo.aggregation
+        )
+        batches = self._forward_batches(samples, torch.ones(config.num_prompts, dtype=torch.bool))
+        logprobs = self._reference.logprobs(samples, batches, temperature=config.rollout.temperature)
+        return Penalty(coefficients.to(device), logprobs, config.algo.kl_loss)
+
+    def _forward_batches(self, samples: Sequence[Sample], active: Tensor) -> list[MicroBatch]:
+        """Microbatches of this replica's samples in active groups; as many on every replica of a block."""
+        mine = [n for fold in self._sharing.folds(active, split_prompts=False) for n in fold]
+        device = self._policy.parallel.device
+        return self._sharing.even(microbatches(samples, mine, self._config.parallel, device=device))
 
     def _in_folds(self, fold_pass: FoldPass, work: Work, active: Tensor) -> GradientStats:
         policy, parallel = self._policy, self._policy.parallel
@@ -159,6 +209,7 @@ class TrainingGradient:
             logprob_abs_diff=sums.abs_diff / tokens,
             truncated_ratio_fraction=sums.cut / tokens,
             num_tokens=int(sums.tokens),
+            kl=None if self._reference is None else sums.kl / tokens,
         )
 
     def _make_one_pass(self) -> FoldPass | None:
@@ -193,32 +244,6 @@ class TrainingGradient:
     @property
     def _ratios(self) -> RatioFn:
         return importance_ratios(self._config, self._policy)
-
-
-class PlainPass:
-    """The policy gradient by known coefficients."""
-
-    def __init__(self, policy: Policy, config: Config, sharing: Sharing) -> None:
-        self._policy, self._config, self._sharing = policy, config, sharing
-        self.coefficients = torch.zeros(0, dtype=torch.float64)  # [N] of the step in work
-
-    def add(self, work: Work, indices: Sequence[int]) -> None:
-        """main_grad += the gradient of these samples; those with c = 0 are left out."""
-        used = [n for n in indices if self.coefficients[n] != 0]
-        device = self._policy.parallel.device
-        batches = self._sharing.even(microbatches(work.samples, used, self._config.parallel, device=device))
-        if not batches:
-            return
-        on_device = self.coefficients.to(device)
-        loss_of = score_loss(
-            self._policy,
-            self._config.rollout.temperature,
-            work.ratios,
-            lambda batch: on_device[batch.sample_index],
-            records=True,
-        )
-        records = run_schedule(self._policy, batches, loss_of)
-        work.figures.add(records, self.coefficients[torch.cat([batch.sample_index for batch in batches]).cpu()])
 
 
 def importance_ratios(config: Config, policy: Policy) -> RatioFn:

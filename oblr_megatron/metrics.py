@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class Metric:
     """One name of metrics.jsonl. Example: Metric("entropy", "nats", "mean entropy of ...")."""
 
-    name: str  # "<set>" stands for the name of an evaluation set, "<term>" for that of a reward
+    name: str  # "<set>" stands for the name of an evaluation set, "<term>" of a reward, "<name>" of a baseline
     unit: str  # "" for pure numbers
     meaning: str  # one line
 
@@ -65,6 +65,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("groups/dropped", "groups", "groups of equal rewards that dynamic sampling left out of the step"),
     Metric("groups/unused", "groups", "mixed groups that dynamic sampling drew beyond the step's need"),
     Metric("entropy", "nats", "entropy of the sampling distribution, mean over tokens with an advantage"),
+    Metric("kl/mean", "nats", "divergence from the reference model, mean over those tokens; with algo.kl_coefficient"),
     Metric(
         "rollout/logprob_abs_diff",
         "nats",
@@ -94,10 +95,17 @@ METRICS: tuple[Metric, ...] = (
         "",
         "E|A score|^2 under the run's baseline over that under rloo",
     ),
+    Metric(
+        "baseline/<name>/variance_ratio", "", "what that ratio would have been under another baseline, in its scale"
+    ),
+    Metric("baseline/spread", "", "standard deviation over prompts of the run's baseline, averaged over each group"),
+    Metric("baseline/self_dependence", "", "change of one response's baseline for each unit of its own reward"),
     Metric("snr/signal_sq", "", "this step's estimate of the squared norm of the true gradient (may be negative)"),
     Metric("snr/noise_trace", "", "this step's estimate of the trace of one prompt's gradient covariance"),
     Metric("snr/shrink_raw", "", "this step's signal / squared gradient norm, neither averaged nor clamped"),
     Metric("snr/shrink_ema", "", "averaged and clamped shrink factor that governs the snr schedule"),
+    Metric("snr/snr", "", "averaged signal over averaged noise, of one prompt's gradient; absent without a signal"),
+    Metric("snr/critical_batch_size", "prompts", "averaged noise over averaged signal; absent without a signal"),
     Metric("loss", "", "policy-gradient loss; its value says little, its gradient is what counts"),
     Metric("lr", "", "learning rate of the step"),
     Metric("grad_norm", "", "norm of the gradient over all parameters, before clipping"),
@@ -128,7 +136,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<set>/truncated_fraction", "", "share of the evaluation's responses that were cut at the limit"),
 )
 
-_NAMED = {"eval": "<set>", "rewards": "<term>"}
+_NAMED = {"eval": "<set>", "rewards": "<term>", "baseline": "<name>"}
 _POSITION = {metric.name: position for position, metric in enumerate(METRICS)}
 
 
@@ -177,8 +185,8 @@ class MetricsWriter:
         if resume_step is None or not (run_dir / ENVIRONMENT_FILE).exists():
             _write_environment(run_dir, world_size)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one step; all its figures, those of an evaluation included, come in one call.
+    def write(self, step: int, values: Mapping[str, float]) -> Record:
+        """Log one step, and return it as logged; all its figures, those of an evaluation included, come in one call.
 
         Raises:
             KeyError: a name is not in METRICS.
@@ -191,6 +199,7 @@ class MetricsWriter:
         self.num_nonfinite += sum(value is None for value in record.values())
         for sink in self._sinks:
             sink.write(step, record)
+        return record
 
     def close(self) -> None:
         """Close the files; the writer may be closed twice."""

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.algo.rate_controls import check_source
+from oblr_megatron.algo.snr_estimators import check_estimator
 from oblr_megatron.checkpoint import resume
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.resume import Checkpoint
@@ -26,7 +28,7 @@ from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.setup import load_sets
 from oblr_megatron.gradnorm.choose import Choice, free_memory, resolve, with_mode
-from oblr_megatron.gradnorm.passes import Layout, num_folds
+from oblr_megatron.gradnorm.passes import Layout, norms_wanted, num_folds
 from oblr_megatron.rewards.registry import check_reward
 from oblr_megatron.rollout.engine import max_model_len
 from oblr_megatron.rollout.placement import place
@@ -73,6 +75,9 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     check_layout(model.config, config, world_size)
     checkpoints = resume.find(config, model) if owns_run_dir else []
     norms = None if config.rollout.only else check_gradient(model, with_saved_mode(config, checkpoints), world_size)
+    if not config.rollout.only:
+        check_source(config.algo, config.num_steps)
+        check_estimator(config.algo, norms=norms_wanted(config))
     if config.rollout.replay is None and config.rollout.servers:
         check_servers(config)
     elif config.rollout.replay is None:

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +20,11 @@ from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.checkpoint.saver import Best, Facts, Saved, Saver
 from oblr_megatron.errors import EngineLostError, RunError
 from oblr_megatron.gradient import TrainingGradient
+from oblr_megatron.gradnorm.passes import norms_wanted
+from oblr_megatron.model.momentum import GradientMomentum, momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.reference import Reference
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.sampling import Sampling, open_sampling
 from oblr_megatron.weights.export import MegatronWeights
@@ -45,6 +48,7 @@ class Run(Sampling):
     schedule: Schedule
     gradients: TrainingGradient
     saver: Saver
+    momentum: GradientMomentum | None = None  # of the estimator of this name
     usual_norm: float = 0.0  # mean w of the steps so far
     boundary: Facts = field(default_factory=dict)  # what a checkpoint says, as it was when the step began
     unlogged: tuple[list[Sample], Judged, GradientStats] | None = None  # of a step whose update was done
@@ -76,7 +80,9 @@ class Run(Sampling):
         weighing = Weighing(judged, config, self.usual_norm)
         wanted = BASELINES[config.algo.baseline].needs_norms or config.gradnorm.always
         exact = self._check(samples, active, step) if wanted else None
-        found = self.gradients(samples, weighing, active, norms_wanted=wanted, timer=self.timer)
+        found = self.gradients(
+            samples, weighing, active, norms_wanted=wanted, weigh_tokens=weighing.of_tokens, timer=self.timer
+        )
         norms_sq = found.norms_sq.view(len(active), -1)
         if exact is not None:
             measured = exact > 0
@@ -84,9 +90,20 @@ class Run(Sampling):
         if wanted:
             self._refuse_broken(norms_sq, samples)
             self.usual_norm = usual(norms_sq, self.usual_norm)
-        self.record |= figures.of_baseline(config.algo, judged, norms_sq)
-        self.unlogged = samples, judged, found.stats
-        return found.stats
+        self.record |= figures.of_baseline(config.algo, judged, norms_sq, exact=norms_wanted(config))
+        stats = self._for_estimator(found.stats, weighing, norms_sq)
+        self.unlogged = samples, judged, stats
+        return stats
+
+    def _for_estimator(self, stats: GradientStats, weighing: Weighing, norms_sq: Tensor) -> GradientStats:
+        """The stats with what the configured estimator of the signal wants to know of the gradient in main_grad."""
+        if self.config.algo.snr.estimator == "samples":
+            coefficients = weighing(range(len(norms_sq)), norms_sq)
+            stats = replace(stats, sample_sq_norm=float((coefficients**2 * norms_sq.nan_to_num(posinf=0.0)).sum()))
+        if self.momentum is not None:
+            with self.timer("gradient"):
+                stats = replace(stats, momentum_dot=self.momentum.take(stats.sq_norm))
+        return stats
 
     def _check(self, samples: list[Sample], active: Tensor, step: int) -> Tensor | None:
         """Exact norms [Q, G] of a few prompts, where estimates are due to be held against them; before the gradient."""
@@ -177,7 +194,7 @@ class Run(Sampling):
 
     def _save(self, step: int, facts: Facts, *, background: bool) -> None:
         self._tell(self.saver.wait())
-        state = training_state(self.policy, self.optimizer)
+        state = training_state(self.policy, self.optimizer, self.momentum)
         facts = facts | {"config": self.config.model_dump(mode="json")}
         self.saver.save(step, state, facts, self.logged, background=background)
 
@@ -215,15 +232,21 @@ def open_run(config: Config) -> Iterator[Run]:
         config = sampling.config
         policy = build_policy(sampling.model.hf_config(), config.model, sampling.parallel, config.parallel)
         resumed = sampling.resumed
-        if resumed is None:
+        penalised = config.algo.kl_coefficient > 0
+        if resumed is None or penalised:
             load_hf_weights(policy, config.model.path)
-        optimizer = PolicyOptimizer(policy, config.optimizer)
+        reference = Reference(policy) if penalised else None  # before a resumed run's own weights
+        optimizer, momentum = PolicyOptimizer(policy, config.optimizer), momentum_of(policy, config)
         schedule = build_schedule(
-            config.algo, config.optimizer, num_steps=config.num_steps, num_prompts=config.num_prompts
+            config.algo,
+            config.optimizer,
+            num_steps=config.num_steps,
+            num_prompts=config.num_prompts,
+            seed=config.seed,
         )
         best = None
         if resumed is not None:
-            load_training_state(policy, optimizer, resumed.path)
+            load_training_state(policy, optimizer, resumed.path, momentum)
             schedule.load_state_dict(resumed.state["schedule"])
             best = resumed.state["best"] and Best(*resumed.state["best"])
         run = Run(
@@ -231,8 +254,9 @@ def open_run(config: Config) -> Iterator[Run]:
             policy=policy,
             optimizer=optimizer,
             schedule=schedule,
-            gradients=TrainingGradient(policy, config),
+            gradients=TrainingGradient(policy, config, reference),
             saver=Saver(config, sampling.parallel, sampling.model, best),
+            momentum=momentum,
         )
         if resumed is not None:
             run.version, run.usual_norm = resumed.step, resumed.state["usual_norm"]

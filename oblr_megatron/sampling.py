@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron import figures
+from oblr_megatron.alarms import LiveAlarms, floor_of
 from oblr_megatron.checkpoint.resume import Checkpoint, changes, choose
 from oblr_megatron.checks import check_port
 from oblr_megatron.console import Display, open_display
@@ -23,7 +24,7 @@ from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.figures import figures as accuracies
 from oblr_megatron.evaluation.items import RunItems
 from oblr_megatron.gradnorm.choose import Choice, with_mode
-from oblr_megatron.metrics import MetricsWriter, read_metrics
+from oblr_megatron.metrics import MetricsWriter, Record, read_metrics
 from oblr_megatron.model import parallel as layout
 from oblr_megatron.preflight import Inputs, preflight, write_config
 from oblr_megatron.rewards.base import Reward, RewardResult
@@ -88,6 +89,7 @@ class Sampling:
     evaluations: RunItems
     metrics: MetricsWriter
     display: Display
+    alarms: LiveAlarms | None  # of the first rank
     timer: PhaseTimer
     stop: StopRequest
     control_group: ProcessGroup  # of all ranks, on the CPU
@@ -197,9 +199,11 @@ class Sampling:
         self.write(step)
 
     def write(self, step: int) -> None:
-        """Hand the figures collected so far to metrics and console, and start a new record."""
-        self.metrics.write(step, self.record)
+        """Hand the figures collected so far to metrics, console and alarms, and start a new record."""
+        written = self.metrics.write(step, self.record)
         self.display.step(step, self.record)
+        if self.alarms is not None:
+            self.alarms.take(written)
         self.logged, self.record, self.results = self.record, {}, []
 
     def stopped(self, step: int) -> bool:
@@ -233,7 +237,8 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         if parallel.rank == 0:
             write_config(config)
         dist.barrier()  # the run directory exists
-        share = parallel.dp_rank if parallel.tp_rank == 0 and parallel.pp_rank == 0 else None
+        first = parallel.tp_rank == parallel.pp_rank == parallel.cp_rank == 0  # of the ranks of a replica
+        share = parallel.dp_rank if first else None
         judging = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
         reward = stack.enter_context(SharedReward(judging, share, parallel.dp_size))
         engines = open_engines(config, parallel)
@@ -251,10 +256,13 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             )
         )
         stream = _prompt_source(inputs, engines)
+        past: list[Record] = []
         if resumed is not None:
             stream.load_state_dict(resumed.state["data"])
-            for record in read_metrics(config.run_dir) if parallel.rank == 0 else ():
+            past = read_metrics(config.run_dir) if parallel.rank == 0 else []
+            for record in past:
                 display.recall(record)
+        floor = floor_of(config.algo)
         yield Sampling(
             config=config,
             parallel=parallel,
@@ -266,6 +274,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             evaluations=RunItems(config.run_dir / "evaluations" if config.evaluate.save and rank == 0 else None),
             metrics=metrics,
             display=display,
+            alarms=LiveAlarms(config.run_dir, floor, display.message, past) if parallel.rank == 0 else None,
             timer=PhaseTimer(on_phase=display.phase, synchronize=_synchronize),
             stop=stop,
             control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s)),
@@ -294,6 +303,9 @@ def _opening_lines(config: Config, norms: Choice | None, resumed: Checkpoint | N
         yield from (f"changed: {change}" for change in changes(resumed, config))
     elif config.checkpoint.resume != "none":
         yield f"no checkpoint in {config.run_dir}: the run begins at step 0"
+    algo = config.algo
+    if algo.preset is not None:
+        yield f"recipe {algo.preset}: {algo.baseline} baseline, {algo.aggregation} loss, {algo.schedule} rate"
     if norms is not None:
         yield f"norms by {norms.mode}: {norms.reason}"
         yield f"memory: {norms.estimate.table()}"

@@ -7,6 +7,7 @@ T tokens of one sample, V vocabulary, P parameters, R folds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -71,6 +72,7 @@ class MicroBatch:
 
     Example for prompt (5, 9), response (7, 1), padded to 4:
         input_ids [[5, 9, 7, 1]]  labels [[9, 7, 1, 0]]  mask [[F, T, T, F]]  rollout_logprobs [[0, -.1, -.02, 0]]
+        token_index [[0, 0, 1, 0]]
     Packed with a second sample of 2 tokens: shapes [1, 6], sample_index [n0, n1], cu_seqlens [0, 4, 6]
     """
 
@@ -80,6 +82,7 @@ class MicroBatch:
     rollout_logprobs: Tensor  # [b, t] fp32, 0 where mask is False
     sample_index: Tensor  # [n] int64, position of each sample among the step's N; n = b unless packed
     cu_seqlens: Tensor | None = None  # [n + 1] int32, packed only: sample i is tokens cu_seqlens[i]..cu_seqlens[i + 1]
+    token_index: Tensor | None = None  # [b, t] int64, place of `labels` in its response, 0 where mask is False
 
     @property
     def num_samples(self) -> int:
@@ -91,6 +94,11 @@ class MicroBatch:
         if self.cu_seqlens is None:
             return values[:, None].expand(self.input_ids.shape)
         return values.repeat_interleave(self.cu_seqlens.diff())[None]
+
+    def of_tokens(self, table: Tensor) -> Tensor:
+        """[N, T], a value for each response token of the step -> [b, t], each token's own; 0 where mask is False."""
+        assert self.token_index is not None, "the microbatch does not know where its tokens stand"
+        return table[self.per_token(self.sample_index), self.token_index].masked_fill(~self.mask, 0)
 
     def per_sample(self, values: Tensor) -> Tensor:
         """[b, t], a value for each token of this rank -> [n] sums over the response tokens of each sample."""
@@ -119,6 +127,9 @@ class GradientStats:
     logprob_abs_diff: float  # mean |log pi_trainer - log pi_rollout| over response tokens
     truncated_ratio_fraction: float  # share of importance ratios cut at the cap
     num_tokens: int  # response tokens that went through the pass
+    kl: float | None = None  # mean over them of k3 (algo/kl.py), nats: KL(pi || pi_ref); None without a penalty
+    momentum_dot: float = math.nan  # <g, m>, m the average of earlier raw gradients; NaN where none is kept, or is yet
+    sample_sq_norm: float = math.nan  # sum_n coefficient_n^2 w_n; NaN where norms are not measured
 
 
 @dataclass(slots=True)

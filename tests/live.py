@@ -20,9 +20,11 @@ from transformers import PreTrainedConfig
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradient import TrainingGradient
 from oblr_megatron.model import attention
+from oblr_megatron.model.momentum import momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.reference import Reference
 from oblr_megatron.types import Sample
 
 GROUP, PROMPT = 4, 4  # responses a prompt, tokens of a prompt
@@ -83,11 +85,18 @@ def peak_of_step(hf_config: PreTrainedConfig, config: Config, parallel: Parallel
             policy = build_policy(hf_config, config.model, parallel, config.parallel)
             for name, parameter in policy.named_parameters():
                 _fill(name, parameter)
-            optimizer, gradients = PolicyOptimizer(policy, config.optimizer), TrainingGradient(policy, config)
+            reference = Reference(policy) if config.algo.kl_coefficient else None
+            optimizer, gradients = (
+                PolicyOptimizer(policy, config.optimizer),
+                TrainingGradient(policy, config, reference),
+            )
+            momentum = momentum_of(policy, config)
         for _ in range(2):
             live.peak = live.now
             with live:
                 found = gradients(samples, lambda prompts, _: coefficients[list(prompts)], active)
+                if momentum is not None:
+                    momentum.take(found.stats.sq_norm)
                 optimizer.clip(found.stats.sq_norm)
                 optimizer.step(1e-6)
     return live.peak

@@ -15,7 +15,7 @@ Aggregation = Literal["constant", "token_mean", "sample_mean"]
 def sample_coefficients(
     advantages: Tensor, lengths: Tensor, num_prompts: int, group_size: int, aggregation: Aggregation = "constant"
 ) -> Tensor:
-    """c_i [N]: what multiplies sum_t rho_t log pi(o_t) of each of the step's N = Q * G samples.
+    """c_i [N]: what multiplies sum_t rho_t log pi(o_t) of each of the step's N = Q * G samples; or c_{i,t} [N, T].
 
         constant     A_i / (Q G)           unbiased
         token_mean   A_i / sum_j L_j       biased: the divisor moves with o_i's own length (DAPO, arXiv 2503.14476)
@@ -23,17 +23,19 @@ def sample_coefficients(
                                            pushes; long wrong answers are punished less (GRPO; see arXiv 2503.20783)
 
     Args:
-        advantages: [N] of all samples of the step.
+        advantages: [N] of all samples of the step, or [N, T] of their tokens.
         lengths: [N] response tokens; an empty response counts as one token where it divides.
         num_prompts: Q, prompts of the step, skipped groups included.
         group_size: G.
         aggregation: one of the three above.
     """
     num_samples = num_prompts * group_size
-    assert advantages.shape == lengths.shape == (num_samples,), (
+    assert advantages.shape[:1] == lengths.shape == (num_samples,), (
         f"[Q * G] = [{num_samples}] expected: advantages {tuple(advantages.shape)}, lengths {tuple(lengths.shape)}"
     )
     lengths = lengths.to(advantages.dtype).clamp(min=1)
+    if advantages.dim() == 2:
+        lengths = lengths[:, None]
     match aggregation:
         case "constant":
             return advantages / num_samples
@@ -50,7 +52,7 @@ def policy_gradient_loss(logprobs: Tensor, mask: Tensor, coefficients: Tensor, r
     Args:
         logprobs: [b, t] with gradient; whatever stands outside the mask has no say, not even a NaN.
         mask: [b, t] bool, True at response tokens.
-        coefficients: [b] of `sample_coefficients`, or [b, t]: that of each token's sample.
+        coefficients: [b] of `sample_coefficients`, or [b, t] of each token.
         ratios: [b, t] importance ratios rho, detached here: they weigh the score, they are not differentiated.
     """
     logprobs, ratios = logprobs.masked_fill(~mask, 0.0), ratios.detach().masked_fill(~mask, 0.0)

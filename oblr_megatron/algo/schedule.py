@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
+from oblr_megatron.algo.rate_controls import control_rates
 from oblr_megatron.algo.snr import ScheduleState, SnrAverages, SnrSchedule, check_schedule
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config_algo import AlgoConfig
@@ -22,7 +23,7 @@ class Schedule(Protocol):
         """Take in the gradient of the step whose rate was drawn last."""
 
     def figures(self) -> dict[str, float]:
-        """snr/signal_sq, snr/noise_trace, snr/shrink_raw of the last step, snr/shrink_ema; undefined ones left out."""
+        """What is logged as snr/*: the last step's estimates, and what the averages come to; no undefined ones."""
 
     def state_dict(self) -> ScheduleState:
         """What `load_state_dict` needs to go on as if unbroken: plain numbers, fit for JSON."""
@@ -62,14 +63,20 @@ def cosine(step: int, *, lr: float, min_lr_ratio: float, num_steps: int) -> floa
     return lr * (min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def build_schedule(algo: AlgoConfig, optimizer: OptimizerConfig, *, num_steps: int, num_prompts: int) -> Schedule:
+def build_schedule(
+    algo: AlgoConfig, optimizer: OptimizerConfig, *, num_steps: int, num_prompts: int, seed: int = 0
+) -> Schedule:
     """The schedule that `algo.schedule` names.
 
     Args:
-        algo: schedule and snr are read.
-        optimizer: lr (eta_0), name (for the snr exponent) and min_lr_ratio are read.
-        num_steps: length of the run, for the cosine.
+        algo: schedule, schedule_from and snr are read.
+        optimizer: lr (eta_0), name (for the snr exponent) and min_lr_ratio are read; a control has its source's rates.
+        num_steps: length of the run, for the cosine and the controls.
         num_prompts: Q, to scale the noise of a fold to one prompt's.
+        seed: of the run, for "shuffled".
+
+    Raises:
+        UserError: a control's source will not do, see `rate_controls.source_rates`.
     """
     averages = SnrAverages(algo.snr, num_prompts)
     match algo.schedule:
@@ -80,3 +87,6 @@ def build_schedule(algo: AlgoConfig, optimizer: OptimizerConfig, *, num_steps: i
             return CurveSchedule("cosine", lambda step: cosine(step, num_steps=num_steps, **options), averages)
         case "snr":
             return SnrSchedule(algo.snr, optimizer, num_prompts)
+        case "shuffled" | "matched_decay":
+            rates = control_rates(algo, num_steps=num_steps, seed=seed)
+            return CurveSchedule(algo.schedule, lambda step: rates[step], averages)

@@ -4,16 +4,15 @@ OBLR-PO (arXiv 2511.23310, Theorem 4): eta = (1/C) N SNR / (1 + N SNR), SNR = ||
 one prompt's gradient. That factor is shrink = ||grad J||^2 / E||g||^2, in [0, 1]; it equals 1 / (1 + B_simple / N) of
 McCandlish et al. (arXiv 1812.06162). C is not known; eta_0 stands for 1/C.
 
-The obvious estimate, ||g||^2 in place of ||grad J||^2, sits near 1/2 under pure noise. Folds of the batch take the
-noise out; what is left is averaged over steps, numerator and denominator apart, because the mean of clamped ratios is
-biased too. Everything is measured on the unclipped gradient.
+What one step says of signal and noise (snr_estimators.py) is averaged over steps, numerator and denominator apart,
+because the mean of clamped ratios is biased. Everything is measured on the unclipped gradient.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from oblr_megatron.algo.snr_estimators import ESTIMATORS, UNDEFINED, Estimate
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config_algo import SnrConfig
 from oblr_megatron.errors import UserError
@@ -22,51 +21,16 @@ from oblr_megatron.types import GradientStats
 ScheduleState = dict[str, str | float | int | bool | None]
 
 
-@dataclass(frozen=True, slots=True)
-class FoldEstimate:
-    """One step's estimates; NaN where there is nothing to estimate. signal <= 0 is common when noise prevails."""
-
-    signal: float  # of ||grad J||^2
-    noise: float  # of tr(H), the covariance of one prompt's gradient
-    shrink_raw: float  # signal / B
-
-    @property
-    def defined(self) -> bool:
-        """False with one fold, without any active group (B = 0), or when a norm overflowed."""
-        return math.isfinite(self.shrink_raw)
-
-
-def fold_estimate(sq_norm: float, fold_sq_norm_mean: float, num_folds: int, num_prompts: int) -> FoldEstimate:
-    """Unbiased estimates of signal and noise from R equal folds of whole prompts.
-
-        signal = (R B - M) / (R - 1),   noise = (M - B) R / (R - 1) * Q / R,   shrink_raw = signal / B
-
-    since E[B] = signal + noise / Q and E[M] = signal + noise R / Q. They need independent folds: exact for every
-    within-group baseline; `optimal_prior` couples them through the other prompts' mean reward, to order 1 / (Q G)^2.
-
-    Args:
-        sq_norm: B = ||g||^2, g the mean of the fold gradients.
-        fold_sq_norm_mean: M = mean_f ||g_f||^2.
-        num_folds: R.
-        num_prompts: Q, of the whole batch.
-
-    Example: R = 2 orthogonal fold gradients of norm 1, Q = 2: B = 0.5, M = 1 -> signal 0, noise 1, shrink_raw 0.
-    """
-    if num_folds < 2 or not (0 < sq_norm < math.inf and math.isfinite(fold_sq_norm_mean)):
-        return FoldEstimate(math.nan, math.nan, math.nan)
-    signal = (num_folds * sq_norm - fold_sq_norm_mean) / (num_folds - 1)
-    noise = (fold_sq_norm_mean - sq_norm) * num_prompts / (num_folds - 1)
-    return FoldEstimate(signal, noise, signal / sq_norm)
-
-
 class SnrAverages:
-    """Bias-corrected exponential averages of signal and B, kept apart, divided and clamped last.
+    """Bias-corrected exponential averages of signal and E||g||^2, kept apart, divided and clamped last.
 
-    Of the config, `horizon` and `floor` are read.
+    The noise follows from the two: noise / Q = E||g||^2 - signal. Of the config, `estimator`, `horizon` and `floor` are
+    read.
     """
 
     def __init__(self, config: SnrConfig, num_prompts: int) -> None:
-        self.last = FoldEstimate(math.nan, math.nan, math.nan)
+        self.last: Estimate = UNDEFINED
+        self._estimator = ESTIMATORS[config.estimator]
         self._decay, self._floor = max(0.0, 1.0 - 1.0 / config.horizon), config.floor
         self._num_prompts = num_prompts
         self._count = 0
@@ -74,12 +38,12 @@ class SnrAverages:
 
     def observe(self, stats: GradientStats) -> bool:
         """Take in one step's gradient; an undefined estimate leaves the averages as they were and returns False."""
-        self.last = fold_estimate(stats.sq_norm, stats.fold_sq_norm_mean, stats.num_folds, self._num_prompts)
+        self.last = self._estimator(stats, self._num_prompts)
         if not self.last.defined:
             return False
         self._count += 1
         self._signal_sum += (1 - self._decay) * (self.last.signal - self._signal_sum)
-        self._sq_norm_sum += (1 - self._decay) * (stats.sq_norm - self._sq_norm_sum)
+        self._sq_norm_sum += (1 - self._decay) * (self.last.second_moment - self._sq_norm_sum)
         return True
 
     @property
@@ -89,8 +53,26 @@ class SnrAverages:
 
     @property
     def sq_norm(self) -> float:
-        """Average B; NaN before the first observation."""
+        """Average E||g||^2: of B, for "plugin" of B + noise / Q; NaN before the first observation."""
         return self._sq_norm_sum / self._correction if self._count else math.nan
+
+    @property
+    def noise(self) -> float:
+        """Average noise, of one prompt's gradient; NaN before the first observation."""
+        return (self.sq_norm - self.signal) * self._num_prompts
+
+    @property
+    def critical_batch_size(self) -> float:
+        """noise / signal, in prompts: B_simple of McCandlish et al. (arXiv 1812.06162); NaN without a signal.
+
+        A batch of so many prompts has shrink 1/2: half of E||g||^2 is signal.
+        """
+        return max(0.0, self.noise) / self.signal if self.signal > 0 else math.nan
+
+    @property
+    def snr(self) -> float:
+        """signal / noise of one prompt's gradient, SNR of Theorem 4; NaN unless both are positive."""
+        return self.signal / self.noise if self.signal > 0 and self.noise > 0 else math.nan
 
     @property
     def shrink(self) -> float:
@@ -103,12 +85,14 @@ class SnrAverages:
         return 1 - self._decay**self._count
 
     def figures(self) -> dict[str, float]:
-        """The last step's raw estimates and the averaged, clamped shrink; an undefined one is left out."""
+        """The last step's raw estimates, and what the averages come to; an undefined one is left out."""
         values = {
             "snr/signal_sq": self.last.signal,
             "snr/noise_trace": self.last.noise,
             "snr/shrink_raw": self.last.shrink_raw,
             "snr/shrink_ema": self.shrink,
+            "snr/snr": self.snr,
+            "snr/critical_batch_size": self.critical_batch_size,
         }
         return {name: value for name, value in values.items() if math.isfinite(value)}
 

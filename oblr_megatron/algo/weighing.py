@@ -9,6 +9,7 @@ import torch
 
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.algo.token_baseline import token_advantages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +47,17 @@ class Weighing:
             values.flatten(), lengths.flatten(), len(rewards), rewards.shape[1], config.algo.aggregation
         )
         return coefficients.view(rewards.shape)[chosen]
+
+    def of_tokens(self, energies: Tensor) -> Tensor:
+        """Energies of the tokens [N, T] -> their coefficients c [N, T] fp64, of a baseline that is token-wise.
+
+        A sample with an energy that is not finite weighs nothing in its group and gets 0.
+        """
+        rewards, lengths = self._judged.rewards, self._judged.lengths
+        broken = ~energies.isfinite().all(-1, keepdim=True)
+        values = token_advantages(rewards, energies.masked_fill(broken, 0.0), lengths).masked_fill(broken, 0.0)
+        aggregation = self._config.algo.aggregation
+        return sample_coefficients(values, lengths.flatten(), len(rewards), rewards.shape[1], aggregation)
 
 
 def usual(norms_sq: Tensor, before: float, share: float = 0.1) -> float:

@@ -45,6 +45,7 @@ from oblr_megatron.checkpoint.torch_files import BACKEND, VERSION, TensorFiles, 
 from oblr_megatron.errors import RunError
 
 if TYPE_CHECKING:
+    from oblr_megatron.model.momentum import GradientMomentum
     from oblr_megatron.model.optimizer import PolicyOptimizer
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.model.qwen3 import Policy
@@ -59,10 +60,15 @@ def model_state(policy: Policy) -> State:
     return {f"model{index}": chunk.module.sharded_state_dict() for index, chunk in enumerate(policy.chunks)}
 
 
-def training_state(policy: Policy, optimizer: PolicyOptimizer) -> State:
-    """Weights, fp32 masters, moments, and the random states of every rank; to be saved, or to be read into."""
-    state = model_state(policy)
-    state["optimizer"] = optimizer.sharded_state_dict(state)
+def training_state(policy: Policy, optimizer: PolicyOptimizer, momentum: GradientMomentum | None = None) -> State:
+    """Weights, fp32 masters, moments, the gradients' average if one is kept, and the random states of every rank.
+
+    To be saved, or to be read into.
+    """
+    model = model_state(policy)
+    state = model | {"optimizer": optimizer.sharded_state_dict(model)}
+    if momentum is not None:
+        state["momentum"] = momentum.sharded_state_dict(model)
     return state | _random_state(policy.parallel)
 
 
@@ -76,19 +82,25 @@ def load_weights(policy: Policy, directory: Path) -> None:
     _set_weights(policy, _load(state, directory))
 
 
-def load_training_state(policy: Policy, optimizer: PolicyOptimizer, directory: Path) -> None:
-    """Fill weights, masters and moments, and the random states where the ranks are as many as they were; collective.
+def load_training_state(
+    policy: Policy, optimizer: PolicyOptimizer, directory: Path, momentum: GradientMomentum | None = None
+) -> None:
+    """Fill weights, masters, moments and the gradients' average if one is kept; collective.
+
+    The random states as well, where the ranks are as many as they were.
 
     Raises:
         RunError: the checkpoint does not hold what this model and optimizer need.
     """
-    state = training_state(policy, optimizer)
+    state = training_state(policy, optimizer, momentum)
     same_ranks = state["random"].unique_key in load_sharded_metadata(str(directory))
     if not same_ranks:
         del state["random"]
     loaded = _load(state, directory)
     _set_weights(policy, loaded)
     optimizer.load_state_dict(loaded["optimizer"])
+    if momentum is not None:
+        momentum.load_state_dict(loaded["momentum"])
     if same_ranks:
         set_random_state(loaded["random"])
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NEWEST = "newest"
-CARRIED = ("seed", "model.dtype", "optimizer.name", "algo.schedule")  # the saved state means nothing under others
+CARRIED = ("seed", "model.dtype", "optimizer.name", "algo.schedule", "algo.snr.estimator")
+"""Settings under others of which the saved state means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,8 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
             mend="to start from its weights: oblr-megatron convert to-hf, and set model.path",
         )
     for name in CARRIED:
-        old, new = _value(before, name), _value(config.model_dump(mode="json"), name)
-        if old != new:
+        old, new = flatten(before).get(name), flatten(config.model_dump(mode="json"))[name]
+        if old is not None and old != new:  # a checkpoint of an earlier version may not know the setting
             raise UserError(
                 f"the checkpoint was made with {name} {old!r}, the run is set to {new!r}",
                 where=str(checkpoint.path),
@@ -159,9 +160,3 @@ def _problem(checkpoint: Checkpoint, rank: int, world_size: int) -> CheckpointEr
     dist.all_gather_object(problems, own)
     first = next((problem for problem in problems if problem is not None), None)
     return None if first is None else CheckpointError(first["what"], where=first["where"], mend=first["mend"])
-
-
-def _value(table: dict[str, Any], name: str) -> Any:
-    for part in name.split("."):
-        table = table[part]
-    return table

@@ -87,6 +87,7 @@ def empty_batch(*, device: torch.device | str = "cpu") -> MicroBatch:
         mask=ids.bool(),
         rollout_logprobs=ids.to(torch.float32),
         sample_index=ids[0].clone(),
+        token_index=ids.clone(),
     )
 
 
@@ -155,8 +156,9 @@ def _first_fit(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: 
 def _batch(samples: Sequence[Sample], group: Sequence[int], width: int, device: torch.device | str) -> MicroBatch:
     """A row each."""
     rows = [_row(samples[index], width) for index in group]
-    ids, labels, mask, logprobs = (torch.stack(values).to(device) for values in zip(*rows, strict=True))
-    return MicroBatch(ids, labels, mask, logprobs, sample_index=torch.tensor(list(group), device=device))
+    ids, labels, mask, logprobs, index = (torch.stack(values).to(device) for values in zip(*rows, strict=True))
+    numbers = torch.tensor(list(group), device=device)
+    return MicroBatch(ids, labels, mask, logprobs, sample_index=numbers, token_index=index)
 
 
 def _packed(
@@ -164,7 +166,7 @@ def _packed(
 ) -> MicroBatch:
     """All in one row."""
     rows = [_row(samples[index], widths[index]) for index in group]
-    ids, labels, mask, logprobs = (torch.cat(values)[None].to(device) for values in zip(*rows, strict=True))
+    ids, labels, mask, logprobs, index = (torch.cat(values)[None].to(device) for values in zip(*rows, strict=True))
     lengths = torch.tensor([0, *(widths[index] for index in group)], device=device)
     return MicroBatch(
         ids,
@@ -173,20 +175,22 @@ def _packed(
         logprobs,
         sample_index=torch.tensor(list(group), device=device),
         cu_seqlens=lengths.cumsum(0, dtype=torch.int32),
+        token_index=index,
     )
 
 
-def _row(sample: Sample, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, labels, mask and rollout log-probs of one sample, each [width], on the CPU."""
+def _row(sample: Sample, width: int) -> tuple[torch.Tensor, ...]:
+    """Tokens, labels, mask, rollout log-probs and token numbers of one sample, each [width], on the CPU."""
     assert sample.prompt_ids, "a sample without a prompt has no position that predicts its first token"
     assert len(sample.logprobs) == len(sample.response_ids), "one log-prob for each response token"
     tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
     first, last = len(sample.prompt_ids) - 1, len(tokens) - 1  # positions that predict the response
-    input_ids, labels = torch.zeros(2, width, dtype=torch.int64)
+    input_ids, labels, index = torch.zeros(3, width, dtype=torch.int64)
     mask = torch.zeros(width, dtype=torch.bool)
     logprobs = torch.zeros(width, dtype=torch.float32)
     input_ids[: len(tokens)] = tokens
     labels[:last] = tokens[1:]
     mask[first:last] = True
     logprobs[first:last] = torch.tensor(sample.logprobs)
-    return input_ids, labels, mask, logprobs
+    index[first:last] = torch.arange(last - first)
+    return input_ids, labels, mask, logprobs, index

@@ -113,6 +113,9 @@ def _impossible(hf_config: Mapping[str, Any], config: Config, layout: Layout) ->
     mode = config.gradnorm.mode
     if mode == "two_pass":
         return None
+    if config.algo.token_wise or config.algo.kl_coefficient:
+        what = "tokens have coefficients of their own" if config.algo.token_wise else "a KL penalty has a gradient too"
+        return f"{what}, and one pass weighs whole samples by A", 'set gradnorm.mode to "two_pass" (or "auto")'
     if num_experts(hf_config) and layout.block > 1:
         return (
             f"{layout.block} replicas share experts, whose gradients then mix samples of all of them",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from oblr_megatron.gradnorm.reduce import Reducer
     from oblr_megatron.gradnorm.segments import Segments
     from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.token_values import ValuesFn
     from oblr_megatron.types import MicroBatch, Sample
 
 
@@ -98,18 +99,27 @@ def sq_norms_of(
     )
 
 
+def token_energies(policy: Policy, temperature: float, ratios: RatioFn) -> ValuesFn:
+    """rho^2 times the squared score at the logits of each token; what `token_values` asks for."""
+    from oblr_megatron.model.logprobs import vocab_parallel_energy, vocab_parallel_logprobs
+
+    vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": policy.parallel, "temperature": temperature}
+
+    def energies(logits: Tensor, batch: MicroBatch) -> Tensor:
+        rho, _ = ratios(vocab_parallel_logprobs(logits, batch.labels, **vocab), batch)
+        return vocab_parallel_energy(logits, batch.labels, **vocab) * rho.square()
+
+    return energies
+
+
 def _energies(policy: Policy, batches: Sequence[MicroBatch], temperature: float, ratios: RatioFn) -> Tensor:
     """The energy of each sample's score at the logits."""
-    from oblr_megatron.model.logprobs import vocab_parallel_energy, vocab_parallel_logprobs
     from oblr_megatron.model.step import run_schedule
 
-    parallel = policy.parallel
-    vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": parallel, "temperature": temperature}
+    parallel, of_tokens = policy.parallel, token_energies(policy, temperature, ratios)
 
     def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        rho, _ = ratios(vocab_parallel_logprobs(logits, batch.labels, **vocab), batch)
-        energy = vocab_parallel_energy(logits, batch.labels, **vocab) * rho.square()
-        return logits.new_zeros(()), {"energy": batch.per_sample(energy.to(torch.float64))}
+        return logits.new_zeros(()), {"energy": batch.per_sample(of_tokens(logits, batch).to(torch.float64))}
 
     records = run_schedule(policy, batches, loss_of, forward_only=True)
     energies = torch.zeros(sum(b.num_samples for b in batches), dtype=torch.float64, device=parallel.device)

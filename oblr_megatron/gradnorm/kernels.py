@@ -29,6 +29,14 @@ def sq_norm(flat: Tensor, scratch: Tensor | None = None) -> Tensor:
     return total
 
 
+def dot(left: Tensor, right: Tensor) -> Tensor:
+    """Inner product of two [n] tensors of one floating dtype, as an fp64 scalar on their device."""
+    total = torch.zeros((), dtype=torch.float64, device=left.device)
+    for one, other in zip(left.split(CHUNK), right.split(CHUNK), strict=True):
+        total += torch.dot(one.double(), other.double())
+    return total
+
+
 def row_sq_norms(rows: Tensor) -> Tensor:
     """Sum of squares of each row: [n, P] -> [n] fp64."""
     if not rows.numel():

@@ -39,10 +39,10 @@ class MemoryEstimate:
                        norms=544, work=34, checkpoint=0, fixed=474, stage=0, moment="last layer's backward")
     """
 
-    weights: int
+    weights: int  # twice of a run with a KL penalty: the reference's
     main_grad: int
     second_gradient: int  # the sum over folds, where a rank has several
-    optimizer: int  # moments, and fp32 masters of bf16 weights
+    optimizer: int  # moments, the gradients' average of the "momentum" estimator, fp32 masters of bf16 weights
     activations: int  # of the microbatches in flight
     logits: int  # with softmax and their gradient
     norms: int  # gradients, factors or partials that wait for the norms
@@ -132,7 +132,7 @@ class _Held:
         stashes = config.gradnorm.mode == "stash" and norms_wanted(config)
         weights, optimizer = sizes.parameters * sizes.element, optimizer_bytes(sizes, config)
         return cls(
-            weights=weights,
+            weights=weights * (2 if config.algo.kl_coefficient else 1),
             main_grad=main_grad,
             second_gradient=main_grad if several_folds else 0,
             optimizer=optimizer,
@@ -164,9 +164,13 @@ def copies_for_checkpoint(config: Config) -> bool:
 
 
 def optimizer_bytes(sizes: RankSizes, config: Config) -> int:
-    """Two moments of Adam, the momentum of SGD if it has one; and masters of weights in half precision."""
+    """Two moments of Adam, the momentum of SGD if it has one; and masters of weights in half precision.
+
+    And the average of gradients that the "momentum" estimator of the signal keeps.
+    """
     options = config.optimizer
     copies = 2 if options.name == "adam" else int(options.sgd_momentum > 0)
+    copies += config.algo.snr.estimator == "momentum"
     masters = int(sizes.element < sizes.wide)
     return sizes.parameters * sizes.wide * (copies + masters)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from oblr_megatron.algo.kl import KLForm, kl_penalty, kl_slope
 from oblr_megatron.algo.loss import policy_gradient_loss
 from oblr_megatron.types import MicroBatch
 
@@ -24,20 +25,21 @@ RatioFn = Callable[["Tensor", MicroBatch], tuple["Tensor", "Tensor"]]
 ScoreLoss = Callable[["Tensor", MicroBatch], tuple["Tensor", dict[str, "Tensor"]]]
 """logits [b, t, Vp / tp], batch -> the loss, and figures of the microbatch."""
 
-FIGURES = ("entropy", "abs_diff", "cut", "tokens")  # what `score_loss` records, sums over response tokens
+FIGURES = ("entropy", "abs_diff", "cut", "kl", "tokens")  # what `score_loss` records, sums over response tokens
 
 
 @dataclass(slots=True)
 class Figures:
     """Sums over the response tokens that went through a pass; of this rank's until `total`.
 
-    Example: Figures(loss=-0.02, entropy=5931.2, abs_diff=0.006, cut=0.0, tokens=3120.0)
+    Example: Figures(loss=-0.02, entropy=5931.2, abs_diff=0.006, cut=0.0, kl=0.0, tokens=3120.0)
     """
 
     loss: float = 0.0  # -sum_n c_n sum_t rho_t log pi_t
     entropy: float = 0.0  # nats
     abs_diff: float = 0.0  # |log pi_trainer - log pi_rollout|
     cut: float = 0.0  # importance ratios at their cap
+    kl: float = 0.0  # k3, nats; 0 without a penalty
     tokens: float = 0.0
 
     def add(self, records: Sequence[dict[str, Tensor]], coefficients: Tensor) -> None:
@@ -60,22 +62,40 @@ class Figures:
         return Figures(**dict(zip(names, sums.tolist(), strict=True)))
 
 
+@dataclass(frozen=True, slots=True)
+class Penalty:
+    """What the loss takes for the distance from the reference: sum_i beta_i sum_t k(log pi - log pi_ref)."""
+
+    coefficients: Tensor  # [N] fp64, beta over the aggregation's divisor
+    reference: Tensor  # [N, T] fp64, log pi_ref
+    form: KLForm
+
+    def loss(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """A scalar whose gradient is the penalty's (its value is not), and the sum of k3 over the response tokens."""
+        difference = logprobs.detach() - batch.of_tokens(self.reference).to(logprobs.dtype)
+        weights = -batch.per_token(self.coefficients[batch.sample_index])
+        divergence = kl_penalty(difference, "k3")[batch.mask].sum()
+        return policy_gradient_loss(logprobs, batch.mask, weights, kl_slope(difference, self.form)), divergence
+
+
 def score_loss(
     policy: Policy,
     temperature: float,
     ratios: RatioFn | None,
     coefficients: Callable[[MicroBatch], Tensor] | None = None,
     *,
+    penalty: Penalty | None = None,
     records: bool = False,
 ) -> ScoreLoss:
-    """-sum_i c_i sum_t rho_t log pi(o_t): with c = 1, the gradient of a sample's part is minus its score.
+    """-sum_i sum_t c_{i,t} rho_t log pi(o_t): with c = 1, the gradient of a sample's part is minus its score.
 
     Args:
         policy: whose logits are judged.
         temperature: of the sampling distribution.
         ratios: the importance ratios; without them every rho is 1.
-        coefficients: c [n] of a microbatch's samples; 1 where not given.
-        records: return `FIGURES` as "sums" [4], and sum_t rho_t log pi(o_t) of each sample as "scores" [n], fp64.
+        coefficients: c [b, t] of a microbatch's tokens; 1 where not given.
+        penalty: added to the loss.
+        records: return `FIGURES` as "sums" [5], and sum_t c_t rho_t log pi(o_t) of each sample as "scores" [n], fp64.
     """
     from oblr_megatron.model.logprobs import vocab_parallel_entropy, vocab_parallel_logprobs
 
@@ -85,13 +105,16 @@ def score_loss(
         logprobs = vocab_parallel_logprobs(logits, batch.labels, **vocab)  # [b, t]
         found = logprobs.detach()
         rho, cut = (torch.ones_like(found), found.new_zeros(())) if ratios is None else ratios(found, batch)
-        own = torch.ones_like(found) if coefficients is None else batch.per_token(coefficients(batch))
-        loss = policy_gradient_loss(logprobs, batch.mask, own, rho)
+        own = torch.ones_like(found) if coefficients is None else coefficients(batch)
+        loss, kl = policy_gradient_loss(logprobs, batch.mask, own, rho), found.new_zeros(())
+        if penalty is not None:
+            added, kl = penalty.loss(logprobs, batch)
+            loss = loss + added
         if not records:
             return loss, {}
         entropy = vocab_parallel_entropy(logits, **vocab)[batch.mask].sum()
         difference = (found - batch.rollout_logprobs).abs()[batch.mask].sum()
-        sums = torch.stack([part.to(torch.float64) for part in (entropy, difference, cut, batch.mask.sum())])
-        return loss, {"sums": sums, "scores": batch.per_sample((rho * found).to(torch.float64))}
+        sums = torch.stack([part.to(torch.float64) for part in (entropy, difference, cut, kl, batch.mask.sum())])
+        return loss, {"sums": sums, "scores": batch.per_sample((own * rho * found).to(torch.float64))}
 
     return loss_of

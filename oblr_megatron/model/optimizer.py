@@ -11,6 +11,7 @@ Both reductions of step.py come first.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -48,11 +49,21 @@ def grad_sq_norm(policy: Policy) -> float:
 
     The gradient must be whole: call the reductions of step.py first. Replicas that share experts call this together.
     """
+    return over_parameters(policy, lambda _, parameter: sq_norm(cast(Any, parameter).main_grad.flatten()))
+
+
+def over_parameters(policy: Policy, summand: Callable[[str, nn.Parameter], torch.Tensor]) -> float:
+    """Sum over all parameters of the model, each counted once, and over the replica's ranks; called as `grad_sq_norm`.
+
+    Args:
+        policy: the model.
+        summand: global name, this rank's shard -> fp64 scalar of a sum over its elements.
+    """
     rest, experts = torch.zeros(2, dtype=torch.float64, device=policy.parallel.device)
-    for _, parameter in policy.named_parameters():
+    for name, parameter in policy.named_parameters():
         if counted_here(parameter, policy):
             total = experts if moe.is_expert(parameter) else rest
-            total += sq_norm(cast(Any, parameter).main_grad.flatten())
+            total += summand(name, parameter)
     dist.all_reduce(rest, group=policy.parallel.model_group)
     if policy.transformer_config.num_moe_experts:
         dist.all_reduce(experts, group=policy.parallel.block_group)

@@ -57,17 +57,18 @@ def local_part(parallel: Parallel, batch: MicroBatch) -> MicroBatch:
         return batch
     device = batch.input_ids.device
     source = torch.tensor(_source_positions(parallel, bounds, padded), device=device)
-    ids, labels, mask, logprobs = (
-        functional.pad(values, (0, 1)).index_select(1, source)
-        for values in (batch.input_ids, batch.labels, batch.mask, batch.rollout_logprobs)
-    )
+
+    def taken(values: Tensor) -> Tensor:
+        return functional.pad(values, (0, 1)).index_select(1, source)
+
     return MicroBatch(
-        ids,
-        labels,
-        mask,
-        logprobs,
+        taken(batch.input_ids),
+        taken(batch.labels),
+        taken(batch.mask),
+        taken(batch.rollout_logprobs),
         sample_index=batch.sample_index,
         cu_seqlens=None if batch.cu_seqlens is None else _bounds(padded, parallel.cp_size).to(batch.cu_seqlens),
+        token_index=None if batch.token_index is None else taken(batch.token_index),
     )
 
 

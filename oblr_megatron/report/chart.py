@@ -23,15 +23,15 @@ from oblr_megatron.report.history import Array, smooth, thin_line, thin_points
 CANVAS = 1000.0  # the SVG's own units, both ways
 MOST_STRETCHES = 50  # of a stack
 
-Kind = Literal["cloud", "dots", "line", "marks"]
+Kind = Literal["cloud", "average", "dots", "line", "marks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
     """A series of a panel.
 
-    cloud: single steps as faint points with a running average; dots: the points alone, for what must not be averaged;
-    line: as logged; marks: a line with a mark a value.
+    cloud: single steps as faint points with a running average; average: that alone, where curves are many; dots: the
+    points alone, for what must not be averaged; line: as logged; marks: a line with a mark a value.
     """
 
     label: str
@@ -115,7 +115,7 @@ def draw_panel(panel: Panel, horizontal: Axis, step_labels: bool) -> str:
     shapes += "".join(_cloud(curve, frame, panel.log) for curve in panel.curves if curve.kind in ("cloud", "dots"))
     entries = []
     for curve in panel.curves:
-        steps, values = thin_line(*_line_of(curve, panel.log))
+        steps, values = thin_line(*_line_of(curve, panel.log), limit=200 if curve.kind == "average" else 400)
         shapes += _line(curve, steps, values, frame) if curve.kind != "dots" else ""
         texts = [number(float(value)) for value in values]
         key = f"{'dot' if curve.kind in ('marks', 'dots') else 'stroke'} s{curve.colour}"
@@ -155,8 +155,8 @@ def draw_stack(
 
 
 def _line_of(curve: Curve, log: bool) -> tuple[Array, Array]:
-    """The curve's line: the running average of a cloud; on a logarithmic axis only where it is positive."""
-    values = smooth(curve.values) if curve.kind == "cloud" else curve.values
+    """The curve's line: the running average, or the values; on a logarithmic axis only where it is positive."""
+    values = smooth(curve.values) if curve.kind in ("cloud", "average") else curve.values
     drawn = values > 0 if log else np.isfinite(values)
     return curve.steps[drawn], values[drawn]
 

@@ -2,64 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import numpy as np
 
 from oblr_megatron.formatting import duration
 from oblr_megatron.report.axes import Axis
-from oblr_megatron.report.chart import Curve, Kind, Panel, Rule, draw_panel, draw_stack
+from oblr_megatron.report.chart import Curve, Panel, Rule, draw_panel, draw_stack
 from oblr_megatron.report.history import Array, History
+from oblr_megatron.report.panel import VARIANCE, batch_size, every_baseline
+from oblr_megatron.report.specs import CurveSpec, FigureSpec, PanelSpec, Section
 from oblr_megatron.timing import PHASES
 
 
-@dataclass(frozen=True, slots=True)
-class CurveSpec:
-    """A curve before its values are known."""
-
-    metric: str
-    label: str
-    kind: Kind = "cloud"
-    colour: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PanelSpec:
-    """A panel before its values are known; left out when none of its curves was logged."""
-
-    unit: str
-    curves: Sequence[CurveSpec]
-    log: bool = False
-    include: tuple[float, ...] = ()
-    rules: Sequence[Rule | tuple[str, str]] = ()  # a Rule, or (config key, label)
-    short: bool = False
-    scale: float = 1.0  # from the metric's unit to the panel's
-
-
-@dataclass(frozen=True, slots=True)
-class FigureSpec:
-    """A figure: what it shows, and what in it would be a reason to look closer."""
-
-    title: str
-    caption: str
-    alarming: str
-    panels: Sequence[PanelSpec] = field(default_factory=tuple)
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Figures under a heading."""
-
-    title: str
-    figures: Sequence[FigureSpec]
-
-
 def sections(history: History) -> Iterator[Section]:
-    """All sections of the report in order; the evaluation figures depend on the sets the run evaluated."""
+    """All sections of the report in order; some figures depend on what the run has evaluated and measured."""
     evaluations = [_evaluation_figure(name) for name in history.evaluation_sets()] or [EVALUATION_MISSING]
     yield Section("Learning", (REWARD, *evaluations, RESPONSE_LENGTH, ENTROPY))
-    yield Section("Signal, noise and learning rate", (SHRINK, LEARNING_RATE, SIGNAL, VARIANCE))
+    yield Section("Signal, noise and learning rate", (SHRINK, LEARNING_RATE, SIGNAL, batch_size(history)))
+    yield Section("Baselines", (VARIANCE, every_baseline(history)))
     yield Section("Gradients, and agreement with vLLM", (GRADIENT, SAMPLE_NORMS, MISMATCH, SOURCES))
     yield Section("Cost", (TIME, THROUGHPUT))
 
@@ -123,9 +84,12 @@ RESPONSE_LENGTH = FigureSpec(
 ENTROPY = FigureSpec(
     "Entropy",
     "How undecided the policy is about the next token, averaged over response tokens. It falls as the policy grows "
-    "sure.",
+    "sure. The strip shows how far the policy has come from the model the run began with, where a penalty holds it.",
     "A sudden drop to near 0 while the reward is still low (collapse), or a steady climb (the policy dissolves).",
-    (PanelSpec("nats", (CurveSpec("entropy", "entropy"),), include=(0.0,)),),
+    (
+        PanelSpec("nats", (CurveSpec("entropy", "entropy"),), include=(0.0,)),
+        PanelSpec("nats", (CurveSpec("kl/mean", "divergence", colour=3),), include=(0.0,), short=True),
+    ),
 )
 
 SHRINK = FigureSpec(
@@ -166,20 +130,6 @@ SIGNAL = FigureSpec(
     (
         PanelSpec("", (CurveSpec("snr/signal_sq", "signal, squared norm"),), rules=(Rule(0.0, "", forced=True),)),
         PanelSpec("", (CurveSpec("snr/noise_trace", "noise, trace", colour=2),), log=True, short=True),
-    ),
-)
-
-VARIANCE = FigureSpec(
-    "Variance under the baseline, relative to RLOO",
-    "Gradient variance under this run's baseline divided by that under the plain leave-one-out mean, from the same "
-    "responses. Below 1 the baseline helps.",
-    "An average above 1 for long: the baseline then costs samples, and rloo would serve better.",
-    (
-        PanelSpec(
-            "",
-            (CurveSpec("baseline/variance_ratio_vs_rloo", "variance ratio"),),
-            rules=(Rule(1.0, "rloo", forced=True),),
-        ),
     ),
 )
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from oblr_megatron.alarms import Alarm, Watch
 from oblr_megatron.formatting import MISSING, duration, fixed, flatten, quantity
 from oblr_megatron.metrics import describe
-from oblr_megatron.report.alarms import alarms
 from oblr_megatron.report.axes import step_axis
 from oblr_megatron.report.figures import FigureSpec, draw_figure, sections
 from oblr_megatron.report.history import Array, History, load_history
@@ -116,10 +116,18 @@ def _gain(values: Array) -> str:
 
 
 def _alarms(history: History) -> str:
-    found = alarms(history)
-    if not found:
+    """All that went off in the run, with the step at which each did first."""
+    floor = history.setting("algo.snr.floor")
+    watch = Watch(floor if history.setting("algo.schedule") == "snr" and isinstance(floor, float) else None)
+    for record in history.records:
+        watch.take(record)
+    if not watch.all():
         return '<p class="sound">No alarm: the automatic checks found nothing to look at.</p>'
-    return '<ul class="alarms">' + "".join(f"<li>{escape(text)}</li>" for text in found) + "</ul>"
+    return f'<ul class="alarms">{"".join(_alarm(alarm) for alarm in watch.all())}</ul>'
+
+
+def _alarm(alarm: Alarm) -> str:
+    return f'<li>{escape(alarm.text)} <span class="since">first at step {alarm.step:,}</span></li>'
 
 
 def _facts(history: History) -> Iterable[tuple[str, str]]:

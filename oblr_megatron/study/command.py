@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 STUDIES = {
+    "task": "a task of the study for the real stack, with a config to train it",
     "curves": "arms x seeds with equal samples, each at the best rate of its sweep",
     "variance": "the gradient's covariance under every baseline, at a fixed policy",
     "smoothness": "the score's local Lipschitz constant along a training path",

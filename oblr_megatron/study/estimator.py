@@ -56,9 +56,8 @@ class Estimator:
 
     def __call__(self, batch: Batch) -> Estimate:
         """g = 1/(Q G) sum_i A_i s_i (or its token-wise form), less the KL penalty's; and what its folds say."""
-        rows = self._policy.scores(batch.samples)  # S [N, P]
+        rows, logits, tokens, mask = self._policy.scored(batch.samples)  # S [N, P], [N, T, V], [N, T], [N, T]
         norms_sq = squares(rows)
-        logits, tokens, mask = detached(self._policy, batch.samples)
         coefficients = self._coefficients(batch, norms_sq, logits, tokens)
         num_folds = len(batch.rewards) if self._algo.snr.estimator == "prompts" else self._algo.snr.num_folds
         if coefficients.dim() == 1 and self._reference is None:
@@ -123,12 +122,6 @@ class Estimator:
         self._average.lerp_(gradient, share)
         self._count += 1
         return found
-
-
-@torch.no_grad()
-def detached(policy: LabPolicy, samples: Sequence[Drawn]) -> tuple[Tensor, Tensor, Tensor]:
-    """`LabPolicy.logits` without a graph."""
-    return policy.logits(samples)
 
 
 def energies(logits: Tensor, tokens: Tensor) -> Tensor:

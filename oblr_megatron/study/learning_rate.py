@@ -35,6 +35,7 @@ from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.config_algo import AlgoConfig
 from oblr_megatron.errors import EXIT_OK, UserError
+from oblr_megatron.metrics import write_whole
 from oblr_megatron.study.estimator import Batch, fold_gradients, squares
 from oblr_megatron.study.lab import LabConfig, judge
 from oblr_megatron.study.smoothness import path
@@ -98,7 +99,7 @@ class Search:
 
 
 def measure(policy: LabPolicy, task: Task, rows: Sequence[Row], search: Search, *, skill: str, step: int) -> list[Line]:
-    """A line for every batch size; the policy is as it was afterwards.
+    """A line for every batch size; none where no signal can be seen. The policy is afterwards as it was.
 
     Args:
         policy: at a point of the path.
@@ -114,35 +115,15 @@ def measure(policy: LabPolicy, task: Task, rows: Sequence[Row], search: Search, 
     gain = Gain(policy, task, asked, search)
     everything = gain.curve(gradients.mean(0))
     if signal <= 0 or everything.max() <= 0:
-        raise UserError(
-            f"no signal in {len(own)} prompts at step {step}",
-            where="--prompts",
-            mend="give more of them",
-        )
+        return []
     inverse_c = peak(search.rates, everything) / shrink(signal, noise, len(own))
     lines = []
     for size in search.batch_sizes:
         batches = gradients[: len(own) // size * size].view(-1, size, gradients.shape[1]).mean(1)[: search.max_batches]
         curves = np.stack([gain.curve(batch) for batch in batches])  # [batches, rates]
-        low, high = peak_interval(search.rates, curves)
-        lines.append(
-            Line(
-                task.name,
-                skill,
-                step,
-                size,
-                len(batches),
-                signal,
-                noise,
-                shrink(signal, noise, size),
-                inverse_c,
-                peak(search.rates, curves.mean(0)),
-                low,
-                high,
-                list(search.rates),
-                curves.mean(0).tolist(),
-            )
-        )
+        point = (task.name, skill, step, size, len(batches), signal, noise, shrink(signal, noise, size), inverse_c)
+        found = (peak(search.rates, curves.mean(0)), *peak_interval(search.rates, curves))
+        lines.append(Line(*point, *found, list(search.rates), curves.mean(0).tolist()))
     return lines
 
 
@@ -243,6 +224,9 @@ def run(options: argparse.Namespace) -> int:
     from oblr_megatron.study.learning_rate_report import write
 
     tasks = [task_named(name) for name in options.tasks]
+    if options.prompts < 2 * max(options.batch_sizes):
+        where = f"--prompts {options.prompts}"
+        raise UserError("too few for batches to differ", where=where, mend="give twice the largest batch size or more")
     torch.set_num_threads(1)
     search = Search(
         group_size=8,
@@ -258,11 +242,15 @@ def run(options: argparse.Namespace) -> int:
         for task in tasks:
             for step, lab in path(_config(task.name, options), options.points):
                 rows = lab.train[-options.prompts - options.objective :]
-                lines += measure(lab.policy, task, rows, search, skill=options.skill, step=step)
+                found = measure(lab.policy, task, rows, search, skill=options.skill, step=step)
+                if not found:
+                    print(f"{task.name}, step {step}: no signal in {options.prompts} prompts; left out")
+                lines += found
+                text = json.dumps([asdict(line) for line in lines], indent=1) + "\n"
+                write_whole(options.out / "learning_rate.json", text)
                 advance(1)
-    text = json.dumps([asdict(line) for line in lines], indent=1) + "\n"
-    (options.out / "learning_rate.json").write_text(text, encoding="utf-8")
-    print(write(lines, options.out))
+    if lines:
+        print(write(lines, options.out))
     return EXIT_OK
 
 

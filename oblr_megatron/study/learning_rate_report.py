@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from oblr_megatron.formatting import number
+from oblr_megatron.formatting import MISSING, number
 from oblr_megatron.study.plotting import COLOURS, INK, save, styled
 from oblr_megatron.study.tables import table
 
@@ -23,7 +24,8 @@ HEAD = """# The rate that Theorem 4 names, and the best there is
 
 SGD. *named*: 1/C times shrink(N), 1/C measured at the point; *found*: the rate of the largest mean gain of J over
 batches of N prompts [95% interval over batches]. *kept*: the share of that gain at the rate of each rule: *local*, the
-one named; *shrink*, the same with 1/C of the first point; *constant*, the rate found for this N at the first point.
+one named; *shrink*, the same with 1/C of the first point; *constant*, the rate found for this N at the first point;
+nothing where no rate gains.
 """
 HEADER = ("step", "N", "S", "tr(H)", "shrink", "1/C", "named", "found", "gain", "kept: local", "shrink", "constant")
 
@@ -47,7 +49,7 @@ def document(lines: Sequence[Line]) -> str:
 
 
 def kept(line: Line, lines: Sequence[Line]) -> dict[str, float]:
-    """Share of the largest gain at the rate of each rule; below 0 where the rate does harm.
+    """Share of the largest gain at the rate of each rule; below 0 where the rate does harm, NaN where no rate gains.
 
     Args:
         line: where.
@@ -55,7 +57,8 @@ def kept(line: Line, lines: Sequence[Line]) -> dict[str, float]:
     """
     first = next(each for each in lines if each.num_prompts == line.num_prompts)
     rates = {"local": line.predicted, "shrink": first.inverse_c * line.shrink, "constant": first.best}
-    return {rule: gain_at(line, rate) / gain_at(line, line.best) for rule, rate in rates.items()}
+    most = gain_at(line, line.best)
+    return {rule: gain_at(line, rate) / most if most > 0 else math.nan for rule, rate in rates.items()}
 
 
 def gain_at(line: Line, rate: float) -> float:

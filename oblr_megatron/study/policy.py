@@ -71,7 +71,7 @@ class LabPolicy:
         ids = torch.tensor([[PAD] * (width - len(prompt)) + list(prompt) for prompt in prompts])  # [b, t]
         attended = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         cache, feed = DynamicCache(config=self.model.config), ids
-        tokens, logprobs = [], []
+        tokens, logprobs, ended = [], [], torch.zeros(len(prompts), dtype=torch.bool)
         for _ in range(max_tokens):
             output = self.model(
                 input_ids=feed, attention_mask=attended, past_key_values=cache, use_cache=True, logits_to_keep=1
@@ -84,13 +84,16 @@ class LabPolicy:
             )
             tokens.append(feed)
             logprobs.append(scaled.gather(1, feed))
+            ended |= feed[:, 0] == END
+            if ended.all():
+                break
             attended = torch.cat([attended, torch.ones_like(feed)], 1)
         return [
             Drawn(prompt, tuple(row[:length]), tuple(scores[:length]))
             for prompt, row, scores in zip(
                 prompts, torch.cat(tokens, 1).tolist(), torch.cat(logprobs, 1).tolist(), strict=True
             )
-            for length in [row.index(END) + 1 if END in row else max_tokens]
+            for length in [row.index(END) + 1 if END in row else len(row)]
         ]
 
     def logits(self, samples: Sequence[Drawn]) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,18 +119,22 @@ class LabPolicy:
     def logprobs(self, samples: Sequence[Drawn]) -> tuple[Tensor, Tensor]:
         """log pi of the response tokens [b, T], 0 past the end, and their mask [b, T]."""
         logits, tokens, mask = self.logits(samples)
-        found = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-        return found.masked_fill(~mask, 0.0), mask
+        return own_logprobs(logits, tokens, mask), mask
 
     def scores(self, samples: Sequence[Drawn], weights: Tensor | None = None) -> Tensor:
         """S [N, P]: row n is the gradient of sum_t v_t log pi(o_t) of sample n, v = 1 or `weights` [N, T]."""
+        return self.scored(samples, weights)[0]
+
+    def scored(self, samples: Sequence[Drawn], weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`scores`, and what `logits` gives, without a graph."""
         rows = torch.zeros(len(samples), self.num_parameters, dtype=self.model.dtype)
         with self._captured(rows):
-            logprobs, _ = self.logprobs(samples)
+            logits, tokens, mask = self.logits(samples)
+            logprobs = own_logprobs(logits, tokens, mask)
             (logprobs if weights is None else logprobs * weights.to(logprobs.dtype)).sum().backward()
         for parameter in self.parameters:
             parameter.grad = None
-        return rows
+        return rows, logits.detach(), tokens, mask
 
     def gradient(self, samples: Sequence[Drawn], coefficients: Tensor) -> Tensor:
         """[P]: the gradient of sum_n sum_t c_{n,t} log pi(o_{n,t}); coefficients [N] or [N, T], T the longest."""
@@ -185,6 +192,11 @@ def _add_own_gradient(own: Tensor, module: nn.Module, x: Tensor, dy: Tensor) -> 
         assert isinstance(module, nn.RMSNorm)
         normed = functional.rms_norm(x, (x.shape[-1],), eps=module.eps)
         own.add_((dy * normed).flatten(1, -2).sum(1))
+
+
+def own_logprobs(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+    """log pi of the tokens [b, T], 0 past the end."""
+    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1).masked_fill(~mask, 0.0)
 
 
 def use_torch_rms_norm(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:

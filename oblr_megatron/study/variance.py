@@ -31,7 +31,7 @@ from oblr_megatron.algo.baseline import BASELINES, advantages
 from oblr_megatron.algo.token_baseline import token_advantages
 from oblr_megatron.config_algo import AlgoConfig
 from oblr_megatron.errors import EXIT_OK
-from oblr_megatron.study.estimator import detached, energies
+from oblr_megatron.study.estimator import energies
 from oblr_megatron.study.policy import Drawn, LabPolicy
 from oblr_megatron.study.start import load, prepare, task_named
 from oblr_megatron.study.tasks import TASKS, Row, Skill, Task
@@ -83,7 +83,8 @@ def draw_pool(policy: LabPolicy, task: Task, rows: Sequence[Row], size: int, see
         rewards.append([task.reward(policy.decode(sample.tokens), row.answer) for sample in samples])
         lengths.append([len(sample.tokens) for sample in samples])
         products.append(token_products(policy, samples, longest))
-        logits, tokens, mask = detached(policy, samples)
+        with torch.no_grad():
+            logits, tokens, mask = policy.logits(samples)
         own = torch.zeros(size, longest, dtype=torch.float64)
         own[:, : mask.shape[1]] = energies(logits, tokens).masked_fill(~mask, 0.0)
         energy.append(own)

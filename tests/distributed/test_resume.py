@@ -58,8 +58,9 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         ("model.dtype=bfloat16",),
         ("optimizer.name=sgd", "optimizer.sgd_momentum=0.9", "algo.schedule=cosine"),
         ("checkpoint.async_save=false", "gradnorm.source=sketch"),
+        ("algo.kl_coefficient=0.1", "gradnorm.mode=two_pass"),
     ],
-    ids=["adam", "bf16", "sgd", "synchronous"],
+    ids=["adam", "bf16", "sgd", "synchronous", "kl"],
 )
 def test_four_and_four_steps_are_eight(inputs: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """Weights, masters, moments, schedule and metrics, bit for bit."""

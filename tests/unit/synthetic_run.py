@@ -27,6 +27,16 @@ ENVIRONMENT = {
     "device": "CPU (x86_64, 2 cores)",
     "versions": {"python": "3.11.2", "oblr-megatron": "0.1.0", "torch": "2.13.0", "megatron-core": "0.16.1"},
 }
+RATIOS = {
+    "none": 4.1,
+    "group_mean": 1.0,
+    "batch_mean": 1.7,
+    "rloo_prior": 0.97,
+    "opo": 0.99,
+    "length_loo": 1.01,
+    "optimal": 0.96,
+    "optimal_prior": 0.93,
+}
 
 
 def synthetic_records(num_steps: int = 150, *, evaluate_every: int = 25, seed: int = 0) -> list[dict]:
@@ -70,6 +80,7 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "groups/dropped": step % 7,
         "groups/unused": step % 3,
         "entropy": 0.62 - 0.47 * progress + noise(0.01),
+        "kl/mean": 0.03 * progress * math.exp(noise(0.1)),
         "rollout/logprob_abs_diff": 1.6e-6 * math.exp(noise(0.15)) * (1 + progress),
         "rollout/truncated_ratio_fraction": 0.0,
         "rollout/dynamic_batches": 1 + step % 3,
@@ -81,10 +92,15 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "gradnorm/estimate_corr": 0.9 + noise(0.02),
         "gradnorm/nonfinite": 0,
         "baseline/variance_ratio_vs_rloo": 0.93 + noise(0.025),
+        **{f"baseline/{name}/variance_ratio": ratio * math.exp(noise(0.03)) for name, ratio in RATIOS.items()},
+        "baseline/spread": 0.21 - 0.1 * progress + noise(0.01),
+        "baseline/self_dependence": 0.0,
         "snr/signal_sq": signal + noise(0.05),
         "snr/noise_trace": rest * math.exp(noise(0.15)),
         "snr/shrink_raw": min(0.95, shrink + noise(0.35)),
         "snr/shrink_ema": shrink,
+        "snr/snr": shrink / (1 - shrink) / CONFIG["num_prompts"],
+        "snr/critical_batch_size": CONFIG["num_prompts"] * (1 - shrink) / shrink,
         "loss": noise(0.02),
         "lr": 1e-3 * min(1.0, step / 10) * (shrink / 0.45) ** 0.5,
         "grad_norm": 0.42 * math.exp(-0.6 * progress + noise(0.2)) * (5 if step == num_steps * 2 // 3 else 1),

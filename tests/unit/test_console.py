@@ -21,13 +21,14 @@ STEP = {
     "response_length/mean": 6.12,
     "lr": 8.1e-4,
     "snr/shrink_ema": 0.4203,
+    "snr/critical_batch_size": 309.7,
     "grad_norm": 0.3098,
     "rollout/logprob_abs_diff": 2.04e-6,
     "timing_s/step": 2.13,
     "entropy": 1.0,
 }
 EVALUATION = {"eval/sums/accuracy": 0.814, "eval/sums/mean_at_k": 0.79, "eval/other/pass_at_k": 0.9}
-LINE = "step 12/150  reward 0.53  len 6.1  lr 8.1e-4  shrink 0.42  grad 0.31  diff 2e-6  2.1 s"
+LINE = "step 12/150  reward 0.53  len 6.1  lr 8.1e-4  shrink 0.42  crit 310  grad 0.31  diff 2e-6  2.1 s"
 
 
 def terminal(force: bool = True) -> Console:

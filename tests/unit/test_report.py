@@ -20,10 +20,15 @@ from oblr_megatron.report import write_report
 from oblr_megatron.report.axes import linear_axis, log_axis, step_axis
 from oblr_megatron.report.figures import sections
 from oblr_megatron.report.history import History, load_history, smooth, thin_line, thin_points
-from tests.unit.synthetic_run import CONFIG, synthetic_records, write_run
+from oblr_megatron.report.panel import batch_advice
+from tests.unit.synthetic_run import CONFIG, RATIOS, synthetic_records, write_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
-NAMES = [metric.name.replace("<set>", "sums").replace("<term>", "overlong") for metric in METRICS]
+NAMES = [
+    metric.name.replace("<set>", "sums").replace("<term>", "overlong").replace("<name>", name)
+    for metric in METRICS
+    for name in (RATIOS if "<name>" in metric.name else ("",))
+]
 OUTSIDE = ("src", "href", "xlink:href", "action", "srcset", "data", "poster")
 
 
@@ -77,7 +82,7 @@ def test_every_figure_and_every_metric_is_there(tmp_path):
     history = load_history(tmp_path / "run")
     titles = [figure.title for section in sections(history) for figure in section.figures]
     assert page.texts["h3"] == titles
-    assert len(titles) == 14
+    assert len(titles) == 16
     assert "Held-out accuracy: sums" in titles
     assert text.count("<b>Alarming:</b>") == len(titles)
     assert "Not logged in this run" not in text
@@ -96,6 +101,7 @@ def test_every_metric_is_drawn_or_counted_by_an_alarm(tmp_path):
         "rewards/overlong/mean",
         "rewards/overlong/std",
         "gradnorm/nonfinite",
+        "baseline/self_dependence",
         "weights/version",
         "data/epoch",
         "data/skipped",
@@ -143,7 +149,7 @@ def test_one_step(tmp_path):
     text, page = report_from(tmp_path, synthetic_records(1, evaluate_every=0), config=CONFIG | {"num_steps": 1})
     assert "of 1, finished" in text
     assert "Not logged in this run: Held-out accuracy." in text
-    assert len(page.texts["h3"]) == 13
+    assert len(page.texts["h3"]) == 15
 
 
 def test_only_an_evaluation_so_far(tmp_path):
@@ -211,14 +217,14 @@ def test_a_long_run_stays_a_small_file(tmp_path):
     text, _ = report_from(
         tmp_path, synthetic_records(10_000, evaluate_every=500), config=CONFIG | {"num_steps": 10_000}
     )
-    assert len(text) < 1_000_000
+    assert len(text) < 1_100_000
     assert all(len(path) < 25_000 for path in re.findall(r' d="([^"]*)"', text))
 
 
 def test_the_pointers_data_match_the_legend(tmp_path):
     _, page = report_from(tmp_path, synthetic_records(90))
     plots = [attributes for tag, attributes in page.attributes if "data-curves" in attributes]
-    assert len(plots) == 26
+    assert len(plots) == 32
     for plot in plots:
         assert plot["data-last"] == "90"
         for curve in json.loads(plot["data-curves"]):
@@ -227,27 +233,52 @@ def test_the_pointers_data_match_the_legend(tmp_path):
             assert curve["x"][-1] <= 90
 
 
-@pytest.mark.parametrize(
-    ("name", "course", "says"),
-    [
-        ("rollout/logprob_abs_diff", lambda share: 1e-6 * 10 ** (5 * share), "Trainer and vLLM differ by"),
-        ("reward/mean", lambda share: 0.8 - 0.5 * share, "The reward fell from 0.7"),
-        ("entropy", lambda share: 2.0 if share < 0.5 else 0.01, "Entropy fell from 2 to 0.01 nats"),
-        ("response_length/truncated_fraction", lambda share: share, "Truncated responses rose from 6% to 96%"),
-        ("groups/mixed_fraction", lambda share: 1 - share if share < 0.9 else 0.01, "Only 1% of the prompts"),
-        ("snr/shrink_ema", lambda share: max(0.1, 0.5 - share), "The shrink factor rested on its floor in 100%"),
-        ("reward/failures", lambda share: 1, "100 responses were not judged"),
-        ("gradnorm/nonfinite", lambda share: int(share == 0.5), "1 response gradient was found without a finite norm"),
-    ],
-)
-def test_alarms(tmp_path, name, course, says):
+def test_alarms_are_listed_with_the_figures_of_now_and_the_step_they_began(tmp_path):
+    """What goes off when is tests/unit/test_alarms.py's matter."""
     records = synthetic_records(100, evaluate_every=0)
     for record in records:
-        record[name] = course(record["step"] / 100)
+        record["response_length/truncated_fraction"] = record["step"] / 100
+        record["reward/failures"] = int(record["step"] < 4)
     text, _ = report_from(tmp_path, records)
-    alarms = re.findall(r"<li>(.*?)</li>", text)
-    assert len(alarms) == 1
-    assert alarms[0].startswith(says)
+    assert re.findall(r"<li>(.*?)</li>", text) == [
+        "3 responses were not judged, and scored 0; raise reward.timeout_s or look at the verifier. "
+        '<span class="since">first at step 1</span>',
+        "Truncated responses rose from 11% to 90%; raise rollout.max_response_tokens. "
+        '<span class="since">first at step 40</span>',
+    ]
+
+
+def test_the_order_of_baselines_and_the_advice_on_the_batch_size(tmp_path):
+    text, _ = report_from(tmp_path, synthetic_records(150))
+    order = re.search(r"Over the last third: (.*?)\.? <span", text)[1].rstrip(".").split(", ")
+    assert order[0].startswith("optimal_prior 0.") and order[-1].startswith("none 4.")
+    assert len(order) == len(RATIOS)
+    shares = [float(entry.split()[1]) for entry in order]
+    assert shares == sorted(shares)
+    assert "a step takes 64, worth" in text and "noise prevails: with 128 prompts" in text
+
+
+@pytest.mark.parametrize(
+    ("critical", "advice"),
+    [
+        (
+            640.0,
+            "640 prompts, and a step takes 64, worth 9% of one without noise; noise prevails: with 128 prompts a "
+            "step would be worth 1.8 times as much.",
+        ),
+        (64.0, "worth 50% of one without noise; the batch is about right."),
+        (
+            16.0,
+            "worth 80% of one without noise; fewer prompts would do: with half of them a step would still be worth "
+            "83% as much.",
+        ),
+    ],
+)
+def test_batch_advice(critical, advice):
+    """B = 640, Q = 64: 64/704 = 1/11 against 128/768 = 1/6. B = 16: 64/80 against 32/48, which is 5/6 of it."""
+    records = [{"step": step, "snr/critical_batch_size": critical} for step in range(1, 9)]
+    assert batch_advice(History(Path(), records, {"num_prompts": 64}, {})).endswith(advice)
+    assert batch_advice(History(Path(), [{"step": 1}], {"num_prompts": 64}, {})) == ""
 
 
 def test_shrink_on_its_floor_is_no_alarm_under_another_schedule(tmp_path):

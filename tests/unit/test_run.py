@@ -6,6 +6,7 @@ Does not cover: a run as a whole (tests/e2e).
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,13 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
         }
     )
     return SimpleNamespace(
-        config=config, timer=PhaseTimer(), record={}, parallel=SimpleNamespace(rank=0), policy=None, usual_norm=0.0
+        config=config,
+        timer=PhaseTimer(),
+        record={},
+        parallel=SimpleNamespace(rank=0),
+        policy=None,
+        usual_norm=0.0,
+        momentum=None,
     )
 
 
@@ -51,7 +58,9 @@ class Gradients:
         self.coefficients = torch.zeros(0)
         self.wanted = False
 
-    def __call__(self, samples: Any, weigh: Any, active: Any, *, norms_wanted: bool, timer: Any) -> StepGradient:
+    def __call__(
+        self, samples: Any, weigh: Any, active: Any, *, norms_wanted: bool, weigh_tokens: Any, timer: Any
+    ) -> StepGradient:
         self.wanted = norms_wanted
         norms = self.norms if norms_wanted else torch.zeros_like(self.norms)
         self.coefficients = weigh(range(2), norms.view(2, 2))
@@ -62,6 +71,7 @@ def gradient_of(parts: Any, gradients: Gradients) -> GradientStats:
     parts.gradients = gradients
     parts._check = lambda *arguments: run.Run._check(parts, *arguments)
     parts._refuse_broken = lambda *arguments: run.Run._refuse_broken(parts, *arguments)
+    parts._for_estimator = lambda *arguments: run.Run._for_estimator(parts, *arguments)
     return run.Run.gradient(parts, SAMPLES, JUDGED, torch.ones(2, dtype=torch.bool), 0)
 
 
@@ -87,12 +97,43 @@ def test_many_norms_that_are_no_numbers_end_the_run_and_are_written_down(tmp_pat
 def test_a_baseline_without_norms_measures_none_unless_asked(tmp_path: Path) -> None:
     parts, gradients = make_run(tmp_path, baseline="rloo"), Gradients(1.0, 1.0, 1.0, 1.0)
     gradient_of(parts, gradients)
-    assert not gradients.wanted and not parts.record
+    assert not gradients.wanted
+    assert parts.record == {"baseline/spread": 0.0, "baseline/self_dependence": 0.0}, "these need no norms"
     parts.config = parts.config.model_copy(
         update={"gradnorm": parts.config.gradnorm.model_copy(update={"always": True})}
     )
     gradient_of(parts, gradients)
     assert gradients.wanted and parts.record["gradnorm/sq_mean"] == 1.0
+
+
+def test_the_samples_estimator_gets_the_squares_of_all_terms(tmp_path: Path) -> None:
+    """G = 2: A is 1 or -1, divided by Q G = 4; w that is no number counts as its coefficient does, not at all."""
+    parts = make_run(tmp_path, baseline="optimal", snr={"num_folds": 1, "estimator": "samples"})
+    assert gradient_of(parts, Gradients(1.0, 4.0, 2.0, 3.0)).sample_sq_norm == 10 / 16
+    assert gradient_of(parts, Gradients(1.0, NAN, 2.0, 3.0)).sample_sq_norm == 6 / 16
+    other = make_run(tmp_path, baseline="optimal")
+    assert math.isnan(gradient_of(other, Gradients(1.0, 4.0, 2.0, 3.0)).sample_sq_norm)
+
+
+def test_the_panel_needs_norms_and_not_stand_ins(tmp_path: Path) -> None:
+    """A run that takes lengths for norms cannot tell what another baseline would have done to the variance."""
+    panels = []
+    for source in ("exact", "length"):
+        parts = make_run(tmp_path, baseline="optimal")
+        options = parts.config.gradnorm.model_copy(update={"source": source, "check_every": 0})
+        parts.config = parts.config.model_copy(update={"gradnorm": options})
+        gradient_of(parts, Gradients(1.0, 4.0, 2.0, 3.0))
+        assert all(describe(name) for name in parts.record)
+        panels.append([name for name in parts.record if name.endswith("/variance_ratio")])
+    assert len(panels[0]) == 8 and panels[1] == []
+
+
+def test_a_token_wise_baseline_has_no_value_for_a_response(tmp_path: Path) -> None:
+    algo = make_run(tmp_path, baseline="otb").config.algo
+    assert figures.of_baseline(algo, JUDGED, torch.zeros(2, 2)) == {}
+    found = figures.of_baseline(algo, JUDGED, torch.ones(2, 2))
+    assert "baseline/optimal/variance_ratio" in found and "gradnorm/sq_mean" in found
+    assert not {"baseline/spread", "baseline/self_dependence", "baseline/variance_ratio_vs_rloo"} & set(found)
 
 
 def test_figures_of_a_step() -> None:

@@ -28,6 +28,7 @@ class Toy:
     scores: Tensor  # [P, K, D] gradient of log pi
     rewards: Tensor  # [P, K]
     lengths: Tensor  # [P, K]
+    token_scores: Tensor  # [P, K, T, D] of each decision, 0 past the end
     gradients: Tensor  # [P, D] of each prompt's expected reward, by autograd through the probabilities
 
     @property
@@ -55,6 +56,10 @@ def make_toy(seed: int, num_prompts: int = 2, spread: float = 1.0, rewards: Tens
             for p in range(num_prompts)
         ]
     )
+    decisions = torch.zeros(num_prompts, len(RESPONSES), 3, NUM_PARAMETERS, dtype=torch.float64)
+    for p, k, t in ((p, k, t) for p in range(num_prompts) for k, r in enumerate(RESPONSES) for t in range(len(r))):
+        chosen = (features[p, t] @ theta).log_softmax(-1)[RESPONSES[k][t]]
+        (decisions[p, k, t],) = torch.autograd.grad(chosen, theta)
     grad = [torch.autograd.grad(x, theta, retain_graph=True)[0] for x in logprobs.flatten()]
     value = (logprobs.exp() * rewards).sum(-1)  # [P]
     lengths = torch.tensor([[len(r) for r in RESPONSES]], dtype=torch.float64).expand_as(rewards)
@@ -63,6 +68,7 @@ def make_toy(seed: int, num_prompts: int = 2, spread: float = 1.0, rewards: Tens
         scores=torch.stack(grad).view(num_prompts, len(RESPONSES), -1),
         rewards=rewards,
         lengths=lengths,
+        token_scores=decisions,
         gradients=torch.stack([torch.autograd.grad(x, theta, retain_graph=True)[0] for x in value]),
     )
 

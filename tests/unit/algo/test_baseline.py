@@ -1,4 +1,7 @@
-"""The baselines' formulas, invariants and degenerate cases. Not here: unbiasedness and variance (test_unbiased.py)."""
+"""The baselines' formulas, invariants and degenerate cases.
+
+Not here: unbiasedness and variance (test_unbiased.py), the baseline of tokens (test_token_baseline.py).
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,14 @@ from oblr_megatron.algo.baseline import (
     variance_ratio_vs_rloo,
 )
 from oblr_megatron.config_algo import AlgoConfig
-from oblr_megatron.config_checks import LEAVE_ONE_OUT
+from oblr_megatron.config_checks import LEAVE_ONE_OUT, WITH_PRIOR
 from oblr_megatron.errors import UserError
 
 OPTIONS = AlgoConfig(prior_strength=1.5, length_exponent=1.6)
-ZERO_ON_EQUAL = [name for name, entry in BASELINES.items() if entry.zero_on_equal]
-WITHIN_GROUP = [name for name in BASELINES if name != "optimal_prior"]
+OF_RESPONSES = [name for name, entry in BASELINES.items() if entry.function is not None]
+ZERO_ON_EQUAL = [name for name in OF_RESPONSES if BASELINES[name].zero_on_equal]
+OF_BATCH = ["batch_mean", "reinforce_pp", *WITH_PRIOR]
+WITHIN_GROUP = [name for name in OF_RESPONSES if name not in OF_BATCH]
 NAN, INF = math.nan, math.inf
 
 
@@ -51,10 +56,11 @@ def test_registry_and_config_name_the_same_baselines():
 
 def test_each_formula_on_a_worked_group():
     rewards, norms, lengths = tensor([1, 0, 3], [2, 2, 5]), tensor([1, 2, 3], [1, 1, 2]), tensor([2, 4, 6], [1, 1, 1])
-    b = {name: baseline_values(name, rewards, norms, lengths, OPTIONS)[0].tolist() for name in BASELINES}
+    b = {name: baseline_values(name, rewards, norms, lengths, OPTIONS)[0].tolist() for name in OF_RESPONSES}
     powers = [2**1.6, 4**1.6, 6**1.6]
     assert b["none"] == [0, 0, 0]
     assert b["group_mean"] == b["grpo"] == pytest.approx([4 / 3] * 3, rel=1e-14)
+    assert b["batch_mean"] == b["reinforce_pp"] == pytest.approx([13 / 6] * 3, rel=1e-14)
     assert b["rloo"] == pytest.approx([3 / 2, 2, 1 / 2], rel=1e-14)
     assert b["opo"] == pytest.approx([20 / 12] * 3, rel=1e-14)
     loo = [
@@ -66,12 +72,43 @@ def test_each_formula_on_a_worked_group():
     assert b["optimal"] == pytest.approx([9 / 5, 10 / 4, 1 / 3], rel=1e-14)
     prior = [(9 + 1.5 * 2.5 * 3) / (5 + 1.5 * 2.5), (10 + 1.5 * 2 * 3) / (4 + 1.5 * 2), (1 + 1.5**2 * 3) / (3 + 1.5**2)]
     assert b["optimal_prior"] == pytest.approx(prior, rel=1e-14)  # the other prompt's mean reward is 3
+    assert b["rloo_prior"] == pytest.approx([(own + 1.5 * 3) / 3.5 for own in (3, 4, 1)], rel=1e-14)
 
 
 def test_grpo_divides_by_the_sample_standard_deviation():
     rewards = tensor([1, 0, 0, 1])
     got = advantages("grpo", rewards, torch.ones_like(rewards), torch.ones_like(rewards), OPTIONS)
     assert got[0].tolist() == pytest.approx([x / (math.sqrt(1 / 3) + STD_EPS) for x in (0.5, -0.5, -0.5, 0.5)])
+
+
+def test_reinforce_pp_divides_by_the_standard_deviation_of_the_batch():
+    rewards = tensor([1, 0], [0, 0])
+    got = advantages("reinforce_pp", rewards, torch.ones_like(rewards), torch.ones_like(rewards), OPTIONS)
+    assert got.flatten().tolist() == pytest.approx([x / (0.5 + STD_EPS) for x in (0.75, -0.25, -0.25, -0.25)])
+
+
+@given(batches(), st.floats(-5, 5), st.floats(0.1, 10))
+def test_reinforce_pp_does_not_see_where_rewards_lie_or_how_far_apart(batch, shift, scale):
+    rewards, norms, lengths = batch
+    rewards = rewards + torch.linspace(0, 1, rewards.numel(), dtype=torch.float64).view_as(rewards) * 1e3
+    before = advantages("reinforce_pp", rewards, norms, lengths, OPTIONS)
+    after = advantages("reinforce_pp", shift + scale * rewards, norms, lengths, OPTIONS)
+    torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
+    assert float(before.sum()) == pytest.approx(0, abs=1e-9) and float(before.std()) == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["batch_mean", "reinforce_pp"])
+@given(batch=batches(), reward=st.floats(-5, 5))
+def test_a_batch_of_equal_rewards_teaches_the_batch_mean_nothing(name, batch, reward):
+    _, norms, lengths = batch
+    assert (advantages(name, torch.full_like(norms, reward), norms, lengths, OPTIONS) == 0).all()
+
+
+@given(batches())
+def test_rloo_prior_is_optimal_prior_with_equal_norms(batch):
+    rewards, norms, lengths = batch
+    want = baseline_values("optimal_prior", rewards, torch.ones_like(norms), lengths, OPTIONS)
+    assert baseline_values("rloo_prior", *batch, OPTIONS).equal(want)
 
 
 @given(batches(min_group=3))
@@ -90,7 +127,7 @@ def test_leave_one_out_stays_between_the_others_rewards(batch, name):
     prior = (rewards.mean(-1).sum() - rewards.mean(-1)) / (len(rewards) - 1)
     for q, i in ((q, i) for q in range(rewards.shape[0]) for i in range(rewards.shape[1])):
         others = torch.cat((rewards[q, :i], rewards[q, i + 1 :]))
-        if name == "optimal_prior":
+        if name in WITH_PRIOR:
             others = torch.cat((others, prior[q : q + 1] - 1e-12, prior[q : q + 1] + 1e-12))
         assert others.min() <= b[q, i] <= others.max()
 
@@ -112,7 +149,7 @@ def test_a_baseline_does_not_see_its_own_sample(batch, name, reward, norm, lengt
     assert baseline_values(name, *batch, OPTIONS)[-1, 1] == before  # to the last bit
 
 
-@given(batches(), st.sampled_from(list(BASELINES)), st.randoms(use_true_random=False))
+@given(batches(), st.sampled_from(OF_RESPONSES), st.randoms(use_true_random=False))
 def test_permuting_a_group_permutes_its_advantages(batch, name, random):
     order = list(range(batch[0].shape[1]))
     random.shuffle(order)
@@ -163,9 +200,10 @@ def test_rounding_leaves_equal_rewards_at_zero_and_bounds_in_place():
 def test_without_strength_the_prior_is_gone():
     rewards, norms = tensor([1, 0, 3], [2, 2, 5]), tensor([1, 2, 3], [4, 1, 2])
     options = AlgoConfig(prior_strength=0.0)
-    assert baseline_values("optimal_prior", rewards, norms, norms, options).equal(
-        baseline_values("optimal", rewards, norms, norms, options)
-    )
+    for name, without in (("optimal_prior", "optimal"), ("rloo_prior", "rloo")):
+        assert baseline_values(name, rewards, norms, norms, options).equal(
+            baseline_values(without, rewards, norms, norms, options)
+        )
 
 
 def test_others_without_weight_give_their_plain_mean():
@@ -228,9 +266,20 @@ def test_a_group_of_one_teaches_a_self_inclusive_baseline_nothing(name):
     assert (advantages(name, one, one, one, OPTIONS) == 0).all()
 
 
-def test_a_prior_needs_a_second_prompt():
+@pytest.mark.parametrize("name", WITH_PRIOR)
+def test_a_prior_needs_a_second_prompt(name):
     with pytest.raises(UserError, match="other prompts"):
-        advantages("optimal_prior", tensor([0, 1]), tensor([1, 1]), tensor([1, 1]), OPTIONS)
+        advantages(name, tensor([0, 1]), tensor([1, 1]), tensor([1, 1]), OPTIONS)
+
+
+def test_a_single_response_in_all_has_no_standard_deviation():
+    one = tensor([0.3])
+    assert advantages("reinforce_pp", one, one, one, OPTIONS).item() == 0
+
+
+def test_a_baseline_of_tokens_has_no_value_for_a_response():
+    with pytest.raises(AssertionError, match="token_advantages"):
+        advantages("otb", tensor([0, 1]), tensor([1, 1]), tensor([1, 1]), OPTIONS)
 
 
 def test_a_reward_that_is_no_number_is_refused():
@@ -240,8 +289,10 @@ def test_a_reward_that_is_no_number_is_refused():
 
 def test_active_groups_are_those_of_mixed_rewards_unless_the_baseline_looks_further():
     rewards = tensor([0, 0], [0, 1], [1, 1])
-    assert active_groups("optimal", rewards).tolist() == [False, True, False]
-    assert active_groups("optimal_prior", rewards).tolist() == active_groups("none", rewards).tolist() == [True] * 3
+    for name in (*ZERO_ON_EQUAL, "otb"):
+        assert active_groups(name, rewards).tolist() == [False, True, False], name
+    for name in ("none", *OF_BATCH):
+        assert active_groups(name, rewards).tolist() == [True] * 3, name
 
 
 def test_variance_ratio_on_a_worked_batch():

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from oblr_megatron.algo.baseline import advantages
-from oblr_megatron.algo.snr import SnrAverages, fold_estimate
+from oblr_megatron.algo.snr import SnrAverages
+from oblr_megatron.algo.snr_estimators import fold_estimate
 from oblr_megatron.config_algo import AlgoConfig, SnrConfig
 from oblr_megatron.types import GradientStats
 
@@ -94,7 +95,7 @@ def test_an_estimate_that_means_nothing_leaves_the_averages_alone(sq_norm, mean,
     before = averages.state_dict()
     assert not averages.observe(stats(sq_norm, mean, folds))
     assert averages.state_dict() == before
-    assert set(averages.figures()) == {"snr/shrink_ema"}
+    assert set(averages.figures()) == {"snr/shrink_ema", "snr/snr", "snr/critical_batch_size"}  # of the averages
 
 
 def test_averages_are_bias_corrected_and_divided_last():
@@ -129,8 +130,28 @@ def test_averages_without_an_observation_are_undefined():
 def test_figures_are_those_of_the_step():
     averages = averages_over(1)
     averages.observe(stats(1.0, 2.5))
-    want = {"snr/signal_sq": 0.5, "snr/noise_trace": 4.0, "snr/shrink_raw": 0.5, "snr/shrink_ema": 0.5}
+    want = {
+        "snr/signal_sq": 0.5,
+        "snr/noise_trace": 4.0,
+        "snr/shrink_raw": 0.5,
+        "snr/shrink_ema": 0.5,
+        "snr/snr": 0.125,
+        "snr/critical_batch_size": 8.0,  # of 8 prompts: shrink is 1/2
+    }
     assert averages.figures() == pytest.approx(want)
+
+
+def test_without_a_signal_no_batch_is_large_enough():
+    averages = averages_over(1)
+    averages.observe(stats(1.0, 5.0))
+    assert averages.signal < 0 < averages.noise
+    assert set(averages.figures()) == {"snr/signal_sq", "snr/noise_trace", "snr/shrink_raw", "snr/shrink_ema"}
+
+
+def test_without_noise_one_prompt_is_enough():
+    averages = averages_over(1)
+    averages.observe(stats(1.0, 1.0))
+    assert averages.figures()["snr/critical_batch_size"] == 0.0 and "snr/snr" not in averages.figures()
 
 
 def test_the_state_survives_json():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from oblr_megatron.algo.token_baseline import token_advantages
 from oblr_megatron.algo.weighing import Weighing, usual
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.types import Judged
@@ -53,6 +54,27 @@ def test_a_norm_that_is_no_number_gives_a_coefficient_of_zero(value: float) -> N
     norms[1, 2] = value
     found = Weighing(judged, config_of(baseline="optimal"), 0.5)([1], norms[1:2])
     assert found.isfinite().all() and (found == 0).nonzero().tolist() == [[0, 2]]
+
+
+@pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sample_mean"])
+def test_coefficients_of_tokens(aggregation: str) -> None:
+    """An energy that is no number takes its sample out of the group and leaves the others' numbers whole."""
+    judged, _ = step()
+    energies = torch.rand(Q * G, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weighing = Weighing(judged, config_of(baseline="otb", aggregation=aggregation), 0.0)
+    divisor = {
+        "constant": torch.full((Q * G,), float(Q * G), dtype=torch.float64),
+        "token_mean": judged.lengths.sum().expand(Q * G),
+        "sample_mean": Q * G * judged.lengths.flatten(),
+    }[aggregation][:, None]
+    want = token_advantages(judged.rewards, energies, judged.lengths) / divisor
+    torch.testing.assert_close(weighing.of_tokens(energies), want, rtol=1e-12, atol=0)
+    energies[5, 3] = float("nan")
+    found = weighing.of_tokens(energies)
+    assert found.isfinite().all() and (found[5] == 0).all() and found[:4].equal(weighing.of_tokens(energies)[:4])
+    energies[5] = 0.0
+    others = [4, 6, 7]
+    torch.testing.assert_close(found[others], weighing.of_tokens(energies)[others], rtol=1e-12, atol=0)
 
 
 def test_usual_norm() -> None:

@@ -147,3 +147,17 @@ def test_uneven_folds_are_refused(prompts: int, folds: int, ranks: int, named: s
         check_folds(prompts, folds, ranks)
     with pytest.raises(UserError, match="num_folds"):
         local_folds(prompts, folds, 0, ranks)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("pad_multiple", [1, 4])
+def test_every_token_finds_its_own_value(packed: bool, pad_multiple: int) -> None:
+    """Of a table of the whole step: a response token's entry names it, and nothing else has one."""
+    samples = [sample(2, 3, first=10), sample(1, 0, first=20), sample(4, 6, first=30), sample(1, 1, first=50)]
+    table = torch.zeros(len(samples), 6, dtype=torch.float64)
+    for n, one in enumerate(samples):
+        table[n, : len(one.response_ids)] = torch.tensor(one.logprobs)
+    batches = pack(samples, [3, 0, 1, 2], max_tokens=16, pad_multiple=pad_multiple, packed=packed)
+    assert len(batches) > 1
+    for batch in [*batches, *one_per_microbatch(samples, [2, 0])]:
+        assert torch.equal(batch.of_tokens(table), batch.rollout_logprobs.double())

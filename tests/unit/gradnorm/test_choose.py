@@ -78,6 +78,15 @@ def test_runs_that_need_no_norms_say_so(sections: dict[str, Any]) -> None:
     assert "unused" in choose(config_of(**sections)).reason
 
 
+@pytest.mark.parametrize(
+    ("algo", "why"),
+    [({"kl_coefficient": 0.1}, "a KL penalty has a gradient too"), ({"baseline": "otb"}, "tokens have coefficients")],
+)
+def test_auto_takes_two_passes_where_one_cannot_weigh(algo: dict[str, Any], why: str) -> None:
+    choice = choose(config_of(algo=algo, gradnorm={"always": True}))
+    assert choice.mode == "two_pass" and why in choice.reason
+
+
 def test_auto_where_replicas_share_experts() -> None:
     shared = config_of(parallel={"expert_model_parallel_size": 2})
     assert choose(shared, 2, MOE).mode == "two_pass"

@@ -55,6 +55,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "megatron's attention": (mode("two_pass") | {"model": {"attention": "local"}}, {"num_key_value_heads": 4}),
     "weights in bf16": (mode("two_pass") | {"model": {"dtype": "bfloat16"}}, LARGE),
     "weights in fp64": (mode("stash") | {"model": {"dtype": "float64"}}, {}),
+    "a reference": (mode("two_pass") | {"algo": {"kl_coefficient": 0.1}}, LARGE),
+    "an average of gradients": (
+        mode("two_pass") | {"algo": {"snr": {"estimator": "momentum", "num_folds": 1}}},
+        {"hidden_size": 128},
+    ),
     "sgd": (mode("two_pass") | {"optimizer": {"name": "sgd"}}, {}),
     "experts": (mode("two_pass"), {"num_experts": 4, "moe_intermediate_size": 96}),
     "experts, bookkeep": (mode("bookkeep"), {"num_experts": 4, "moe_intermediate_size": 96}),

@@ -14,7 +14,7 @@ import torch
 
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.cli import main
-from oblr_megatron.errors import EXIT_OK, UserError
+from oblr_megatron.errors import EXIT_OK, EXIT_USER
 from oblr_megatron.study import learning_rate
 from oblr_megatron.study.lab import judge
 from oblr_megatron.study.learning_rate import Gain, Line, Search, measure, moments, peak, peak_interval, shrink
@@ -100,18 +100,25 @@ def test_gain_is_zero_where_nothing_moves_and_the_policy_comes_back(start):
     assert wild.min() < learning_rate.LOST and policy.vector().equal(before)
 
 
-def test_a_point_without_signal_is_refused(start):
-    policy, rows = load(start, TASK), [TASK.rows()[0][0]] * 24
+def test_a_point_without_signal_has_no_lines(start):
+    policy, rows = load(start, TASK), TASK.rows()[0][:24]
     with torch.no_grad():
-        policy.assign(torch.zeros_like(policy.vector()))  # uniform: rewards are next to never earned
-    with pytest.raises(UserError, match="no signal"):
-        measure(policy, TASKS["walk"], rows, SEARCH, skill="low", step=0)
+        policy.assign(torch.zeros_like(policy.vector()))  # every logit is 0 whatever the embeddings do: no gradient
+    assert measure(policy, TASK, rows, SEARCH, skill="low", step=0) == []
+
+
+def test_too_few_prompts_are_refused(tmp_path):
+    options = ["--out", str(tmp_path), "--prompts", "8", "--batch-sizes", "4", "8"]
+    assert main(["study", "learning_rate", *options]) == EXIT_USER
 
 
 def test_what_rules_keep():
     first, later = line(), line(step=9, best=0.01, inverse_c=0.16, gains=[1.0, 0.5, -1.0])
     assert kept(first, [first, later]) == pytest.approx({"local": 1.0, "shrink": 1.0, "constant": 1.0})
     assert kept(later, [first, later]) == pytest.approx({"local": -1.0, "shrink": 0.5, "constant": 0.5})
+    lost = line(gains=[-0.1, -0.2, -0.3], best=0.01)
+    assert all(np.isnan(share) for share in kept(lost, [first, lost]).values())
+    assert "| – | – | – |" in document([lost])  # noqa: RUF001
     assert "| 9 | 4 |" in document([first, later]) and "-100% | 50% | 50% |" in document([first, later])
 
 

@@ -1,0 +1,139 @@
+"""Signal and noise of one step's gradient: one function an estimator, each (stats, Q) -> Estimate.
+
+    signal = ||grad J||^2,   noise = tr(H), the trace of the covariance of one prompt's gradient,   E||g||^2 = signal +
+    noise / Q
+
+so that an estimate of one of the two is, with B = ||g||^2 at hand, one of the other. To remove an estimator, delete its
+function, its line in ESTIMATORS and its name in `config_algo.SnrConfig`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from oblr_megatron.config_algo import AlgoConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.types import GradientStats
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One step's estimates; NaN where there is nothing to estimate. signal <= 0 is common when noise prevails.
+
+    Example: Estimate(signal=0.02, noise=4.1, second_moment=0.08)
+    """
+
+    signal: float  # of ||grad J||^2
+    noise: float  # of tr(H), the covariance of one prompt's gradient
+    second_moment: float  # of E||g||^2, which signal is a share of
+
+    @property
+    def shrink_raw(self) -> float:
+        """signal / second_moment; NaN where that is 0."""
+        return self.signal / self.second_moment if self.second_moment else math.nan
+
+    @property
+    def defined(self) -> bool:
+        """False with one fold, without any active group (B = 0), or when a norm overflowed."""
+        return math.isfinite(self.shrink_raw)
+
+
+UNDEFINED = Estimate(math.nan, math.nan, math.nan)
+Estimator = Callable[[GradientStats, int], Estimate]
+
+
+def fold_estimate(sq_norm: float, fold_sq_norm_mean: float, num_folds: int, num_prompts: int) -> Estimate:
+    """Unbiased estimates of signal and noise from R equal folds of whole prompts.
+
+        signal = (R B - M) / (R - 1),   noise = (M - B) R / (R - 1) * Q / R,   second_moment = B
+
+    since E[B] = signal + noise / Q and E[M] = signal + noise R / Q. They need independent folds: exact for every
+    within-group baseline; `optimal_prior` couples them through the other prompts' mean reward, to order 1 / (Q G)^2.
+
+    Args:
+        sq_norm: B = ||g||^2, g the mean of the fold gradients.
+        fold_sq_norm_mean: M = mean_f ||g_f||^2.
+        num_folds: R.
+        num_prompts: Q, of the whole batch.
+
+    Example: R = 2 orthogonal fold gradients of norm 1, Q = 2: B = 0.5, M = 1 -> signal 0, noise 1, shrink_raw 0.
+    """
+    if num_folds < 2 or not (0 < sq_norm < math.inf and math.isfinite(fold_sq_norm_mean)):
+        return UNDEFINED
+    signal = (num_folds * sq_norm - fold_sq_norm_mean) / (num_folds - 1)
+    noise = (fold_sq_norm_mean - sq_norm) * num_prompts / (num_folds - 1)
+    return Estimate(signal, noise, sq_norm)
+
+
+def folds(stats: GradientStats, num_prompts: int) -> Estimate:
+    """`fold_estimate` of the folds that the gradient was taken in; with "prompts" there are Q of them.
+
+    R folds of a pure-noise batch leave the signal a deviation of sqrt(R / (R - 1)) times what many would (R = 4: 1.15).
+    """
+    return fold_estimate(stats.sq_norm, stats.fold_sq_norm_mean, stats.num_folds, num_prompts)
+
+
+def momentum(stats: GradientStats, num_prompts: int) -> Estimate:
+    """signal = <g_t, m_{t-1}>, m the bias-corrected average of the raw gradients before this one; the rest is noise.
+
+    g_t is independent of m_{t-1} given the weights, so that E[signal] = <grad J_t, m_{t-1}>: the signal of a gradient
+    that turns slower than the average forgets (snr.momentum_horizon), and less than that of one that turns faster.
+    Needs no folds. Undefined in the first step, which has nothing before it.
+    """
+    return _from_signal(stats.momentum_dot, stats.sq_norm, num_prompts)
+
+
+def samples(stats: GradientStats, num_prompts: int) -> Estimate:
+    """noise / Q = sum_n c_n^2 w_n, c the samples' coefficients and w their squared norms; the rest of B is signal.
+
+    Biased, by ((G - 1) / G E<A_i s_i, A_j s_j> - ||grad J||^2) / Q, i, j of one prompt: E||g||^2 has a term for every
+    such pair, and this takes all of them for signal. A KL penalty's gradient, which is in B and not in the squares,
+    counts as signal too. For comparison alone.
+    """
+    return _from_signal(stats.sq_norm - stats.sample_sq_norm, stats.sq_norm, num_prompts)
+
+
+def plugin(stats: GradientStats, num_prompts: int) -> Estimate:
+    """signal = B, the paper's likely form (arXiv 2511.23310, Theorem 4): shrink = B / (B + noise / Q), noise by folds.
+
+    Under pure noise B is noise / Q, and shrink sits near 1/2 where the truth is 0. For comparison alone.
+    """
+    noise = folds(stats, num_prompts).noise
+    return Estimate(stats.sq_norm, noise, stats.sq_norm + noise / num_prompts)
+
+
+def _from_signal(signal: float, sq_norm: float, num_prompts: int) -> Estimate:
+    """What is left of B is noise / Q."""
+    if not (0 < sq_norm < math.inf and math.isfinite(signal)):
+        return UNDEFINED
+    return Estimate(signal, (sq_norm - signal) * num_prompts, sq_norm)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "folds": folds,
+    "prompts": folds,
+    "momentum": momentum,
+    "samples": samples,
+    "plugin": plugin,
+}
+
+
+def check_estimator(algo: AlgoConfig, *, norms: bool) -> None:
+    """Refuse an estimator that the run cannot feed.
+
+    Args:
+        algo: the estimator and the baseline.
+        norms: whether the run measures the norms of its responses' gradients.
+
+    Raises:
+        UserError: "samples" without norms.
+    """
+    if algo.snr.estimator == "samples" and not norms:
+        raise UserError(
+            f"estimator 'samples' needs the norms of the responses' gradients, and baseline {algo.baseline!r} measures "
+            "none",
+            where="algo.snr.estimator",
+            mend="set gradnorm.always to true and gradnorm.source to exact or sketch, or take another estimator",
+        )

@@ -1,0 +1,96 @@
+"""The average of a run's past gradients, which the "momentum" estimator of the signal holds each new one against.
+
+    momentum = momentum_of(policy, config)        # None unless algo.snr.estimator asks for it
+    dot = momentum.take(sq_norm)                  # <g_t, m_{t-1}>, then g_t joins m; NaN in the first step
+
+Each rank keeps the average of its own shards, like a moment of the optimizer: one more gradient in memory, in the
+gradient's precision (fp32, or fp64 in fp64 runs).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+)
+
+from oblr_megatron.gradnorm.kernels import dot
+from oblr_megatron.model.optimizer import over_parameters
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.config import Config
+    from oblr_megatron.model.qwen3 import Policy
+
+
+def momentum_of(policy: Policy, config: Config) -> GradientMomentum | None:
+    """The average that the configured estimator takes; None when it takes none."""
+    snr = config.algo.snr
+    return GradientMomentum(policy, snr.momentum_horizon) if snr.estimator == "momentum" else None
+
+
+class GradientMomentum:
+    """m_t = m_{t-1} + (g_t - m_{t-1}) / horizon from m = 0, divided by 1 - (1 - 1/horizon)^count where it is read.
+
+    The same gradient over and over is its own average, to rounding. Made by every rank.
+
+    Args:
+        policy: whose main_grad is taken in.
+        horizon: steps, more than 1.
+    """
+
+    def __init__(self, policy: Policy, horizon: float) -> None:
+        self._policy, self._horizon = policy, horizon
+        self._sums: dict[str, Tensor] = {name: torch.zeros_like(_grad(p)) for name, p in policy.named_parameters()}
+        self._count = 0  # gradients taken in
+
+    def take(self, sq_norm: float) -> float:
+        """<main_grad, average of those before>, over all ranks; then main_grad joins the average. Collective.
+
+        A gradient that is zero or no number leaves the average as it was. NaN for both, and where nothing came before.
+
+        Args:
+            sq_norm: of main_grad, which is whole and unclipped.
+        """
+        if not 0 < sq_norm < math.inf:
+            return math.nan
+        found = math.nan
+        if self._count:
+            weight = 1 - (1 - 1 / self._horizon) ** self._count
+            found = over_parameters(self._policy, self._dot) / weight
+        for name, parameter in self._policy.named_parameters():
+            self._sums[name].lerp_(_grad(parameter), 1 / self._horizon)
+        self._count += 1
+        return found
+
+    def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """For megatron-core's distributed checkpoints, to be saved or to be read into.
+
+        Args:
+            model_state: the policy's sharded state dict, by which each average is known to be cut like its weight.
+        """
+        names, parameters = zip(*self._policy.named_parameters(), strict=True)
+        cuts = get_param_id_to_sharded_param_map(model_state, iter(parameters))
+        sums = {
+            name: make_sharded_optimizer_tensor(cuts[index], self._sums[name], "gradient_momentum")
+            for index, name in enumerate(names)
+        }
+        return {"sums": sums, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what a checkpoint was loaded into."""
+        for name, tensor in state["sums"].items():
+            self._sums[name].copy_(tensor)
+        self._count = int(state["count"])
+
+    def _dot(self, name: str, parameter: torch.nn.Parameter) -> Tensor:
+        return dot(_grad(parameter).flatten(), self._sums[name].flatten())
+
+
+def _grad(parameter: torch.nn.Parameter) -> Tensor:
+    return cast("Tensor", cast(Any, parameter).main_grad)

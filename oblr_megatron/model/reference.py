@@ -1,0 +1,59 @@
+"""The model a run began with, from which a KL penalty measures: a second set of weights, and no second model.
+
+reference = Reference(policy)                  # after load_hf_weights, before any other weights are loaded
+reference.logprobs(samples, batches, temperature=1.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from oblr_megatron.model.logprobs import vocab_parallel_logprobs
+from oblr_megatron.model.token_values import token_values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.types import MicroBatch, Sample
+
+
+class Reference:
+    """A copy of this rank's shards as they are when it is made, in their own dtype and on their device."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._weights = [parameter.detach().clone() for _, parameter in policy.named_parameters()]
+
+    def logprobs(self, samples: Sequence[Sample], batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
+        """log pi_ref [N, T] fp64 of every response token, by a forward pass; arguments as of `token_values`."""
+
+        def values_of(logits: Tensor, batch: MicroBatch) -> Tensor:
+            vocab_size, parallel = self._policy.vocab_size, self._policy.parallel
+            return vocab_parallel_logprobs(
+                logits, batch.labels, vocab_size=vocab_size, parallel=parallel, temperature=temperature
+            )
+
+        with self.in_place():
+            return token_values(self._policy, samples, batches, values_of)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The policy has these weights inside, and its own again afterwards, whatever happens."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange the contents, one parameter at a time: pointers to weights may be held elsewhere."""
+        for (_, parameter), other in zip(self._policy.named_parameters(), self._weights, strict=True):
+            held = parameter.clone()
+            parameter.copy_(other)
+            other.copy_(held)

@@ -1,0 +1,50 @@
+"""A number for every response token of a step, from a forward pass, whoever of the ranks has worked it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oblr_megatron.model.step import run_schedule
+from oblr_megatron.types import MicroBatch, Sample
+
+if TYPE_CHECKING:
+    from oblr_megatron.model.qwen3 import Policy
+
+ValuesFn = Callable[[Tensor, MicroBatch], Tensor]
+"""logits [b, t, Vp / tp], this rank's part of a microbatch -> a value of each position [b, t]."""
+
+
+def token_values(
+    policy: Policy, samples: Sequence[Sample], batches: Sequence[MicroBatch], values_of: ValuesFn
+) -> Tensor:
+    """[N, T] fp64 on every rank, T the longest response (at least 1); 0 past its end, and of samples in no microbatch.
+
+    Collective over all ranks. Ranks of a pipeline's last stage have the values, replicas those of their own samples,
+    and under context parallelism each rank those of its part of the sequences.
+
+    Args:
+        policy: as it is now; no gradient is taken.
+        samples: [N] of the step, the same on every rank.
+        batches: this replica's, each sample on one replica and in one microbatch; possibly none.
+        values_of: the value of each position; what stands outside the mask is not read.
+    """
+    parallel = policy.parallel
+
+    def placed(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.token_index is not None, "the microbatch does not know where its tokens stand"
+        columns = (values_of(logits, batch), batch.per_token(batch.sample_index), batch.token_index)
+        values, rows, places = (column[batch.mask] for column in columns)
+        return logits.new_zeros(()), {"values": values.to(torch.float64), "rows": rows, "places": places}
+
+    longest = max(1, *(len(sample.response_ids) for sample in samples))
+    table = torch.zeros(len(samples), longest, dtype=torch.float64, device=parallel.device)
+    for record in run_schedule(policy, batches, placed, forward_only=True):
+        table[record["rows"], record["places"]] = record["values"]
+    dist.all_reduce(table, group=parallel.pp_group)
+    dist.all_reduce(table, group=parallel.dp_cp_group)
+    return table

@@ -1,0 +1,117 @@
+"""Whole runs on saved samples: rates from an earlier run, every estimator of the signal, the panel, alarms said once.
+
+Not covered: the formulas (tests/unit/algo), the "momentum" estimator's state (test_momentum.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.algo.panel import PANEL
+from oblr_megatron.algo.rate_controls import matched_decay, shuffled
+from tests.distributed.replayed import PROMPTS, STEPS, certain, config_of, exported, make_inputs, train
+from tests.distributed.test_resume import assert_equal, beginning_of
+
+MOVING = ("algo.snr.max_change=1.5", "algo.snr.horizon=3", "algo.snr.floor=0.01")  # a rate that changes in few steps
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def source(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("source") / "run"
+    train(config_of(inputs, run_dir, *MOVING))
+    return run_dir
+
+
+def rates(run_dir: Path) -> list[float]:
+    return [record["lr"] for record in certain(run_dir)]
+
+
+def test_a_run_takes_its_rates_from_another(inputs: Path, source: Path, tmp_path: Path) -> None:
+    """With two steps of warm-up, which the decay keeps."""
+    assert len(set(rates(source))) > 3
+    for name, wanted in (("shuffled", shuffled(rates(source), 0)), ("matched_decay", matched_decay(rates(source), 2))):
+        train(config_of(inputs, tmp_path / name, f"algo.schedule={name}", f"algo.schedule_from={source}"))
+        assert rates(tmp_path / name) == wanted
+
+
+def test_a_control_is_resumed(inputs: Path, source: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    overrides = ("algo.schedule=shuffled", f"algo.schedule_from={source}", "seed=3")
+    train(config_of(inputs, whole, *overrides))
+    train(config_of(inputs, beginning_of(whole, parts), "checkpoint.resume=newest", *overrides))
+    assert certain(parts) == certain(whole)
+    assert_equal(exported(parts), exported(whole))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("algo.schedule=shuffled",), "none is named"),
+        (("algo.schedule=shuffled", "algo.schedule_from={source}", "num_steps=9"), "8 learning rates are logged"),
+        (("algo.schedule_from={source}",), "takes nothing from it"),
+        (("algo.schedule=matched_decay", "algo.schedule_from=nowhere"), "no metrics here"),
+        (("algo.baseline=rloo", "algo.snr.estimator=samples"), "set gradnorm.always to true"),
+    ],
+)
+def test_what_cannot_be_is_said_before_the_run(
+    inputs: Path, source: Path, tmp_path: Path, overrides: tuple[str, ...], says: str
+) -> None:
+    filled = [override.format(source=source) for override in overrides]
+    said = train(config_of(inputs, tmp_path / "run", *filled), status=2)
+    assert says in said.splitlines()[-1] and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("estimator", ["prompts", "momentum", "samples", "plugin"])
+def test_every_estimator_drives_the_schedule(inputs: Path, source: Path, tmp_path: Path, estimator: str) -> None:
+    """Each in its own way, on the same samples; the noise is what is left of the squared gradient."""
+    run_dir = tmp_path / "run"
+    train(config_of(inputs, run_dir, f"algo.snr.estimator={estimator}", *MOVING))
+    found, folds = certain(run_dir), certain(source)
+    # Before the rates part, both have seen the same gradient.
+    first = 1 if estimator == "momentum" else 0
+    assert "snr/signal_sq" not in found[0] if first else "snr/signal_sq" in found[0]
+    for record in found[first:]:
+        signal, noise, sq_norm = record["snr/signal_sq"], record["snr/noise_trace"], record["grad_norm"] ** 2
+        if estimator == "plugin":
+            assert signal == pytest.approx(sq_norm)
+        else:
+            assert signal + noise / PROMPTS == pytest.approx(sq_norm)
+    assert found[0]["grad_norm"] == pytest.approx(folds[0]["grad_norm"], rel=1e-5)
+    assert [record["lr"] for record in found] != [record["lr"] for record in folds]
+
+
+def test_the_panel_is_logged_and_shown(inputs: Path, source: Path, tmp_path: Path) -> None:
+    """With norms that the baseline takes, or that it does not but gradnorm.always asks for; else nothing."""
+    rloo, measured = tmp_path / "rloo", tmp_path / "measured"
+    train(config_of(inputs, rloo, "algo.baseline=rloo"))
+    train(config_of(inputs, measured, "algo.baseline=rloo", "gradnorm.always=true"))
+    for run_dir, names in ((source, set(PANEL)), (rloo, set()), (measured, set(PANEL))):
+        logged = {name.split("/")[1] for name in certain(run_dir)[-1] if name.endswith("/variance_ratio")}
+        assert logged == names
+        assert certain(run_dir)[-1]["baseline/self_dependence"] == pytest.approx(0.0, abs=1e-12)
+    assert "Variance under every baseline" in (source / "report.html").read_text()
+
+
+def test_an_alarm_is_said_once_over_a_break(inputs: Path, tmp_path: Path) -> None:
+    """A baseline with the response itself in it: G = 4, and a quarter of it is its own reward.
+
+    And in the fifth step, after the break, that saved log-probs which were made up are not the trainer's.
+    """
+    run_dir = tmp_path / "run"
+    said = train(config_of(inputs, run_dir, "algo.baseline=group_mean", "num_steps=4"), 2)
+    assert said.count("alarm at step 1: A response's baseline moves by 0.25") == 1
+    (alarm,) = map(json.loads, (run_dir / "alarms.jsonl").read_text().splitlines())
+    assert (alarm["name"], alarm["step"]) == ("self_dependence", 1)
+    said = train(config_of(inputs, run_dir, "algo.baseline=group_mean", "checkpoint.resume=newest"))
+    assert "moves by" not in said and said.count("alarm at step 5: Trainer and vLLM differ by ") == 1
+    kept = [json.loads(line)["name"] for line in (run_dir / "alarms.jsonl").read_text().splitlines()]
+    assert kept == ["self_dependence", "mismatch"] and len(certain(run_dir)) == STEPS
+    assert "moves by 0.25" in (run_dir / "report.html").read_text()

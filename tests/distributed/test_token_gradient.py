@@ -1,0 +1,280 @@
+"""Gradients whose tokens have weights of their own, in every layout: token baselines, and a KL penalty.
+
+What the package leaves in main_grad is autograd of the formulas as they are printed, written out here with loops over
+responses and tokens, on a plain-PyTorch model of one rank: fp64, relative 1e-10. Importance ratios are at work, one
+group has equal rewards, one response is empty.
+
+Not covered: bf16, CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from oblr_megatron.config import Config, parse_config
+from tests.distributed.launch import layout, run_ranks
+from tests.distributed.passes import Outcome, assert_outcomes
+from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, judged, make_samples
+from tests.distributed.test_gradnorm_modes import expected as of_oracle
+from tests.tiny import make_hf_dir, make_moe_hf_dir
+
+CAP, TEMPERATURE, BETA = 1.1, 0.8, 0.3  # the first two as in config_of
+CASES: dict[str, dict[str, Any]] = {
+    "otb": {"baseline": "otb"},
+    "otb sample_mean": {"baseline": "otb", "aggregation": "sample_mean"},
+    "k2": {"baseline": "rloo", "kl_coefficient": BETA, "kl_loss": "k2"},
+    "k3": {"baseline": "optimal", "kl_coefficient": BETA, "kl_loss": "k3"},
+    "otb k3 token_mean": {"baseline": "otb", "aggregation": "token_mean", "kl_coefficient": BETA},
+}
+PACKED = {"packing": "packed"}
+Layouts = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+LAYOUTS: dict[int, Layouts] = {
+    1: {"one": ({}, {}), "packed": ({}, PACKED)},
+    2: {
+        "dp2 packed": ({}, PACKED),
+        "tp2": ({"tp": 2}, {}),
+        "tp2sp packed": ({"tp": 2, "sp": True}, PACKED),
+        "pp2": ({"pp": 2}, {}),
+        "pp2vp2 packed": ({"pp": 2, "vp": 2}, PACKED),
+        "cp2": ({"cp": 2}, {}),
+        "cp2 packed": ({"cp": 2}, PACKED),
+    },
+    4: {"tp2sp pp2 packed": ({"tp": 2, "sp": True, "pp": 2}, PACKED), "cp2 dp2": ({"cp": 2}, {})},
+}
+EXPERTS: Layouts = {"ep2": ({"ep": 2}, {}), "tp2sp ep2 etp1": ({"tp": 2, "sp": True, "ep": 2, "etp": 1}, {})}
+MUTATIONS = {
+    "no cumulative sum": "otb",
+    "shifted tokens": "otb",
+    "slope of the other penalty": "k3",
+    "unswapped reference": "k2",
+    "penalty of active groups alone": "k2",
+}
+
+
+def configured(path: str, algo: dict[str, Any], **parallel: Any) -> Config:
+    """The norms are wanted whatever the baseline says of them."""
+    table = config_of(path, {"mode": "two_pass", "always": True}, folds=4, **parallel).model_dump(exclude_unset=True)
+    return parse_config(table | {"algo": {"snr": {"num_folds": 4}} | algo})
+
+
+def on_ranks(path: str, start: str, layouts: Layouts, mutation: str = "") -> dict[tuple[str, str], tuple[Outcome, Any]]:
+    """(gradients, B), (w, loss, M, kl) of every case in every layout; the run began at `start` and is now at `path`."""
+    found = {}
+    for name, (sizes, options) in layouts.items():
+        with layout(**sizes) as parallel:
+            for case, algo in CASES.items():
+                if not mutation or MUTATIONS[mutation] == case:
+                    with mutated(mutation):
+                        found[name, case] = step_of(path, start, parallel, configured(path, algo, **options))
+    return found
+
+
+def step_of(path: str, start: str, parallel: Any, config: Config) -> tuple[Outcome, Any]:
+    from transformers import AutoConfig
+
+    from oblr_megatron.algo.baseline import active_groups
+    from oblr_megatron.algo.weighing import Weighing
+    from oblr_megatron.checkpoint.hf import load_hf_weights
+    from oblr_megatron.gradient import TrainingGradient
+    from oblr_megatron.model.qwen3 import build_policy
+    from oblr_megatron.model.reference import Reference
+    from tests.distributed.passes import whole_gradients
+
+    policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
+    load_hf_weights(policy, Path(start))
+    reference = Reference(policy) if config.algo.kl_coefficient else None
+    load_hf_weights(policy, Path(path))
+    weights = [parameter.detach().clone() for _, parameter in policy.named_parameters()]
+    weighing = Weighing(judged(), config, 0.0)
+    step = TrainingGradient(policy, config, reference)(
+        make_samples(),
+        weighing,
+        active_groups(config.algo.baseline, judged().rewards),
+        weigh_tokens=weighing.of_tokens,
+    )
+    assert all(torch.equal(a, b) for a, (_, b) in zip(weights, policy.named_parameters(), strict=True))
+    stats = step.stats
+    return (whole_gradients(policy), stats.sq_norm), (step.norms_sq, stats.loss, stats.fold_sq_norm_mean, stats.kl)
+
+
+def mutated(name: str) -> Any:
+    """A mistake that the comparison has to see."""
+    from oblr_megatron.algo import token_baseline
+    from oblr_megatron.model.reference import Reference
+    from oblr_megatron.types import MicroBatch
+
+    advantages, of_tokens = token_baseline.token_advantages, MicroBatch.of_tokens
+
+    def each_alone(rewards: Tensor, energies: Tensor, lengths: Tensor) -> Tensor:
+        return advantages(rewards, energies.diff(dim=1, prepend=torch.zeros_like(energies[:, :1])), lengths)
+
+    def one_early(batch: MicroBatch, table: Tensor) -> Tensor:
+        return of_tokens(batch, table.roll(-1, dims=1))
+
+    def k2_slope(difference: Tensor, form: str) -> Tensor:
+        return difference
+
+    if name == "penalty of active groups alone":
+        return patch("oblr_megatron.gradnorm.plain_pass.PlainPass.prepare", _without_penalised)
+    return {
+        "": nullcontext(),
+        "no cumulative sum": patch("oblr_megatron.algo.weighing.token_advantages", each_alone),
+        "shifted tokens": patch.object(MicroBatch, "of_tokens", one_early),
+        "slope of the other penalty": patch("oblr_megatron.gradnorm.score.kl_slope", k2_slope),
+        "unswapped reference": patch.object(Reference, "_swap", lambda self: None),
+    }[name]
+
+
+def _without_penalised(plain: Any, coefficients: Tensor, penalty: Any) -> None:
+    plain._used = (coefficients != 0).tolist()
+    plain._coefficients, plain._penalty = coefficients, penalty
+
+
+def expected(
+    path: str, start: str, algo: dict[str, Any], norms: Tensor
+) -> tuple[dict[str, Tensor], tuple[float, float, float]]:
+    """The gradient by autograd of the loss as it is written down; the loss without penalty, M, and the mean of k3."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    from oblr_megatron.gradnorm.reference import reference_logits
+
+    shape = AutoConfig.from_pretrained(path)
+    leaves = {k: v.double().requires_grad_() for k, v in load_file(Path(path) / "model.safetensors").items()}
+    first = {k: v.double() for k, v in load_file(Path(start) / "model.safetensors").items()}
+
+    def probabilities(weights: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor]:
+        """Log-probs of every token of the vocabulary at the positions of the response, and the response."""
+        sample = make_samples()[n]
+        tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
+        logits = reference_logits(weights, shape, tokens)[len(sample.prompt_ids) - 1 : -1]
+        return (logits / TEMPERATURE).log_softmax(-1), torch.tensor(sample.response_ids, dtype=torch.int64)
+
+    policy_loss, folds, k3 = 0.0, [], []
+    tables = {n: probabilities(leaves, n) for n in range(PROMPTS * GROUP)}
+    advantage = advantages_of(algo, tables, norms)
+    divisors = divisors_of(algo)
+    for q in range(PROMPTS):
+        loss = torch.zeros((), dtype=torch.float64)
+        for n in range(q * GROUP, (q + 1) * GROUP):
+            table, response = tables[n]
+            before, _ = probabilities(first, n)
+            for t, token in enumerate(response):
+                ratio = (table[t, token] - make_samples()[n].logprobs[t]).exp().clamp(max=CAP).detach()
+                term = -float(advantage[n][t]) * ratio * table[t, token] / divisors[n]
+                policy_loss += float(term)
+                d = table[t, token] - before[t, token]
+                k3.append(float((-d).exp() - 1 + d))
+                penalty = d**2 / 2 if algo.get("kl_loss") == "k2" else (-d).exp() - 1 + d
+                loss = loss + term + algo.get("kl_coefficient", 0.0) * penalty / divisors[n]
+        grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, materialize_grads=True)
+        folds.append(dict(zip(leaves, grads, strict=True)))
+    total = {k: sum(fold[k] for fold in folds) for k in leaves}
+    mean_norm = PROMPTS * sum(float(g.square().sum()) for fold in folds for g in fold.values())
+    return total, (policy_loss, mean_norm, sum(k3) / len(k3))
+
+
+def wanted_of(path: str, start: str) -> dict[str, Any]:
+    """Every case's gradient and figures, and the norms that do not depend on it: the score's, without any penalty."""
+    norms = of_oracle(path)["norms"]
+    return {"norms": norms} | {case: expected(path, start, algo, norms) for case, algo in CASES.items()}
+
+
+def divisors_of(algo: dict[str, Any]) -> list[float]:
+    lengths = [max(1, len(sample.response_ids)) for sample in make_samples()]
+    return {
+        "constant": [float(PROMPTS * GROUP)] * len(lengths),
+        "token_mean": [float(sum(lengths))] * len(lengths),
+        "sample_mean": [float(PROMPTS * GROUP * length) for length in lengths],
+    }[algo.get("aggregation", "constant")]
+
+
+def advantages_of(algo: dict[str, Any], tables: dict[int, Any], norms: Tensor) -> list[list[float]]:
+    """A of every token, by the definition of the baseline."""
+    rewards = judged().rewards.flatten().tolist()
+    lengths = [len(response) for _, response in tables.values()]
+    if algo["baseline"] != "otb":
+        return [[value] * lengths[n] for n, value in enumerate(of_responses(algo["baseline"], rewards, norms))]
+    energy: list[list[float]] = []  # W_{i, t}
+    for n, (table, response) in tables.items():
+        path_energy, so_far = [], 0.0
+        for t, token in enumerate(response):
+            pi = table[t].detach().exp()
+            ratio = (table[t, token].detach() - make_samples()[n].logprobs[t]).exp().clamp(max=CAP)
+            so_far += float(ratio**2 * (1 - 2 * pi[token] + (pi**2).sum()))
+            path_energy.append(so_far)
+        energy.append(path_energy)
+    found = []
+    for n in range(len(rewards)):
+        group = range(n // GROUP * GROUP, (n // GROUP + 1) * GROUP)
+        values = []
+        for t in range(lengths[n]):
+            left = [j for j in group if lengths[j] > t]
+            b = sum(energy[j][t] * rewards[j] for j in left) / sum(energy[j][t] for j in left)
+            values.append(rewards[n] - b)
+        found.append(values)
+    return found
+
+
+def of_responses(baseline: str, rewards: list[float], norms: Tensor) -> list[float]:
+    """A = r - b, b the weighted mean of the others: with weights 1 (rloo) or w by the oracle (optimal)."""
+    weights = [1.0] * len(rewards) if baseline == "rloo" else norms.tolist()
+    found = []
+    for n, reward in enumerate(rewards):
+        others = [j for j in range(n // GROUP * GROUP, (n // GROUP + 1) * GROUP) if j != n]
+        total = sum(weights[j] for j in others)
+        found.append(reward - sum(weights[j] * rewards[j] for j in others) / total if total else 0.0)
+    return found
+
+
+def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], tuple[Outcome, Any]]]) -> None:
+    for name, case in results[0]:
+        gradients, (loss, mean_norm, k3) = wanted[case]
+        assert_outcomes([found[name, case][0] for found in results], gradients, (name, case))
+        for found in results:
+            norms, *figures, kl = found[name, case][1]
+            torch.testing.assert_close(norms, wanted["norms"], rtol=1e-10, atol=0)
+            assert figures == pytest.approx([loss, mean_norm], rel=1e-10), (name, case)
+            assert kl == (pytest.approx(k3, rel=1e-10) if "kl_coefficient" in CASES[case] else None), (name, case)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    makers: dict[str, Callable[..., Path]] = {"dense": make_hf_dir, "moe": make_moe_hf_dir}
+    options: dict[str, dict[str, Any]] = {"dense": {"tied": True, "num_hidden_layers": 4}, "moe": {}}
+    return {
+        f"{kind} {when}": str(make(root / kind / when, seed=seed, dtype=torch.float64, **options[kind]))
+        for kind, make in makers.items()
+        for when, seed in (("start", 5), ("now", 6))
+    }
+
+
+@pytest.fixture(scope="module")
+def dense(models: dict[str, str]) -> dict[str, Any]:
+    return wanted_of(models["dense now"], models["dense start"])
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_gradients_of_tokens(models: dict[str, str], dense: dict[str, Any], world_size: int) -> None:
+    check(dense, run_ranks(on_ranks, world_size, models["dense now"], models["dense start"], LAYOUTS[world_size]))
+
+
+def test_experts_that_replicas_share(models: dict[str, str]) -> None:
+    now, start = models["moe now"], models["moe start"]
+    check(wanted_of(now, start), run_ranks(on_ranks, 2, now, start, EXPERTS))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_comparison_sees_a_mistake(models: dict[str, str], dense: dict[str, Any], mutation: str) -> None:
+    found = run_ranks(on_ranks, 1, models["dense now"], models["dense start"], {"one": ({}, {})}, mutation)
+    with pytest.raises(AssertionError):
+        check(dense, found)

@@ -1,0 +1,69 @@
+"""The KL penalty's slopes are autograd's, and over a whole distribution those of the divergences they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oblr_megatron.algo.kl import kl_penalty, kl_slope
+
+
+@pytest.mark.parametrize("form", ["k2", "k3"])
+@given(values=st.lists(st.floats(-20, 20), min_size=1, max_size=9))
+def test_the_slope_is_the_penaltys_derivative(form, values):
+    difference = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    penalty = kl_penalty(difference, form)
+    (want,) = torch.autograd.grad(penalty.sum(), difference)
+    slope = kl_slope(difference, form)
+    torch.testing.assert_close(slope, want, rtol=1e-12, atol=1e-12)
+    assert not slope.requires_grad and (penalty >= 0).all()
+
+
+@pytest.mark.parametrize("form", ["k2", "k3"])
+def test_nothing_is_lost_where_the_models_agree(form):
+    """exp(-d) - 1 written out would keep none of these digits."""
+    difference = torch.tensor([1e-12], dtype=torch.float64)
+    assert kl_slope(difference, form).item() == pytest.approx(1e-12, rel=1e-9)
+    assert kl_penalty(torch.zeros(3), form).tolist() == kl_slope(torch.zeros(3), form).tolist() == [0, 0, 0]
+
+
+def distributions() -> tuple[Tensor, Tensor]:
+    """Log-probs of pi, with gradient, and of pi_ref over seven tokens."""
+    generator = torch.Generator().manual_seed(0)
+    logits, other = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    return logits.requires_grad_().log_softmax(-1), other.log_softmax(-1)
+
+
+@pytest.mark.parametrize("form", ["k2", "k3"])
+def test_expected_gradients(form):
+    """E[kappa grad log pi]: of KL(pi || pi_ref) under k2, of KL(pi_ref || pi) under k3."""
+    pi, reference = distributions()
+    weights = pi.exp().detach() * kl_slope(pi - reference, form)
+    divergence = (pi.exp() * (pi - reference)).sum() if form == "k2" else (reference.exp() * (reference - pi)).sum()
+    (got,) = torch.autograd.grad((weights * pi).sum(), pi, retain_graph=True)
+    (got,) = torch.autograd.grad(pi, leaf(pi), got, retain_graph=True)
+    (want,) = torch.autograd.grad(divergence, leaf(pi))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def leaf(pi: Tensor) -> Tensor:
+    """The logits that `distributions` made pi of."""
+    node = pi.grad_fn
+    while not hasattr(node, "variable"):
+        node = node.next_functions[0][0]
+    return node.variable
+
+
+def test_the_mean_of_k3_is_the_divergence():
+    pi, reference = (values.detach() for values in distributions())
+    want = (pi.exp() * (pi - reference)).sum()
+    torch.testing.assert_close((pi.exp() * kl_penalty(pi - reference, "k3")).sum(), want, rtol=1e-12, atol=0)
+
+
+def test_an_unknown_form_is_refused():
+    for function in (kl_penalty, kl_slope):
+        with pytest.raises(ValueError, match="k1"):
+            function(torch.zeros(1), "k1")

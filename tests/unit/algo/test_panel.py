@@ -1,0 +1,128 @@
+"""The live panel against sums written out by hand, against enumeration, and against baselines that look at themselves.
+
+Not covered: how well the second moment stands for the variance (`study variance` measures that).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from oblr_megatron.algo import baseline as registry
+from oblr_megatron.algo import panel
+from oblr_megatron.algo.baseline import BASELINES, Baseline, baseline_values, variance_ratio_vs_rloo
+from oblr_megatron.config_algo import AlgoConfig
+
+OPTIONS = AlgoConfig()
+Q, G = 6, 4
+
+
+def batch(seed: int = 0, num_prompts: int = Q, group: int = G) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    rewards = (torch.rand(num_prompts, group, generator=random) < 0.4).double()
+    norms = torch.rand(num_prompts, group, generator=random, dtype=torch.float64) * (1 + 5 * rewards)
+    return rewards, norms, torch.randint(1, 30, (num_prompts, group), generator=random).double()
+
+
+def test_a_batch_by_hand() -> None:
+    """One group of rewards 1, 0, 0 with w = 4, 1, 1: rloo has A = 1, -1/2, -1/2 and the sum 4.5."""
+    rewards, norms = torch.tensor([[1.0, 0.0, 0.0]]).double(), torch.tensor([[4.0, 1.0, 1.0]]).double()
+    found = panel.variance_ratios(rewards, norms, torch.ones(1, 3).double(), OPTIONS)
+    # optimal: A = 1, -4/5, -4/5 -> 5.28. none: 4. group_mean: A = 2/3, -1/3, -1/3, in scale again: rloo's.
+    wanted = {
+        "none": 4 / 4.5,
+        "group_mean": 1.0,
+        "batch_mean": 1.0,
+        "opo": 1.0,
+        "length_loo": 1.0,
+        "optimal": 5.28 / 4.5,
+    }
+    assert found == pytest.approx(wanted, rel=1e-12), "no prior: there is no other prompt"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_leave_one_out_baselines_have_the_ratio_of_the_runs_own_figure(seed: int) -> None:
+    rewards, norms, lengths = batch(seed)
+    found = panel.variance_ratios(rewards, norms, lengths, OPTIONS)
+    for name in ("none", "rloo_prior", "length_loo", "optimal", "optimal_prior"):
+        values = baseline_values(name, rewards, norms, lengths, OPTIONS)
+        assert found[name] == pytest.approx(variance_ratio_vs_rloo(rewards, norms, values), rel=1e-12)
+
+
+def test_the_panel_is_the_registry_but_for_what_is_said() -> None:
+    assert set(BASELINES) - set(panel.PANEL) == {"otb", "grpo", "reinforce_pp", "rloo"}
+    assert set(panel.variance_ratios(*batch(), OPTIONS)) == set(panel.PANEL)
+
+
+def test_scales_are_what_a_response_weighs_in_its_own_baseline() -> None:
+    """Averaged over the responses, found by changing each reward in turn."""
+    rewards, norms, lengths = batch()
+    for name in panel.PANEL:
+        shares = torch.zeros(Q * G, dtype=torch.float64)
+        before = baseline_values(name, rewards, norms, lengths, OPTIONS).flatten()
+        for n in range(Q * G):
+            changed = rewards.clone()
+            changed.view(-1)[n] += 1
+            shares[n] = baseline_values(name, changed, norms, lengths, OPTIONS).flatten()[n] - before[n]
+        assert float(shares.mean()) == pytest.approx(panel.own_share(name, rewards), abs=1e-12), name
+
+
+def test_groups_that_were_not_measured_do_not_count() -> None:
+    rewards, norms, lengths = batch()
+    norms[2] = 0.0
+    rewards[2] = 1.0 - rewards[2]
+    found = panel.variance_ratios(rewards, norms, lengths, OPTIONS)
+    kept = [0, 1, 3, 4, 5]
+    for name in ("none", "group_mean", "optimal", "length_loo"):  # that look at the group alone
+        alone = panel.variance_ratios(rewards[kept], norms[kept], lengths[kept], OPTIONS)
+        assert found[name] == pytest.approx(alone[name], rel=1e-12)
+
+
+@pytest.mark.parametrize("case", ["no norms", "equal rewards", "one response"])
+def test_nothing_where_nothing_can_be_said(case: str) -> None:
+    rewards, norms, lengths = batch(group=1 if case == "one response" else G)
+    if case == "no norms":
+        norms = torch.zeros_like(norms)
+    if case == "equal rewards":
+        rewards = torch.ones_like(rewards)
+    assert panel.variance_ratios(rewards, norms, lengths, OPTIONS) == {}
+
+
+def dependence(name: str, rewards: Tensor, norms: Tensor, lengths: Tensor) -> float:
+    values = baseline_values(name, rewards, norms, lengths, OPTIONS)
+    return panel.self_dependence(name, values, rewards, norms, lengths, OPTIONS)
+
+
+@pytest.mark.parametrize("name", [name for name, line in BASELINES.items() if line.function is not None])
+@pytest.mark.parametrize("measured", [True, False])
+def test_self_dependence(name: str, measured: bool) -> None:
+    """Nothing for those that leave the response out; else its weight in the mean."""
+    rewards, norms, lengths = batch(1)
+    if not measured:
+        norms = torch.zeros_like(norms)
+    probe = divmod(int((norms if measured else lengths).argmax()), G)
+    wanted = {
+        "group_mean": 1 / G,
+        "grpo": 1 / G,
+        "batch_mean": 1 / (Q * G),
+        "reinforce_pp": 1 / (Q * G),
+        "opo": float(lengths[probe] / lengths[probe[0]].sum()),
+    }
+    assert dependence(name, rewards, norms, lengths) == pytest.approx(wanted.get(name, 0.0), abs=1e-12)
+
+
+def test_a_weighted_mean_with_its_own_response_in_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theorem 7 taken without leaving out."""
+
+    def inclusive(rewards: Tensor, norms: Tensor, lengths: Tensor, options: AlgoConfig) -> Tensor:
+        return ((norms * rewards).sum(-1, keepdim=True) / norms.sum(-1, keepdim=True)).expand_as(rewards)
+
+    monkeypatch.setitem(registry.BASELINES, "inclusive", Baseline(inclusive, needs_norms=True))
+    rewards, norms, lengths = batch()
+    share = (norms / norms.sum(-1, keepdim=True)).flatten()[int(norms.argmax())]
+    assert dependence("inclusive", rewards, norms, lengths) == pytest.approx(float(share), rel=1e-9)
+
+
+def test_spread_is_over_prompts() -> None:
+    assert panel.spread(torch.tensor([[0.0, 2.0], [3.0, 3.0]])) == 1.0

@@ -1,0 +1,113 @@
+"""Rates taken from an earlier run: shuffled, or smoothed into a decay of the same mean; and runs that will not do."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oblr_megatron.algo.rate_controls import check_source, matched_decay, shuffled
+from oblr_megatron.algo.schedule import build_schedule
+from oblr_megatron.config import OptimizerConfig
+from oblr_megatron.config_algo import AlgoConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.types import GradientStats
+
+RATES = [0.1, 0.2, 0.3, 0.31, 0.24, 0.2, 0.17, 0.11, 0.1, 0.06]
+WARMUP = 2
+
+
+def write_source(run_dir: Path, rates: list[Any] = RATES, **algo: Any) -> Path:
+    run_dir.mkdir(exist_ok=True)
+    records = [{"step": 0, "eval/sums/accuracy": 0.5}]
+    records += [{"step": step, "lr": rate} for step, rate in enumerate(rates, start=1)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    if algo:
+        (run_dir / "config.json").write_text(json.dumps({"algo": algo}))
+    return run_dir
+
+
+def rates_of(
+    schedule: str, source: Path, *, seed: int = 0, num_steps: int = len(RATES), optimizer: str = "adam"
+) -> Any:
+    algo = AlgoConfig(schedule=schedule, schedule_from=source)
+    check_source(algo, num_steps)
+    options = OptimizerConfig(lr=7.0, name=optimizer)
+    built = build_schedule(algo, options, num_steps=num_steps, num_prompts=8, seed=seed)
+    return [built.rate(step) for step in range(num_steps)]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_shuffled_rates_are_the_sources_in_another_order(tmp_path: Path, optimizer: str) -> None:
+    """Whatever the optimizer: its exponent is in the source's rates already."""
+    source = write_source(tmp_path / "source")
+    orders = [rates_of("shuffled", source, seed=seed, optimizer=optimizer) for seed in range(4)]
+    assert all(sorted(order) == sorted(RATES) for order in orders)
+    assert len({tuple(order) for order in [RATES, *orders]}) == 5
+    assert orders[1] == rates_of("shuffled", source, seed=1) == shuffled(RATES, 1)
+
+
+def test_a_shorter_run_shuffles_the_rates_of_as_many_steps(tmp_path: Path) -> None:
+    assert sorted(rates_of("shuffled", write_source(tmp_path / "source"), num_steps=4)) == sorted(RATES[:4])
+
+
+def test_a_matched_decay_has_the_sources_warm_up_and_mean(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", schedule="snr", snr={"warmup_steps": WARMUP})
+    rates = rates_of("matched_decay", source)
+    assert rates[:WARMUP] == RATES[:WARMUP]
+    assert sum(rates) == pytest.approx(sum(RATES), rel=1e-12)
+    ratios = [b / a for a, b in zip(rates[WARMUP:], rates[WARMUP + 1 :], strict=False)]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios)), "a line in the logarithm"
+    assert ratios[0] < 1
+
+
+def test_the_line_is_that_of_least_squares() -> None:
+    """Against numpy's."""
+    import numpy as np
+
+    rates = matched_decay(RATES, 0)
+    slope = np.polyfit(np.arange(len(RATES)), np.log(RATES), 1)[0]
+    assert math.log(rates[1] / rates[0]) == pytest.approx(slope)
+    exact = [2.0**-step for step in range(6)]
+    assert matched_decay(exact, 0) == pytest.approx(exact)
+    assert matched_decay([0.5], 0) == [0.5] and matched_decay([0.5, 0.25], 2) == [0.5, 0.25]
+
+
+def test_the_warm_up_is_the_sources_own(tmp_path: Path) -> None:
+    """A constant schedule has none; of a source without a configuration it is taken to be this run's."""
+    constant = rates_of("matched_decay", write_source(tmp_path / "a", schedule="constant", snr={"warmup_steps": 9}))
+    assert constant == pytest.approx(matched_decay(RATES, 0))
+    assert rates_of("matched_decay", write_source(tmp_path / "b")) == pytest.approx(matched_decay(RATES, 10))
+
+
+def test_estimates_are_made_and_carried_over_a_break(tmp_path: Path) -> None:
+    algo = AlgoConfig(schedule="shuffled", schedule_from=write_source(tmp_path / "source"))
+    first, second = (
+        build_schedule(algo, OptimizerConfig(), num_steps=len(RATES), num_prompts=8, seed=3) for _ in range(2)
+    )
+    first.observe(GradientStats(0.0, 1.0, 2.5, 4, 0.0, 0.0, 0.0, 1))
+    second.load_state_dict(first.state_dict())
+    assert second.rate(5) == first.rate(5)
+    assert first.figures()["snr/shrink_ema"] == second.figures()["snr/shrink_ema"] == pytest.approx(0.5)
+
+
+def test_a_source_that_will_not_do_is_refused(tmp_path: Path) -> None:
+    def refuse(message: str, num_steps: int = len(RATES), **algo: Any) -> None:
+        with pytest.raises(UserError, match=message) as found:
+            check_source(AlgoConfig(**algo), num_steps)
+        assert "\n" not in str(found.value)
+
+    whole = write_source(tmp_path / "whole")
+    refuse("no metrics here", schedule="shuffled", schedule_from=tmp_path / "nothing")
+    refuse("10 learning rates are logged, and the run has num_steps 11", 11, schedule="shuffled", schedule_from=whole)
+    refuse("none is named", schedule="matched_decay")
+    refuse("takes nothing from it", schedule="snr", schedule_from=whole)
+    for wrong in (0.0, None):
+        broken = write_source(tmp_path / "broken", [*RATES[:-1], wrong])
+        refuse("1 of the first 10 learning rates are not positive", schedule="matched_decay", schedule_from=broken)
+    (whole / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be read"):
+        rates_of("matched_decay", whole)

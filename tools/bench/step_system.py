@@ -1,0 +1,149 @@
+"""One of `step.py`'s systems in a process of its own: `python step_system.py WORK.json SYSTEM`, a step a line.
+
+Nothing of a system's loop is written anew here: the package's is `train.train`, TRL's is `Trainer.train`. Each is held
+up where a step begins (before its prompts are taken, at TRL's `on_step_begin`) until the next one is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from transformers import TrainerCallback
+
+from oblr_megatron.config import Config, OptimizerConfig, parse_config
+from oblr_megatron.types import Prompt
+
+ROOT = Path(__file__).resolve().parents[2]
+STILL = 1e-12  # learning rate: every step samples from the same policy, so that none has longer responses than another
+TRL = {"trl_grpo": "grpo", "trl_rloo": "rloo"}
+PRESETS = {"oblr_po": "oblr_po", "rloo": "rloo"}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every system's step does.
+
+    Example: Work(directory="/tmp/x", num_prompts=64, group_size=8, num_steps=12, num_threads=2)
+    """
+
+    directory: str  # of examples/tiny_cpu/prepare.py
+    num_prompts: int
+    group_size: int
+    num_steps: int  # at most so many
+    num_threads: int
+
+
+class Finished(Exception):
+    """No further step is wanted."""
+
+
+class Pace:
+    """Called where a step begins: tells how long the one before took, and waits until this one is asked for."""
+
+    def __init__(self, output: IO[str]) -> None:
+        self._output = output
+        self._begin: float | None = None
+
+    def __call__(self) -> None:
+        """A line out, "ready" or the seconds of a step; a line in.
+
+        Raises:
+            Finished: no line came in.
+        """
+        now = time.perf_counter()
+        print("ready" if self._begin is None else now - self._begin, file=self._output, flush=True)
+        if not sys.stdin.readline():
+            raise Finished
+        self._begin = time.perf_counter()
+
+
+def main(work_file: str, system: str) -> None:
+    """Run the system until standard input ends; what libraries print goes to standard error."""
+    pace = Pace(os.fdopen(os.dup(1), "w"))
+    os.dup2(2, 1)
+    work = Work(**json.loads(Path(work_file).read_text(encoding="utf-8")))
+    with suppress(Finished):
+        if system in TRL:
+            run_trl(work, system, pace)
+        else:
+            run_package(work, system, pace)
+
+
+def config_of(work: Work, system: str) -> Config:
+    """The demo's, on this work."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "examples/tiny_cpu/config.toml").read_text(encoding="utf-8"))
+    directory = Path(work.directory)
+    del table["evaluate"], table["algo"]["baseline"], table["algo"]["schedule"]
+    table |= {"run_dir": str(directory / system), "num_steps": work.num_steps, "log": {"tensorboard": False}}
+    table |= {"num_prompts": work.num_prompts, "group_size": work.group_size}
+    table["algo"]["preset"] = PRESETS.get(system)
+    table["model"]["path"], table["data"]["train"] = str(directory / "model"), str(directory / "train.jsonl")
+    table["optimizer"]["lr"] = STILL
+    table["rollout"]["num_threads"] = work.num_threads
+    table["checkpoint"]["every_steps"] = 0
+    return parse_config(table)
+
+
+def run_package(work: Work, system: str, pace: Pace) -> None:
+    """megatron-core and vLLM, one rank."""
+    from oblr_megatron.run import open_run
+    from oblr_megatron.train import train
+
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    with open_run(config_of(work, system)) as run:
+        take = run.stream.take
+
+        def paced(count: int) -> Sequence[Prompt]:
+            pace()
+            return take(count)
+
+        run.stream.take = paced
+        train(run)
+
+
+def run_trl(work: Work, system: str, pace: Pace) -> None:
+    """TRL's trainer with transformers' generate, its default loss, on the same rows and lengths."""
+    from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+    from oblr_megatron.study.trl_trainer import open_trainer, trainer_arguments
+
+    class Paced(TrainerCallback):
+        def on_step_begin(self, *arguments: object, **more: object) -> None:
+            pace()
+
+    config = config_of(work, system)
+    rows = [json.loads(line) for line in Path(config.data.train[0].path).read_text(encoding="utf-8").splitlines()]
+    rows = [rows[n % len(rows)] for n in range(work.num_steps * work.num_prompts)]
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    arguments = trainer_arguments(
+        TRL[system],
+        output_dir=config.run_dir,
+        seed=config.seed,
+        num_steps=work.num_steps,
+        num_prompts=work.num_prompts,
+        group_size=work.group_size,
+        max_response_tokens=config.rollout.max_response_tokens,
+        temperature=config.rollout.temperature,
+        kl_coefficient=0.0,
+        optimizer=OptimizerConfig(lr=STILL, clip_grad=config.optimizer.clip_grad),
+    )
+
+    def exact_match(index: int, tokens: list[int]) -> float:
+        return float(tokenizer.decode(tokens, skip_special_tokens=True) == rows[index]["answer"])
+
+    model, questions = Qwen3ForCausalLM.from_pretrained(config.model.path), [row["question"] for row in rows]
+    open_trainer(TRL[system], arguments, model, tokenizer, questions, exact_match, [Paced()]).train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
