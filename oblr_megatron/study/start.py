@@ -28,7 +28,7 @@ from oblr_megatron.study.policy import END, FIRST_CHARACTER, PAD, UNKNOWN, LabPo
 from oblr_megatron.study.tasks import TASKS, Row, Skill, Task
 
 HIDDEN, LAYERS = 64, 2
-BATCH, STEPS, LR = 64, 1200, 3e-3
+BATCH, STEPS, LR = 64, 1500, 3e-3
 SHARE_LEARNING = 0.6  # of the steps, in which the teacher is always right
 WEIGHT_SEED = 0
 MAX_POSITIONS = 64
@@ -47,7 +47,7 @@ def task_named(name: str) -> Task:
 
 
 def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS) -> Path:
-    """DIRECTORY/TASK-SKILL, made if it is not there whole; 10 to 20 seconds of one core.
+    """DIRECTORY/TASK-SKILL, made if it is not there whole; about 20 seconds of one core.
 
     Raises:
         UserError: there is no such task.

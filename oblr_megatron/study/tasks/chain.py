@@ -1,6 +1,6 @@
 """The last digit of a long sum, with as much of the reasoning written out as the policy cares to write.
 
-    7+5+9+4:  ->  215=5      the partial sums' last digits, "=", the answer; only what follows "=" is judged
+    4+5+2+4:  ->  915=5      the partial sums' last digits, "=", the answer; only what follows "=" is judged
 
 A response may skip the reasoning and guess: "=3" is short and right one time in ten. Length, gradient norm and
 correctness therefore go together, which is where a norm-weighted baseline should differ from a plain mean.
@@ -16,8 +16,8 @@ FEWEST, MOST = 3, 6
 
 
 def draw(generator: random.Random) -> Row:
-    """Three to six digits to add."""
-    terms = [generator.randint(1, 9) for _ in range(generator.randint(FEWEST, MOST))]
+    """Three to six digits from 1 to 5 to add."""
+    terms = [generator.randint(1, 5) for _ in range(generator.randint(FEWEST, MOST))]
     return Row("+".join(map(str, terms)) + ":", str(sum(terms) % 10))
 
 
