@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from oblr_megatron.algo.rate_controls import control_rates
-from oblr_megatron.algo.snr import ScheduleState, SnrAverages, SnrSchedule, check_schedule
+from oblr_megatron.algo.snr import ScheduleState, SnrAverages, SnrSchedule, check_schedule, ramp
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config_algo import AlgoConfig
 from oblr_megatron.types import GradientStats
@@ -70,7 +70,8 @@ def build_schedule(
 
     Args:
         algo: schedule, schedule_from and snr are read.
-        optimizer: lr (eta_0), name (for the snr exponent) and min_lr_ratio are read; a control has its source's rates.
+        optimizer: lr (eta_0), lr_warmup_steps, name (for the snr exponent) and min_lr_ratio are read; a control has its
+            source's rates.
         num_steps: length of the run, for the cosine and the controls.
         num_prompts: Q, to scale the noise of a fold to one prompt's.
         seed: of the run, for "shuffled".
@@ -78,13 +79,15 @@ def build_schedule(
     Raises:
         UserError: a control's source will not do, see `rate_controls.source_rates`.
     """
-    averages = SnrAverages(algo.snr, num_prompts)
+    averages, warmup = SnrAverages(algo.snr, num_prompts), optimizer.lr_warmup_steps
     match algo.schedule:
         case "constant":
-            return CurveSchedule("constant", lambda step: optimizer.lr, averages)
+            return CurveSchedule("constant", lambda step: optimizer.lr * ramp(step, warmup), averages)
         case "cosine":
             options = {"lr": optimizer.lr, "min_lr_ratio": optimizer.min_lr_ratio}
-            return CurveSchedule("cosine", lambda step: cosine(step, num_steps=num_steps, **options), averages)
+            return CurveSchedule(
+                "cosine", lambda step: cosine(step, num_steps=num_steps, **options) * ramp(step, warmup), averages
+            )
         case "snr":
             return SnrSchedule(algo.snr, optimizer, num_prompts)
         case "shuffled" | "matched_decay":

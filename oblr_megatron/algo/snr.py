@@ -138,8 +138,7 @@ class SnrSchedule:
         if step >= warmup and self._fresh:
             self._move_factor()
         self._fresh = False
-        ramp = min(1.0, (step + 1) / warmup) if warmup else 1.0
-        self._latest, self._awaiting = (step, self._lr * ramp * self._factor), True
+        self._latest, self._awaiting = (step, self._lr * ramp(step, warmup) * self._factor), True
         return self._latest[1]
 
     def observe(self, stats: GradientStats) -> None:
@@ -176,6 +175,11 @@ class SnrSchedule:
         target = (shrink / self._reference) ** self._exponent
         step = self._config.max_change
         self._factor = min(max(target, self._factor / step), self._factor * step)
+
+
+def ramp(step: int, warmup_steps: int) -> float:
+    """Share of the rate in step `step`, counted from 0: (step + 1) / warmup_steps up to 1."""
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
 def check_schedule(state: ScheduleState, name: str) -> None:

@@ -7,6 +7,7 @@ were finished, and the next call goes on with the others. A run that fails does 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -21,11 +22,13 @@ from typing import Any
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import write_whole
+from oblr_megatron.stopping import die_with
 from oblr_megatron.study.results import ASKED_FILE, Key, asked_of, first_difference, is_whole
 
 LOG_FILE = "log.txt"
 POLL_S = 0.05
 WORKER = (sys.executable, "-m", "oblr_megatron.study.worker")
+FORKED = ("lab", "trl_grpo", "trl_rloo")  # backends whose imports take as long as a short run
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,56 @@ class Ended:
     seconds: float
 
 
+class _Forked:
+    """A run as a fork of a server that has imported the laboratory; as much of Popen as is needed."""
+
+    def __init__(self, asked: Path, log: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["oblr_megatron.study.lab"])
+        self._process = context.Process(target=forked, args=(asked, log))
+        self._process.start()
+        assert self._process.pid is not None, "it was started"
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """As Popen's."""
+        return self._process.exitcode
+
+    def wait(self) -> int | None:
+        """As Popen's; for a process that was told to end: it may not have begun its session yet."""
+        self._process.kill()
+        self._process.join()
+        return self._process.exitcode
+
+
+def forked(asked: Path, log: Path) -> None:
+    """The run, in the fork."""
+    import torch
+
+    from oblr_megatron.study.worker import main
+
+    os.setsid()
+    die_with(os.getppid())  # the server, which ends with the study
+    with log.open("wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    torch.set_num_threads(1)
+    sys.exit(main([str(asked)]))
+
+
+def spawned(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """A run as a process from scratch."""
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+
 class Running:
     """A job as a process."""
 
@@ -76,18 +129,11 @@ class Running:
         self.job, self._deadline_s = job, deadline_s
         shutil.rmtree(job.run_dir, ignore_errors=True)  # a run that was cut
         job.run_dir.mkdir(parents=True)
-        asked = job.run_dir / ASKED_FILE
+        asked, log = job.run_dir / ASKED_FILE, job.run_dir / LOG_FILE
         write_whole(asked, json.dumps(job.asked, indent=2) + "\n")
         self._start = time.monotonic()
-        with (job.run_dir / LOG_FILE).open("wb") as log:
-            self._process = subprocess.Popen(
-                [*job.worker, str(asked)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
+        forks = job.backend in FORKED and job.worker == WORKER
+        self._process = _Forked(asked, log) if forks else spawned([*job.worker, str(asked)], log)
 
     def ended(self) -> Ended | None:
         """How it ended, or None; past its deadline it is ended here."""

@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field, model_validator
 
 from oblr_megatron import figures
 from oblr_megatron.algo.schedule import Schedule, build_schedule
-from oblr_megatron.config import LogConfig, OptimizerConfig
+from oblr_megatron.config import LogConfig, OptimizerConfig, validated
 from oblr_megatron.config_algo import AlgoConfig
 from oblr_megatron.config_section import Section
 from oblr_megatron.errors import EXIT_OK, UserError
@@ -63,6 +64,15 @@ class LabConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """As in a training run."""
 
+    @model_validator(mode="after")
+    def _whole_folds(self) -> Self:
+        """Folds are of whole prompts and of equal size."""
+        if self.num_prompts % self.algo.snr.num_folds:
+            raise ValueError(
+                f"num_prompts {self.num_prompts} is not a multiple of algo.snr.num_folds {self.algo.snr.num_folds}"
+            )
+        return self
+
 
 def read_config(path: Path) -> LabConfig:
     """A LabConfig from JSON.
@@ -71,20 +81,10 @@ def read_config(path: Path) -> LabConfig:
         UserError: it cannot be read, or a value is wrong.
     """
     try:
-        config = LabConfig.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UserError(f"cannot read: {error.strerror}", where=str(path), mend="give a config's path") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(f"{key}: {first['msg']}", where=str(path), mend="correct the value") from None
-    if config.num_prompts % config.algo.snr.num_folds:
-        raise UserError(
-            f"num_prompts {config.num_prompts} is not a multiple of algo.snr.num_folds {config.algo.snr.num_folds}",
-            where=str(path),
-            mend="change one of them",
-        )
-    return config
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read: {error}", where=str(path), mend="give a JSON file") from None
+    return validated(LabConfig, table, str(path))
 
 
 class Lab:

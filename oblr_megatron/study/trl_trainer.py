@@ -68,7 +68,8 @@ def trainer_arguments(
         "beta": kl_coefficient,
         "optim": "adamw_torch",
         "learning_rate": optimizer.lr,
-        "lr_scheduler_type": "constant",
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": optimizer.lr_warmup_steps,  # transformers' ramp is a step late: its first rate is 0
         "adam_beta1": optimizer.adam_beta1,
         "adam_beta2": optimizer.adam_beta2,
         "adam_epsilon": optimizer.adam_eps,

@@ -54,6 +54,15 @@ def test_cosine_goes_from_lr_to_its_share_at_the_last_step():
     assert run(build("cosine", num_steps=1), [0.5]) == [1.0]
 
 
+@pytest.mark.parametrize("name", ["constant", "cosine"])
+def test_curves_rise_over_the_warm_up(name):
+    options = OptimizerConfig(lr=LR, lr_warmup_steps=4)
+    risen = build_schedule(AlgoConfig(schedule=name), options, num_steps=9, num_prompts=8)
+    plain = build(name, num_steps=9)
+    ratios = [risen.rate(step) / plain.rate(step) for step in range(6)]
+    assert ratios == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
 def test_snr_is_the_papers_rule_with_reference_one_and_sgd():
     assert run(build(reference="one", horizon=1), [0.5, 0.25, 0.8, 0.4]) == pytest.approx([1.0, 0.5, 0.25, 0.8])
 

@@ -17,7 +17,9 @@ import pytest
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.study.jobs import Ended, Job, run_jobs, to_do
+from oblr_megatron.study.lab import LabConfig
 from oblr_megatron.study.results import Key, is_whole, read_result
+from oblr_megatron.study.start import prepare
 from tests.unit.study.runs import config_of, worker, write_run
 
 ROOT = Path(__file__).parents[3]
@@ -173,3 +175,24 @@ def processes_in(run_dir: Path) -> list[str]:
         except OSError:  # it ended since
             continue
     return [line for line in found if str(run_dir) in line]
+
+
+def test_runs_of_the_laboratory_are_forks_with_logs_and_deadlines(tmp_path: Path) -> None:
+    """Two ways to end: whole, and past a deadline; a third run is refused by the laboratory itself."""
+    start = prepare("brackets", "middle", tmp_path / "starts", steps=2)
+    whole, endless, wrong = (lab_job(tmp_path, start, seed, steps) for seed, steps in ((0, 1), (1, 10_000), (2, 1)))
+    wrong.config["num_prompts"] = 3
+    ended, _ = run([whole, endless, wrong], deadline_s=20.0)
+    faults = {each.job.key.seed: each.fault for each in ended}
+    assert faults[0] == "" and is_whole(whole.run_dir, "lab", 1)
+    assert faults[1] == "ran past its deadline of 20 s" and not processes_in(endless.run_dir)
+    assert faults[2].startswith("status 2: error: ") and "num_prompts 3 is not a multiple" in faults[2]
+
+
+def lab_job(out: Path, start: Path, seed: int, num_steps: int) -> Job:
+    """As a study asks for it."""
+    key = Key("brackets", "rloo", 1e-3, seed)
+    config = LabConfig(
+        task="brackets", start_dir=start, run_dir=key.run_dir(out), num_steps=num_steps, num_prompts=4, group_size=2
+    )
+    return Job(key, key.run_dir(out), "lab", config.model_dump(mode="json"))

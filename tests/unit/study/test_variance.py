@@ -71,9 +71,9 @@ def test_moments_against_loops() -> None:
             for weights in (spread, other)
         ]
         own = sum(g @ g for g in sums[0]) / len(deal)
-        pairs = [(k, l) for k in range(len(deal)) for l in range(len(deal)) if k != l]
-        across = sum(sums[0][k] @ sums[0][l] for k, l in pairs) / len(pairs)
-        against = sum(sums[0][k] @ sums[1][l] for k, l in pairs) / len(pairs)
+        pairs = list(itertools.permutations(range(len(deal)), 2))
+        across = sum(sums[0][k] @ sums[0][m] for k, m in pairs) / len(pairs)
+        against = sum(sums[0][k] @ sums[1][m] for k, m in pairs) / len(pairs)
         torch.testing.assert_close(found[:, q], torch.stack([own, across, against]))
 
 
