@@ -12,6 +12,7 @@ STUDIES = {
     "curves": "arms x seeds with equal samples, each at the best rate of its sweep",
     "variance": "the gradient's covariance under every baseline, at a fixed policy",
     "smoothness": "the score's local Lipschitz constant along a training path",
+    "kl": "what a KL penalty does to the optimal baseline, the noise and the rate",
     "learning_rate": "the rate the bound predicts, and the best one of a line search",
 }
 """Name of the module here, which has `add_arguments(parser)`, and of its subcommand; what it measures."""
