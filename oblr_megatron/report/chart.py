@@ -115,7 +115,7 @@ def draw_panel(panel: Panel, horizontal: Axis, step_labels: bool) -> str:
     shapes += "".join(_cloud(curve, frame, panel.log) for curve in panel.curves if curve.kind in ("cloud", "dots"))
     entries = []
     for curve in panel.curves:
-        steps, values = thin_line(*_line_of(curve, panel.log), limit=200 if curve.kind == "average" else 400)
+        steps, values = thin_line(*_line_of(curve, panel.log), limit=100 if curve.kind == "average" else 400)
         shapes += _line(curve, steps, values, frame) if curve.kind != "dots" else ""
         texts = [number(float(value)) for value in values]
         key = f"{'dot' if curve.kind in ('marks', 'dots') else 'stroke'} s{curve.colour}"

@@ -5,8 +5,8 @@ algo/kl.py. Its variance is least, over constants b, at
 
     b* = E[<s, r s - beta k>] / E[w] = E[w r] / E[w] - beta E<s, k> / E[w]
 
-and no longer at OBLR-PO's E[w r] / E[w], which is what `optimal` and `optimal_prior` estimate whatever beta is. Measured
-at points of a run without a penalty: that shift, what leaving it out costs in variance, and how signal and noise change.
+and no longer at OBLR-PO's E[w r] / E[w], which `optimal` and `optimal_prior` estimate whatever beta is. Measured at
+points of a run without a penalty: that shift, what leaving it out costs in variance, how signal and noise change.
 """
 
 from __future__ import annotations

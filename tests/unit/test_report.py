@@ -217,7 +217,7 @@ def test_a_long_run_stays_a_small_file(tmp_path):
     text, _ = report_from(
         tmp_path, synthetic_records(10_000, evaluate_every=500), config=CONFIG | {"num_steps": 10_000}
     )
-    assert len(text) < 1_100_000
+    assert len(text) < 1_000_000
     assert all(len(path) < 25_000 for path in re.findall(r' d="([^"]*)"', text))
 
 
