@@ -14,7 +14,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.study.plan import Plan, load_plan
 from oblr_megatron.study.sweep import choose
 
-EXAMPLE = Path(__file__).parents[3] / "examples/study/curves.toml"
+EXAMPLES = Path(__file__).parents[3] / "examples/study"
 HEAD = """
 tasks = ["sums"]
 num_steps = 100
@@ -67,11 +67,14 @@ def test_some_arms_come_with_those_whose_rates_they_take(tmp_path: Path) -> None
         plan.only(["roo"])
 
 
-def test_the_example_is_a_plan_with_every_peer() -> None:
-    plan = load_plan(EXAMPLE)
-    assert {plan.arms[arm].backend for arm in plan.arms} == {"lab", "trl_grpo", "trl_rloo"}
-    assert {"grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "otb"} <= {a for a in plan.arms if plan.arms[a].peer}
-    assert not set(plan.seeds) & set(plan.sweep_seeds) and len(plan.seeds) >= 5
+def test_the_examples_are_plans_that_ask_for_the_same_samples() -> None:
+    plans = {path.stem: load_plan(path) for path in EXAMPLES.glob("*.toml")}
+    curves, peers = plans["curves"], {name for name, arm in plans["curves"].arms.items() if arm.peer}
+    assert peers == {"grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "otb"}
+    assert {arm.backend for arm in plans["trl"].arms.values()} == {"lab", "trl_grpo", "trl_rloo"}
+    for plan in plans.values():
+        assert plan.model_copy(update={"tasks": curves.tasks, "arms": curves.arms}) == curves
+        assert not set(plan.seeds) & set(plan.sweep_seeds) and len(plan.seeds) >= 5
 
 
 @pytest.mark.parametrize(
