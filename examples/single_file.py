@@ -42,7 +42,7 @@ class Settings:
     ratio_cap: float = 2.0  # importance ratios against the sampler's log-probs are cut here
     num_folds: int = 4  # R
     horizon: float = 150.0  # steps over which signal and ||g||^2 are averaged
-    warmup_steps: int = 10
+    warmup_steps: int = 10  # at eta_0, while the averages fill
     floor: float = 0.1  # of shrink
     exponent: float = 0.5  # alpha: 1 for SGD; Adam divides by sqrt(v) already
     max_change: float = 1.1  # of the rate, a step
@@ -193,7 +193,7 @@ class LearningRate:
     def rate(self, step: int) -> float:
         s = self.settings
         if step < s.warmup_steps:
-            return s.lr * (step + 1) / s.warmup_steps
+            return s.lr
         if self.fresh:
             self.reference = self.reference or self.shrink
             target = (self.shrink / self.reference) ** s.exponent

@@ -70,7 +70,7 @@ class SnrConfig(Section):
     horizon: float = Field(150.0, gt=0)
     """Steps over which signal and noise are averaged (exponentially, separately)."""
     warmup_steps: int = Field(10, ge=0)
-    """Steps of linear warm-up; the averages are collected meanwhile."""
+    """First steps, at the rate optimizer.lr says, in which the averages are collected and not yet used."""
     floor: float = Field(0.1, gt=0, le=1)
     """Lower clamp of the averaged shrink factor."""
     exponent: float | None = Field(None, gt=0)

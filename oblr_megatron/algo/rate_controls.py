@@ -118,11 +118,12 @@ def _slope(values: Sequence[float]) -> float:
 
 
 def _warmup_of(run_dir: Path, algo: AlgoConfig) -> int:
-    """Warm-up steps of the source, by its config.json; without one, this run's. Only the snr schedule warms up."""
+    """First steps of the source whose rates were no function of its gradients, by its config.json; or this run's."""
     path = run_dir / "config.json"
     try:
-        source = json.loads(path.read_text(encoding="utf-8"))["algo"]
-        return int(source["snr"]["warmup_steps"]) if source["schedule"] == "snr" else 0
+        source = json.loads(path.read_text(encoding="utf-8"))
+        collecting = int(source["algo"]["snr"]["warmup_steps"]) if source["algo"]["schedule"] == "snr" else 0
+        return max(collecting, int(source.get("optimizer", {}).get("lr_warmup_steps", 0)))
     except FileNotFoundError:
         return algo.snr.warmup_steps
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -108,20 +108,21 @@ class SnrAverages:
 
 
 class SnrSchedule:
-    """eta_t = eta_0 * warmup(t) * (shrink / shrink_ref)^alpha, from averages over the steps before t.
+    """eta_t = eta_0 * ramp(t) * (shrink / shrink_ref)^alpha, from averages over the steps before t.
 
-    - Warm-up: eta_0 times a linear ramp, (t + 1) / warmup_steps; the averages are collected, not yet used.
+    - ramp: of optimizer.lr_warmup_steps, as under every schedule.
+    - In the first warmup_steps steps the averages are collected and not yet used: the rate is eta_0.
     - shrink is the ratio of the averages, clamped to [floor, 1].
     - shrink_ref is 1, or the shrink found when warm-up ends, so that eta_0 is the rate at that point.
     - alpha is 1 for SGD and 0.5 for Adam, which divides by sqrt(v) already.
-    - After warm-up the rate changes by at most max_change a step, and holds when a step gave no estimate.
+    - After that the rate changes by at most max_change a step, and holds when a step gave no estimate.
 
     The rate of step t must not depend on g_t, or the update is biased: `rate(t)` is drawn first, `observe` comes after,
     and drawing the same step again gives the same rate.
     """
 
     def __init__(self, config: SnrConfig, optimizer: OptimizerConfig, num_prompts: int) -> None:
-        self._config, self._lr = config, optimizer.lr
+        self._config, self._lr, self._ramp_steps = config, optimizer.lr, optimizer.lr_warmup_steps
         self._exponent = config.exponent or (1.0 if optimizer.name == "sgd" else 0.5)
         self._averages = SnrAverages(config, num_prompts)
         self._reference = 1.0 if config.reference == "one" else None
@@ -134,11 +135,10 @@ class SnrSchedule:
         """Learning rate of step `step`, counted from 0; steps are drawn in order."""
         if self._latest is not None and self._latest[0] == step:
             return self._latest[1]
-        warmup = self._config.warmup_steps
-        if step >= warmup and self._fresh:
+        if step >= self._config.warmup_steps and self._fresh:
             self._move_factor()
         self._fresh = False
-        self._latest, self._awaiting = (step, self._lr * ramp(step, warmup) * self._factor), True
+        self._latest, self._awaiting = (step, self._lr * ramp(step, self._ramp_steps) * self._factor), True
         return self._latest[1]
 
     def observe(self, stats: GradientStats) -> None:

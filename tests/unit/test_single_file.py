@@ -162,7 +162,7 @@ def test_a_step_is_the_packages_formulas_and_one_adam_step(single, model, name):
     torch.testing.assert_close(step.gradient, gradient, rtol=1e-10, atol=1e-14)
     assert step.sq_norm == pytest.approx(float(gradient.square().sum()), rel=1e-12)
     assert step.fold_sq_norm == pytest.approx(float(folds.square().sum(-1).mean()), rel=1e-12)
-    assert step.lr == settings.lr / 4
+    assert step.lr == settings.lr
     clipped = gradient * min(1.0, 0.5 / float(gradient.norm()))
     moved = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
     first_adam_step = step.lr * clipped / (clipped.abs() + settings.eps)  # both moments are bias-corrected to g, g^2

@@ -70,7 +70,7 @@ def test_some_arms_come_with_those_whose_rates_they_take(tmp_path: Path) -> None
 def test_the_examples_are_plans_that_ask_for_the_same_samples() -> None:
     plans = {path.stem: load_plan(path) for path in EXAMPLES.glob("*.toml")}
     curves, peers = plans["curves"], {name for name, arm in plans["curves"].arms.items() if arm.peer}
-    assert peers == {"grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "otb"}
+    assert peers == {"grpo", "rloo", "opo", "reinforce_pp", "otb"}
     assert {arm.backend for arm in plans["trl"].arms.values()} == {"lab", "trl_grpo", "trl_rloo"}
     for plan in plans.values():
         assert plan.model_copy(update={"tasks": curves.tasks, "arms": curves.arms}) == curves
