@@ -78,7 +78,7 @@ class OptimizerConfig(Section):
     """eta_0: the rate at the end of warm-up (snr.reference "warmup") or at full signal ("one"); the constant schedule's
     rate, or where the cosine starts."""
     lr_warmup_steps: int = Field(0, ge=0)
-    """Steps in which the rate rises linearly, under every schedule but the controls, which have their source's rates."""
+    """Steps in which the rate rises linearly, under every schedule but the controls: they have their source's rates."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Where the cosine schedule ends, as a share of lr."""
     weight_decay: float = Field(0.0, ge=0)

@@ -31,6 +31,7 @@ from oblr_megatron.algo.baseline import BASELINES, advantages
 from oblr_megatron.algo.token_baseline import token_advantages
 from oblr_megatron.config_algo import AlgoConfig
 from oblr_megatron.errors import EXIT_OK
+from oblr_megatron.metrics import write_whole
 from oblr_megatron.study.estimator import energies
 from oblr_megatron.study.policy import Drawn, LabPolicy
 from oblr_megatron.study.start import load, prepare, task_named
@@ -231,7 +232,7 @@ def _noise_to_signal(figures: Tensor, picks: NDArray[np.int64]) -> NDArray[np.fl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `study variance`."""
-    parser.add_argument("--out", type=Path, required=True, help="directory for table, figure and starts")
+    parser.add_argument("--out", type=Path, required=True, help="the same command again goes on here")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--skills", nargs="+", default=list(get_args(Skill)), choices=get_args(Skill))
     parser.add_argument("--group-sizes", nargs="+", type=int, default=[2, 4, 8, 16], metavar="G")
@@ -249,16 +250,30 @@ def run(options: argparse.Namespace) -> int:
 
     tasks = [task_named(name) for name in options.tasks]
     torch.set_num_threads(1)
-    lines: list[Cell] = []
-    with progress("variance", len(tasks) * len(options.skills)) as advance:
-        for task in tasks:
-            for skill in options.skills:
-                policy = load(prepare(task.name, skill, options.out / "starts"), task)
-                pool = draw_pool(policy, task, task.rows()[1][: options.prompts], options.pool, options.seed)
-                for group_size in options.group_sizes:
-                    found = measure(pool, group_size, num_deals=options.deals, seed=options.seed)
-                    lines += cells(task.name, skill, group_size, found, options.seed)
-                advance(1)
-    (options.out / "variance.json").write_text(json.dumps([asdict(line) for line in lines], indent=1) + "\n")
+    file = options.out / "variance.json"
+    lines = read_cells(file)
+    wanted = [(task, skill) for task in tasks for skill in options.skills]
+    with progress("variance", len(wanted)) as advance:
+        for task, skill in wanted:
+            if (task.name, skill) not in {(line.task, line.skill) for line in lines}:
+                lines += cells_of(task, skill, options)
+                write_whole(file, json.dumps([asdict(line) for line in lines], indent=1) + "\n")
+            advance(1)
     print(write(lines, options.out))
     return EXIT_OK
+
+
+def read_cells(file: Path) -> list[Cell]:
+    """What an earlier call has measured; a task at a skill is there whole or not at all."""
+    return [Cell(**line) for line in json.loads(file.read_text(encoding="utf-8"))] if file.exists() else []
+
+
+def cells_of(task: Task, skill: Skill, options: argparse.Namespace) -> list[Cell]:
+    """All group sizes and baselines of one task at one skill."""
+    policy = load(prepare(task.name, skill, options.out / "starts"), task)
+    pool = draw_pool(policy, task, task.rows()[1][: options.prompts], options.pool, options.seed)
+    lines = []
+    for group_size in options.group_sizes:
+        found = measure(pool, group_size, num_deals=options.deals, seed=options.seed)
+        lines += cells(task.name, skill, group_size, found, options.seed)
+    return lines

@@ -1,10 +1,14 @@
 """The variance study's second moments against loops and against exact enumeration of a policy with few actions."""
 
 import itertools
+import json
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 
+from oblr_megatron.cli import main
 from oblr_megatron.study.kl import Drawn, shift_per_beta
 from oblr_megatron.study.variance import ORACLE, Pool, cells, deals, measure, moments
 from oblr_megatron.study.variance_report import document
@@ -114,3 +118,15 @@ def test_the_kl_shift_is_where_the_variance_is_least() -> None:
 
     assert all(own_second_moment(shifted) < own_second_moment(shifted + move) for move in (-0.01, 0.01))
     assert own_second_moment(shifted) < own_second_moment(best)
+
+
+def test_a_study_that_was_done_is_only_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Table and figure come from variance.json; nothing is measured, and so no start is made."""
+    pool, _, _ = bandit_pool(20, 16, seed=3)
+    lines = [
+        line for size in (2, 4) for line in cells("sums", "low", size, measure(pool, size, num_deals=1, seed=0), 0)
+    ]
+    (tmp_path / "variance.json").write_text(json.dumps([asdict(line) for line in lines]))
+    assert main(["study", "variance", "--out", str(tmp_path), "--tasks", "sums", "--skills", "low"]) == 0
+    assert "| optimal_prior |" in capsys.readouterr().out and "G = 4" in (tmp_path / "variance.md").read_text()
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".svg", ".png"}
