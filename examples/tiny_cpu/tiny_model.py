@@ -7,37 +7,25 @@ pipeline parallelism 2 divide it.
 from __future__ import annotations
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+from oblr_megatron.study.start import character_tokenizer
+
+EOS = "<eos>"
 CHARACTERS = "0123456789+="
-VOCABULARY = [PAD, EOS, UNKNOWN, *CHARACTERS]
 MAX_LENGTH = 64
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character; no token is added at the start or the end."""
-    vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()  # without it, decoding would put a space between characters
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
-        padding_side="left",
-        model_max_length=MAX_LENGTH,
-        clean_up_tokenization_spaces=False,
-    )
+    return character_tokenizer(CHARACTERS)
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, seed: int) -> Qwen3ForCausalLM:
     """A randomly initialised Qwen3, fp32, untied like the large members of the family."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.algo.kl import kl_penalty, kl_slope
-from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.errors import EXIT_OK
-from oblr_megatron.study.lab import Lab, LabConfig
+from oblr_megatron.study.lab import Lab
 from oblr_megatron.study.policy import LabPolicy
-from oblr_megatron.study.smoothness import path
-from oblr_megatron.study.start import load, prepare
+from oblr_megatron.study.smoothness import path, path_config
+from oblr_megatron.study.start import load
 from oblr_megatron.study.tasks import TASKS
 from oblr_megatron.study.variance import deals, moments, token_products
 
@@ -140,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `study kl`."""
     parser.add_argument("--out", type=Path, required=True, help="directory for the table and the starts")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
-    parser.add_argument("--steps", nargs="+", type=int, default=[10, 30, 100], metavar="STEP")
+    parser.add_argument("--steps", nargs="+", type=int, default=[10, 30, 80], metavar="STEP")
     parser.add_argument("--betas", nargs="+", type=float, default=[0.001, 0.01, 0.1], metavar="BETA")
     parser.add_argument("--lr", type=float, default=5e-4, help="Adam's rate on the way")
     parser.add_argument("--prompts", type=int, default=48, help="held-out prompts that are looked at")
@@ -157,16 +156,8 @@ def run(options: argparse.Namespace) -> int:
     lines: list[Line] = []
     with progress("kl", len(options.tasks) * len(options.steps)) as advance:
         for name in options.tasks:
-            config = LabConfig(
-                task=name,
-                start_dir=prepare(name, "low", options.out / "starts"),
-                run_dir=options.out,
-                seed=options.seed,
-                num_steps=max(1, *options.steps),
-                optimizer=OptimizerConfig(lr=options.lr, clip_grad=0.0),
-            )
             sizes = {"prompts": options.prompts, "size": options.pool, "seed": options.seed}
-            for step, lab in path(config, options.steps):
+            for step, lab in path(path_config(name, options), options.steps):
                 lines += measure(lab, step, options.betas, **sizes)
                 advance(1)
     (options.out / "kl.json").write_text(json.dumps([asdict(line) for line in lines], indent=1) + "\n")

@@ -61,6 +61,18 @@ def path(config: LabConfig, at: Sequence[int]) -> Iterator[tuple[int, Lab]]:
         yield done, lab
 
 
+def path_config(task: str, options: argparse.Namespace) -> LabConfig:
+    """A run with the defaults but for the rate, as long as the last of the steps that are looked at."""
+    return LabConfig(
+        task=task,
+        start_dir=prepare(task, "low", options.out / "starts"),
+        run_dir=options.out,
+        seed=options.seed,
+        num_steps=max(1, *options.steps),
+        optimizer=OptimizerConfig(lr=options.lr, clip_grad=0.0),
+    )
+
+
 def measure(lab: Lab, step: int, *, responses: int, seed: int) -> Point:
     """The constants where the policy stands."""
     config, task = lab.config, lab.task
@@ -133,8 +145,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `study smoothness`."""
     parser.add_argument("--out", type=Path, required=True, help="directory for the table and the starts")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
-    parser.add_argument("--steps", nargs="+", type=int, default=[0, 10, 30, 60, 100], metavar="STEP")
-    parser.add_argument("--lr", type=float, default=1e-3, help="Adam's rate on the way")
+    parser.add_argument("--steps", nargs="+", type=int, default=[0, 10, 30, 80], metavar="STEP")
+    parser.add_argument("--lr", type=float, default=5e-4, help="Adam's rate on the way")
     parser.add_argument("--responses", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(function=run)
@@ -148,15 +160,7 @@ def run(options: argparse.Namespace) -> int:
     points = []
     with progress("smoothness", len(options.tasks) * len(options.steps)) as advance:
         for name in options.tasks:
-            config = LabConfig(
-                task=name,
-                start_dir=prepare(name, "middle", options.out / "starts"),
-                run_dir=options.out,
-                seed=options.seed,
-                num_steps=max(1, *options.steps),
-                optimizer=OptimizerConfig(lr=options.lr, clip_grad=0.0),
-            )
-            for step, lab in path(config, options.steps):
+            for step, lab in path(path_config(name, options), options.steps):
                 points.append(measure(lab, step, responses=options.responses, seed=options.seed))
                 advance(1)
     (options.out / "smoothness.json").write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")
