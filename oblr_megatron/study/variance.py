@@ -157,7 +157,7 @@ def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
 def measure(pool: Pool, group_size: int, *, num_deals: int, seed: int) -> dict[str, Tensor]:
     """Of each baseline [3, Q] fp64: E||g_q||^2, ||E g_q||^2, and <E g_q, E g_q of the oracle>; all unbiased."""
     num_prompts, size = pool.rewards.shape
-    names = [*BASELINES, OTB, ORACLE, *PROXIES]
+    names = [*BASELINES, ORACLE, *PROXIES]
     algo, norms_sq = AlgoConfig(), pool.norms_sq
     sums = {name: torch.zeros(3, num_prompts, dtype=torch.float64) for name in names}
     prompts = torch.arange(num_prompts)[:, None]
