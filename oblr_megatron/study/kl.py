@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.kl import kl_penalty, kl_slope
+from oblr_megatron.algo.kl import KLForm, kl_penalty, kl_slope
 from oblr_megatron.errors import EXIT_OK
 from oblr_megatron.study.lab import Lab
 from oblr_megatron.study.policy import LabPolicy
@@ -29,15 +29,17 @@ from oblr_megatron.study.start import load
 from oblr_megatron.study.tasks import TASKS
 from oblr_megatron.study.variance import deals, moments, token_products
 
+FORMS: tuple[KLForm, ...] = ("k2", "k3")
 GROUP_SIZE, BATCH = 8, 128  # G and Q of the shrink factors, the paper's
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One point and beta. Example: Line("sums", 50, 0.1, 0.8, 1.9, -0.02, 1.003, 1.4, 0.61, 0.63)."""
+    """One point and beta. Example: Line("sums", 50, "k3", 0.1, 0.8, 1.9, -0.02, 1.003, 1.4, 0.61, 0.63)."""
 
     task: str
     step: int
+    form: KLForm
     beta: float
     accuracy: float  # mean reward of the responses drawn here
     divergence: float  # nats a response: mean over responses of sum_t k3
@@ -58,7 +60,9 @@ class Drawn:
     divergence: float
 
 
-def draw(policy: LabPolicy, reference: LabPolicy, lab: Lab, *, prompts: int, size: int, seed: int) -> Drawn:
+def draw(
+    policy: LabPolicy, reference: LabPolicy, lab: Lab, form: KLForm, *, prompts: int, size: int, seed: int
+) -> Drawn:
     """Fresh responses to held-out prompts."""
     generator, longest = torch.Generator().manual_seed(seed), lab.task.max_response_tokens
     rewards, products, slopes, penalties = [], [], [], []
@@ -69,7 +73,7 @@ def draw(policy: LabPolicy, reference: LabPolicy, lab: Lab, *, prompts: int, siz
         with torch.no_grad():
             difference = (policy.logprobs(samples)[0] - reference.logprobs(samples)[0]).double()
         own = torch.zeros(size, longest, dtype=torch.float64)
-        own[:, : difference.shape[1]] = kl_slope(difference, "k3")
+        own[:, : difference.shape[1]] = kl_slope(difference, form)
         slopes.append(own)
         penalties.append(float(kl_penalty(difference, "k3").sum(1).mean()))
     return Drawn(
@@ -80,10 +84,12 @@ def draw(policy: LabPolicy, reference: LabPolicy, lab: Lab, *, prompts: int, siz
     )
 
 
-def measure(lab: Lab, step: int, betas: Sequence[float], *, prompts: int, size: int, seed: int) -> list[Line]:
+def measure(
+    lab: Lab, step: int, form: KLForm, betas: Sequence[float], *, prompts: int, size: int, seed: int
+) -> list[Line]:
     """A line a beta where the policy stands."""
     reference = load(lab.config.start_dir, lab.task, temperature=lab.config.temperature)
-    drawn = draw(lab.policy, reference, lab, prompts=prompts, size=size, seed=seed)
+    drawn = draw(lab.policy, reference, lab, form, prompts=prompts, size=size, seed=seed)
     norms_sq = torch.einsum("qitiu->qi", drawn.products.double())
     best = (norms_sq * drawn.rewards).sum(1) / norms_sq.sum(1)  # E[w r] / E[w] of each prompt
     shift = shift_per_beta(drawn, norms_sq)
@@ -96,6 +102,7 @@ def measure(lab: Lab, step: int, betas: Sequence[float], *, prompts: int, size: 
             Line(
                 task=lab.task.name,
                 step=step,
+                form=form,
                 beta=beta,
                 accuracy=float(drawn.rewards.mean()),
                 divergence=drawn.divergence,
@@ -158,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
         for name in options.tasks:
             sizes = {"prompts": options.prompts, "size": options.pool, "seed": options.seed}
             for step, lab in path(path_config(name, options), options.steps):
-                lines += measure(lab, step, options.betas, **sizes)
+                lines += [line for form in FORMS for line in measure(lab, step, form, options.betas, **sizes)]
                 advance(1)
     (options.out / "kl.json").write_text(json.dumps([asdict(line) for line in lines], indent=1) + "\n")
     text = document(lines)
@@ -169,12 +176,12 @@ def run(options: argparse.Namespace) -> int:
 
 def document(lines: Sequence[Line]) -> str:
     """A line a point and beta."""
-    head = "task, step, mean reward, KL in nats, beta, shift of b*, cost of leaving it out, noise, shrink, with KL"
-    rows = [f"| {head.replace(', ', ' | ')} |", "|---|" + "---:|" * 9]
+    head = (
+        "task, step, mean reward, KL in nats, form, beta, shift of b*, cost of leaving it out, noise, shrink, with KL"
+    )
+    rows = [f"| {head.replace(', ', ' | ')} |", "|---|" + "---:|" * 10]
     for each in lines:
-        where = f"| {each.task} | {each.step} | {each.accuracy:.2f} | {each.divergence:.2g} | {each.beta:g} | "
-        found = (
-            f"{each.shift:+.2g} | {each.cost:.3f} | {each.noise:.3f} | {each.shrink_without:.2f} | {each.shrink:.2f} |"
-        )
-        rows.append(where + found)
+        where = f"| {each.task} | {each.step} | {each.accuracy:.2f} | {each.divergence:.2g} | {each.form} | "
+        found = f"{each.beta:g} | {each.shift:+.2g} | {each.cost:.3g} | {each.noise:.4g} | "
+        rows.append(f"{where}{found}{each.shrink_without:.2f} | {each.shrink:.2f} |")
     return "\n".join(rows) + "\n"
