@@ -53,13 +53,13 @@ def draw_curves(task: TaskSummary) -> Figure:
         _label_ends(axes, ends)
         axes.set_xlabel("step")
         return figure
-    figure, panels = _panels(title, len(task.seen))
+    figure, panels = _panels(f"{title}; on the right the area under the mean", len(task.seen))
     for axes, arm in zip(panels, task.seen, strict=True):
         for other in task.seen:
             if other is not arm:
                 _curve(axes, other, INK if other is task.reference else FAINT, band=False)
         _curve(axes, arm, _role(task, arm), band=True)
-        _title(axes, arm, _role(task, arm), f"area {arm.of(area).mean():.3f}")
+        _title(axes, arm, _role(task, arm), f"{arm.of(area).mean():.3f}")
     _key(figure, task)
     return figure
 
