@@ -130,8 +130,10 @@ def test_failures_are_named_and_the_others_go_on(tmp_path: Path, orders: Path) -
 
 
 STUDY = """
+import signal
 import sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background has it ignored
 sys.path.insert(0, sys.argv[2])
 from tests.unit.study.test_jobs import job_of, run
 run([job_of(Path(sys.argv[1]), seed) for seed in (0, 1)])

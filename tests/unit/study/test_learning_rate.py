@@ -6,6 +6,7 @@ Not covered: whether the theorem holds, which is what the study is for.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -122,16 +123,19 @@ def test_what_rules_keep():
     assert "| 9 | 4 |" in document([first, later]) and "-100% | 50% | 50% |" in document([first, later])
 
 
-def test_a_small_study_writes_its_files(start, tmp_path, monkeypatch):
+def test_a_small_study_writes_its_files(start, tmp_path, monkeypatch, capsys):
+    """A point has its lines, or is named as one without a signal: so few prompts may show either."""
     monkeypatch.setattr(learning_rate, "prepare", lambda task, skill, directory: start)
     monkeypatch.setattr(learning_rate, "RATES", learning_rate.RATES[::4])
     options = ["--tasks", "brackets", "--points", "0", "2", "--batch-sizes", "2", "--batches", "2"]
-    options += ["--prompts", "192", "--objective", "128", "--repeats", "2", "--out", str(tmp_path)]
+    options += ["--prompts", "384", "--objective", "128", "--repeats", "2", "--out", str(tmp_path)]
     assert main(["study", "learning_rate", *options]) == EXIT_OK
     lines = [Line(**each) for each in json.loads((tmp_path / "learning_rate.json").read_text())]
-    assert [(each.step, each.num_prompts, each.batches) for each in lines] == [(0, 2, 2), (2, 2, 2)]
+    left_out = re.findall(r"step (\d): no signal", capsys.readouterr().out)
+    assert sorted([*(each.step for each in lines), *map(int, left_out)]) == [0, 2] and lines
+    assert {(each.num_prompts, each.batches) for each in lines} == {(2, 2)}
     for each in lines:
         assert 0 < each.shrink < 1 and each.predicted < each.inverse_c and each.low <= each.high
-    assert lines[0].signal != lines[1].signal, "the path has moved"
+    assert len({each.signal for each in lines}) == len(lines), "the path has moved"
     for kind in ("md", "svg", "png"):
         assert (tmp_path / f"learning_rate.{kind}").stat().st_size > 500
