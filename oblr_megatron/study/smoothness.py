@@ -134,9 +134,7 @@ def reward_curvature(policy: LabPolicy, samples: Sequence[Drawn], rewards: Tenso
         with torch.no_grad():
             found.append(policy.logprobs(samples)[0].sum(1))
     policy.assign(here)
-    weights = [
-        (each - found[1]).exp() for each in found
-    ]  # importance ratios; their second difference has no noise of e
+    weights = [(each - found[1]).exp() for each in found]  # importance ratios of the same responses
     second = (weights[0] - 2 * weights[1] + weights[2]) / (10 * SHIFT) ** 2
     return float(((rewards - rewards.mean()) * second).mean())
 
