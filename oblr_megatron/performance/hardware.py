@@ -1,0 +1,98 @@
+"""GPUs by name: what they compute, hold and move, by their vendors' data sheets. Imports torch only to look at its own.
+
+FLOP/s are dense (data sheets headline twice as much, with structured sparsity). Bytes a second of links count one
+direction (data sheets of NVLink headline both). GB are 1e9 bytes. Sources: NVIDIA's data sheets of A100, H100, H200,
+H20, B200 (DGX B200), GB200 NVL72, L40S, and, for links between nodes, of the DGX of that generation: one network card
+a GPU, of 200 Gbit/s (A100) or 400 Gbit/s (later).
+
+    device_named("H100").bf16_tflops        # 989.4
+    this_device()                           # the Device of torch.cuda's first GPU; None on a CPU or an unknown GPU
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from oblr_megatron.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU and its links. Example: Device("h100", 989.4, 1978.9, 80, 3350, 450, 50, 8)."""
+
+    name: str
+    bf16_tflops: float  # 1e12 FLOP/s, dense
+    fp8_tflops: float | None  # None: has no FP8
+    memory_gb: float  # 1e9 bytes, by the data sheet; a driver shows somewhat less
+    memory_gb_s: float  # 1e9 bytes/s
+    intra_node_gb_s: float  # 1e9 bytes/s of one GPU to the others of its node, one direction
+    inter_node_gb_s: float  # 1e9 bytes/s of one GPU to other nodes, one direction
+    gpus_per_node: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """memory_gb in bytes."""
+        return int(self.memory_gb * 1e9)
+
+
+DEVICES: tuple[Device, ...] = (
+    Device("a100-80gb", 312.0, None, 80, 2039, 300, 25, 8),
+    Device("a100-40gb", 312.0, None, 40, 1555, 300, 25, 8),
+    Device("h100", 989.4, 1978.9, 80, 3350, 450, 50, 8),  # SXM5
+    Device("h100-nvl", 835.5, 1670.5, 94, 3900, 300, 50, 8),  # PCIe, bridged in pairs
+    Device("h100-pcie", 756.5, 1513.0, 80, 2000, 64, 50, 8),
+    Device("h800", 989.4, 1978.9, 80, 3350, 200, 50, 8),
+    Device("h20", 148.0, 296.0, 96, 4000, 450, 50, 8),
+    Device("h200", 989.4, 1978.9, 141, 4800, 450, 50, 8),
+    Device("b200", 2250.0, 4500.0, 180, 8000, 900, 50, 8),
+    Device("gb200", 2500.0, 5000.0, 186, 8000, 900, 50, 4),  # a node is one tray of an NVL72
+    Device("l40s", 362.0, 733.0, 48, 864, 32, 25, 8),
+)
+
+_DRIVER_NAMES: tuple[tuple[str, str], ...] = (  # words in torch.cuda.get_device_name(); the first that fit
+    ("GB200", "gb200"),
+    ("B200", "b200"),
+    ("H200", "h200"),
+    ("H100 NVL", "h100-nvl"),
+    ("H100 PCIe", "h100-pcie"),
+    ("H100", "h100"),
+    ("H800", "h800"),
+    ("H20", "h20"),
+    ("A100-SXM4-40GB", "a100-40gb"),
+    ("A100-PCIE-40GB", "a100-40gb"),
+    ("A100-SXM4-80GB", "a100-80gb"),
+    ("A100 80GB PCIe", "a100-80gb"),
+    ("L40S", "l40s"),
+)
+_OTHER_NAMES = {"a100": "a100-80gb", "h100-80gb": "h100", "h100-sxm": "h100", "h200-141gb": "h200"}
+
+
+def device_named(name: str) -> Device:
+    """A device by its name in DEVICES, in any case ("H100", "a100-80gb").
+
+    Raises:
+        UserError: no such device.
+    """
+    wanted = name.strip().lower().replace("_", "-")
+    wanted = _OTHER_NAMES.get(wanted, wanted)
+    for device in DEVICES:
+        if device.name == wanted:
+            return device
+    known = ", ".join(device.name for device in DEVICES)
+    raise UserError(f"no device is known by the name {name!r}", where="device", mend=f"name one of {known}")
+
+
+def device_of_driver(driver_name: str) -> Device | None:
+    """The device whose driver calls it so, e.g. "NVIDIA H100 80GB HBM3"; None if it is not in DEVICES."""
+    for part, name in _DRIVER_NAMES:
+        if re.search(rf"\b{part}\b", driver_name, re.IGNORECASE):
+            return device_named(name)
+    return None
+
+
+def this_device() -> Device | None:
+    """This process's GPU; None without one, and for one that is not in DEVICES."""
+    import torch
+
+    return device_of_driver(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
