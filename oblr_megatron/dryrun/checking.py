@@ -1,0 +1,138 @@
+"""Everything about a run that can be found wrong without its weights, its data and its ranks' machines.
+
+The same functions as `preflight` calls, which looks at the rest where the run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oblr_megatron.checkpoint.hf_dir import check_hf_dir, check_hf_files
+from oblr_megatron.checks import check_layout
+from oblr_megatron.data.sources import convention_of
+from oblr_megatron.errors import UserError
+from oblr_megatron.gradnorm.choose import resolve, with_mode
+from oblr_megatron.model_configs import published
+from oblr_megatron.preflight import check_dealing, check_settings
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.dryrun.memory import Device, RankMemory
+
+
+def model_of(path: Path) -> tuple[dict[str, Any], str]:
+    """config.json of the model directory, or what was published under its name; and a line that says which.
+
+    Raises:
+        UserError: the directory is not a whole Qwen3's; or it is absent, and no published model has its name.
+    """
+    if not path.exists():
+        name = path.name.removesuffix("-Base")
+        return published(name), f"{path} is not there: the configuration published as {name} stands for it"
+    if list(path.glob("*.safetensors")):
+        return check_hf_dir(path).config, f"{path}: whole"
+    return check_hf_files(path), f"{path} has no weights: only its config.json and tokenizer were checked"
+
+
+def check_run(hf_config: Mapping[str, Any], config: Config, world_size: int, per_node: int, device: Device) -> Config:
+    """Check a run; the same with its norm mode decided.
+
+    Args:
+        hf_config: the model's config.json.
+        config: the run.
+        world_size: ranks of all nodes.
+        per_node: ranks of one.
+        device: what each runs on.
+
+    Raises:
+        UserError: the first thing found wrong.
+    """
+    check_layout(hf_config, config, world_size)
+    for source in (*config.data.train, *config.evaluate.data.values()):
+        convention_of(source)
+    check_settings(hf_config, config, world_size, on_gpu=device.on_gpu)
+    if config.rollout.replay is None and not config.rollout.servers:
+        _check_engine(hf_config, config, per_node)
+    if config.rollout.only:  # nothing is trained
+        return config
+    choice = resolve(
+        hf_config,
+        config,
+        world_size,
+        free_bytes=device.num_bytes,
+        on_gpu=device.on_gpu,
+        transformer_engine=device.transformer_engine,
+    )
+    decided = with_mode(config, choice.mode)
+    check_dealing(hf_config, decided, world_size)
+    return decided
+
+
+def _check_engine(hf_config: Mapping[str, Any], config: Config, per_node: int) -> None:
+    """An engine's devices are of one node, and its heads divide among them."""
+    width = config.rollout.tensor_parallel_size
+    if per_node % width:
+        raise UserError(
+            f"rollout.tensor_parallel_size {width} does not divide the {per_node} ranks of a node",
+            where="config: rollout",
+            mend=f"choose a divisor of {per_node}: an engine's devices are of one node",
+        )
+    heads = hf_config["num_attention_heads"]
+    if heads % width:
+        raise UserError(
+            f"num_attention_heads {heads} is not a multiple of rollout.tensor_parallel_size {width}",
+            where="config: rollout",
+            mend=f"choose a divisor of {heads}",
+        )
+
+
+def check_fits(memory: Sequence[RankMemory], config: Config, device: Device) -> None:
+    """Refuse what takes more than a device has, and an engine whose cache does not hold one sample.
+
+    Raises:
+        UserError: naming the stage, the phase and both sizes.
+    """
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    engine = memory[0].engine
+    if engine is not None and engine.kv_tokens < longest:
+        raise UserError(
+            f"an engine's KV cache holds {engine.kv_tokens:,} tokens, and one sample has up to {longest:,}: weights "
+            f"take {_gb(engine.weights)}, the rest {_gb(engine.other)} of its {_gb(engine.total)} a device",
+            where="config: rollout",
+            mend="raise rollout.gpu_memory_utilization or tensor_parallel_size (on a CPU kv_cache_gib)",
+        )
+    fullest = max(memory, key=lambda one: one.peak)
+    if device.num_bytes is None or fullest.peak <= device.num_bytes:
+        return
+    samples = fullest.rollout > fullest.training
+    phase = "while samples are made" if samples else f"at the {fullest.step.moment}"
+    mend = (
+        "lower rollout.gpu_memory_utilization, or start more ranks with parallel.use_distributed_optimizer"
+        if samples
+        else 'set parallel.recompute_granularity to "full", lower micro_batch_tokens, or raise a parallel size'
+    )
+    raise UserError(
+        f"a rank of pipeline stage {fullest.step.stage} takes {_gb(fullest.peak)} {phase}, and its device has "
+        f"{_gb(device.num_bytes)}",
+        where="config: parallel, rollout",
+        mend=mend,
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    """As devices are sold. Example: _gb(75 * 10**9) is 75.0 GB."""
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+def not_checked(config: Config) -> list[str]:
+    """What stays unknown until the run starts where its files are, a line each."""
+    sources = [*config.data.train, *config.evaluate.data.values()]
+    absent = [source.path for source in sources if not Path(source.path).exists()]
+    lines = ["rows of data are not read: the run does, before anything is started"]
+    if absent:
+        lines.append(f"not on this machine: data {', '.join(dict.fromkeys(absent))}")
+    if config.rollout.servers:
+        lines.append(f"not asked: the servers {', '.join(config.rollout.servers)}")
+    return lines

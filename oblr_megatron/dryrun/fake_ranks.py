@@ -1,0 +1,55 @@
+"""One process that stands as one rank after another of a run of any size: megatron-core's groups, nothing sent.
+
+    with standing_as(rank, world_size, config.parallel) as parallel:
+        ...                     # groups of this rank, and torch.distributed as it would see it
+
+Collectives of torch's fake process group return at once and leave their results as they were: fit for building models,
+not for values. Devices are "meta": a tensor has a shape and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from oblr_megatron.config import ParallelConfig
+from oblr_megatron.model.parallel import Parallel, initialize, shutdown
+
+META = torch.device("meta")
+
+
+@contextmanager
+def standing_as(rank: int, world_size: int, config: ParallelConfig) -> Iterator[Parallel]:
+    """Join a process group of `world_size` ranks that do not exist, and make megatron-core's groups.
+
+    Raises:
+        UserError: the number of ranks does not fit the layout.
+    """
+    served = dist.Backend.backend_capability[dist.Backend.FAKE]
+    if META.type not in served:  # tied embeddings are made equal by a collective as soon as they are built
+        served.append(META.type)
+    dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        parallel = initialize(config)
+        with _meta_is_current():
+            yield replace(parallel, device=META)
+    finally:
+        shutdown()
+
+
+@contextmanager
+def _meta_is_current() -> Iterator[None]:
+    """megatron-core makes weights on the current CUDA device, or on the default one and moves them there."""
+    current, move = torch.cuda.current_device, torch.Tensor.cuda
+    torch.cuda.current_device = lambda: META  # type: ignore[assignment, return-value]
+    torch.Tensor.cuda = lambda tensor, *_args, **_kwargs: tensor  # type: ignore[method-assign]
+    try:
+        with META:
+            yield
+    finally:
+        torch.cuda.current_device, torch.Tensor.cuda = current, move  # type: ignore[method-assign]

@@ -1,0 +1,158 @@
+"""The model of every rank, built on meta devices: which ranks hold the same, and how many parameters.
+
+    found = build_models(hf_config, config, world_size)
+    found.total, found.holdings[0].ranks, found.holdings[0].parameters
+
+Ranks that differ only in which samples they work on hold the same model; each other position is built, whichever of its
+ranks stands for it. Layers are megatron-core's own: Transformer Engine's have as many parameters, under other names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import nn
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from oblr_megatron.checks import num_experts
+from oblr_megatron.config import Config, ModelConfig, ParallelConfig
+from oblr_megatron.dryrun.fake_ranks import standing_as
+from oblr_megatron.model import moe
+from oblr_megatron.model.parallel import Parallel, Position, positions
+from oblr_megatron.model.qwen3 import build_model, padded_vocab_size
+from oblr_megatron.model.transformer_config import HFConfig, transformer_config_of
+
+KERNELS_OFF = {
+    "recompute_granularity": "none",
+    "gradient_accumulation_fusion": False,
+    "defer_embedding_wgrad_compute": False,
+}
+"""Options that hold no parameters, and ask for kernels that a login node need not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What ranks of one position hold, in elements.
+
+    Example, Qwen3-0.6B under TP2 on 4 ranks:
+        Holding(position=Position(tp=0, ...), ranks=(0, 2), dense=298043392, experts=0, counted_dense=298043392, ...)
+    """
+
+    position: Position  # of the first of them
+    ranks: tuple[int, ...]
+    dense: int
+    experts: int
+    counted_dense: int  # of these, what counts here and not on another tensor-parallel rank or pipeline stage
+    counted_experts: int
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """All of a run's. Example: Models(holdings=(Holding(...), ...), total=596049920)"""
+
+    holdings: tuple[Holding, ...]
+    total: int  # parameters of the model, padding of the vocabulary left out
+
+
+def build_models(hf_config: Mapping[str, Any], config: Config, world_size: int) -> Models:
+    """Build what each position holds; every rank of the run is in one of them.
+
+    Args:
+        hf_config: the model's config.json, checked against the layout (`checks.check_layout`).
+        config: the run.
+        world_size: its ranks.
+    """
+    kind = Qwen3MoeConfig if num_experts(hf_config) else Qwen3Config
+    model = kind.from_dict(dict(hf_config))
+    places = rank_positions(config.parallel, world_size)
+    found = []
+    for ranks in _same_model(places, experts=bool(num_experts(hf_config))):
+        with standing_as(ranks[0], world_size, config.parallel) as parallel:
+            _check_position(parallel, places[ranks[0]])
+            dense, experts, counted_dense, counted_experts = _count(model, config, parallel)
+        found.append(Holding(places[ranks[0]], ranks, dense, experts, counted_dense, counted_experts))
+    return Models(tuple(found), _total(found, model, config))
+
+
+def rank_positions(parallel: ParallelConfig, world_size: int) -> list[Position]:
+    """Of every rank, from megatron-core's own generator of groups."""
+    tp = parallel.tensor_model_parallel_size
+    return positions(
+        world_size,
+        tp=tp,
+        pp=parallel.pipeline_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size or tp,
+    )
+
+
+def _same_model(places: list[Position], *, experts: bool) -> list[tuple[int, ...]]:
+    """Ranks by what they hold, e.g. [(0, 2), (1, 3)] under TP2 on 4 ranks."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(places):
+        key = (place.pp, place.tp, place.cp, *((place.ep, place.etp) if experts else ()))
+        groups.setdefault(key, []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
+
+
+def _check_position(parallel: Parallel, place: Position) -> None:
+    """The position is that of the groups which megatron-core made."""
+    own = (parallel.tp_rank, parallel.pp_rank, parallel.cp_rank, parallel.dp_rank, parallel.ep_rank, parallel.etp_rank)
+    expected = (place.tp, place.pp, place.cp, place.dp, place.ep, place.etp)
+    assert own == expected, f"rank {parallel.rank} stands at {own} by its groups, and was expected at {expected}"
+
+
+def _count(hf_config: HFConfig, config: Config, parallel: Parallel) -> tuple[int, int, int, int]:
+    """(dense, experts, counted dense, counted experts) of this rank."""
+    sizes = [0, 0, 0, 0]
+    for chunk in _chunks(hf_config, config.model, parallel, config.parallel):
+        for parameter in chunk.parameters():
+            expert = moe.is_expert(parameter)
+            sizes[expert] += parameter.numel()
+            if expert or _counts_here(parameter, parallel):
+                sizes[2 + expert] += parameter.numel()
+    return sizes[0], sizes[1], sizes[2], sizes[3]
+
+
+def _counts_here(parameter: nn.Parameter, parallel: Parallel) -> bool:
+    """Whether this rank is the one that counts it, of the replica's ranks that hold the same."""
+    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, parallel.tp_group)
+
+
+def _chunks(
+    hf_config: HFConfig, config: ModelConfig, parallel: Parallel, options: ParallelConfig
+) -> Iterator[GPTModel]:
+    """The model's stretches of layers on this rank, on meta devices."""
+    local = config.model_copy(update={"transformer_impl": "local", "fp8": "none"})
+    options = options.model_copy(update=KERNELS_OFF)
+    padded = padded_vocab_size(hf_config.vocab_size, config.make_vocab_size_divisible_by, parallel.tp_size)
+    with warnings.catch_warnings():  # experts that are whole under tensor parallelism are told that they are
+        warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`")
+        transformer_config = transformer_config_of(hf_config, local, parallel, options)
+        for chunk in range(parallel.vp_size):
+            yield build_model(hf_config, transformer_config, local, parallel, padded, chunk)
+
+
+def _total(holdings: list[Holding], hf_config: HFConfig, config: Config) -> int:
+    """Each shard once: of one replica everything dense, of one copy of the experts all experts."""
+    dense = {(held.position.pp, held.position.tp): held.counted_dense for held in reversed(holdings)}
+    experts = {
+        (held.position.pp, held.position.ep, held.position.etp): held.counted_experts for held in reversed(holdings)
+    }
+    options = config.model
+    tp = config.parallel.tensor_model_parallel_size
+    padding = padded_vocab_size(hf_config.vocab_size, options.make_vocab_size_divisible_by, tp) - hf_config.vocab_size
+    tables = 1 if hf_config.tie_word_embeddings else 2
+    return sum(dense.values()) + sum(experts.values()) - tables * padding * hf_config.hidden_size

@@ -1,0 +1,116 @@
+"""What a dry run found: a table with a column for every kind of rank, and one line of JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from oblr_megatron.dryrun.memory import RankMemory
+from oblr_megatron.dryrun.models import Holding, Models
+from oblr_megatron.formatting import fixed, number
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Ranks that hold as much as each other. Example: Kind(stages=(0,), ranks=(0, 1), parameters=298043392, memory)"""
+
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    parameters: int
+    memory: RankMemory
+
+
+def kinds_of(models: Models, memory: Sequence[RankMemory]) -> list[Kind]:
+    """Ranks by what they hold; pipeline stages that agree in every part are one kind."""
+    found: dict[tuple[Any, ...], tuple[list[int], list[Holding]]] = {}
+    for held in models.holdings:
+        of_stage = memory[held.position.pp]
+        key = (held.parameters, *of_stage.parts().items(), of_stage.peak)
+        stages, holdings = found.setdefault(key, ([], []))
+        stages.append(held.position.pp)
+        holdings.append(held)
+    return [
+        Kind(
+            stages=tuple(dict.fromkeys(stages)),
+            ranks=tuple(sorted(rank for held in holdings for rank in held.ranks)),
+            parameters=key[0],
+            memory=memory[stages[0]],
+        )
+        for key, (stages, holdings) in found.items()
+    ]
+
+
+def memory_table(kinds: Sequence[Kind], device_bytes: int | None) -> Table:
+    """GB (1e9 bytes) a rank, part by part; a column for each kind of rank."""
+    table = Table(title="memory of a rank, GB of 1e9 bytes")
+    table.add_column("")
+    for kind in kinds:
+        table.add_column(f"stage {span(kind.stages)}", justify="right")
+    table.add_row("ranks", *(span(kind.ranks) for kind in kinds))
+    table.add_row("parameters", *(number(kind.parameters) for kind in kinds), end_section=True)
+    parts = [kind.memory.parts() for kind in kinds]
+    for name in dict.fromkeys(name for found in parts for name in found):
+        if name == "kept between steps":
+            _add_training(table, kinds)
+        table.add_row(name, *(fixed(found.get(name, 0) / GB, 2) for found in parts))
+    if kinds[0].memory.engine is None:
+        _add_training(table, kinds)
+    else:
+        table.add_row("while sampling", *(fixed(kind.memory.rollout / GB, 2) for kind in kinds), end_section=True)
+        tokens = [kind.memory.engine.kv_tokens for kind in kinds if kind.memory.engine]
+        table.add_row("tokens an engine's cache holds", *map(number, tokens))
+    if device_bytes:
+        table.add_row("share of the device", *(f"{kind.memory.peak / device_bytes:.0%}" for kind in kinds))
+    return table
+
+
+def _add_training(table: Table, kinds: Sequence[Kind]) -> None:
+    moments = [f"{kind.memory.training / GB:.2f}" for kind in kinds]
+    table.add_row("while training", *moments)
+    table.add_row("  fullest at the", *(kind.memory.step.moment for kind in kinds), end_section=True)
+
+
+def span(numbers: Sequence[int]) -> str:
+    """Ascending numbers with the gaps between them named, few at a time.
+
+    >>> span((0, 1, 2, 3)), span((5,)), span((0, 2, 4, 6)), span((0, 1, 4, 5, 8, 9))
+    ('0-3', '5', '0, 2, .. 6', '0-1, 4-5, .. 8-9')
+    """
+    runs: list[list[int]] = []
+    for value in numbers:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(texts if len(texts) <= 2 else [*texts[:2], f".. {texts[-1]}"])
+
+
+def json_line(models: Models, memory: Sequence[RankMemory], world_size: int) -> str:
+    """{"world_size":, "parameters_total":, "ranks": [one entry a rank], "max_bytes_per_rank":} without line breaks."""
+    ranks: list[dict[str, int]] = [{} for _ in range(world_size)]
+    for held in models.holdings:
+        of_stage = memory[held.position.pp]
+        for rank in held.ranks:
+            ranks[rank] = {
+                "rank": rank,
+                "stage": held.position.pp,
+                "parameters": held.parameters,
+                "training_bytes": of_stage.training,
+                "rollout_bytes": of_stage.rollout,
+            }
+    assert all(ranks), "a rank without a position"
+    return json.dumps(
+        {
+            "world_size": world_size,
+            "parameters_total": models.total,
+            "ranks": ranks,
+            "max_bytes_per_rank": max(memory[held.position.pp].peak for held in models.holdings),
+        }
+    )

@@ -1,0 +1,127 @@
+"""The models that a dry run builds: of every rank of the run, together the model that transformers has.
+
+Not covered: Transformer Engine's layers, and what collectives of the fake process group leave in tensors (nothing).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from oblr_megatron.config import Config, ParallelConfig, parse_config
+from oblr_megatron.dryrun.fake_ranks import META, standing_as
+from oblr_megatron.dryrun.models import Models, build_models, rank_positions
+from oblr_megatron.gradnorm.rank_sizes import RankSizes
+from oblr_megatron.model_configs import NAMES, published
+from tests.tiny import tiny_config, tiny_moe_config
+
+WORLD = 16
+MIXTURES = {"30B-A3B": {"ep": 8, "etp": 1}, "235B-A22B": {"ep": 8, "etp": 1}}
+LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
+    "tp": ({"tp": 2}, 0),
+    "tp over more than the heads of keys": ({"tp": 4}, 0),
+    "pp, tied": ({"pp": 2}, 0),
+    "interleaved": ({"pp": 2, "vp": 2}, 0),
+    "cp": ({"tp": 2, "cp": 2}, 0),
+    "ep": ({"tp": 2, "ep": 4, "etp": 1}, 4),
+    "ep within a replica": ({"tp": 4, "ep": 2, "etp": 1}, 4),
+    "etp": ({"tp": 2, "pp": 2}, 4),
+}
+
+
+def parallel(
+    *, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None
+) -> Any:
+    return {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vp,
+        "context_parallel_size": cp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+        "sequence_parallel": tp > 1,
+    }
+
+
+def run(sizes: dict[str, int]) -> Config:
+    return parse_config(
+        {
+            "run_dir": "unused",
+            "model": {"path": "unused", "dtype": "bfloat16"},
+            "data": {"train": "unused"},
+            "parallel": parallel(**sizes),
+        }
+    )
+
+
+def by_transformers(hf_config: dict[str, Any]) -> int:
+    """Parameters as transformers counts them."""
+    kind = Qwen3MoeConfig if hf_config["model_type"] == "qwen3_moe" else Qwen3Config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(kind.from_dict(hf_config))
+    return int(model.num_parameters())
+
+
+def check_cover(found: Models, world_size: int) -> None:
+    """Every rank is in exactly one position."""
+    assert sorted(rank for held in found.holdings for rank in held.ranks) == list(range(world_size))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "235B-A22B" else name for name in NAMES]
+)
+def test_every_published_size_is_whole(name: str) -> None:
+    """TP2 x PP2 of 16 ranks."""
+    config = run({"tp": 2, "pp": 2, **MIXTURES.get(name, {})})
+    found = build_models(published(name), config, WORLD)
+    check_cover(found, WORLD)
+    assert found.total == by_transformers(published(name))
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_layouts(case: str) -> None:
+    """What every rank holds is what the memory estimate counts; together they are the model."""
+    sizes, experts = LAYOUTS[case]
+    make = tiny_moe_config if experts else tiny_config
+    hf_config = make(num_hidden_layers=4, tie_word_embeddings="tied" in case, vocab_size=1000).to_dict()
+    config = run(sizes)
+    found = build_models(hf_config, config, WORLD)
+    check_cover(found, WORLD)
+    assert found.total == by_transformers(hf_config)
+    for held in found.holdings:
+        counted = RankSizes.of(hf_config, config, held.position.pp)
+        assert (held.dense, held.experts) == (counted.dense_parameters, counted.expert_parameters)
+
+
+def test_positions_are_those_of_megatrons_groups() -> None:
+    """Of 1,024 ranks, a sample: the position computed for each, and the groups made for it."""
+    sizes = {"tp": 4, "pp": 4, "cp": 2, "ep": 16, "etp": 2}
+    config = ParallelConfig(**parallel(**sizes))
+    places = rank_positions(config, 1024)
+    assert len(places) == 1024
+    for rank in (0, 341, 1023):
+        with standing_as(rank, 1024, config) as own:
+            place = places[rank]
+            stands = (own.tp_rank, own.pp_rank, own.cp_rank, own.dp_rank, own.ep_rank, own.etp_rank)
+            assert stands == (place.tp, place.pp, place.cp, place.dp, place.ep, place.etp)
+            assert dist.get_process_group_ranks(own.edp_group)[0] == place.expert_peers
+            peers = [
+                other for other, at in enumerate(places) if (at.pp, at.cp, at.dp) == (place.pp, place.cp, place.dp)
+            ]
+            assert dist.get_process_group_ranks(own.tp_group) == peers
+            block = [other for other, at in enumerate(places) if at.dp // 4 == place.dp // 4]  # 16 x 2 over 4 x 2
+            assert own.block_size == 4 and dist.get_process_group_ranks(own.block_group) == block
+
+
+def test_nothing_is_left_behind() -> None:
+    current, move = torch.cuda.current_device, torch.Tensor.cuda
+    with standing_as(3, 8, ParallelConfig(tensor_model_parallel_size=2)) as own:
+        inside = torch.cuda.current_device
+        assert own.device == META and dist.get_rank() == 3 and dist.get_world_size() == 8
+        assert torch.empty(1).device == META and inside is not current
+    assert not dist.is_initialized() and torch.empty(1).device.type == "cpu"
+    assert torch.cuda.current_device is not inside and move.__name__ == torch.Tensor.cuda.__name__

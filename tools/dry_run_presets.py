@@ -1,0 +1,133 @@
+"""The layout presets of slurm/configs, each looked at by a dry run at its own size and at larger ones.
+
+    .venv/bin/python tools/dry_run_presets.py [--nodes 32 128] [--json OUT]
+
+A line a preset and number of nodes: parameters, the fullest rank, how full it is, seconds and those of a core. Nodes
+have 8 GPUs of 80 GB. With more replicas than a preset has folds, folds and prompts are raised to one a replica, as its
+user would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from oblr_megatron.config import Config, load_config
+from oblr_megatron.dryrun.checking import check_fits, model_of
+from oblr_megatron.dryrun.examine import Found, examine
+from oblr_megatron.dryrun.memory import Device
+from oblr_megatron.gradnorm.passes import Layout
+
+PRESETS = Path(__file__).parent.parent / "slurm" / "configs"
+PER_NODE = 8
+DEVICE = Device(on_gpu=True, num_bytes=80 * 10**9, transformer_engine=True)
+LARGER = (16, 128)  # nodes: 128 and 1,024 ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One dry run. Example: Row("qwen3_8b", nodes=1, found=Found(...), seconds=1.2, core_seconds=1.1)"""
+
+    preset: str
+    nodes: int
+    found: Found
+    seconds: float
+    core_seconds: float
+
+
+def nodes_of(preset: Path) -> int:
+    """The number of nodes that a preset's first line names."""
+    first = preset.read_text(encoding="utf-8").splitlines()[0]
+    named = re.search(r" on (\d+) nodes?\b", first)
+    assert named is not None, f"{preset.name}: its first line names no number of nodes"
+    return int(named[1])
+
+
+def at_size(preset: Path, nodes: int) -> Config:
+    """A preset with at least one fold and one prompt for those of its replicas that share none."""
+    config = load_config(preset)
+    hf_config, _ = model_of(config.model.path)
+    layout = Layout.of(hf_config, config, nodes * PER_NODE)
+    folds = max(config.algo.snr.num_folds, layout.replicas // layout.sharing)
+    prompts = max(config.num_prompts, folds)
+    return load_config(preset, [f"algo.snr.num_folds={folds}", f"num_prompts={prompts}"])
+
+
+def examined(preset: Path, nodes: int) -> Row:
+    """A preset's dry run.
+
+    Raises:
+        UserError: it does not divide, or does not fit.
+    """
+    start, core = time.perf_counter(), time.process_time()
+    config = at_size(preset, nodes)
+    found = examine(config, nodes * PER_NODE, PER_NODE, DEVICE)
+    check_fits(found.memory, config, DEVICE)
+    return Row(preset.stem, nodes, found, time.perf_counter() - start, time.process_time() - core)
+
+
+def rows(larger: tuple[int, ...]) -> Iterator[Row]:
+    """Every preset at its own number of nodes, and at those of `larger` that are more."""
+    for preset in sorted(PRESETS.glob("*.toml"), key=lambda path: (nodes_of(path), path.name)):
+        own = nodes_of(preset)
+        for nodes in (own, *(size for size in larger if size > own)):
+            yield examined(preset, nodes)
+
+
+def main() -> int:
+    """Print the table; write the figures if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="*", default=list(LARGER), help="larger sizes, in nodes of 8 GPUs")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures there")
+    options = parser.parse_args()
+    assert DEVICE.num_bytes is not None
+    table = Table(
+        "preset", "nodes", "ranks", "parameters", "built", "training GB", "sampling GB", "full", "seconds", "core"
+    )
+    figures = []
+    for row in rows(tuple(options.nodes)):
+        training, rollout = (max(getattr(one, name) for one in row.found.memory) for name in ("training", "rollout"))
+        figures.append(
+            {
+                "preset": row.preset,
+                "nodes": row.nodes,
+                "ranks": row.nodes * PER_NODE,
+                "parameters": row.found.models.total,
+                "built": len(row.found.models.holdings),
+                "training_bytes": training,
+                "rollout_bytes": rollout,
+                "share": row.found.peak / DEVICE.num_bytes,
+                "seconds": row.seconds,
+                "core_seconds": row.core_seconds,
+            }
+        )
+        table.add_row(
+            row.preset,
+            str(row.nodes),
+            f"{row.nodes * PER_NODE:,}",
+            f"{row.found.models.total:,}",
+            str(len(row.found.models.holdings)),
+            f"{training / 1e9:.1f}",
+            f"{rollout / 1e9:.1f}",
+            f"{row.found.peak / DEVICE.num_bytes:.0%}",
+            f"{row.seconds:.1f}",
+            f"{row.core_seconds:.1f}",
+        )
+    Console(width=120).print(table)
+    print(f"{len(figures)} dry runs in {sum(row['seconds'] for row in figures):.0f} s")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"rows": figures}, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
