@@ -1,0 +1,214 @@
+"""Constants of the cost model from measured phases: least squares of log seconds, within bounds.
+
+    fitted = fit([observation_of(run_dir, machine) for run_dir in runs], machine.constants, NAMES)
+    fitted.constants, fitted.rms, fitted.rows
+
+Minimised over x = log c of the constants named: sum rho(log predicted - log measured) + RIDGE sum (x - x_0)^2, x_0 the
+constants it begins with. The second sum holds what the runs say nothing about at its default. Errors count by ratio, so
+that a phase of a second weighs as much as one of a minute; rho grows like a square up to ratios of about 1.2 (FAR) and
+then in proportion, so that one disturbed run does not decide. Uses scipy (the extra "study").
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log, sqrt
+from pathlib import Path
+from typing import Any
+
+from oblr_megatron.config import parse_config
+from oblr_megatron.errors import UserError
+from oblr_megatron.metrics import ENVIRONMENT_FILE, read_metrics, write_whole
+from oblr_megatron.model_configs import model_config
+from oblr_megatron.performance.hardware import device_named
+from oblr_megatron.planner.constants import Constants, Machine, as_table, cpu_machine
+from oblr_megatron.planner.cost import Setting, training_phases
+from oblr_megatron.planner.sampling_cost import push_phase, rollout_phase
+
+RIDGE = 1e-3
+FAR = 0.2
+WARM_UP = 1  # steps that are not counted: compilation, caches, the optimizer's state
+EFFICIENCIES = ("product", "product_fp8", "attention", "memory", "link", "hidden", "decode", "prefill")
+BOUNDS = dict.fromkeys(EFFICIENCIES, (1e-3, 1.0))
+OTHER_BOUNDS = (1e-7, 1e4)  # seconds, tokens, widths
+TRAINING = ("product", "attention", "memory", "link", "message_s", "layer_s", "step_s")
+SAMPLING = ("decode", "decode_step_s")
+CPU_TRAINING = (*TRAINING, "half_tokens", "mixture_s", "run_s", "crowding")
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One measured run. Example: Observation("tp2", setting, {"gradient": 1.92, "optimizer": 0.05})."""
+
+    name: str
+    setting: Setting  # under any constants
+    seconds: Mapping[str, float]  # of phases: gradient (norms included), optimizer, rollout, push
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What a fit found."""
+
+    constants: Constants
+    names: tuple[str, ...]  # that were fitted
+    rows: list[tuple[str, str, float, float]]  # run, phase, measured, predicted
+    rms: float  # of log predicted - log measured: 0.1 is about 10%
+
+    def table(self) -> str:
+        """A line a phase, and the constants."""
+        lines = [
+            f"{name:24} {phase:10} measured {measured:9.4g} s   predicted {predicted:9.4g} s   "
+            f"{predicted / measured:.2f}x"
+            for name, phase, measured, predicted in self.rows
+        ]
+        found = ", ".join(f"{name} {getattr(self.constants, name):.3g}" for name in self.names)
+        return "\n".join([*lines, f"residual {self.rms:.3f} (root mean square of log ratios)", f"constants: {found}"])
+
+
+def fit(observations: Sequence[Observation], start: Constants, names: Sequence[str]) -> Fitted:
+    """The constants `names` that predict the observations best; the others stay.
+
+    Raises:
+        UserError: scipy is not installed, or there is nothing to fit to.
+    """
+    from oblr_megatron.study.summary import require_scipy
+
+    require_scipy()
+    from scipy.optimize import least_squares
+
+    if not any(observation.seconds for observation in observations):
+        raise UserError("no measured phases", where="calibration", mend="give runs of 2 steps or more")
+    bounds = [BOUNDS.get(name, OTHER_BOUNDS) for name in names]
+    first = [log(min(max(getattr(start, name), low), high)) for name, (low, high) in zip(names, bounds, strict=True)]
+
+    def errors(x: Sequence[float]) -> list[float]:
+        constants = moved(start, names, x)
+        found = [log(predicted / measured) for _, _, measured, predicted in compare(observations, constants)]
+        return found + [sqrt(RIDGE) * (value - begin) for value, begin in zip(x, first, strict=True)]
+
+    limits = [log(low) for low, _ in bounds], [log(high) + 1e-9 for _, high in bounds]
+    solved = least_squares(errors, first, bounds=limits, loss="soft_l1", f_scale=FAR)
+    constants = moved(start, names, solved.x)
+    rows = compare(observations, constants)
+    return Fitted(constants, tuple(names), rows, root_mean_square([log(row[3] / row[2]) for row in rows]))
+
+
+def moved(start: Constants, names: Sequence[str], x: Sequence[float]) -> Constants:
+    """`start` with the constants `names` at exp(x)."""
+    return replace(start, **{name: exp(value) for name, value in zip(names, x, strict=True)})
+
+
+def compare(observations: Sequence[Observation], constants: Constants) -> list[tuple[str, str, float, float]]:
+    """(run, phase, measured, predicted) of every phase that was measured."""
+    rows = []
+    for observation in observations:
+        predicted = predicted_phases(observation, constants)
+        rows += [(observation.name, phase, seconds, predicted[phase]) for phase, seconds in observation.seconds.items()]
+    return rows
+
+
+def predicted_phases(observation: Observation, constants: Constants) -> dict[str, float]:
+    """Seconds of the phases that an observation has, under these constants."""
+    setting = replace(observation.setting, machine=observation.setting.machine.with_constants(constants))
+    training = training_phases(setting)
+    found = {
+        "gradient": training["norms"].seconds + training["gradient"].seconds,
+        "optimizer": training["optimizer"].seconds,
+    }
+    if "rollout" in observation.seconds:
+        found["rollout"] = rollout_phase(setting).seconds
+    if "push" in observation.seconds:
+        found["push"] = push_phase(setting).seconds
+    return found
+
+
+def root_mean_square(values: Sequence[float]) -> float:
+    """Of numbers; 0 of none."""
+    return sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
+
+
+def observation_of(run_dir: Path, gpu: str) -> Observation:
+    """A finished run: medians over its steps, the first left out; its mean response length stands for the lengths.
+
+    Args:
+        run_dir: holds config.json, environment.json, metrics.jsonl.
+        gpu: the device's name; a run on a CPU is recognised.
+
+    Raises:
+        UserError: files are missing, or the run has fewer than two steps.
+    """
+    mend = "give the run_dir of a finished run"
+    try:
+        config = parse_config(json.loads((run_dir / "config.json").read_text(encoding="utf-8")), str(run_dir))
+        environment = json.loads((run_dir / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"no run: {error}", where=str(run_dir), mend=mend) from error
+    steps = [record for record in read_metrics(run_dir) if record["step"]][WARM_UP:]
+    if not steps:
+        raise UserError("the run has fewer than two steps", where=str(run_dir), mend=mend)
+    on_cpu = str(environment["device"]).startswith("CPU")
+    machine = cpu_machine(cores_named(environment["device"])) if on_cpu else Machine(device_named(gpu))
+    setting = Setting(
+        model_config(config.model.path),
+        config,
+        int(environment["world_size"]),
+        machine,
+        mean_response_tokens=round(median(steps, "response_length/mean")),
+        transformer_engine=not on_cpu and environment["versions"].get("transformer-engine") is not None,
+    )
+    return Observation(run_dir.name, setting, measured_phases(steps, replayed=config.rollout.replay is not None))
+
+
+def measured_phases(steps: Sequence[Mapping[str, Any]], *, replayed: bool) -> dict[str, float]:
+    """Median seconds of each phase over steps, norms and gradient together; without sampling where none was done."""
+    gradient = [(step.get("timing_s/gradnorm") or 0.0) + (step.get("timing_s/gradient") or 0.0) for step in steps]
+    found = {"gradient": statistics.median(gradient), "optimizer": median(steps, "timing_s/optimizer")}
+    if not replayed:
+        found |= {phase: median(steps, f"timing_s/{phase}") for phase in ("rollout", "push")}
+    return {phase: seconds for phase, seconds in found.items() if seconds > 0}
+
+
+def median(steps: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Of a figure over steps; 0 where none has it."""
+    values = [float(step[name]) for step in steps if step.get(name) is not None]
+    return statistics.median(values) if values else 0.0
+
+
+def cores_named(device: str) -> int | None:
+    """Cores in environment.json's words, e.g. "CPU (x86_64, 2 cores)"; None: those of this machine."""
+    words = device.replace(")", "").split()
+    return int(words[-2]) if len(words) > 1 and words[-1].startswith("core") and words[-2].isdigit() else None
+
+
+def calibrate(runs: Sequence[Path], gpu: str, out: Path) -> str:
+    """`plan --calibrate`: fit, write the file that `--calibration` reads, and tell.
+
+    Raises:
+        UserError: a directory holds no run; CPU and GPU runs are mixed.
+    """
+    observations = [observation_of(run, gpu) for run in runs]
+    machines = {observation.setting.machine.on_gpu for observation in observations}
+    if len(machines) > 1:
+        raise UserError("runs on CPUs and on GPUs", where="plan --calibrate", mend="calibrate them apart")
+    names = (TRAINING if machines.pop() else CPU_TRAINING) + SAMPLING
+    if all("rollout" not in observation.seconds for observation in observations):
+        names = names[: -len(SAMPLING)]
+    found = fit(observations, observations[0].setting.machine.constants, names)
+    write_constants(found, out, [str(run) for run in runs])
+    return f"{found.table()}\nwrote {out}"
+
+
+def write_constants(found: Fitted, out: Path, runs: Sequence[str]) -> None:
+    """{"constants": ..., "fitted": names, "rms": ..., "runs": ..., "rows": ...}."""
+    record = {
+        "constants": as_table(found.constants),
+        "fitted": found.names,
+        "rms": found.rms,
+        "runs": list(runs),
+        "rows": [dict(zip(("run", "phase", "measured", "predicted"), row, strict=True)) for row in found.rows],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, json.dumps(record, indent=2) + "\n")

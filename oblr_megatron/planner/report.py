@@ -1,0 +1,102 @@
+"""A search's result as a table, as JSON, and as sections of a config file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from oblr_megatron.formatting import number
+
+if TYPE_CHECKING:
+    from oblr_megatron.planner.request import Request
+    from oblr_megatron.planner.search import Found, Plan
+
+PHASES = ("rollout", "norms", "gradient", "optimizer", "push")
+COMMENT = """# Written by `oblr-megatron plan`: {name}
+# predicted {seconds:.1f} s a step on {gpus} x {device}, {peak:.1f} GB a GPU; docs/planner.md says what that leaves out
+"""
+
+
+def table(plans: Sequence[Plan], request: Request) -> Table:
+    """One row a plan."""
+    sequence = request.config({})
+    title = (
+        f"{request.model} on {request.gpus} x {request.machine.device.name}, {sequence.num_prompts} x "
+        f"{sequence.group_size} samples of {request.prompt_tokens} + {request.mean_response_tokens} tokens (mean)"
+    )
+    found = Table("#", "layout", title=title)
+    for name in ("step s", *PHASES, "GB", "tokens/s/GPU", "MFU"):
+        found.add_column(name, justify="right", no_wrap=True)
+    found.add_column("bound by")
+    for rank, plan in enumerate(plans, 1):
+        cost = plan.prediction
+        seconds = [number(cost.seconds), *(number(cost.phases[name].seconds) for name in PHASES)]
+        figures = [f"{plan.peak_bytes / 1e9:.0f}", number(cost.tokens_per_s), f"{cost.mfu:.0%}"]
+        found.add_row(str(rank), plan.name, *seconds, *figures, cost.bound_by)
+    return found
+
+
+def summary(found: Found) -> str:
+    """What became of the others."""
+    return f"{len(found.plans)} layouts fit; {found.too_large} are too large, {found.refused} are refused"
+
+
+def as_json(plans: Sequence[Plan], found: Found, request: Request) -> str:
+    """One line."""
+    record = {
+        "model": request.model,
+        "gpus": request.gpus,
+        "device": request.machine.device.name,
+        "fit": len(found.plans),
+        "too_large": found.too_large,
+        "refused": found.refused,
+        "plans": [plan_record(plan) for plan in plans],
+    }
+    return json.dumps(record)
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """Everything about one plan, seconds term by term."""
+    cost = plan.prediction
+    return {
+        "layout": plan.name,
+        "step_s": cost.seconds,
+        "phases": {name: {"s": phase.seconds, **phase.terms} for name, phase in cost.phases.items()},
+        "training_bytes": plan.training_bytes,
+        "rollout_bytes": plan.rollout_bytes,
+        "memory": dict(plan.memory.rows()),
+        "tokens_per_s_per_gpu": cost.tokens_per_s,
+        "mfu": cost.mfu,
+        "bound_by": cost.bound_by,
+        "sections": plan.sections,
+    }
+
+
+def write_toml(plan: Plan, request: Request, path: Path) -> None:
+    """The plan's sections, to be put into a config file."""
+    head = COMMENT.format(
+        name=plan.name,
+        seconds=plan.prediction.seconds,
+        gpus=request.gpus,
+        device=request.machine.device.name,
+        peak=plan.peak_bytes / 1e9,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(head + toml(plan.sections), encoding="utf-8")
+
+
+def toml(sections: Mapping[str, Any], prefix: str = "") -> str:
+    """Tables of numbers, strings and truth values, and of tables; the values' JSON is their TOML."""
+    text = ""
+    for name, fields in sections.items():
+        plain = {key: value for key, value in fields.items() if not isinstance(value, Mapping)}
+        nested = {key: value for key, value in fields.items() if isinstance(value, Mapping)}
+        if plain:
+            lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in plain.items())
+            text += f"\n[{prefix}{name}]\n{lines}"
+        text += toml(nested, f"{prefix}{name}.")
+    return text

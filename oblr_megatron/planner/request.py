@@ -1,0 +1,54 @@
+"""What is asked of the planner: model, machine, sizes of a step; and the run that a layout is put into. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.planner.constants import Machine
+
+MODES = ("two_pass", "stash", "bookkeep")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One question. Example: `oblr-megatron plan --model Qwen3-8B --gpus 64 --sequence-length 8192`."""
+
+    model: str
+    hf_config: Mapping[str, Any]
+    gpus: int
+    memory_bytes: int  # of a GPU
+    machine: Machine
+    prompt_tokens: int  # mean of a prompt
+    mean_response_tokens: int
+    table: Mapping[str, Any]  # the rest of the run, as a config file has it
+    modes: tuple[str, ...] = MODES
+    keep_free: int = 2 * 2**30  # bytes of a GPU left to CUDA, NCCL and fragmentation
+
+    def config(self, layout: Mapping[str, Any]) -> Config:
+        """The run under a layout's sections.
+
+        Raises:
+            UserError: two fields of it exclude each other.
+        """
+        sections = {
+            name: {**self.table.get(name, {}), **fields} if isinstance(fields, Mapping) else fields
+            for name, fields in layout.items()
+        }
+        return parse_config({**self.table, **sections}, "plan")
+
+
+def base_table(
+    *, model: str, prompts: int, group_size: int, prompt_tokens: int, sequence_length: int, dtype: str
+) -> dict[str, Any]:
+    """A run of these sizes, everything else at its default."""
+    return {
+        "run_dir": "runs/plan",
+        "num_prompts": prompts,
+        "group_size": group_size,
+        "model": {"path": model, "dtype": dtype},
+        "data": {"train": "train.jsonl", "max_prompt_tokens": prompt_tokens},
+        "rollout": {"max_response_tokens": sequence_length - prompt_tokens},
+    }

@@ -1,0 +1,138 @@
+"""Seconds of the phases that belong to vLLM: sampling, and the push of the weights. Imports no torch.
+
+    prefill    forward FLOPs of the engine's prompts, one a group (the prefix cache), at `prefill` of the peak
+    decode     a step of B sequences: the larger of FLOPs / peak and (weights + KV cache of B sequences) / (`decode` of
+               the bandwidth), 2 all-reduces a layer over the engine's devices, and decode_step_s.
+               B = min(sequences of the engine, max_num_seqs, what the KV cache holds); sequences / B waves of mean
+               length at B, then the longest response's remaining tokens at B = 1
+    push       a gather of the weights from the ranks that hold them, and two copies (bucket, engine) in memory
+
+A mixture's weights are read for the experts that B tokens are routed to: E (1 - (1 - k / E)^B) of E. Not known: how
+lengths are distributed between the mean and the longest, preemption, speculative decoding, what rewards take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oblr_megatron.config import Config
+from oblr_megatron.gradnorm.passes import longest_sample
+from oblr_megatron.performance.flops import active_parameters, forward_flops, total_parameters
+from oblr_megatron.planner.cost import Phase
+from oblr_megatron.planner.exchange import Links
+from oblr_megatron.rollout.engine_memory import EngineMemory, engine_bytes, engine_sizes
+
+if TYPE_CHECKING:
+    from oblr_megatron.gradnorm.rank_sizes import RankSizes
+    from oblr_megatron.planner.cost import Setting
+    from oblr_megatron.planner.stage import Terms
+
+PUSH_COPIES = 2  # into a bucket, and out of it; each reads and writes
+
+
+def rollout_phase(setting: Setting) -> Phase:
+    """Sampling of a step's responses."""
+    return Phase(_Engine.of(setting).terms())
+
+
+def push_phase(setting: Setting) -> Phase:
+    """The weights' way to the engines."""
+    machine, config = setting.machine, setting.config
+    sizes = engine_sizes(setting.hf_config, config)
+    num_bytes = total_parameters(setting.hf_config) * sizes.element
+    links = Links.of(machine, config.parallel, setting.world_size)
+    memory = machine.device.memory_gb_s * 1e9 * machine.constants.memory
+    stretch = machine.stretch(setting.world_size)
+    return Phase(
+        {
+            "gather": links.model(num_bytes) * stretch,
+            "memory": 2 * PUSH_COPIES * num_bytes / config.rollout.tensor_parallel_size / memory * stretch,
+            "fixed": machine.constants.step_s,
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """One vLLM engine, and its share of a step."""
+
+    setting: Setting
+    config: Config  # the typical one
+    sizes: RankSizes
+    memory: EngineMemory
+    sequences: float
+
+    @classmethod
+    def of(cls, setting: Setting) -> _Engine:
+        config, device = setting.config, setting.machine.device
+        on_gpu = setting.machine.on_gpu
+        engines = config.rollout.num_engines
+        if engines is None:
+            engines = setting.world_size // config.rollout.tensor_parallel_size if on_gpu else 1
+        memory = engine_bytes(setting.hf_config, config, device_bytes=device.memory_bytes if on_gpu else None)
+        sizes = engine_sizes(setting.hf_config, config)
+        return cls(setting, setting.typical, sizes, memory, setting.samples / engines)
+
+    @property
+    def batch(self) -> float:
+        """B, sequences decoded at once."""
+        fit = self.memory.kv_tokens / longest_sample(self.config)
+        return max(1.0, min(self.sequences, self.setting.config.rollout.max_num_seqs, fit))
+
+    def terms(self) -> Terms:
+        """Seconds of the engine's share."""
+        mean = self.config.rollout.max_response_tokens
+        waves = max(1.0, self.sequences / self.batch)
+        rest = max(0.0, self.setting.config.rollout.max_response_tokens - waves * mean)
+        full, alone = self.step(self.batch), self.step(1.0)
+        found = {name: waves * mean * seconds for name, seconds in full.items()}
+        return {
+            "prefill": self.prefill(),
+            **found,
+            "longest response": rest * sum(alone.values()),
+            "fixed": self.setting.machine.constants.step_s,
+        }
+
+    def step(self, batch: float) -> Terms:
+        """One decoding step of so many sequences."""
+        device, constants = self.setting.machine.device, self.setting.machine.constants
+        half = longest_sample(self.config) - self.config.rollout.max_response_tokens / 2  # cached tokens, on average
+        bandwidth = device.memory_gb_s * 1e9 * constants.decode
+        weights = self.weights_read(batch) / bandwidth
+        cache = batch * half * self.memory.kv_bytes_per_token / bandwidth
+        products = batch * 2 * active_parameters(self.setting.hf_config) / self.sizes.tp / self.peak()
+        hidden = batch * self.sizes.hidden * self.sizes.element
+        reduced = 4 * self.sizes.layers * self.links.tensor(hidden)
+        found = {"tensor": reduced, "scheduler": constants.decode_step_s}
+        if products > weights + cache:
+            return {"products": products, **found}
+        return {"weights read": weights, "KV cache read": cache, **found}
+
+    def weights_read(self, batch: float) -> float:
+        """Bytes of the weights that so many tokens pass through, of one device."""
+        sizes = self.sizes
+        if not sizes.experts:
+            return self.memory.weights
+        experts = sizes.expert_parameters / sizes.parameters * self.memory.weights
+        touched = 1 - (1 - sizes.top_k / sizes.experts) ** batch
+        return self.memory.weights - experts * (1 - touched)
+
+    def prefill(self) -> float:
+        """Each group's prompt once."""
+        prompt = longest_sample(self.config) - self.config.rollout.max_response_tokens
+        groups = self.sequences / self.setting.config.group_size
+        flops = groups * forward_flops(self.setting.hf_config, [prompt], head=False)
+        return flops / self.sizes.tp / (self.peak() * self.setting.machine.constants.prefill)
+
+    def peak(self) -> float:
+        """FLOP/s of one device, of all cores of a CPU."""
+        machine, quantized = self.setting.machine, self.config.rollout.quantization == "fp8"
+        device = machine.device
+        tflops = device.fp8_tflops if quantized and device.fp8_tflops else device.bf16_tflops
+        return tflops * 1e12 * (machine.cores or 1)
+
+    @property
+    def links(self) -> Links:
+        """Of the engine's devices alone."""
+        return Links(self.setting.machine, tp=self.sizes.tp, cp=1, dp=1, pp=1, ep=1, etp=1)

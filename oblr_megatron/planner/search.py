@@ -1,0 +1,297 @@
+"""Every layout that the checks of a run allow, with its memory and predicted time.
+
+    found = search(request)
+    found.plans[0].prediction.seconds, found.plans[0].sections       # the fastest that fits
+
+A layout is refused by the same functions as a run's (`checks.check_layout`, `preflight.check_dealing`,
+`gradnorm/choose.resolve`). Tensor parallelism stays within a node. The distributed optimizer is on where several ranks
+hold the same weights: it moves no more bytes, and holds fewer. Sequence parallelism is tried on and off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from oblr_megatron.checks import check_layout, num_experts
+from oblr_megatron.config import Config
+from oblr_megatron.errors import UserError
+from oblr_megatron.formatting import size
+from oblr_megatron.gradnorm.choose import resolve
+from oblr_megatron.gradnorm.memory import MemoryEstimate
+from oblr_megatron.gradnorm.passes import longest_sample
+from oblr_megatron.planner.cost import Phase, Prediction, Setting, prediction_of, training_phases
+from oblr_megatron.planner.request import Request
+from oblr_megatron.planner.sampling_cost import push_phase, rollout_phase
+from oblr_megatron.preflight import check_dealing, check_settings
+from oblr_megatron.rollout.engine_memory import engine_bytes
+
+ROWS = (1, 2, 4)  # longest samples of a microbatch
+MOST_STAGES, MOST_CONTEXT = 32, 8
+UTILIZATIONS = tuple(step / 20 for step in range(18, 1, -1))  # 0.9 down to 0.1
+
+Sections = dict[str, Any]
+"""[parallel], [rollout], [gradnorm], [algo] of a config file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One layout that fits."""
+
+    sections: Sections
+    config: Config
+    prediction: Prediction
+    memory: MemoryEstimate
+    training_bytes: int  # of a GPU while it trains, with what a sleeping engine keeps
+    rollout_bytes: int  # while it samples, with what the trainer keeps
+
+    @property
+    def peak_bytes(self) -> int:
+        """The larger of the two."""
+        return max(self.training_bytes, self.rollout_bytes)
+
+    @property
+    def name(self) -> str:
+        """E.g. "TP4 PP2 SP, vLLM TP4, full recompute, two_pass, 8192 tokens"."""
+        parallel = self.config.parallel
+        sizes = {
+            "TP": parallel.tensor_model_parallel_size,
+            "PP": parallel.pipeline_model_parallel_size,
+            "CP": parallel.context_parallel_size,
+            "EP": parallel.expert_model_parallel_size,
+        }
+        words = [f"{name}{count}" for name, count in sizes.items() if count > 1] or ["DP only"]
+        if parallel.expert_tensor_parallel_size:
+            words.append(f"ETP{parallel.expert_tensor_parallel_size}")
+        words += ["SP"] * parallel.sequence_parallel
+        recompute = [f"{parallel.recompute_granularity} recompute"] * (parallel.recompute_granularity != "none")
+        rest = [f"vLLM TP{self.config.rollout.tensor_parallel_size}", *recompute, self.config.gradnorm.mode]
+        return ", ".join([" ".join(words), *rest, f"{parallel.micro_batch_tokens} tokens"])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search has seen."""
+
+    plans: list[Plan]  # the fastest first
+    refused: int  # layouts that the checks refuse
+    too_large: int
+    nearest: tuple[int, str] | None  # of those too large: the smallest memory of a GPU, and whose
+    reasons: dict[str, str]  # of refusals, one example a kind
+
+
+def search(request: Request) -> Found:
+    """All layouts that fit, the fastest first.
+
+    Raises:
+        UserError: the run is refused in every layout; or no layout is allowed, or none fits, and what it misses by.
+    """
+    check_settings(request.hf_config, request.config({}), request.gpus, on_gpu=True)
+    tally = _Tally(request)
+    plans = [plan for layout in layouts(request) for plan in tally.consider(layout)]
+    plans.sort(key=lambda plan: (plan.prediction.seconds, plan.peak_bytes))
+    if not plans:
+        raise tally.nothing()
+    return Found(plans, tally.refused, tally.too_large, tally.nearest, tally.reasons)
+
+
+def layouts(request: Request) -> Iterator[Sections]:
+    """Candidates, as a config file's section [parallel]; most are refused later."""
+    hf, node = request.hf_config, request.machine.device.gpus_per_node
+    sequence = request.config({})
+    experts, longest = num_experts(hf), longest_sample(sequence)
+    widths = powers(min(node, request.gpus))
+    depths = [
+        depth for depth in range(1, MOST_STAGES + 1) if not (hf["num_hidden_layers"] % depth or request.gpus % depth)
+    ]
+    spreads = powers(min(experts, request.gpus)) if experts else [1]
+    for tp, pp, cp, ep in product(widths, depths, powers(min(MOST_CONTEXT, request.gpus)), spreads):
+        if request.gpus % (tp * pp * cp) or request.gpus % (ep * pp):
+            continue
+        replicas = request.gpus // (tp * pp * cp)
+        splits = sorted({1, tp}) if experts else [None]
+        parallel = ([True] if experts else [True, False]) if tp > 1 else [False]
+        for etp, sp, granularity, rows in product(splits, parallel, ("none", "full"), ROWS):
+            fields = {
+                "tensor_model_parallel_size": tp,
+                "pipeline_model_parallel_size": pp,
+                "context_parallel_size": cp,
+                "expert_model_parallel_size": ep,
+                "sequence_parallel": sp,
+                "recompute_granularity": granularity,
+                "micro_batch_tokens": rows * longest,
+                "use_distributed_optimizer": replicas * cp > 1,
+            }
+            yield fields | ({"expert_tensor_parallel_size": etp} if etp is not None else {})
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
+
+
+class _Tally:
+    """Judges one layout after another, and remembers what was refused.
+
+    Args:
+        request: what is asked.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.refused = self.too_large = 0
+        self.nearest: tuple[int, str] | None = None
+        self.reasons: dict[str, str] = {}
+        self._pushes: dict[tuple[int, ...], Phase] = {}
+        self._rollouts: dict[tuple[int, float], Phase] = {}
+
+    def consider(self, parallel: Sections) -> list[Plan]:
+        """The plans of a layout, one a norm mode that is possible and fits."""
+        request, found = self.request, []
+        longest = longest_sample(request.config({}))
+        for mode in request.modes:
+            if mode != "two_pass" and parallel["micro_batch_tokens"] > longest:
+                continue  # Transformer Engine's layers see no bounds of samples: one a microbatch, whatever the budget
+            try:
+                sections = {"parallel": parallel, "gradnorm": {"mode": mode}, "algo": self.folds(parallel, mode)}
+                config = request.config(sections)
+                check_layout(request.hf_config, config, request.gpus)
+                check_dealing(request.hf_config, config, request.gpus)
+                choice = resolve(
+                    request.hf_config, config, request.gpus, on_gpu=True, transformer_engine=True
+                )  # the mode is possible, and its memory
+            except UserError as error:
+                self.refused += 1
+                self.reasons.setdefault(error.where, str(error))
+                continue
+            plan = self.placed(sections, config, choice.estimate)
+            found += [plan] if plan else []
+        return found
+
+    def folds(self, parallel: Sections, mode: str) -> Sections:
+        """algo.snr.num_folds: the fewest from the run's own number on that replicas can share out."""
+        request = self.request
+        own = dict(request.table.get("algo", {}).get("snr", {}))
+        ranks = parallel["tensor_model_parallel_size"] * parallel["context_parallel_size"]
+        experts = parallel["expert_model_parallel_size"] * (
+            parallel.get("expert_tensor_parallel_size") or parallel["tensor_model_parallel_size"]
+        )
+        replicas = request.gpus // (ranks * parallel["pipeline_model_parallel_size"])
+        shared = max(1, experts // ranks) if num_experts(request.hf_config) else 1
+        step, prompts = max(1, replicas // shared), request.table["num_prompts"]
+        wanted = own.get("num_folds", 4)
+        fits = [count for count in range(step, prompts + 1, step) if prompts % count == 0]
+        large = [count for count in fits if count >= wanted]
+        return {**request.table.get("algo", {}), "snr": {**own, "num_folds": (large or fits or [wanted])[0]}}
+
+    def placed(self, sections: Sections, config: Config, memory: MemoryEstimate) -> Plan | None:
+        """The layout with the engines' size under which sampling is fastest; None if nothing fits."""
+        request = self.request
+        limit = request.memory_bytes - request.keep_free
+        self.note(memory.total, config)
+        if memory.total > limit:
+            self.too_large += 1
+            return None
+        held = memory.weights + memory.main_grad + memory.second_gradient + memory.optimizer
+        best: tuple[float, Config, int, int] | None = None
+        for width in powers(min(request.machine.device.gpus_per_node, request.gpus)):
+            fit = self.engine(config, width, held, memory.total, limit)
+            if fit is None:
+                continue
+            engine_config, sampling, training = fit
+            seconds = self.rollout(engine_config).seconds
+            if best is None or seconds < best[0]:
+                best = seconds, engine_config, sampling, training
+        if best is None:
+            self.too_large += 1
+            return None
+        _, config, sampling, training = best
+        rollout = {
+            "tensor_parallel_size": config.rollout.tensor_parallel_size,
+            "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
+        }
+        setting = self.setting(config)
+        phases = {"rollout": self.rollout(config), **training_phases(setting), "push": self.push(setting)}
+        prediction = prediction_of(setting, phases)
+        return Plan(sections | {"rollout": rollout}, config, prediction, memory, training, sampling)
+
+    def engine(
+        self, config: Config, width: int, held: int, training: int, limit: int
+    ) -> tuple[Config, int, int] | None:
+        """The run with engines of `width` GPUs and the most memory there is for them; bytes while sampling, training.
+
+        None if one longest sample does not fit its cache, or its heads do not divide.
+        """
+        request, hf = self.request, self.request.hf_config
+        if hf["num_attention_heads"] % width or request.gpus % width:
+            return None
+        for share in UTILIZATIONS:
+            rollout = {"tensor_parallel_size": width, "gpu_memory_utilization": share}
+            tried = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
+            engine = engine_bytes(hf, tried, device_bytes=request.memory_bytes)
+            asleep = engine.asleep(config.rollout.sleep_level)
+            if held + engine.total > limit or training + asleep > limit:
+                continue
+            if engine.kv_tokens < longest_sample(config):
+                return None
+            return tried, held + engine.total, training + asleep
+        return None
+
+    def setting(self, config: Config) -> Setting:
+        """What a layout's cost is computed from."""
+        request = self.request
+        return Setting(
+            request.hf_config,
+            config,
+            request.gpus,
+            request.machine,
+            request.prompt_tokens,
+            request.mean_response_tokens,
+            transformer_engine=True,
+        )
+
+    def rollout(self, config: Config) -> Phase:
+        """Sampling, which depends on the engines alone."""
+        key = config.rollout.tensor_parallel_size, config.rollout.gpu_memory_utilization
+        if key not in self._rollouts:
+            self._rollouts[key] = rollout_phase(self.setting(config))
+        return self._rollouts[key]
+
+    def push(self, setting: Setting) -> Phase:
+        """The push, which depends on the sizes of the groups that hold parts."""
+        parallel = setting.config.parallel
+        key = (
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.expert_model_parallel_size,
+            setting.config.rollout.tensor_parallel_size,
+        )
+        if key not in self._pushes:
+            self._pushes[key] = push_phase(setting)
+        return self._pushes[key]
+
+    def note(self, num_bytes: int, config: Config) -> None:
+        """Remember the layout that takes least."""
+        if self.nearest is None or num_bytes < self.nearest[0]:
+            parallel = config.parallel
+            sizes = f"TP{parallel.tensor_model_parallel_size} PP{parallel.pipeline_model_parallel_size} "
+            sizes += f"CP{parallel.context_parallel_size} EP{parallel.expert_model_parallel_size}"
+            self.nearest = num_bytes, f"{sizes}, {parallel.recompute_granularity} recompute, {config.gradnorm.mode}"
+
+    def nothing(self) -> UserError:
+        """Why there is no plan."""
+        request = self.request
+        where = f"{request.model} on {request.gpus} x {size(request.memory_bytes)}"
+        if self.nearest is None:
+            reason = next(iter(self.reasons.values()), "there are no candidates")
+            return UserError(f"no layout is allowed; for example: {reason}", where=where, mend="change the sizes")
+        smallest, whose = self.nearest
+        limit = request.memory_bytes - request.keep_free
+        if smallest > limit:
+            what = f"the smallest ({whose}) takes {size(smallest)} a GPU, {size(smallest - limit)} too much"
+        else:
+            what = f"the smallest ({whose}) takes {size(smallest)} a GPU, and no vLLM engine fits beside it"
+        mend = "give more GPUs, GPUs with more memory, or a smaller --sequence-length"
+        return UserError(f"nothing fits: {what}", where=where, mend=mend)

@@ -1,0 +1,141 @@
+"""The search: every plan passes a run's own checks and fits, the fastest comes first; and the command around it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.checks import check_layout
+from oblr_megatron.cli import main
+from oblr_megatron.config import parse_config
+from oblr_megatron.errors import EXIT_USER, UserError
+from oblr_megatron.gradnorm.passes import longest_sample
+from oblr_megatron.model_configs import published
+from oblr_megatron.performance.hardware import device_named
+from oblr_megatron.planner.constants import Machine
+from oblr_megatron.planner.request import Request, base_table
+from oblr_megatron.planner.search import Found, powers, search
+from oblr_megatron.rollout.engine_memory import engine_bytes
+
+GB = 10**9
+
+
+def request(model: str = "Qwen3-8B", gpus: int = 8, gb: int = 80, **sizes: int) -> Request:
+    options = {"prompts": 32, "group_size": 8, "prompt_tokens": 512, "sequence_length": 4096} | sizes
+    table = base_table(model=model, dtype="bfloat16", **options)
+    return Request(model, published(model), gpus, gb * GB, Machine(device_named("h100")), 512, 1024, table)
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return search(request())
+
+
+def test_plans_pass_the_checks_of_a_run_and_fit(found: Found) -> None:
+    asked = request()
+    assert len(found.plans) > 20
+    for plan in found.plans:
+        config = asked.config(plan.sections)
+        check_layout(asked.hf_config, config, asked.gpus)
+        assert config == plan.config and plan.peak_bytes <= 80 * GB - asked.keep_free
+        engine = engine_bytes(asked.hf_config, config, device_bytes=asked.memory_bytes)
+        assert engine.kv_tokens >= longest_sample(config)
+        assert config.parallel.tensor_model_parallel_size <= 8
+
+
+def test_the_fastest_comes_first_and_layouts_differ(found: Found) -> None:
+    seconds = [plan.prediction.seconds for plan in found.plans]
+    assert seconds == sorted(seconds) and seconds[-1] > 1.2 * seconds[0]
+    assert len({plan.name for plan in found.plans}) == len(found.plans)
+    assert len({plan.config.gradnorm.mode for plan in found.plans}) > 1
+
+
+def test_replicas_share_out_whole_folds(found: Found) -> None:
+    for plan in found.plans:
+        parallel, folds = plan.config.parallel, plan.config.algo.snr.num_folds
+        replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        assert folds % (8 // (replica * parallel.context_parallel_size)) == 0 and 32 % folds == 0
+
+
+def test_less_memory_leaves_fewer_plans(found: Found) -> None:
+    small = search(request(gb=40))
+    assert len(small.plans) < len(found.plans) and small.too_large > found.too_large
+
+
+def test_nothing_fits_says_by_how_much() -> None:
+    with pytest.raises(UserError, match=r"nothing fits: the smallest \(TP2 .*\) takes \d+ GiB a GPU, \d+ GiB too much"):
+        search(request("Qwen3-32B", gpus=2))
+
+
+def test_too_long_for_the_model() -> None:
+    with pytest.raises(UserError, match="exceeds the model's max_position_embeddings 40960"):
+        search(request(sequence_length=65536))
+
+
+def test_powers() -> None:
+    assert [powers(most) for most in (1, 2, 7, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
+
+
+ASK = ["plan", "--model", "Qwen3-0.6B", "--gpus", "2", "--sequence-length", "2048", "--prompts", "16"]
+
+
+def test_command_prints_json_and_writes_sections_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "best.toml"
+    assert main([*ASK, "--top", "2", "--json", "--write", str(file)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["gpus"] == 2 and len(record["plans"]) == 2
+    first = record["plans"][0]
+    assert first["step_s"] == pytest.approx(sum(phase["s"] for phase in first["phases"].values()))
+    sections = tomllib.loads(file.read_text())
+    assert sections == first["sections"]
+    table = base_table(model="x", prompts=16, group_size=8, prompt_tokens=256, sequence_length=2048, dtype="bfloat16")
+    run = parse_config({**table, **{name: {**table.get(name, {}), **fields} for name, fields in sections.items()}})
+    check_layout(published("Qwen3-0.6B"), run, 2)
+
+
+def test_command_takes_the_rest_of_a_run_from_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = """
+run_dir = "runs/x"
+num_prompts = 8
+group_size = 4
+algo = { baseline = "rloo", snr = { num_folds = 8 } }
+[model]
+path = "somewhere"
+dtype = "bfloat16"
+[data]
+train = "train.jsonl"
+max_prompt_tokens = 100
+[rollout]
+max_response_tokens = 400
+"""
+    (tmp_path / "run.toml").write_text(text)
+    command = ["plan", "--model", "Qwen3-0.6B", "--gpus", "2", "--config", str(tmp_path / "run.toml"), "--json"]
+    assert main(command) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert {plan["sections"]["algo"]["snr"]["num_folds"] for plan in plans} == {8}
+    assert all(plan["phases"]["norms"]["s"] == 0 for plan in plans)
+
+
+def test_table_names_phases_and_what_bounds_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASK, "--top", "1"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "layouts fit" in said and "rollout" in said and "Qwen3-0.6B on 2 x h100, 16 x 8 samples" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--gpus", "0"], "--gpus 0 is too small"),
+        (["--gpu", "abacus"], "no device is known by the name 'abacus'"),
+        (["--prompt-tokens", "4096"], "leaves nothing of --sequence-length 2048"),
+        (["--calibration", "/nowhere.json"], "no file of constants"),
+        (["--model", "Qwen9"], "no published Qwen3 model"),
+    ],
+)
+def test_mistakes_end_in_one_line(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASK, *more]) == EXIT_USER
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
