@@ -1,0 +1,152 @@
+"""All-reduce over the GPUs of each node, then over those of all nodes: is every sum right, and how fast is it.
+
+    python -m oblr_megatron.cluster.all_reduce --store HOST:PORT --node 1 --nodes 4 --local 3 --per-node 8 --deadline 60
+
+is one of its processes, one a GPU; it meets the others through the preflight's store and prints one line of JSON. On
+CPUs, where each node takes part with one process, the preflight calls `measure` itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+GPU_BYTES, CPU_BYTES = 256 * 2**20, 2**20
+WARM_UP, REPEATS = 2, 5
+GRACE_S = 30.0  # beyond the deadline of a collective, for a process to start and to end
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Bus bandwidth, 2 (n - 1) / n x bytes / seconds of the fastest of a few, in GB/s; 0 among a single process.
+
+    Example: Speed(within_node=372.0, over_nodes=168.5)
+    """
+
+    within_node: float
+    over_nodes: float
+
+
+class ReduceError(RuntimeError):
+    """An all-reduce failed or gave a wrong sum."""
+
+
+def measure(store: dist.Store, node: int, nodes: int, local: int, per_node: int, deadline_s: float) -> Speed:
+    """Both all-reduces, as process `local` of `per_node` on this node; collective.
+
+    Raises:
+        ReduceError: naming which of the two, and why.
+    """
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(local)
+    within = over = 0.0
+    if per_node > 1:
+        within = _one(dist.PrefixStore(f"node_{node}", store), local, per_node, "within the node", deadline_s)
+    if nodes > 1:
+        rank = node * per_node + local
+        over = _one(dist.PrefixStore("all", store), rank, nodes * per_node, "over all nodes", deadline_s)
+    return Speed(within, over)
+
+
+def _one(store: dist.Store, rank: int, size: int, which: str, deadline_s: float) -> float:
+    """GB/s of a group that is made for this and dropped."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    limit = timedelta(seconds=deadline_s)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        try:
+            return _reduce(rank, size, which)
+        finally:
+            dist.destroy_process_group()
+    except RuntimeError as error:  # torch's for connections, deadlines and NCCL alike
+        if isinstance(error, ReduceError):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ReduceError(f"{backend} all-reduce {which} ({size} processes): {reason}") from error
+
+
+def _reduce(rank: int, size: int, which: str) -> float:
+    """Element i of process r is i % 7 + r: sums that float32 holds exactly for up to 5,000 processes."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    count = (GPU_BYTES if on_gpu else CPU_BYTES) // 4
+    pattern = torch.arange(count, device=device) % 7
+    best = float("inf")
+    for _ in range(WARM_UP + REPEATS):
+        tensor = (pattern + rank).float()
+        _synchronize()
+        begin = time.perf_counter()
+        dist.all_reduce(tensor)
+        _synchronize()
+        best = min(best, time.perf_counter() - begin)
+    wrong = int((tensor != (pattern * size + size * (size - 1) // 2).float()).sum())
+    if wrong:
+        raise ReduceError(f"all-reduce {which}: {wrong} of {count} sums are wrong on {device}")
+    return 2 * (size - 1) / size * 4 * count / best / 1e9
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure_gpus(address: str, node: int, nodes: int, per_node: int, deadline_s: float) -> tuple[Speed, list[str]]:
+    """One process a GPU of this node; the slowest's figures, and what went wrong, by GPU."""
+    words = {"store": address, "node": node, "nodes": nodes, "per-node": per_node, "deadline": deadline_s}
+    options = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "oblr_megatron.cluster.all_reduce", *options]
+    pipe = subprocess.PIPE
+    tasks = [
+        subprocess.Popen([*command, "--local", str(local)], stdout=pipe, stderr=pipe, text=True)
+        for local in range(per_node)
+    ]
+    speeds, failures = [], []
+    end = time.monotonic() + 2 * deadline_s + GRACE_S
+    for local, task in enumerate(tasks):
+        try:
+            stdout, stderr = task.communicate(timeout=max(0.0, end - time.monotonic()))
+            answer = json.loads(stdout.splitlines()[-1]) if task.returncode == 0 and stdout else None
+        except subprocess.TimeoutExpired:
+            task.kill()
+            stdout, stderr = task.communicate()
+            answer = None
+        if answer is None:
+            last = (stderr.strip().splitlines() or ["no message"])[-1]
+            failures.append(f"GPU {local}: all-reduce ended with status {task.returncode}: {last}")
+        elif "error" in answer:
+            failures.append(f"GPU {local}: {answer['error']}")
+        else:
+            speeds.append(Speed(**answer))
+    within, over = (min((getattr(one, name) for one in speeds), default=0.0) for name in ("within_node", "over_nodes"))
+    return Speed(within, over), failures
+
+
+def main() -> int:
+    """One process of the measurement."""
+    parser = argparse.ArgumentParser(prog="oblr_megatron.cluster.all_reduce")
+    parser.add_argument("--store", required=True)
+    for name in ("node", "nodes", "local", "per-node"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--deadline", type=float, required=True)
+    options = parser.parse_args()
+    host, _, port = options.store.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=options.deadline))
+    try:
+        speed = measure(store, options.node, options.nodes, options.local, options.per_node, options.deadline)
+        print(json.dumps(asdict(speed)))
+    except ReduceError as error:
+        print(json.dumps({"error": str(error)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

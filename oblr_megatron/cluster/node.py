@@ -1,0 +1,187 @@
+"""What one node can find out about itself: GPUs, disks, model directory, versions. `examine` is the whole of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+from oblr_megatron.checks import check_port
+from oblr_megatron.config import Config, load_config
+from oblr_megatron.errors import UserError
+from oblr_megatron.formatting import size
+from oblr_megatron.packages import installed, problems
+from oblr_megatron.preflight import check_room
+
+T = TypeVar("T")
+
+IDLE_BYTES = 2 * 2**30  # of a GPU's memory that may be in use by the driver and monitors
+MIN_SCRATCH_BYTES = 2**30  # in /dev/shm and TMPDIR: NCCL's and the engines' shared memory, compiled kernels
+QUERY = ("driver_version", "memory.used", "memory.total", "compute_cap", "name")  # the last may hold commas
+SMI_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong on a node, and how to mend it."""
+
+    what: str
+    mend: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What a node says of itself.
+
+    Example: Report(node="gpu-07", facts={"GPUs": "8 x NVIDIA H100 80GB HBM3", "run_dir": "1.2 TiB", ...},
+                    same={"torch": "2.13.0", "driver": "570.86.15", "code": "5b0c1e...", ...}, problems=[])
+    """
+
+    node: str
+    facts: dict[str, str] = field(default_factory=dict)  # columns of the table
+    same: dict[str, str] = field(default_factory=dict)  # what has to be equal on all nodes
+    problems: list[Problem] = field(default_factory=list)
+
+    def dump(self) -> str:
+        """As JSON, to be sent."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> Report:
+        """What `dump` made."""
+        content = json.loads(text)
+        return cls(**content | {"problems": [Problem(**problem) for problem in content["problems"]]})
+
+
+def examine(node: str, config_file: Path, overrides: list[str], *, expect_gpus: int, ports: tuple[int, ...]) -> Report:
+    """Look at this node; nothing is raised, findings are in the report.
+
+    Args:
+        node: its name.
+        config_file: of the run.
+        overrides: of single keys.
+        expect_gpus: that the node should have; 0 for ranks on the CPU.
+        ports: that have to be free here.
+    """
+    report = Report(node)
+    report.same |= versions()
+    report.problems += [Problem(line, "install what requirements/ names") for line in problems()]
+    report.same["config"] = _digest([config_file]) if config_file.is_file() else "absent"
+    _examine_gpus(report, expect_gpus)
+    _examine_scratch(report)
+    for port in ports:
+        _noting(report, partial(check_port, port))
+    config = _noting(report, partial(load_config, config_file, overrides))
+    if config is not None:
+        _noting(report, partial(_examine_model, report, config))
+    return report
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that has to be the same on all nodes, and of this package's code."""
+    found = {name: version or "none" for name, version in installed().items()}
+    found["python"] = ".".join(map(str, sys.version_info[:3]))
+    root = Path(__file__).resolve().parents[1]
+    found["code"] = _digest(sorted(root.rglob("*.py")), root)
+    found["commit"] = _said(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]) or "none"
+    if torch.cuda.is_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _examine_gpus(report: Report, expected: int) -> None:
+    """GPUs as nvidia-smi and torch see them: as many as expected, idle, of one kind."""
+    if expected == 0:
+        report.facts["GPUs"] = "CPU"
+        return
+    listed = _said(["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"])
+    if listed is None:
+        report.problems.append(
+            Problem("nvidia-smi does not answer", "look at the driver, or give the container the GPUs (utility)")
+        )
+        return
+    rows = [[value.strip() for value in line.split(",", len(QUERY) - 1)] for line in listed.splitlines()]
+    seen = torch.cuda.device_count()
+    report.facts["GPUs"] = f"{seen} x {rows[0][4]}" if rows else "none"
+    report.facts["GPU free"] = size(min((float(row[2]) - float(row[1])) * 2**20 for row in rows)) if rows else "none"
+    report.same |= {
+        name: ", ".join(sorted({row[column] for row in rows}))
+        for name, column in (("driver", 0), ("compute capability", 3), ("GPU kind", 4), ("GPU memory, MiB", 2))
+    }
+    if seen != expected:
+        report.problems.append(
+            Problem(f"torch sees {seen} GPUs, not {expected}", "drain the node, or set OBLR_GPUS_PER_NODE")
+        )
+    busy = [index for index, row in enumerate(rows) if float(row[1]) * 2**20 > IDLE_BYTES]
+    if busy:
+        used = ", ".join(f"GPU {index}: {rows[index][1]} MiB" for index in busy)
+        report.problems.append(Problem(f"GPUs are in use ({used})", "end what runs there, or drain the node"))
+
+
+def _examine_scratch(report: Report) -> None:
+    """Room in shared memory and in the directory for temporary files."""
+    for name, path in (("/dev/shm", "/dev/shm"), ("TMPDIR", tempfile.gettempdir())):
+        free = shutil.disk_usage(path).free
+        report.facts[name] = size(free)
+        if free < MIN_SCRATCH_BYTES:
+            report.problems.append(
+                Problem(f"{size(free)} free in {path}, {size(MIN_SCRATCH_BYTES)} are needed", f"clear {path}")
+            )
+
+
+def _examine_model(report: Report, config: Config) -> None:
+    """The model directory, and room for a checkpoint where the run writes.
+
+    Raises:
+        UserError: the first thing found wrong.
+    """
+    there = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
+    report.facts["run_dir"] = size(shutil.disk_usage(there).free)
+    if not os.access(there, os.W_OK):
+        raise UserError("cannot be written to", where=str(there), mend="name a run_dir of your own")
+    model = check_hf_dir(config.model.path)
+    unreadable = [name for name in model.weight_files if not os.access(model.path / name, os.R_OK)]
+    if unreadable:
+        raise UserError(f"cannot read {unreadable[0]}", where=str(model.path), mend="make the files readable")
+    report.same["model"] = f"{_digest([model.path / 'config.json'])}, {model.num_bytes} bytes"
+    check_room(config, model)
+
+
+def _noting(report: Report, check: Callable[[], T]) -> T | None:
+    """The check's result; a mistake of the user's becomes a problem of the node."""
+    try:
+        return check()
+    except UserError as error:
+        place = f" [{error.where}]" if error.where else ""
+        report.problems.append(Problem(f"{error.what}{place}", error.mend))
+        return None
+
+
+def _digest(files: list[Path], root: Path = Path()) -> str:
+    """Of names below the root and contents."""
+    total = hashlib.sha256()
+    for file in files:
+        name = file.relative_to(root) if root != Path() else file.name
+        total.update(f"{name}\0".encode() + file.read_bytes() + b"\0")
+    return total.hexdigest()[:12]
+
+
+def _said(command: list[str]) -> str | None:
+    """Standard output of a command that ends well before its deadline; None otherwise."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

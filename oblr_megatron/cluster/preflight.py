@@ -1,0 +1,169 @@
+"""Is every node of a job fit for it? One process a node, before any rank is started (slurm/lib.sh).
+
+    srun --ntasks-per-node=1 python -m oblr_megatron.cluster.preflight CONFIG.toml [section.key=value ...]
+
+Each node looks at itself (node.py); the first compares what has to be equal and the clocks; then all of them reduce
+numbers together, over all GPUs by NCCL, or over the nodes by gloo. The first prints one table and one line for every
+thing that is wrong: what, on which node, how to mend it. Status 2 if there is any; no wait is without a deadline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from oblr_megatron.cli import guarded, parse
+from oblr_megatron.cluster.all_reduce import GRACE_S, ReduceError, Speed, measure, measure_gpus
+from oblr_megatron.cluster.meeting import Meeting
+from oblr_megatron.cluster.node import Problem, Report, examine
+from oblr_megatron.errors import EXIT_OK, EXIT_USER, UserError
+
+CLOCK_S = 5.0  # two nodes' clocks may be apart: file times and logs are compared across nodes
+GOOD, BAD = "ready", "not ready"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The status: 0 where all nodes are ready, on every node."""
+    options = parse(_parser(), arguments)
+    return guarded(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """This node's part; see the module."""
+    nodes = options.nodes.split(",")
+    index = index_of(nodes, os.environ) if options.node_index is None else options.node_index
+    if not 0 <= index < len(nodes):
+        raise UserError(f"node index {index} among {len(nodes)} nodes", where="--node-index", mend="give one a node")
+    ports = () if index or options.rendezvous_port is None else (options.rendezvous_port,)
+    torch.set_num_threads(1)
+    with Meeting(nodes, index, options.port, options.deadline) as meeting:
+        report = examine(nodes[index], options.config, options.overrides, expect_gpus=options.expect_gpus, ports=ports)
+        found = {node: Report.load(text) for node, text in meeting.gather("report", report.dump()).items()}
+        offsets = meeting.clock_offsets(found)
+        if index == 0:
+            compare(found, offsets, nodes, options.deadline)
+        verdict = meeting.tell("verdict", judged(found), 2 * options.deadline)
+        if verdict == GOOD:
+            _reduce(meeting, found, options)
+            verdict = meeting.tell("last verdict", judged(found), 4 * options.deadline + GRACE_S)
+        if index == 0:
+            print(table(found, nodes))
+            for line in lines(found, nodes):
+                print(f"error: {line}", file=sys.stderr)
+            print(f"preflight: {len(nodes)} nodes {verdict}", flush=True)
+    return EXIT_OK if verdict == GOOD else EXIT_USER
+
+
+def _parser() -> argparse.ArgumentParser:
+    environment = os.environ
+    parser = argparse.ArgumentParser(prog="oblr_megatron.cluster.preflight", description="one node's part")
+    parser.add_argument("config", type=Path, help="TOML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
+    parser.add_argument("--nodes", default=environment.get("SLURMD_NODENAME", "localhost"), help="names, with commas")
+    parser.add_argument("--node-index", type=int, help="of this one; by default SLURM's")
+    parser.add_argument("--expect-gpus", type=int, default=8, help="on each node; 0 for ranks on the CPU")
+    parser.add_argument("--port", type=int, default=29400, help="of the store through which the nodes meet")
+    parser.add_argument("--rendezvous-port", type=int, help="that the run will use; has to be free on the first node")
+    parser.add_argument("--deadline", type=float, default=300.0, help="of every wait, seconds")
+    parser.add_argument("--min-gb-s", type=float, default=0.0, help="least bus bandwidth of the all-reduces; 0: any")
+    return parser
+
+
+def index_of(nodes: Sequence[str], environment: Mapping[str, str]) -> int:
+    """This node's place among the nodes: by its name, or as SLURM counts them.
+
+    >>> index_of(["a", "b"], {"SLURMD_NODENAME": "b"}), index_of(["a", "b"], {"SLURM_NODEID": "1"}), index_of(["a"], {})
+    (1, 1, 0)
+    """
+    name = environment.get("SLURMD_NODENAME", "")
+    return nodes.index(name) if name in nodes else int(environment.get("SLURM_NODEID", "0"))
+
+
+def compare(found: dict[int, Report], offsets: Mapping[int, float], nodes: Sequence[str], deadline_s: float) -> None:
+    """Add what is seen only side by side: nodes that did not come, differ from the others, or have another time."""
+    for node, name in enumerate(nodes):
+        if node not in found:
+            found[node] = Report(name, problems=[_silent(deadline_s)])
+    for key in {key: None for report in found.values() for key in report.same}:
+        values = [(node, report.same[key]) for node, report in sorted(found.items()) if key in report.same]
+        usual = Counter(value for _, value in values).most_common(1)[0][0]  # of equally many, the first node's
+        like = next(nodes[node] for node, value in values if value == usual)
+        for node, value in values:
+            if value != usual:
+                what = f"{key} is {value}, on {like} it is {usual}"
+                found[node].problems.append(Problem(what, "install or copy the same on all nodes"))
+    for node, offset in offsets.items():
+        found[node].facts["clock"] = f"{offset:+.1f} s"
+        if abs(offset) > CLOCK_S:
+            what = f"the clock is {abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} that of {nodes[0]}"
+            found[node].problems.append(Problem(what, "synchronise it (chrony, NTP)"))
+
+
+def _silent(deadline_s: float) -> Problem:
+    return Problem(f"did not report within {deadline_s:g} s", "look whether the node is up, or exclude it (--exclude)")
+
+
+def _reduce(meeting: Meeting, found: dict[int, Report], options: argparse.Namespace) -> None:
+    """The all-reduces; on the first node, figures and failures of all nodes are added to their reports."""
+    failures: list[str] = []
+    node, nodes, deadline_s = meeting.index, len(meeting.nodes), options.deadline
+    speed = Speed(0.0, 0.0)
+    if options.expect_gpus:
+        speed, failures = measure_gpus(meeting.address, node, nodes, options.expect_gpus, deadline_s)
+    else:
+        try:
+            speed = measure(meeting.store, node, nodes, 0, 1, deadline_s)
+        except ReduceError as error:
+            failures = [str(error)]
+    answers = meeting.gather("reduced", json.dumps([asdict(speed), failures]), 3 * deadline_s + GRACE_S)
+    for index, report in found.items():
+        if index not in answers:
+            report.problems.append(_silent(3 * deadline_s + GRACE_S))
+            continue
+        figures, failed = json.loads(answers[index])
+        mend = "look at the links (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or exclude the node"
+        report.problems += [Problem(what, mend) for what in failed]
+        for name, value in figures.items():
+            report.facts[f"{name.replace('_', ' ')}, GB/s"] = f"{value:.2f}" if value else "-"
+            if 0 < value < options.min_gb_s:
+                what = f"all-reduce {name.replace('_', ' ')}: {value:.1f} GB/s, less than {options.min_gb_s:g}"
+                report.problems.append(Problem(what, mend))
+
+
+def judged(found: Mapping[int, Report]) -> str:
+    """The verdict, from the reports there are."""
+    return BAD if any(report.problems for report in found.values()) else GOOD
+
+
+def table(found: Mapping[int, Report], nodes: Sequence[str]) -> str:
+    """One row a node; a fact that a node does not have is a dash."""
+    facts = list({fact: None for report in found.values() for fact in report.facts})
+    rows = [["node", *facts, ""]]
+    for node, name in enumerate(nodes):
+        report = found[node]
+        rows.append([name, *(report.facts.get(fact, "-") for fact in facts), "FAILS" if report.problems else "ok"])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    text = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    shared = next(iter(found.values())).same
+    return text + "\n" + ", ".join(f"{name} {value}" for name, value in shared.items())
+
+
+def lines(found: Mapping[int, Report], nodes: Sequence[str]) -> list[str]:
+    """One for every thing that is wrong."""
+    return [
+        f"node {nodes[node]}: {problem.what}; {problem.mend}"
+        for node, report in sorted(found.items())
+        for problem in report.problems
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""vLLM servers as the tasks of a SLURM step (slurm/lib.sh): one task starts one server; another waits for all.
+
+    srun --ntasks-per-node=8 python -m oblr_megatron.cluster.servers start CONFIG.toml --port 12002
+    python -m oblr_megatron.cluster.servers wait http://gpu-07:12002 http://gpu-07:12003 --deadline 1800
+
+What a server serves is read from the run's config. Task k of a node takes the port that is k higher, and the GPUs
+k * tensor_parallel_size and following. The API key is in the variable that rollout.api_key_env names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from oblr_megatron.cli import guarded, parse
+from oblr_megatron.config import Config, load_config
+from oblr_megatron.errors import EXIT_OK, RunError
+from oblr_megatron.rollout import serve
+from oblr_megatron.rollout.engine import max_model_len
+from oblr_megatron.rollout.placement import engine_dtype
+
+POLL_S, ANSWER_S = 1.0, 5.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The status; of `start` only where the server could not be started, since it becomes the server."""
+    options = parse(_parser(), arguments)
+    return guarded(lambda: options.function(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="oblr_megatron.cluster.servers")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    start = commands.add_parser("start", help="become the server of this SLURM task")
+    start.add_argument("config", type=Path)
+    start.add_argument("overrides", nargs="*", metavar="section.key=value")
+    start.add_argument("--port", type=int, required=True, help="of the first server of a node")
+    start.add_argument("--tensor-parallel-size", type=int, default=1)
+    start.set_defaults(function=_start)
+    wait = commands.add_parser("wait", help="until all servers answer")
+    wait.add_argument("urls", nargs="+")
+    wait.add_argument("--deadline", type=float, required=True, help="seconds")
+    wait.set_defaults(function=_wait)
+    return parser
+
+
+def _start(options: argparse.Namespace) -> int:
+    config = load_config(options.config, options.overrides)
+    words = serve_arguments(config, os.environ, options.port, options.tensor_parallel_size)
+    devices = devices_of(os.environ, options.tensor_parallel_size)
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return serve.serve(parser.parse_args(words))
+
+
+def serve_arguments(config: Config, environment: Mapping[str, str], port: int, tensor_parallel_size: int) -> list[str]:
+    """What `oblr-megatron serve` is called with in this task."""
+    rollout = config.rollout
+    values = {
+        "model": config.model.path,
+        "host": environment["SLURMD_NODENAME"],
+        "port": port + int(environment["SLURM_LOCALID"]),
+        "api-key-env": rollout.api_key_env,
+        "dtype": str(engine_dtype(config)).removeprefix("torch."),
+        "quantization": rollout.quantization,
+        "max-model-len": max_model_len(config),
+        "max-num-seqs": rollout.max_num_seqs,
+        "kv-cache-gib": rollout.kv_cache_gib,
+        "tensor-parallel-size": tensor_parallel_size,
+        "seed": config.seed,
+    } | ({} if rollout.num_threads is None else {"num-threads": rollout.num_threads})
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def devices_of(environment: Mapping[str, str], tensor_parallel_size: int) -> str | None:
+    """CUDA_VISIBLE_DEVICES of this task's server, out of those of the node; None where SLURM gave none.
+
+    >>> devices_of({"SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "8"}, 2)
+    '2,3'
+    """
+    first = int(environment["SLURM_LOCALID"]) * tensor_parallel_size
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        visible = environment["CUDA_VISIBLE_DEVICES"].split(",")
+    elif "SLURM_GPUS_ON_NODE" in environment:
+        visible = [str(number) for number in range(int(environment["SLURM_GPUS_ON_NODE"]))]
+    else:
+        return None
+    return ",".join(visible[first : first + tensor_parallel_size])
+
+
+def _wait(options: argparse.Namespace) -> int:
+    begin, waiting = time.monotonic(), list(options.urls)
+    while waiting:
+        waiting = [url for url in waiting if not healthy(url)]
+        if waiting and time.monotonic() - begin > options.deadline:
+            raise RunError(f"{len(waiting)} of {len(options.urls)} servers are not ready after "
+                           f"{options.deadline:g} s: {', '.join(waiting)}")  # fmt: skip
+        if waiting:
+            time.sleep(POLL_S)
+    print(f"{len(options.urls)} servers are ready after {time.monotonic() - begin:.0f} s")
+    return EXIT_OK
+
+
+def healthy(url: str) -> bool:
+    """Whether a server says that it is ready."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=ANSWER_S) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,350 @@
+# shellcheck shell=bash
+# What the job scripts of this directory do. A script sets OBLR_CONFIG and calls oblr_run "$@"; docs/cluster.md.
+#
+# Settings, from the environment of sbatch (sbatch hands it on) or of the script:
+#   OBLR_HOME             the repository; by default the directory sbatch was called in
+#   OBLR_CONFIG           TOML file, from OBLR_HOME; the script's own by default
+#   OBLR_CONTAINER        image for pyxis (srun --container-image); OBLR_CONTAINER_MOUNTS adds SRC:DST[,SRC:DST...]
+#   OBLR_VENV             virtual environment, if there is no container; else the python3 that is found
+#   OBLR_GPUS_PER_NODE    8; 0 for ranks on the CPU, of which OBLR_RANKS_PER_NODE (1) run on each node
+#   OBLR_DRY_RUN          1; 0 leaves out the dry run
+#   OBLR_GPU_MEMORY_GB    what the dry run holds its memory table against; by default what the node's GPUs have
+#   OBLR_PREFLIGHT        1; 0 leaves out the preflight; OBLR_PREFLIGHT_S (300) is the deadline of each of its waits
+#   OBLR_MIN_GB_S         0, least bus bandwidth of its all-reduces
+#   OBLR_REQUEUE          1; 0 never requeues, and says how to go on
+#   OBLR_REQUEUE_FAILED   0; 1 requeues after a failure of the run as well (not after a mistake in its input)
+#   OBLR_LOGS             directory of logs; by default NAME-JOBID.logs in OBLR_HOME
+# Of the servers' script:
+#   OBLR_SERVER_TP        1, GPUs of a vLLM server (OBLR_GPUS_PER_NODE / OBLR_SERVER_TP servers on each of their nodes)
+#   OBLR_SERVERS_S        1800, deadline of the servers to be ready
+
+set -euo pipefail
+
+readonly EXIT_RUN=1 EXIT_USER=2
+stopping=""   # name of the signal that asked this script to stop
+child=""      # process id of the srun that signals are handed on to
+servers=""    # of the one that holds the servers
+signalled=0
+
+say() { printf 'oblr: %s\n' "$*"; }
+
+die() { # STATUS MESSAGE
+    printf 'error: %s\n' "$2" >&2
+    exit "$1"
+}
+
+# One job from beginning to end. Arguments: overrides of the config (section.key=value).
+oblr_run() {
+    oblr_begin "$@"
+    oblr_check
+    oblr_train
+    oblr_end "$train_status"
+}
+
+# The same with vLLM servers on the nodes of the second component of a heterogeneous job.
+oblr_run_with_servers() {
+    oblr_begin "$@"
+    het=(--het-group=0)
+    oblr_servers
+    oblr_check
+    oblr_start_servers
+    oblr_train
+    oblr_end "$train_status"
+}
+
+# --- what there is ---------------------------------------------------------------------------------------------------
+
+oblr_begin() {
+    [[ -n ${SLURM_JOB_ID:-} ]] || die "$EXIT_USER" "no SLURM_JOB_ID: start this script with sbatch"
+    cd "$OBLR_HOME"
+    [[ -r $OBLR_CONFIG ]] || die "$EXIT_USER" "no config $OBLR_CONFIG in $OBLR_HOME; set OBLR_CONFIG"
+    mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
+    ((${#nodes[@]})) || die "$EXIT_RUN" "scontrol names no node of job $SLURM_JOB_ID"
+    job_name="${SLURM_JOB_NAME:-oblr}" attempt="${SLURM_RESTART_COUNT:-0}"
+    gpus="${OBLR_GPUS_PER_NODE:-8}"
+    ranks="$gpus"
+    ((gpus > 0)) || ranks="${OBLR_RANKS_PER_NODE:-1}"
+    log_root="${OBLR_LOGS:-$job_name-$SLURM_JOB_ID.logs}" logs="" het=()
+    mkdir -p "$log_root/attempt_$attempt"
+    logs="$(cd "$log_root/attempt_$attempt" && pwd)"
+    oblr_overrides "$@"
+    oblr_time
+    oblr_python
+    oblr_environment
+    oblr_ports
+    trap 'oblr_signal USR1' USR1
+    trap 'oblr_signal TERM' TERM
+    trap oblr_stop_servers EXIT
+    say "job $SLURM_JOB_ID, attempt $attempt, ${#nodes[@]} nodes x $ranks ranks: ${nodes[*]}"
+    say "config $OBLR_CONFIG, run directory $run_dir, logs $logs, commit $(git rev-parse --short HEAD 2>/dev/null || echo none)"
+}
+
+# The run directory is the last run_dir=... given, or named after the job, which keeps its id when it is requeued.
+oblr_overrides() {
+    local word
+    overrides=() run_dir="runs/$job_name-$SLURM_JOB_ID"
+    for word in "$@"; do
+        if [[ $word == run_dir=* ]]; then run_dir="${word#run_dir=}"; else overrides+=("$word"); fi
+    done
+    overrides+=("run_dir=$run_dir")
+}
+
+# When the job will be ended; checkpoint.exit_before_timeout_s counts from there. Before Slurm 22.05 it has to be asked.
+oblr_time() {
+    local ends
+    [[ -z ${SLURM_JOB_END_TIME:-} ]] || return 0
+    ends="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p' | head -n 1)"
+    SLURM_JOB_END_TIME="$(date -d "$ends" +%s 2>/dev/null)" || return 0 # "Unknown", of a job without a limit
+    export SLURM_JOB_END_TIME
+}
+
+# The interpreter of every task, and srun's options for the container it is in.
+oblr_python() {
+    python="${OBLR_PYTHON:-python3}" container=()
+    if [[ -n ${OBLR_CONTAINER:-} ]]; then
+        container=(--container-image="$OBLR_CONTAINER" --container-workdir="$OBLR_HOME" --no-container-mount-home)
+        container+=(--container-mounts="$OBLR_HOME:$OBLR_HOME${OBLR_CONTAINER_MOUNTS:+,$OBLR_CONTAINER_MOUNTS}")
+    elif [[ -n ${OBLR_VENV:-} ]]; then
+        python="$OBLR_VENV/bin/python"
+        [[ -x $python ]] || die "$EXIT_USER" "OBLR_VENV=$OBLR_VENV has no bin/python"
+    fi
+}
+
+# Defaults; a variable that is set already stays as it is. PYTORCH_CUDA_ALLOC_CONF=expandable_segments is left alone:
+# memory of such segments cannot be handed to an engine by CUDA IPC.
+oblr_environment() {
+    export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+    export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+    export VLLM_NO_USAGE_STATS=1
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}" # a rank and an engine share a node's cores with the others'
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" # megatron-core: communication is queued first
+    export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+    export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}" # a timeout ends the rank
+    export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}" # the last collectives of each rank,
+    export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}" # written out at a timeout
+    export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="${TORCH_NCCL_DEBUG_INFO_TEMP_FILE:-$logs/nccl_trace_rank_}"
+}
+
+# A block of 20 ports by the job's id, below the ports that the kernel gives out; the next block where one is taken.
+oblr_ports() {
+    local block
+    for ((block = 0; block < 20; block++)); do
+        port=$((12000 + (SLURM_JOB_ID * 20 + block * 20) % 18000))
+        oblr_port_taken "$port" || oblr_port_taken $((port + 1)) || return 0
+    done
+    die "$EXIT_RUN" "no free port for the rendezvous on ${nodes[0]} between 12000 and 30000"
+}
+
+oblr_port_taken() { (: <"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+# Become an srun of one task a node of the trainers'. Arguments: srun's further options, --, the command.
+oblr_srun() {
+    local options=()
+    while [[ $1 != -- ]]; do
+        options+=("$1")
+        shift
+    done
+    shift
+    ((gpus == 0)) || options+=(--gpus-per-node="$gpus" --gpu-bind=none)
+    # Without these a task of an exclusive node may be held to one of its cores.
+    options+=(--cpu-bind=none ${SLURM_CPUS_ON_NODE:+"--cpus-per-task=$SLURM_CPUS_ON_NODE"})
+    exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 --unbuffered --input=none "${options[@]}" "${container[@]}" "$@"
+}
+
+# Run a command beside this shell, so that a signal is answered at once; its status.
+oblr_await() {
+    local status=0 before=0
+    "$@" &
+    child=$!
+    while :; do
+        before=$status signalled=0 status=0
+        wait "$child" || status=$?
+        ((signalled && status > 128)) || break # wait was interrupted: the command goes on
+    done
+    ((status != 127 || before == 0)) || status=$before # it had ended when wait was interrupted
+    child=""
+    return "$status"
+}
+
+# The time limit is near (--signal=B:USR1@...), or somebody ends the job: the ranks save at the next step boundary.
+# They take a SIGTERM, which SLURM sends to them itself, twice for the order to end at once; so SIGUSR1 is handed on.
+oblr_signal() {
+    signalled=1
+    [[ $stopping == TERM ]] || stopping="$1"
+    say "SIG$1: the run is told to save and stop"
+    [[ -z $child ]] || kill -USR1 "$child" 2>/dev/null || true
+}
+
+# What is wrong is found before a rank is started: status 2, and no requeue.
+oblr_check() {
+    all=("${het[@]}" --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}")
+    local status=0 first=("${het[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[0]}") memory=()
+    [[ -z ${OBLR_GPU_MEMORY_GB:-} ]] || memory=(--gpu-memory-gb "$OBLR_GPU_MEMORY_GB")
+    if [[ ${OBLR_DRY_RUN:-1} != 0 ]]; then
+        say "dry run: $logs/dry_run.log"
+        oblr_await oblr_srun "${first[@]}" --output="$logs/dry_run.log" -- \
+            "$python" -m oblr_megatron.cli train "$OBLR_CONFIG" "${overrides[@]}" --resume --dry-run \
+            --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" "${memory[@]}" || status=$?
+        oblr_checked "$status" "the dry run" "$logs/dry_run.log"
+    fi
+    [[ ${OBLR_PREFLIGHT:-1} != 0 ]] || return 0
+    say "preflight: $logs/preflight.log"
+    oblr_await oblr_srun "${all[@]}" --output="$logs/preflight.log" -- \
+        "$python" -m oblr_megatron.cluster.preflight "$OBLR_CONFIG" "${overrides[@]}" \
+        --nodes "$(IFS=, && echo "${nodes[*]}")" --expect-gpus "$gpus" --port $((port + 1)) --rendezvous-port "$port" \
+        --deadline "${OBLR_PREFLIGHT_S:-300}" --min-gb-s "${OBLR_MIN_GB_S:-0}" || status=$?
+    oblr_checked "$status" "the preflight" "$logs/preflight.log"
+}
+
+oblr_checked() { # STATUS WHAT LOG
+    oblr_stop_early "$2"
+    if (($1 != 0)); then
+        cat "$3" >&2
+        die "$EXIT_USER" "$2 failed (status $1); nothing was trained, and the job is not requeued"
+    fi
+}
+
+# One task a node, of which each starts its ranks; the status is left in train_status.
+oblr_train() {
+    say "training: $logs/node_K.log, one of which is rank 0's; follow it with: tail -F $logs/node_*.log"
+    rm -f "$run_dir/status.json" # of the attempt before
+    train_status=0
+    oblr_await oblr_srun "${all[@]}" --output="$logs/node_%n.log" -- \
+        "$python" -m oblr_megatron.launch --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" --max-restarts 0 \
+        --rdzv-id "$SLURM_JOB_ID-$attempt" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" \
+        -m oblr_megatron.train "$OBLR_CONFIG" "${overrides[@]}" --resume || train_status=$?
+}
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+# Which there will be, each with OBLR_SERVER_TP GPUs, and the key that they and the trainers share.
+oblr_servers() {
+    local list="${SLURM_JOB_NODELIST_HET_GROUP_1:-}" host k
+    [[ -n $list ]] || die "$EXIT_USER" "no second component: submit this script as it is, with its #SBATCH hetjob"
+    mapfile -t server_nodes < <(scontrol show hostnames "$list")
+    server_tp="${OBLR_SERVER_TP:-1}" servers_each=1 urls=()
+    ((gpus == 0)) || servers_each=$((gpus / server_tp))
+    for host in "${server_nodes[@]}"; do
+        for ((k = 0; k < servers_each; k++)); do urls+=("http://$host:$((port + 2 + k))"); done
+    done
+    OBLR_API_KEY="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')" # in the environment only, which others cannot read
+    export OBLR_API_KEY
+    overrides+=("rollout.api_key_env=OBLR_API_KEY" "rollout.servers=[$(printf '"%s",' "${urls[@]}" | sed 's/,$//')]")
+}
+
+# Start them on the second component's nodes, and wait until all of them answer.
+oblr_start_servers() {
+    local status=0 options=()
+    options=(--het-group=1 --nodes="${#server_nodes[@]}" --ntasks-per-node="$servers_each" --kill-on-bad-exit=0 --input=none)
+    ((gpus == 0)) || options+=(--gpus-per-node="$gpus" --gpu-bind=none)
+    options+=(--cpu-bind=none --output="$logs/server_%t.log" "${container[@]}")
+    say "servers: ${urls[*]}; $logs/server_K.log"
+    srun "${options[@]}" "$python" -m oblr_megatron.cluster.servers start "$OBLR_CONFIG" "${overrides[@]}" \
+        --port $((port + 2)) --tensor-parallel-size "$server_tp" &
+    servers=$!
+    oblr_await oblr_srun --het-group=0 --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --output="$logs/servers.log" -- \
+        "$python" -m oblr_megatron.cluster.servers wait "${urls[@]}" --deadline "${OBLR_SERVERS_S:-1800}" || status=$?
+    oblr_stop_early "the start of the servers"
+    if ((status != 0)); then
+        cat "$logs/servers.log" >&2
+        tail -n 20 "$logs"/server_*.log >&2 || true
+        die "$EXIT_RUN" "the servers are not ready; the job is not requeued"
+    fi
+}
+
+# Whatever the end is; what srun leaves running ends with the job.
+oblr_stop_servers() {
+    [[ -n $servers ]] || return 0
+    kill -TERM "$servers" 2>/dev/null || true
+    local waited
+    for ((waited = 0; waited < 30; waited++)); do
+        kill -0 "$servers" 2>/dev/null || break
+        sleep 1
+    done
+    kill -KILL "$servers" 2>/dev/null || true
+    servers=""
+}
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+oblr_field() { sed -n "s/^ *\"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" "$run_dir/status.json" 2>/dev/null || true; }
+
+# A run that ended well has said how; a shared file system may show another node's file a minute late.
+oblr_await_outcome() {
+    local waited
+    for ((waited = 0; waited < 90; waited += 2)); do
+        case "$(oblr_field state)" in finished | stopped) return 0 ;; esac
+        sleep 2
+        ls "$run_dir" >/dev/null 2>&1 || true
+    done
+}
+
+# Steps that a resumed run would find done.
+oblr_saved_step() {
+    local path newest=0 step
+    for path in "$run_dir"/checkpoints/step_*; do
+        step="${path##*step_}"
+        if [[ $step =~ ^[0-9]+$ ]] && ((10#$step > newest)); then newest=$((10#$step)); fi
+    done
+    echo "$newest"
+}
+
+# Requeue, or say why not, and exit. STATUS is that of the last step of the job.
+oblr_end() {
+    local status="$1" state reason
+    ((status != 0)) || oblr_await_outcome
+    state="$(oblr_field state)" reason="$(oblr_field reason)"
+    if ((status == 0)) && [[ $state == finished ]]; then
+        say "finished after step $(oblr_field step): $run_dir"
+        exit 0
+    fi
+    if ((status == EXIT_USER)); then
+        oblr_tell_errors
+        die "$EXIT_USER" "the run refused its input; the job is not requeued"
+    fi
+    if [[ $stopping == TERM || $reason == SIGTERM ]]; then # whoever cancels a job does not want it back
+        say "ended from outside after step $(oblr_field step) (SIGTERM); not requeued from here"
+        exit $((status == 0 ? 0 : EXIT_RUN))
+    fi
+    if ((status == 0)) && [[ $state == stopped ]]; then
+        oblr_requeue "stopped ($reason)" 0
+    elif [[ -n $stopping && $state != failed ]]; then # the signal met processes that were not yet ready for it
+        oblr_requeue "ended by SIG$stopping before it had done a step" "$EXIT_RUN"
+    fi
+    oblr_tell_errors
+    if [[ ${OBLR_REQUEUE_FAILED:-0} == 1 ]]; then oblr_requeue "failed (status $status)" "$EXIT_RUN"; fi
+    die "$EXIT_RUN" "the run failed (status $status); go on with: sbatch ... run_dir=$run_dir"
+}
+
+# A signal came before there were ranks.
+oblr_stop_early() { # DURING
+    [[ -n $stopping ]] || return 0
+    [[ $stopping != TERM ]] || die "$EXIT_RUN" "ended from outside during $1 (SIGTERM); not requeued from here"
+    oblr_requeue "ended by SIG$stopping during $1" "$EXIT_RUN"
+}
+
+oblr_tell_errors() {
+    grep -h -a -m 5 -E '^error:|Error:|exitcode' "$logs"/node_*.log >&2 || true
+}
+
+# A job that is requeued twice from the same step would be so forever.
+oblr_requeue() { # WHY STATUS-WITHOUT-IT
+    local step before=""
+    step="$(oblr_saved_step)"
+    if [[ ${OBLR_REQUEUE:-1} == 0 ]]; then
+        say "$1, step $step is saved; go on with: sbatch ... run_dir=$run_dir"
+        exit "$2"
+    fi
+    [[ ! -e $log_root/requeues ]] || before="$(tail -n 1 "$log_root/requeues")"
+    if [[ $before == "$step" ]]; then
+        say "$1, as at the requeue before; nothing was saved in between. Give it more time (--time), or look at $logs"
+        die "$EXIT_RUN" "no progress beyond step $step: not requeued again"
+    fi
+    echo "$step" >>"$log_root/requeues"
+    say "$1, step $step is saved: the job is requeued"
+    oblr_stop_servers
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+}

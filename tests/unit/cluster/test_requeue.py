@@ -1,0 +1,125 @@
+"""What a job script does at the end of an attempt: lib.sh's own functions, with the outcome of a run put in place.
+
+That runs and signals lead to these outcomes is in tests/e2e/test_slurm.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.status import State, Status, write_status
+
+ROOT = Path(__file__).resolve().parents[3]
+END = """
+source slurm/lib.sh
+run_dir="$1/run" log_root="$1/logs" logs="$1/logs/attempt_0" stopping="$2"
+oblr_end "$3"
+"""
+
+
+def ended(
+    directory: Path,
+    status: int,
+    state: State | None,
+    reason: str = "",
+    *,
+    stopping: str = "",
+    saved: tuple[int, ...] = (),
+    before: int | None = None,
+    **settings: str,
+) -> tuple[int, bool, str]:
+    """(the script's status, whether it asked to be requeued, what it said) after an attempt that ended like this.
+
+    Args:
+        directory: empty.
+        status: of the training's srun.
+        state: in status.json; None where there is none.
+        reason: there.
+        stopping: the signal that the script was sent.
+        saved: steps of the checkpoints there are.
+        before: the step saved at the last requeue.
+        settings: variables.
+    """
+    (directory / "run").mkdir()
+    (directory / "logs" / "attempt_0").mkdir(parents=True)
+    for step in saved:
+        (directory / "run" / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    if state is not None:
+        write_status(directory / "run", Status(state, 7, 9, reason, 0.0))
+    if before is not None:
+        (directory / "logs" / "requeues").write_text(f"{before}\n")
+    (directory / "settings.json").write_text(json.dumps({"job_id": 5}))
+    own = {"STANDIN": str(directory), "STANDIN_PYTHON": sys.executable, "SLURM_JOB_ID": "5"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OBLR_"))}
+    path = {"PATH": f"{ROOT / 'tests/slurm/bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", END, "job", str(directory), stopping, str(status)],
+        cwd=ROOT,
+        env=kept | own | path | settings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, (directory / "requeue").exists(), done.stdout + done.stderr
+
+
+def test_a_finished_run_is_done(tmp_path: Path) -> None:
+    assert ended(tmp_path, 0, "finished", stopping="USR1")[:2] == (0, False)
+
+
+@pytest.mark.parametrize("reason", ["SIGUSR1", "the time limit"])
+def test_a_run_that_had_to_stop_comes_back(tmp_path: Path, reason: str) -> None:
+    status, requeued, said = ended(tmp_path, 0, "stopped", reason, saved=(5, 10), before=5)
+    assert (status, requeued) == (0, True) and f"stopped ({reason}), step 10 is saved" in said
+    assert (tmp_path / "logs" / "requeues").read_text() == "5\n10\n"
+
+
+def test_no_progress_is_the_end(tmp_path: Path) -> None:
+    status, requeued, said = ended(tmp_path, 0, "stopped", "SIGUSR1", saved=(10,), before=10)
+    assert (status, requeued) == (1, False) and "no progress beyond step 10: not requeued again" in said
+
+
+@pytest.mark.parametrize(("status", "state"), [(0, "stopped"), (1, "running")])
+def test_whoever_ends_a_job_does_not_want_it_back(tmp_path: Path, status: int, state: State) -> None:
+    """scancel and preemption; SLURM itself requeues what it preempts."""
+    assert ended(tmp_path, status, state, "SIGTERM", stopping="TERM", saved=(7,))[1] is False
+
+
+def test_a_mistake_of_the_users_never_comes_back(tmp_path: Path) -> None:
+    settings = {"OBLR_REQUEUE_FAILED": "1"}
+    assert ended(tmp_path, 2, None, stopping="USR1", **settings)[:2] == (2, False)
+
+
+def test_a_signal_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
+    assert ended(tmp_path, 138, None, stopping="USR1")[:2] == (0, True)
+
+
+def test_a_failure_comes_back_only_if_asked_to(tmp_path: Path) -> None:
+    for name, settings, expected in (
+        ("plain", {}, (1, False)),
+        ("asked", {"OBLR_REQUEUE_FAILED": "1"}, (0, True)),
+        ("off", {"OBLR_REQUEUE_FAILED": "1", "OBLR_REQUEUE": "0"}, (1, False)),
+    ):
+        (tmp_path / name).mkdir()
+        assert ended(tmp_path / name, 1, "failed", "RunError: no engine", saved=(7,), **settings)[:2] == expected, name
+
+
+def test_a_save_that_failed_is_a_failure(tmp_path: Path) -> None:
+    assert ended(tmp_path, 1, "failed", "RunError: no room", stopping="USR1")[:2] == (1, False)
+
+
+def test_the_script_reads_what_a_run_writes(tmp_path: Path) -> None:
+    """`oblr_field` of every key, with the characters that a reason may hold but for quotes and commas."""
+    written = Status("failed", 12, 500, "RunError: rank 0 waited 60 s [x]; y", 1.5)
+    write_status(tmp_path, written)
+    script = 'source slurm/lib.sh; run_dir="$1"; for name in "${@:2}"; do oblr_field "$name"; done'
+    command = ["bash", "-c", script, "job", str(tmp_path), *asdict(written)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str(value) for value in asdict(written).values()]

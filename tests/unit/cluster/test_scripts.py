@@ -1,0 +1,88 @@
+"""The job scripts as text: one logic in one file, headers that suit the configs. They are executed in
+tests/e2e/test_slurm.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.checks import check_world_size
+from oblr_megatron.config import Config, load_config
+
+ROOT = Path(__file__).resolve().parents[3]
+SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b_a3b", "235b_a22b")
+BASH = [*sorted((ROOT / "slurm").glob("*.sh")), *sorted((ROOT / "tests/slurm/bin").iterdir())]
+OWN = re.compile(r"#SBATCH --(job-name|nodes|time|signal)=|# Qwen3-|OBLR_CONFIG=")  # lines that a size has of its own
+
+
+def script(size: str) -> Path:
+    return ROOT / "slurm" / f"oblr_qwen3_{size}.sh"
+
+
+def header(size: str) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script(size).read_text(), re.MULTILINE))
+
+
+def config(size: str) -> Config:
+    return load_config(ROOT / "slurm" / "configs" / f"qwen3_{size}.toml")
+
+
+def test_there_is_one_script_a_size() -> None:
+    found = {path.stem.removeprefix("oblr_qwen3_") for path in (ROOT / "slurm").glob("oblr_*.sh")}
+    assert found == {*SIZES, "servers"}
+
+
+def test_scripts_differ_in_nothing_but_their_settings() -> None:
+    common = {
+        "\n".join(line for line in script(size).read_text().splitlines() if not OWN.match(line)) for size in SIZES
+    }
+    assert len(common) == 1
+    assert all(len(OWN.findall(line)) <= 1 for line in common)
+    assert all(re.findall(r"[\w.]+b\w*\.toml", script(size).read_text()) == [f"qwen3_{size}.toml"] for size in SIZES)
+    assert all(header(size)["job-name"] == script(size).stem for size in SIZES)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_nodes_asked_for_are_those_of_the_config(size: str) -> None:
+    nodes, gpus = int(header(size)["nodes"]), int(header(size)["gpus-per-node"])
+    loaded = config(size)
+    check_world_size(loaded.parallel, nodes * gpus)
+    assert gpus % loaded.rollout.tensor_parallel_size == 0
+    first = (ROOT / "slurm" / "configs" / f"qwen3_{size}.toml").read_text().splitlines()[0]
+    assert re.findall(r"on (\d+) nodes? of 8", first) == [str(nodes)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_job_is_warned_and_may_come_back(size: str) -> None:
+    lines = script(size).read_text()
+    assert re.fullmatch(r"B:USR1@\d+", header(size)["signal"])
+    assert "#SBATCH --requeue\n" in lines and header(size)["open-mode"] == "append" and "%j" in header(size)["output"]
+    hours, minutes, seconds = map(int, header(size)["time"].split(":"))
+    assert int(header(size)["signal"].partition("@")[2]) < (60 * hours + minutes) * 60 + seconds
+
+
+@pytest.mark.parametrize("path", BASH, ids=lambda path: path.name)
+def test_bash_reads_it(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    assert path.name == "lib.sh" or os.access(path, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"OBLR_HOME": "/nowhere"}, "error: no slurm/lib.sh in /nowhere; call sbatch in the repository's root"),
+        ({}, "error: no SLURM_JOB_ID: start this script with sbatch"),
+        ({"SLURM_JOB_ID": "1", "OBLR_CONFIG": "none.toml"}, "error: no config none.toml in"),
+    ],
+)
+def test_a_wrong_start_is_one_line(variables: dict[str, str], message: str) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OBLR_"))}
+    done = subprocess.run(
+        ["bash", str(script("8b"))], cwd=ROOT, env=kept | variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
