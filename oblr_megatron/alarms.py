@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ALARMS_FILE = "alarms.jsonl"
 EDGE = 20  # values at either end of a figure's course that are compared
 RESTING = 30  # steps at the floor, and a quarter of the run, before the rate has collapsed
+SLOWER = 1.2  # times the median rank's own time: a rank that is so for EDGE steps is a slow one
 BEYOND = 5.0  # standard errors by which means must differ: every step asks again
 
 # A step of equal lengths or equal rewards leaves these without a value, and nothing is wrong.
@@ -86,6 +87,8 @@ class Window:
     nulls: Counter[str] = field(default_factory=Counter)  # values that were not finite
     totals: Counter[str] = field(default_factory=Counter)  # of the COUNTED figures
     resting: int = 0  # steps in a row that the shrink factor has been at its floor
+    lagging: int = 0  # steps in a row that the same rank has been SLOWER than the median one
+    laggard: float = -1.0  # that rank
 
     def take(self, record: Record) -> None:
         """One more record of metrics.jsonl."""
@@ -102,6 +105,10 @@ class Window:
         shrink = record.get("snr/shrink_ema")
         if self.floor is not None and shrink is not None:
             self.resting = self.resting + 1 if shrink <= self.floor * 1.001 else 0
+        rank, ratio = record.get("perf/slowest_rank"), record.get("perf/slowest_rank_ratio")
+        if rank is not None and ratio is not None:
+            self.lagging = 0 if ratio <= SLOWER else self.lagging + 1 if rank == self.laggard else 1
+            self.laggard = rank
 
     def course(self, name: str) -> Course:
         return self.courses.get(name, Course())
@@ -206,6 +213,17 @@ def _mixed(window: Window) -> str:
     return f"Only {ends[1]:.0%} of the prompts still have unequal rewards; the data are solved, or too hard."
 
 
+def _slow_rank(window: Window) -> str:
+    if window.lagging < EDGE:
+        return ""
+    ratio = window.last["perf/slowest_rank_ratio"]
+    return (
+        f"Rank {window.laggard:g} has taken {ratio:.1f} times as long as the median rank over its own work, for "
+        f"{window.lagging} steps: the others wait for it; look at its device and node, or at how the layout deals work "
+        "(logs/ranks.jsonl)."
+    )
+
+
 def _counted(count: int, noun: str) -> str:
     """2, "response" -> "2 responses were"."""
     return f"{count:,} {noun} was" if count == 1 else f"{count:,} {noun}s were"
@@ -223,6 +241,7 @@ CHECKS: dict[str, Callable[[Window], str]] = {
     "entropy": _entropy,
     "truncation": _truncation,
     "mixed": _mixed,
+    "slow_rank": _slow_rank,
 }
 """What is looked for, in order of weight; each gives its line, or "" while nothing is wrong."""
 

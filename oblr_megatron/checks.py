@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from oblr_megatron.config import Config, ParallelConfig
+from oblr_megatron.config_precision_checks import check_sizes
 from oblr_megatron.errors import UserError
 
 
@@ -27,6 +28,32 @@ def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) 
     check_world_size(config.parallel, world_size)
     check_model(hf_config, config.parallel, where=str(config.model.path))
     check_attention(config.model.attention, config.parallel)
+    check_router_losses(hf_config, config)
+    check_recompute(hf_config, config.parallel)
+    check_sizes(hf_config, config)
+
+
+def check_recompute(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    """Refuse to recompute what the model has not: megatron-core would silently keep its activations."""
+    experts = num_experts(hf_config)
+    absent = ("mlp",) if experts else ("moe", "moe_act")
+    unknown = [name for name in parallel.recompute_modules if name in absent]
+    if parallel.recompute_granularity == "selective" and unknown:
+        raise UserError(
+            f"parallel.recompute_modules {unknown[0]!r} in a model {'of' if experts else 'without'} experts",
+            where="config: parallel.recompute_modules",
+            mend=f'leave it out; "{"moe" if experts else "mlp"}" is what stands in its place',
+        )
+
+
+def check_router_losses(hf_config: Mapping[str, Any], config: Config) -> None:
+    """Refuse the losses of routers for a model that has none."""
+    if config.model.router_losses and not num_experts(hf_config):
+        raise UserError(
+            "moe_aux_loss_coeff or moe_z_loss_coeff is positive, and the model has no experts",
+            where="config: model",
+            mend="leave both out, or train a Qwen3 mixture of experts",
+        )
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:

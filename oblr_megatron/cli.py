@@ -1,4 +1,4 @@
-"""The `oblr-megatron` command: train, eval, convert, serve, quantize, study, report."""
+"""The `oblr-megatron` command: train, eval, convert, serve, quantize, plan, doctor, study, report."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from oblr_megatron.checkpoint.command import add_arguments as add_convert_arguments
+from oblr_megatron.doctor import add_arguments as add_doctor_arguments
+from oblr_megatron.dryrun.command import add_arguments as add_dry_run_arguments
+from oblr_megatron.dryrun.command import dry_run
 from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_USER, RunError, UserError
 from oblr_megatron.evaluation.command import add_arguments as add_eval_arguments
+from oblr_megatron.planner.command import add_arguments as add_plan_arguments
 from oblr_megatron.quantize.command import add_arguments as add_quantize_arguments
 from oblr_megatron.rollout.serve import add_arguments as add_serve_arguments
 from oblr_megatron.study.command import add_arguments as add_study_arguments
@@ -66,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, started by torchrun"
     )
     train.add_argument("--master-port", type=int, metavar="PORT", help="rendezvous port; a free one by default")
+    add_dry_run_arguments(train)
     train.set_defaults(function=_train)
 
     add_eval_arguments(commands.add_parser("eval", help="accuracies of a Hugging Face model on any number of sets"))
@@ -74,7 +79,11 @@ def _parser() -> argparse.ArgumentParser:
 
     add_quantize_arguments(commands.add_parser("quantize", help="an FP8 copy of a Hugging Face model, for vLLM"))
 
+    add_plan_arguments(commands.add_parser("plan", help="layouts that fit a model and GPUs, by predicted step time"))
+
     add_study_arguments(commands.add_parser("study", help="experiments about the algorithm, on models of minutes"))
+
+    add_doctor_arguments(commands.add_parser("doctor", help="what is installed, what is used because of it"))
 
     report = commands.add_parser("report", help="one self-contained HTML file about a run")
     report.add_argument("run_dir", type=Path)
@@ -119,6 +128,19 @@ def _train(options: argparse.Namespace) -> int:
 
     overrides = run_overrides(options)
     config = load_config(options.config, overrides)
+    if options.dry_run:
+        return dry_run(
+            config,
+            nnodes=options.nnodes,
+            per_node=options.nproc_per_node,
+            gpu_memory_gb=options.gpu_memory_gb,
+        )
+    if options.nnodes > 1 or options.gpu_memory_gb is not None:
+        raise UserError(
+            "--nnodes and --gpu-memory-gb go with --dry-run alone",
+            where="command line",
+            mend="start a run of several nodes by slurm/",
+        )
     if options.nproc_per_node < 1:
         raise UserError(f"--nproc-per-node {options.nproc_per_node} is not a number of ranks", mend="give 1 or more")
     if options.nproc_per_node == 1:

@@ -19,25 +19,13 @@ from oblr_megatron.config_algo import AlgoConfig
 from oblr_megatron.config_checkpoint import CheckpointConfig
 from oblr_megatron.config_checks import apply_override, check_together
 from oblr_megatron.config_data import DataConfig, EvaluateConfig
+from oblr_megatron.config_log import LogConfig
+from oblr_megatron.config_model import ModelConfig
+from oblr_megatron.config_parallel import ParallelConfig
 from oblr_megatron.config_reward import RewardConfig
 from oblr_megatron.config_rollout import RolloutConfig, WeightsConfig
 from oblr_megatron.config_section import Section, section_in
 from oblr_megatron.errors import UserError
-
-DtypeName = Literal["float64", "float32", "bfloat16"]
-
-
-class ModelConfig(Section):
-    """The policy: a Qwen3 checkpoint and how it is held in memory."""
-
-    path: Path
-    """Hugging Face model directory (config.json, *.safetensors, tokenizer files)."""
-    dtype: DtypeName = "float32"
-    """Dtype of the trained weights; bfloat16 keeps fp32 master weights in the optimizer. float64 is for tests."""
-    make_vocab_size_divisible_by: int = Field(128, ge=1)
-    """The vocabulary is padded to a multiple of this times tensor_model_parallel_size (Megatron's name)."""
-    attention: Literal["sdpa", "local"] = "sdpa"
-    """Core attention without Transformer Engine: torch's scaled_dot_product_attention, or megatron-core's own."""
 
 
 class GradnormConfig(Section):
@@ -93,46 +81,6 @@ class OptimizerConfig(Section):
     """SGD's momentum."""
     clip_grad: float = Field(1.0, ge=0)
     """Clip the global gradient norm here, after it was measured; 0 turns it off."""
-
-
-class ParallelConfig(Section):
-    """Layout, in Megatron's names; data parallelism is what is left of the world size."""
-
-    tensor_model_parallel_size: int = Field(1, ge=1)
-    """Ranks that share each layer."""
-    pipeline_model_parallel_size: int = Field(1, ge=1)
-    """Stages the layers are cut into."""
-    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)
-    """Model chunks of each pipeline stage (Megatron's interleaved schedule); needs pipeline parallelism."""
-    context_parallel_size: int = Field(1, ge=1)
-    """Ranks that share each sequence."""
-    expert_model_parallel_size: int = Field(1, ge=1)
-    """Ranks that share the experts of a mixture-of-experts layer; taken out of the data-parallel ranks."""
-    expert_tensor_parallel_size: int | None = Field(None, ge=1)
-    """Ranks that share each expert; by default tensor_model_parallel_size."""
-    sequence_parallel: bool = False
-    """Split norms and residuals over the sequence inside a tensor-parallel group."""
-    micro_batch_tokens: int = Field(8192, ge=1)
-    """Padded tokens of one microbatch; a longer sample goes alone."""
-    packing: Literal["rows", "packed"] = "rows"
-    """How samples share a microbatch: a row each, padded to the longest; or behind one another without padding."""
-    recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in backward instead of kept: none; those of the core attention; whole layers."""
-    recompute_method: Literal["uniform", "block"] = "uniform"
-    """Which layers "full" recomputes: all, in groups of recompute_num_layers; or the first recompute_num_layers."""
-    recompute_num_layers: int = Field(1, ge=1)
-    """Layers of a group (uniform), or layers recomputed (block)."""
-    distributed_timeout_s: float = Field(1800.0, gt=0)
-    """Deadline of a collective, seconds."""
-
-
-class LogConfig(Section):
-    """Where figures go, beside metrics.jsonl."""
-
-    tensorboard: bool = True
-    """Write RUN_DIR/tensorboard."""
-    console: Literal["auto", "live", "plain"] = "auto"
-    """"live": a rich progress display; "plain": a line a step; "auto": live on a terminal."""
 
 
 class Config(Section):

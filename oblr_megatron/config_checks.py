@@ -6,6 +6,8 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oblr_megatron.config_parallel_checks import check_parallel_options
+from oblr_megatron.config_precision_checks import check_precision
 from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ def check_together(config: Config, where: str) -> None:
             mend='set num_prompts to 2 or more, or algo.baseline to "optimal" or "rloo"',
         )
     _check_coefficients(config, where)
+    check_parallel_options(config, where)
+    _check_router_losses(config, where)
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         raise UserError(
             "sequence_parallel needs tensor_model_parallel_size of 2 or more",
@@ -68,6 +72,8 @@ def check_together(config: Config, where: str) -> None:
     _check_samples(config, where)
     _check_checkpoints(config, where)
     _check_data(config, where)
+    _check_profile(config, where)
+    check_precision(config, where)
     push, patience = config.rollout.push_timeout_s, config.parallel.distributed_timeout_s
     if push >= patience:
         raise UserError(
@@ -88,6 +94,8 @@ def _check_coefficients(config: Config, where: str) -> None:
         what = f"algo.baseline {config.algo.baseline!r} weighs every token by itself"
     elif config.algo.kl_coefficient:
         what = f"algo.kl_coefficient {config.algo.kl_coefficient:g} adds a gradient that no advantage weighs"
+    elif config.model.router_losses:
+        what = "a router loss (model.moe_aux_loss_coeff, moe_z_loss_coeff) adds a gradient that is no sample's own"
     if what and mode in ("stash", "bookkeep"):
         raise UserError(
             f"{what}, which gradnorm.mode {mode!r} cannot do",
@@ -100,6 +108,17 @@ def _check_coefficients(config: Config, where: str) -> None:
             "one a token",
             where=where,
             mend='set algo.snr.estimator to "folds"',
+        )
+
+
+def _check_router_losses(config: Config, where: str) -> None:
+    """The auxiliary loss is named where it has a weight, and has one where it is named."""
+    kind, weight = config.model.moe_router_load_balancing_type, config.model.moe_aux_loss_coeff
+    if (kind == "aux_loss") != (weight > 0):
+        raise UserError(
+            f"model.moe_router_load_balancing_type {kind!r} with moe_aux_loss_coeff {weight:g}",
+            where=where,
+            mend='set "aux_loss" and a coefficient above 0, or leave both out',
         )
 
 
@@ -143,6 +162,26 @@ def _check_checkpoints(config: Config, where: str) -> None:
             f"checkpoint.best_metric is {best!r}, but evaluate.every_steps is 0: nothing is evaluated",
             where=where,
             mend="set evaluate.every_steps to 1 or more, or leave best_metric empty",
+        )
+
+
+def _check_profile(config: Config, where: str) -> None:
+    """The profiled steps are there to be profiled."""
+    log = config.log
+    first, end = log.profile_step_start, log.profile_step_end
+    if log.profile == "none":
+        return
+    if end <= first:
+        raise UserError(
+            f"log.profile_step_end {end} is not beyond log.profile_step_start {first}: no step would be profiled",
+            where=where,
+            mend="raise the first: it names the step before which profiling ends",
+        )
+    if end > config.num_steps:
+        raise UserError(
+            f"log.profile_step_end {end} is beyond num_steps {config.num_steps}",
+            where=where,
+            mend="profile steps that the run has, counted from 0",
         )
 
 

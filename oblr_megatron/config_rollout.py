@@ -32,6 +32,9 @@ class RolloutConfig(Section):
     """GPUs of one engine."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the engine's weights; "auto" takes the trainer's (float64 becomes float32)."""
+    quantization: Literal["none", "fp8"] = "none"
+    """Weights of the engine in FP8, rounded at every push from bfloat16 (vLLM's online `fp8_per_tensor`), on GPUs;
+    wants a correction."""
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
     """vLLM's share of GPU memory."""
     kv_cache_gib: float = Field(0.5, gt=0)

@@ -60,6 +60,7 @@ FIGURES = (
     Figure("snr/shrink_ema", "shrink", "shrink, averaged", lambda value: fixed(value, 2)),
     Figure("snr/critical_batch_size", "crit", "critical batch size, prompts", number),
     Figure("grad_norm", "grad", "gradient norm", lambda value: number(value, 2)),
+    Figure("perf/mfu/actor", "mfu", "model FLOPs utilization", lambda value: number(value, 2)),
     Figure("rollout/logprob_abs_diff", "diff", "trainer - rollout log-prob", lambda value: scientific(value, 1)),
 )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from oblr_megatron.algo import panel
 from oblr_megatron.algo.baseline import baseline_values, sanitize_norms, variance_ratio_vs_rloo
 from oblr_megatron.config_algo import AlgoConfig
+from oblr_megatron.performance.utilization import working_s
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.types import GradientStats, Judged, Sample
 
@@ -79,7 +80,7 @@ def of_step(
 ) -> dict[str, float]:
     """Rewards, lengths, gradient (if one was taken) and speed of one step."""
     tokens = int(judged.lengths.sum())
-    working = max(timing["timing_s/step"] - timing.get("timing_s/evaluate", 0.0), 1e-9)
+    working = working_s(timing)
     found = of_rewards(judged.rewards) | {
         "reward/failures": judged.failures,
         "response_length/mean": float(judged.lengths.double().mean()),
@@ -87,7 +88,6 @@ def of_step(
         **timing,
         "perf/tokens_per_s": tokens / working,
         "perf/samples_per_s": len(samples) / working,
-        "perf/peak_memory_bytes": peak_memory_bytes(),
     }
     return found if stats is None else found | _of_gradient(stats)
 
@@ -102,6 +102,8 @@ def _of_gradient(stats: GradientStats) -> dict[str, float]:
         }
         if stats.kl is not None:
             found["kl/mean"] = stats.kl
+    if stats.routers is not None:
+        found |= {f"moe/{name}": value for name, value in asdict(stats.routers).items()}
     return found
 
 
@@ -110,10 +112,3 @@ def correlation(x: Tensor, y: Tensor) -> float:
     if len(x) < 2 or x.min() == x.max() or y.min() == y.max():
         return float("nan")
     return float(torch.corrcoef(torch.stack([x.double(), y.double()]))[0, 1])
-
-
-def peak_memory_bytes() -> int:
-    """Peak of this process: allocated GPU memory where there is a GPU, else resident memory."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB

@@ -3,7 +3,8 @@
     s_n = grad_theta sum_t rho_t log pi(o_t),   w_n = ||s_n||^2,   c = A(w) / (Q G),   g = -sum_n c_n s_n
 
 in one pass or two, as `gradnorm.mode` says, and g in folds. Where every token has a coefficient of its own
-(`algo.token_wise`), a forward pass for them comes first; with a KL penalty, one with the reference's weights. Prompts
+(`algo.token_wise`), a forward pass for them comes first; with a KL penalty, one with the reference's weights. The
+gradient of a mixture's router losses is added to g and enters no w. Prompts
 are dealt to data-parallel ranks by whole folds, so that a fold never crosses replicas and its gradient norm needs no
 extra exchange of gradients; where replicas share experts, or the responses of a prompt, they share folds as well
 (`gradnorm/sharing.py`).
@@ -11,6 +12,7 @@ extra exchange of gradients; where replicas share experts, or the responses of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
@@ -29,7 +31,11 @@ from oblr_megatron.gradnorm.score import Figures, Penalty, RatioFn
 from oblr_megatron.gradnorm.sharing import Sharing
 from oblr_megatron.gradnorm.two_pass import one_sample_only
 from oblr_megatron.model.optimizer import grad_sq_norm
-from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads
+from oblr_megatron.model.step import (
+    finish_overlapped_grads,
+    reduce_data_parallel_grads,
+    reduce_model_parallel_grads,
+)
 from oblr_megatron.model.token_values import token_values
 from oblr_megatron.rollout.correction import truncated_ratios
 from oblr_megatron.types import GradientStats, MicroBatch, Sample, StepGradient
@@ -76,7 +82,8 @@ class TrainingGradient:
         self._plain = PlainPass(policy, config, self._sharing)
         wanted = BASELINES[config.algo.baseline].needs_norms or config.gradnorm.always
         self._one_sample_only = wanted and one_sample_only(classify(policy))  # refuses what no rule covers
-        whole = not config.algo.token_wise and reference is None  # a sample's gradient is one, and A alone weighs it
+        # A sample's gradient is one, and A alone weighs it.
+        whole = not (config.algo.token_wise or reference is not None or config.model.router_losses)
         self._one_pass = self._make_one_pass() if wanted and whole else None
 
     def __call__(
@@ -153,7 +160,10 @@ class TrainingGradient:
         unused = torch.zeros(0, dtype=torch.float64)
         work = Work(samples, lambda *_: unused, self._ratios, unused, Figures())
         self._plain.prepare(coefficients, penalty)
-        return self._in_folds(self._plain, work, torch.ones(self._config.num_prompts, dtype=torch.bool))
+        self._plain.begin(samples)
+        stats = self._in_folds(self._plain, work, torch.ones(self._config.num_prompts, dtype=torch.bool))
+        stats.routers = self._plain.router_figures()
+        return stats
 
     def _energies(self, samples: Sequence[Sample], active: Tensor) -> Tensor:
         """e [N, T] fp64 of the active groups' tokens on the CPU, 0 elsewhere; the same on every rank."""
@@ -178,33 +188,49 @@ class TrainingGradient:
         """Microbatches of this replica's samples in active groups; as many on every replica of a block."""
         mine = [n for fold in self._sharing.folds(active, split_prompts=False) for n in fold]
         device = self._policy.parallel.device
-        return self._sharing.even(microbatches(samples, mine, self._config.parallel, device=device))
+        return self._sharing.even(
+            microbatches(samples, mine, self._config.parallel, self._policy.padding, device=device)
+        )
 
     def _in_folds(self, fold_pass: FoldPass, work: Work, active: Tensor) -> GradientStats:
-        policy, parallel = self._policy, self._policy.parallel
-        split = fold_pass is not self._plain
-        folds = self._sharing.folds(active, split_prompts=split)
+        policy = self._policy
+        folds = self._sharing.folds(active, split_prompts=fold_pass is not self._plain)
+        if self._config.parallel.overlap_grad_reduce:
+            return self._stats(work.figures, self._overlapped(fold_pass, work, folds))
         accumulated = _Accumulator(policy, len(folds))
-        fold_sq_norms = torch.zeros((), dtype=torch.float64, device=parallel.device)
+        fold_sq_norms = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
         for indices in folds:
             policy.zero_grad()
             fold_pass.add(work, indices)
             reduce_model_parallel_grads(policy)
             self._sharing.sum(policy)
-            fold_sq_norms += grad_sq_norm(policy)
+            fold_sq_norms += grad_sq_norm(policy, reduced=False)
             accumulated.add()
         accumulated.finish()
         self._sharing.undo_repeats(policy)
         reduce_data_parallel_grads(policy)
-        dist.all_reduce(fold_sq_norms, group=parallel.dp_group)
-        num_folds = self._sharing.num_folds
-        sums = work.figures.total(parallel)
+        dist.all_reduce(fold_sq_norms, group=policy.parallel.dp_group)
+        return self._stats(work.figures, self._sharing.num_folds * float(fold_sq_norms) / self._sharing.size)
+
+    def _overlapped(self, fold_pass: FoldPass, work: Work, folds: Sequence[Sequence[int]]) -> float:
+        """All folds as one, summed over replicas as backward goes on: M, which stays unknown.
+
+        No replica ever has the gradient of a fold: a bucket is summed as soon as its last weight has its gradient.
+        """
+        self._policy.zero_grad()
+        fold_pass.add(work, [n for fold in folds for n in fold])
+        finish_overlapped_grads(self._policy)
+        return math.nan
+
+    def _stats(self, figures: Figures, fold_sq_norm_mean: float) -> GradientStats:
+        """Of the gradient in main_grad."""
+        sums = figures.total(self._policy.parallel)
         tokens = max(sums.tokens, 1)
         return GradientStats(
             loss=sums.loss,
-            sq_norm=grad_sq_norm(policy),
-            fold_sq_norm_mean=num_folds * float(fold_sq_norms) / self._sharing.size,
-            num_folds=num_folds,
+            sq_norm=grad_sq_norm(self._policy),
+            fold_sq_norm_mean=fold_sq_norm_mean,
+            num_folds=self._sharing.num_folds,
             entropy=sums.entropy / tokens,
             logprob_abs_diff=sums.abs_diff / tokens,
             truncated_ratio_fraction=sums.cut / tokens,
@@ -231,7 +257,7 @@ class TrainingGradient:
         if self._one_sample_only:
             batches = one_per_microbatch(samples, mine, device=device)
         else:
-            batches = microbatches(samples, mine, self._config.parallel, device=device)
+            batches = microbatches(samples, mine, self._config.parallel, self._policy.padding, device=device)
         order = torch.cat([torch.zeros(0, dtype=torch.int64), *(batch.sample_index.cpu() for batch in batches)])
         return self._sharing.even(batches), order
 

@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
-from oblr_megatron.errors import EXIT_OK
+from oblr_megatron.errors import EXIT_OK, EXIT_USER
 from oblr_megatron.stopping import REPEAT_S, SIGNALS
 
 LATER_S = 2 * REPEAT_S  # a rank counts from a little later, and shall not take a second SIGTERM for the first
@@ -30,10 +31,10 @@ EXIT_SIGNAL = 128  # plus the number, as a shell says it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run to the end; the exit status.
+    """Run to the end; the exit status: 2 where that is what the ranks ended with, having said why.
 
     Raises:
-        ChildFailedError: torchrun's, of a rank that failed.
+        ChildFailedError: torchrun's, of a rank that failed otherwise.
     """
     forward = Forward()
     for number in SIGNALS:
@@ -44,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SignalException as error:
         print(f"error: ended by {error.sigval.name}", file=sys.stderr)
         return EXIT_SIGNAL + error.sigval
+    except ChildFailedError as error:
+        ended_with = {failure.exitcode for failure in error.failures.values()}
+        if ended_with - {-signal.SIGTERM} != {EXIT_USER}:  # torchrun ends those that have not ended yet
+            raise
+        return EXIT_USER
     return EXIT_OK
 
 

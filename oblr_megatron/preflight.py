@@ -6,12 +6,11 @@ Called by the launcher before torchrun, and again by every rank before it joins 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +28,9 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.setup import load_sets
 from oblr_megatron.gradnorm.choose import Choice, free_memory, resolve, with_mode
 from oblr_megatron.gradnorm.passes import Layout, norms_wanted, num_folds
+from oblr_megatron.machine_checks import check_machine, transformer_engine_chosen
+from oblr_megatron.model.precision import this_machine
+from oblr_megatron.performance.profiler import check_profile
 from oblr_megatron.rewards.registry import check_reward
 from oblr_megatron.rollout.engine import max_model_len
 from oblr_megatron.rollout.placement import place
@@ -38,7 +40,7 @@ from oblr_megatron.stopping import end_of_job
 from oblr_megatron.weights.limits import check_pushable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from oblr_megatron.config import Config
     from oblr_megatron.types import Prompt
@@ -73,22 +75,39 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
         check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     model = check_hf_dir(config.model.path)
     check_layout(model.config, config, world_size)
+    check_machine(config, model.config, this_machine())
     checkpoints = resume.find(config, model) if owns_run_dir else []
     norms = None if config.rollout.only else check_gradient(model, with_saved_mode(config, checkpoints), world_size)
-    if not config.rollout.only:
-        check_source(config.algo, config.num_steps)
-        check_estimator(config.algo, norms=norms_wanted(config))
+    check_settings(model.config, config, world_size, on_gpu=torch.cuda.is_available())
     if config.rollout.replay is None and config.rollout.servers:
         check_servers(config)
-    elif config.rollout.replay is None:
-        place(config, world_size, on_gpu=torch.cuda.is_available())
-    check_pushable(model.config, config, on_gpu=torch.cuda.is_available())
-    check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
-    check_lengths(config, model)
     if owns_run_dir:
         check_replay(config, int(model.config["vocab_size"]))
         check_room(config, model)
     return _open_inputs(config, model, norms, checkpoints)
+
+
+def check_settings(hf_config: Mapping[str, Any], config: Config, world_size: int, *, on_gpu: bool) -> None:
+    """What a run can be refused for wherever it is looked at: its ranks' machines need not be there.
+
+    Args:
+        hf_config: the model's config.json.
+        config: the run.
+        world_size: its ranks.
+        on_gpu: whether they will have GPUs.
+
+    Raises:
+        UserError: the first thing found wrong.
+    """
+    if not config.rollout.only:
+        check_source(config.algo, config.num_steps)
+        check_estimator(config.algo, norms=norms_wanted(config))
+    if config.rollout.replay is None and not config.rollout.servers:
+        place(config, world_size, on_gpu=on_gpu)
+    check_pushable(hf_config, config, on_gpu=on_gpu)
+    check_profile(config.log, world_size, on_gpu=on_gpu)
+    check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+    check_positions(config, hf_config)
 
 
 def check_gradient(model: HFDir, config: Config, world_size: int) -> Choice:
@@ -98,9 +117,18 @@ def check_gradient(model: HFDir, config: Config, world_size: int) -> Choice:
         UserError: see `choose_norms`; or the folds do not divide.
     """
     norms = choose_norms(model, config, world_size)
-    layout = Layout.of(model.config, with_mode(config, norms.mode), world_size)
-    check_folds(config.num_prompts, num_folds(config), layout.replicas // layout.sharing)
+    check_dealing(model.config, with_mode(config, norms.mode), world_size)
     return norms
+
+
+def check_dealing(hf_config: Mapping[str, Any], config: Config, world_size: int) -> None:
+    """Refuse folds that do not divide among the ranks; the norms' mode is decided.
+
+    Raises:
+        UserError: naming both numbers.
+    """
+    layout = Layout.of(hf_config, config, world_size)
+    check_folds(config.num_prompts, num_folds(config), layout.replicas // layout.sharing)
 
 
 def choose_norms(model: HFDir, config: Config, world_size: int) -> Choice:
@@ -117,7 +145,7 @@ def choose_norms(model: HFDir, config: Config, world_size: int) -> Choice:
         world_size,
         free_bytes=torch.cuda.mem_get_info()[1] if on_gpu else free_memory(local_ranks),
         on_gpu=on_gpu,
-        transformer_engine=on_gpu and importlib.util.find_spec("transformer_engine") is not None,
+        transformer_engine=transformer_engine_chosen(config.model, this_machine()),
     )
 
 
@@ -160,9 +188,14 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
 
 
 def check_lengths(config: Config, model: HFDir) -> None:
+    """The same of a model's directory as `check_positions`."""
+    check_positions(config, model.config)
+
+
+def check_positions(config: Config, hf_config: Mapping[str, Any]) -> None:
     """Refuse a prompt and response, of training or of an evaluation, that together exceed the model's positions."""
     longest = max_model_len(config)
-    positions = int(model.config.get("max_position_embeddings", longest))
+    positions = int(hf_config.get("max_position_embeddings", longest))
     if longest > positions:
         response = longest - config.data.max_prompt_tokens
         field = "rollout" if response == config.rollout.max_response_tokens else "evaluate"

@@ -6,7 +6,8 @@ A run with `rollout.only` is nothing but this; one that trains (run.py) adds the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,6 +27,9 @@ from oblr_megatron.evaluation.items import RunItems
 from oblr_megatron.gradnorm.choose import Choice, with_mode
 from oblr_megatron.metrics import MetricsWriter, Record, read_metrics
 from oblr_megatron.model import parallel as layout
+from oblr_megatron.performance.profiler import Profiler, open_profiler
+from oblr_megatron.performance.ranks import RankLog
+from oblr_megatron.performance.utilization import Utilization
 from oblr_megatron.preflight import Inputs, preflight, write_config
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.registry import build_reward
@@ -91,6 +95,8 @@ class Sampling:
     display: Display
     alarms: LiveAlarms | None  # of the first rank
     timer: PhaseTimer
+    utilization: Utilization
+    ranks: RankLog
     stop: StopRequest
     control_group: ProcessGroup  # of all ranks, on the CPU
     resumed: Checkpoint | None  # what the run goes on from
@@ -99,6 +105,8 @@ class Sampling:
     results: list[RewardResult] = field(default_factory=list)  # of its judging, batch by batch
     logged: dict[str, float] = field(default_factory=dict)  # those of the step logged last
     longest_step_s: float = 0.0
+    done: int = 0  # the step written last
+    stopped_by: str | None = None  # why the run ends before its last step
 
     @property
     def start(self) -> int:
@@ -117,6 +125,8 @@ class Sampling:
             StaleSampleError: a sample was made by weights further behind than rollout.max_staleness.
         """
         config = self.config
+        if batch == 0:
+            self.timer.begin_step(step)
         with self.timer("rollout"):
             request = SamplingRequest.for_training(config, call_seed(config.seed, step, batch))
             samples = self.engines.generate(prompts, request)
@@ -194,6 +204,7 @@ class Sampling:
         timing = self.timer.finish_step()
         self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"])
         found = figures.of_step(samples, judged, stats, timing) | figures.of_judging(self.results)
+        found |= self.utilization.figures(samples, judged, timing) | self.ranks.take(step, timing, self.timer.own)
         self.record = found | self.record | self.engines.figures()
         self.record |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
         self.write(step)
@@ -204,13 +215,14 @@ class Sampling:
         self.display.step(step, self.record)
         if self.alarms is not None:
             self.alarms.take(written)
-        self.logged, self.record, self.results = self.record, {}, []
+        self.logged, self.record, self.results, self.done = self.record, {}, [], step
 
     def stopped(self, step: int) -> bool:
         """Whether the run is to end after `step` steps, before its last one, and says so."""
         reason = self.stop.agreed(self.longest_step_s, self.control_group)
         if reason is None or step == self.config.num_steps:
             return False
+        self.stopped_by = reason
         self.display.message(f"stopped after step {step} of {self.config.num_steps} ({reason}); go on with --resume")
         return True
 
@@ -263,6 +275,8 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             for record in past:
                 display.recall(record)
         floor = floor_of(config.algo)
+        profiler = stack.enter_context(open_profiler(config, parallel.rank, display.message))
+        control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s))
         yield Sampling(
             config=config,
             parallel=parallel,
@@ -275,9 +289,11 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             metrics=metrics,
             display=display,
             alarms=LiveAlarms(config.run_dir, floor, display.message, past) if parallel.rank == 0 else None,
-            timer=PhaseTimer(on_phase=display.phase, synchronize=_synchronize),
+            timer=_timer(display.phase, profiler),
+            utilization=Utilization.of(inputs.model.config, config, world_size),
+            ranks=RankLog(config.run_dir, control_group, _metrics_until(config, resumed)),
             stop=stop,
-            control_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s)),
+            control_group=control_group,
             resumed=resumed,
         )
 
@@ -320,6 +336,12 @@ def _of_first_rank(norms: Choice | None) -> Choice | None:
     shared = [norms]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
+
+
+def _timer(on_phase: Callable[[str | None], None], profiler: Profiler) -> PhaseTimer:
+    """On a CPU, with the seconds that this thread computes: they stand still while it waits for other ranks."""
+    own = None if torch.cuda.is_available() else time.thread_time
+    return PhaseTimer(on_phase, _synchronize, own_clock=own, observer=profiler)
 
 
 def _synchronize() -> None:

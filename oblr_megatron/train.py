@@ -22,6 +22,7 @@ from oblr_megatron.model.parallel import rank_from_environment
 from oblr_megatron.report import write_report
 from oblr_megatron.run import Run, open_run
 from oblr_megatron.sampling import Sampling, open_sampling
+from oblr_megatron.status import recorded
 from oblr_megatron.stopping import die_with_launcher
 
 if TYPE_CHECKING:
@@ -69,10 +70,10 @@ def run_training(config: Config) -> int:
     """Open a run, train (or sample alone), close it; the exit status."""
     try:
         if config.rollout.only:
-            with open_sampling(config) as sampling:
+            with open_sampling(config) as sampling, recorded(sampling):
                 sample(sampling)
         else:
-            with open_run(config) as run:
+            with open_run(config) as run, recorded(run):
                 train(run)
     except RunError:
         _report(config)  # of what there is until then

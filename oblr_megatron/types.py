@@ -111,6 +111,18 @@ class MicroBatch:
         return values.new_zeros(self.num_samples).index_add(0, segments, values[0])
 
 
+@dataclass(frozen=True, slots=True)
+class RouterFigures:
+    """What a mixture's routers did with the tokens of the policy-gradient pass, mean over tokens and layers.
+
+    Example: RouterFigures(aux_loss=1.02, z_loss=3.1, max_load=1.9)
+    """
+
+    aux_loss: float  # before its coefficient; 1 when every expert is as likely as any other
+    z_loss: float  # before its coefficient
+    max_load: float  # largest share of a layer's tokens on one expert, times the number of experts: 1 to num_experts
+
+
 @dataclass(slots=True)
 class GradientStats:
     """What the policy-gradient pass leaves behind, beside the gradient itself (in the model's main_grad).
@@ -130,6 +142,7 @@ class GradientStats:
     kl: float | None = None  # mean over them of k3 (algo/kl.py), nats: KL(pi || pi_ref); None without a penalty
     momentum_dot: float = math.nan  # <g, m>, m the average of earlier raw gradients; NaN where none is kept, or is yet
     sample_sq_norm: float = math.nan  # sum_n coefficient_n^2 w_n; NaN where norms are not measured
+    routers: RouterFigures | None = None  # of a mixture, whose gradient had a pass of its own
 
 
 @dataclass(slots=True)

@@ -1,62 +1,24 @@
-"""The tensors that are alive while a training step runs, counted one by one: the oracle of the memory estimate.
-
-Every storage that an operator makes counts from then on until it is freed, whoever holds it. What kernels take for
-themselves inside one call is not seen, nor what an allocator keeps beyond the tensors.
-"""
+"""The tensors that are alive while a training step runs, counted one by one: the oracle of the memory estimate."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradient import TrainingGradient
-from oblr_megatron.model import attention
 from oblr_megatron.model.momentum import momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import build_policy
 from oblr_megatron.model.reference import Reference
+from oblr_megatron.study.live_bytes import LiveBytes, biases_uncounted
 from oblr_megatron.types import Sample
 
 GROUP, PROMPT = 4, 4  # responses a prompt, tokens of a prompt
-
-
-class LiveBytes(TorchDispatchMode):
-    """The bytes of all storages made inside that are still alive, and the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        weakref.finalize(storage, self._drop, key, size)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-    def _drop(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
 
 
 def step_config(tokens: int, *, rows: int = 1, prompts: int = 1, **sections: dict[str, Any]) -> Config:
@@ -80,7 +42,7 @@ def peak_of_step(hf_config: PreTrainedConfig, config: Config, parallel: Parallel
     live = LiveBytes()
     samples, coefficients = _samples(hf_config.vocab_size, config)
     active = torch.ones(config.num_prompts, dtype=torch.bool)
-    with _biases_uncounted():
+    with biases_uncounted():
         with live:
             policy = build_policy(hf_config, config.model, parallel, config.parallel)
             for name, parameter in policy.named_parameters():
@@ -120,19 +82,3 @@ def _samples(vocabulary: int, config: Config) -> tuple[list[Sample], torch.Tenso
         for n, ids in enumerate(torch.randint(vocabulary, shape, generator=generator).tolist())
     ]
     return samples, torch.ones(config.num_prompts, config.group_size, dtype=torch.float64)
-
-
-@contextmanager
-def _biases_uncounted() -> Iterator[None]:
-    """torch cannot make its causal bias, a tensor without elements, while operators are watched."""
-    original: Callable[..., Any] = attention.causal_lower_right
-
-    def unwatched(*sizes: int) -> Any:
-        with _disable_current_modes():
-            return original(*sizes)
-
-    attention.causal_lower_right = unwatched
-    try:
-        yield
-    finally:
-        attention.causal_lower_right = original

@@ -75,7 +75,9 @@ def _entries(annotation: Any) -> str:
     """What a list or table holds; a source may be written as its path alone."""
     if found := section_in(annotation):
         return "sources or paths" if found is SourceConfig else "tables"
-    return {"str": "strings", "Any": "values"}[annotation.__name__]
+    if choices := [value for value in get_args(annotation) if isinstance(value, str)]:
+        return ", ".join(f'"{choice}"' for choice in choices)
+    return {"str": "strings", "Any": "values", "int": "integers"}[annotation.__name__]
 
 
 def _toml(value: Any) -> str:
@@ -84,6 +86,8 @@ def _toml(value: Any) -> str:
             return "none"
         case ():
             return "[]"
+        case tuple():
+            return f"[{', '.join(map(_toml, value))}]"
         case bool():
             return str(value).lower()
         case str():

@@ -5,8 +5,8 @@
 Memory is the package's own estimate of a rank (the line that a run prints when it starts). Time is FLOPs and bytes over
 what an H100 reaches; the assumptions are the constants below, and no GPU has confirmed them:
 
-    training  = (6 + 2 with full recomputation) FLOPs a parameter and token, times what the norms cost, over all GPUs;
-                attention's own products and the launch of kernels, which small models wait for, are left out
+    training  = the model's FLOPs (performance/flops.py; 4/3 of them with full recomputation), times what the norms
+                cost, over all GPUs; the launch of kernels, which small models wait for, is left out
     sampling  = the longer of: all tokens at the rate of full engines; the longest response alone
                 a decode step of an engine reads its weights and the keys and values of its sequences once
 """
@@ -14,7 +14,6 @@ what an H100 reaches; the assumptions are the constants below, and no GPU has co
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from oblr_megatron.config import Config, ParallelConfig, load_config
+from oblr_megatron.config import Config, load_config
 from oblr_megatron.formatting import duration, size
 from oblr_megatron.gradnorm.choose import Choice, resolve
-from oblr_megatron.gradnorm.rank_sizes import ELEMENT_BYTES, RankSizes
+from oblr_megatron.gradnorm.rank_sizes import ELEMENT_BYTES
+from oblr_megatron.model_configs import published
+from oblr_megatron.performance.flops import total_parameters, training_flops
+from oblr_megatron.performance.hardware import device_named
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_BYTES = 75 * 2**30  # what a rank may take of 80 GB
-TRAINING_FLOPS = 0.4 * 989e12  # an H100's dense bf16 rate, and the share of it that training usually reaches
-READ_BYTES_S = 0.6 * 3.35e12  # an H100's memory bandwidth, and the share of it that decoding reaches
+GPU = device_named("h100")
+TRAINING_FLOPS = 0.4 * GPU.bf16_tflops * 1e12  # the share of its rate that training usually reaches
+READ_BYTES_S = 0.6 * GPU.memory_gb_s * 1e9  # the share of its memory bandwidth that decoding reaches
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +47,6 @@ class Cost:
     def step_s(self) -> float:
         """Both, one after the other."""
         return self.sampling_s + self.training_s
-
-
-def parameters(model: dict[str, Any], config: Config) -> int:
-    """Of the whole model, embeddings and head included."""
-    whole = config.model_copy(update={"parallel": ParallelConfig()})
-    return RankSizes.of(model, whole, stage=0).parameters
 
 
 def cost(
@@ -66,8 +63,8 @@ def cost(
         tokens: of a usual response.
     """
     samples = config.num_prompts * config.group_size
-    flops = 8 if config.parallel.recompute_granularity == "full" else 6
-    work = flops * parameters(model, config) * samples * (prompt_tokens + tokens) * norm_cost
+    recomputed = 4 / 3 if config.parallel.recompute_granularity == "full" else 1
+    work = recomputed * training_flops(model, [prompt_tokens + tokens] * samples) * norm_cost
     training = work / (gpus * TRAINING_FLOPS)
     sampling = _sampling_s(model, config, samples, gpus, prompt_tokens, tokens)
     return Cost(sampling, training)
@@ -78,7 +75,7 @@ def _sampling_s(model: dict[str, Any], config: Config, samples: int, gpus: int, 
     engines = gpus // width
     together = min(samples // engines, config.rollout.max_num_seqs)
     element = ELEMENT_BYTES["bfloat16"]
-    weights = element * parameters(model, config) / width
+    weights = element * total_parameters(model) / width
     a_token = 2 * element * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] / width
     full = (weights + together * (prompt + tokens / 2) * a_token) / READ_BYTES_S
     alone = weights / READ_BYTES_S
@@ -109,7 +106,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=150, help="of a usual prompt")
     parser.add_argument("--response-tokens", type=int, default=1000, help="of a usual response: an assumption")
     options = parser.parse_args()
-    model = json.loads((ROOT / f"tests/data/qwen3/{options.size}.json").read_text(encoding="utf-8"))
+    model = published(options.size)
     config = load_config(options.config)
     choice = resolve(model, config, options.gpus, free_bytes=GPU_BYTES, on_gpu=True, transformer_engine=True)
     found = cost(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 6  # three digits and the end token, with some room for answers that run on
 
@@ -22,7 +22,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def accuracy(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[dict[str, str]],
     *,

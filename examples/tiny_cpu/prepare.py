@@ -20,7 +20,7 @@ from accuracy import accuracy, read_rows
 from sums import Row, mixed_answer, split_rows
 from tiny_model import EOS, build_model, build_tokenizer
 from torch.nn import functional
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 NUM_HELDOUT = 256
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("run/tiny_cpu"), help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the initial weights and the teacher")
     parser.add_argument("--steps", type=int, default=900, help="supervised steps of the warm start")
+    parser.add_argument("--experts", type=int, default=0, help="experts of each layer; 0: a dense model")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; more than one hardly pays at this size")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -47,7 +48,7 @@ def main() -> None:
     print(f"wrote {len(train)} training and {len(heldout)} held-out sums to {options.out}", flush=True)
 
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, hidden=HIDDEN, layers=LAYERS, seed=options.seed)
+    model = build_model(tokenizer, hidden=HIDDEN, layers=LAYERS, seed=options.seed, experts=options.experts)
     start = time.perf_counter()
     warm_start(model, tokenizer, train, steps=options.steps, seed=options.seed)
     seconds = time.perf_counter() - start
@@ -68,7 +69,7 @@ def write_rows(rows: Sequence[Row], path: Path) -> None:
 
 
 def warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], *, steps: int, seed: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], *, steps: int, seed: int
 ) -> None:
     """Supervised learning on freshly drawn answers of mixed quality; the rate rises for a tenth and falls linearly."""
     generator = random.Random(seed)

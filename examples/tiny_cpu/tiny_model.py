@@ -1,4 +1,4 @@
-"""A Qwen3 of the real architecture, small enough for a laptop, and a character-level tokenizer of its own.
+"""A Qwen3 of the real architecture, dense or a mixture, small enough for a laptop, and a character-level tokenizer.
 
 Grouped-query attention with 4 heads on 2 KV heads and an even number of layers, so that tensor parallelism 2 and
 pipeline parallelism 2 divide it.
@@ -7,13 +7,14 @@ pipeline parallelism 2 divide it.
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from oblr_megatron.study.start import character_tokenizer
 
 EOS = "<eos>"
 CHARACTERS = "0123456789+="
 MAX_LENGTH = 64
+EXPERTS_PER_TOKEN = 2
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -21,10 +22,23 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return character_tokenizer(CHARACTERS)
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, seed: int) -> Qwen3ForCausalLM:
-    """A randomly initialised Qwen3, fp32, untied like the large members of the family."""
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, seed: int, experts: int = 0
+) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+    """A randomly initialised Qwen3, fp32, untied like the large members of the family.
+
+    With experts every layer is a mixture, in which a token sees as many weights as in the dense model.
+    """
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    mixture = {
+        "num_experts": experts,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": 2 * hidden // EXPERTS_PER_TOKEN,
+        "norm_topk_prob": True,  # as in the published mixtures
+    }
+    kind, own = (Qwen3MoeConfig, mixture) if experts else (Qwen3Config, {})
+    config = kind(
+        **own,
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -41,7 +55,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    model = Qwen3ForCausalLM(config)
+    model = (Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM)(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model

@@ -90,7 +90,7 @@ def _check(options: argparse.Namespace, *, checkpoint: Path, hf_dir: Path, dtype
 
 
 def _dtype(options: argparse.Namespace) -> torch.dtype | None:
-    from oblr_megatron.model.qwen3 import DTYPES
+    from oblr_megatron.model.precision import DTYPES
 
     return DTYPES[options.dtype] if options.dtype else None
 

@@ -21,8 +21,9 @@ from oblr_megatron.checkpoint.pieces import single_process
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import HFConfig, build_policy
+from oblr_megatron.model.qwen3 import build_policy
 from oblr_megatron.model.step import run_schedule
+from oblr_megatron.model.transformer_config import HFConfig
 from oblr_megatron.types import MicroBatch
 
 PROMPT = "Question: what is 12 + 30? Answer: 42. The capital of France is"

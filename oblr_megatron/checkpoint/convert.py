@@ -41,7 +41,8 @@ from oblr_megatron.checks import check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import DTYPES, HFConfig
+from oblr_megatron.model.precision import DTYPES
+from oblr_megatron.model.transformer_config import HFConfig
 from oblr_megatron.weights.export import TensorMeta
 from oblr_megatron.weights.names import ModelShape, split, table, views
 

@@ -51,13 +51,22 @@ if TYPE_CHECKING:
     from oblr_megatron.model.qwen3 import Policy
 
 RANDOM = "random_state"
+EXTRA_STATE = "_extra_state"  # of torch's modules, in names of what they save beside parameters
 State = dict[str, Any]
 """megatron-core's sharded state dict: nested, with a ShardedTensor for each tensor."""
 
 
 def model_state(policy: Policy) -> State:
-    """The weights; a tensor's key is its name in a GPTModel, its place that in the whole model."""
-    return {f"model{index}": chunk.module.sharded_state_dict() for index, chunk in enumerate(policy.chunks)}
+    """The weights; a tensor's key is its name in a GPTModel, its place that in the whole model.
+
+    What Transformer Engine's modules would add, delayed FP8's history of scales, is left out: a checkpoint is the same
+    whosever layers wrote it, and a run in delayed FP8 that goes on begins a new history.
+    """
+    states = [chunk.module.sharded_state_dict() for chunk in policy.chunks]
+    return {
+        f"model{index}": {name: value for name, value in state.items() if EXTRA_STATE not in name}
+        for index, state in enumerate(states)
+    }
 
 
 def training_state(policy: Policy, optimizer: PolicyOptimizer, momentum: GradientMomentum | None = None) -> State:
@@ -189,7 +198,9 @@ def _load(state: State, directory: Path) -> State:
 
 def _set_weights(policy: Policy, loaded: State) -> None:
     for index, chunk in enumerate(policy.chunks):
-        chunk.module.load_state_dict(loaded[f"model{index}"])
+        keys = chunk.module.load_state_dict(loaded[f"model{index}"], strict=False)
+        wrong = [name for name in keys.missing_keys if EXTRA_STATE not in name] + keys.unexpected_keys
+        assert not wrong, f"the model and what was loaded differ in {wrong}"
 
 
 def _random_state(parallel: Parallel) -> State:

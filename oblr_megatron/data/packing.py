@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.errors import UserError
+from oblr_megatron.padding import Padding, padding_of_layout
 from oblr_megatron.types import MicroBatch, Sample
 
 if TYPE_CHECKING:
@@ -63,17 +64,27 @@ def microbatches(
     samples: Sequence[Sample],
     sample_indices: Sequence[int],
     options: ParallelConfig,
+    padding: Padding | None = None,
     *,
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
-    """`pack` as the configuration says; each sample is padded as context parallelism will cut it."""
-    cp_size = options.context_parallel_size
+    """`pack` as the configuration says.
+
+    Args:
+        samples: [N] of the step.
+        sample_indices: positions in `samples` to pack.
+        options: of the run.
+        padding: to what the model will pad (`Policy.padding`), so that the bound on tokens holds for what it computes;
+            by default as the layout in `options` needs it.
+        device: where the tensors are made.
+    """
+    packed, padding = options.packing == "packed", padding or padding_of_layout(options)
     return pack(
         samples,
         sample_indices,
-        max_tokens=options.micro_batch_tokens,
-        pad_multiple=1 if cp_size == 1 else 2 * cp_size,
-        packed=options.packing == "packed",
+        max_tokens=padding.budget(options.micro_batch_tokens) if packed else options.micro_batch_tokens,
+        pad_multiple=padding.sample if packed else padding.row,
+        packed=packed,
         device=device,
     )
 

@@ -13,7 +13,8 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.answers import block_responses
 from oblr_megatron.evaluation.items import items_path
 from oblr_megatron.formatting import flatten
-from oblr_megatron.metrics import package_versions, write_whole
+from oblr_megatron.metrics import write_whole
+from oblr_megatron.packages import package_versions
 from oblr_megatron.rollout.engine import longest_evaluated
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def settings_of(config: Config, model: HFDir) -> dict[str, Any]:
         },
         "engine": {
             "dtype": config.rollout.dtype if config.rollout.dtype != "auto" else config.model.dtype,
+            "quantization": config.rollout.quantization,
             "max_num_seqs": config.rollout.max_num_seqs,  # which responses share a batch: the last bits
             "versions": {name: versions[name] for name in ENGINE_PACKAGES if name in versions},
         },

@@ -22,6 +22,7 @@ from typing import Any
 
 from oblr_megatron.checks import num_experts
 from oblr_megatron.config import Config
+from oblr_megatron.config_precision_checks import norms_problem
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import size
 from oblr_megatron.gradnorm.memory import MemoryEstimate, estimate
@@ -89,7 +90,10 @@ def resolve(
         if problem is not None:
             raise UserError(f"mode {asked!r}: {problem[0]}", where="config: gradnorm.mode", mend=problem[1])
         return Choice(asked, "as configured", costs[asked], found[asked])
-    possible = [mode for mode in MODES if problems[mode] is None] or ["two_pass"]
+    possible = [mode for mode in MODES if problems[mode] is None]
+    smallest = problems["two_pass"]
+    if not possible and smallest is not None:
+        raise UserError(f"no mode measures norms here: {smallest[0]}", where="config: gradnorm", mend=smallest[1])
     best = min(possible, key=costs.__getitem__)
     return Choice(best, _reason(best, costs, problems, longest_sample(config)), costs[best], found[best])
 
@@ -111,17 +115,30 @@ Problem = tuple[str, str]
 def _impossible(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
     """Why the mode cannot work in this layout; None if it can."""
     mode = config.gradnorm.mode
-    if mode == "two_pass":
-        return None
+    of_fp8 = norms_problem(config, mode) or _impossible_experts(hf_config, config, layout)
+    if of_fp8 is not None or mode == "two_pass":
+        return of_fp8
     if config.algo.token_wise or config.algo.kl_coefficient:
         what = "tokens have coefficients of their own" if config.algo.token_wise else "a KL penalty has a gradient too"
         return f"{what}, and one pass weighs whole samples by A", 'set gradnorm.mode to "two_pass" (or "auto")'
+    if config.model.router_losses:
+        return "the gradient of router losses would enter the norms", 'set gradnorm.mode to "two_pass" (or "auto")'
     if num_experts(hf_config) and layout.block > 1:
         return (
             f"{layout.block} replicas share experts, whose gradients then mix samples of all of them",
             'set gradnorm.mode to "two_pass" (or "auto")',
         )
     return _impossible_stash(config, layout) if mode == "stash" else None
+
+
+def _impossible_experts(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
+    """In FP8, samples that meet in an expert cannot be told apart."""
+    if config.model.fp8 == "none" or not num_experts(hf_config) or layout.block == 1:
+        return None
+    return (
+        f"{layout.block} replicas share experts, and FP8 layers hand out no factors to tell their samples apart",
+        'set model.fp8 to "none", or lower parallel.expert_model_parallel_size',
+    )
 
 
 def _impossible_stash(config: Config, layout: Layout) -> Problem | None:
@@ -165,7 +182,7 @@ def _cost(hf_config: Mapping[str, Any], config: Config, layout: Layout, mode: st
     tokens = longest_sample(config)
     run = passes_of(hf_config, config, layout, norms=True, transformer_engine=False)[0]
     bubble = (config.parallel.pipeline_model_parallel_size - 1) / run.microbatches
-    ratio = _norm_over_product(hf_config, tokens)
+    ratio = norm_over_product(hf_config, tokens)
     added = {
         "bookkeep": ratio / 3,
         "stash": BYTES_MOVED * FLOPS_A_BYTE[on_gpu] / (6 * tokens),
@@ -174,7 +191,7 @@ def _cost(hf_config: Mapping[str, Any], config: Config, layout: Layout, mode: st
     return 1 + added + bubble * (2 if mode == "two_pass" else 1)
 
 
-def _norm_over_product(hf_config: Mapping[str, Any], tokens: int) -> float:
+def norm_over_product(hf_config: Mapping[str, Any], tokens: int) -> float:
     """r over the linear layers of a transformer layer, weighted by their size; an expert's count as one wide layer."""
     hidden, head = hf_config["hidden_size"], hf_config.get("head_dim") or 128
     queries = hf_config["num_attention_heads"] * head

@@ -5,14 +5,16 @@
 
 Held all the time: weights, `main_grad`, the optimizer's state, the buffers of mode `stash`. On top comes what a moment
 of the step holds, and the largest counts: the loss, the output layer's backward, the backward of the last layer, what
-waits at the end of a pass, the optimizer's update. Samples are taken to be as long as the configuration allows.
+waits at the end of a pass, the optimizer's update. Samples are taken to be as long as the configuration allows. The
+distributed optimizer's state is divided by the ranks that hold copies of a weight. Weights in FP8 take two bytes: each
+is kept beside its transpose.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ class MemoryEstimate:
                        norms=544, work=34, checkpoint=0, fixed=474, stage=0, moment="last layer's backward")
     """
 
-    weights: int  # twice of a run with a KL penalty: the reference's
+    weights: int  # with the reference's of a run with a KL penalty, and with copies in FP8
     main_grad: int
     second_gradient: int  # the sum over folds, where a rank has several
     optimizer: int  # moments, the gradients' average of the "momentum" estimator, fp32 masters of bf16 weights
@@ -51,6 +53,7 @@ class MemoryEstimate:
     fixed: int  # the process without a model
     stage: int  # of the pipeline
     moment: str
+    between_steps: int = 0  # what of all this stays between steps, while samples are made
 
     @property
     def total(self) -> int:
@@ -100,19 +103,43 @@ def estimate(
     """
     if fixed_bytes is None:
         fixed_bytes = 0 if on_gpu else resident_bytes()
+    stages = [
+        estimate_stage(
+            hf_config,
+            config,
+            world_size,
+            stage,
+            on_gpu=on_gpu,
+            transformer_engine=transformer_engine,
+            fixed_bytes=fixed_bytes,
+        )
+        for stage in range(config.parallel.pipeline_model_parallel_size)
+    ]
+    return max(stages, key=lambda candidate: candidate.total)
+
+
+def estimate_stage(
+    hf_config: Mapping[str, Any],
+    config: Config,
+    world_size: int,
+    stage: int,
+    *,
+    on_gpu: bool,
+    transformer_engine: bool,
+    fixed_bytes: int,
+) -> MemoryEstimate:
+    """The same of a rank of one pipeline stage."""
     layout = Layout.of(hf_config, config, world_size)
-    passes = passes_of(hf_config, config, layout, norms=norms_wanted(config), transformer_engine=transformer_engine)
+    sizes = RankSizes.of(hf_config, config, stage, on_gpu=on_gpu, transformer_engine=transformer_engine)
+    updated = updated_elements(sizes, config, world_size)
     several = folds_of_a_rank(config, layout) > 1
-    found = []
-    for stage in range(config.parallel.pipeline_model_parallel_size):
-        sizes = RankSizes.of(hf_config, config, stage)
-        held = _Held.of(sizes, config, several_folds=several, on_gpu=on_gpu)
-        moments = [update_moment(sizes, config, on_gpu=on_gpu)]
-        for run in passes:
-            tokens = sizes.tokens(run.rows, longest_sample(config))
-            moments += PassOnRank(sizes, config, run, tokens, stage, on_gpu).moments()
-        found += [held.at(moment, stage, fixed_bytes) for moment in moments]
-    return max(found, key=lambda candidate: candidate.total)
+    held = _Held.of(sizes, config, updated, several_folds=several, on_gpu=on_gpu)
+    moments = [update_moment(sizes, config, updated, on_gpu=on_gpu)]
+    for run in passes_of(hf_config, config, layout, norms=norms_wanted(config), transformer_engine=transformer_engine):
+        tokens = sizes.tokens(run.rows, longest_sample(config))
+        on_rank = PassOnRank(sizes, config, run, tokens, stage, on_gpu)
+        moments += [replace(moment, in_folds=run.kind != "norms") for moment in on_rank.moments()]
+    return max((held.at(moment, stage, fixed_bytes) for moment in moments), key=lambda candidate: candidate.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +154,12 @@ class _Held:
     checkpoint: int
 
     @classmethod
-    def of(cls, sizes: RankSizes, config: Config, *, several_folds: bool, on_gpu: bool) -> _Held:
+    def of(cls, sizes: RankSizes, config: Config, updated: int, *, several_folds: bool, on_gpu: bool) -> _Held:
         main_grad = sizes.parameters * sizes.wide
         stashes = config.gradnorm.mode == "stash" and norms_wanted(config)
-        weights, optimizer = sizes.parameters * sizes.element, optimizer_bytes(sizes, config)
+        weights, optimizer = sizes.parameters * sizes.element, optimizer_bytes(sizes, config, updated)
         return cls(
-            weights=weights * (2 if config.algo.kl_coefficient else 1),
+            weights=weights * (2 if config.algo.kl_coefficient else 1) + fp8_bytes(sizes, config),
             main_grad=main_grad,
             second_gradient=main_grad if several_folds else 0,
             optimizer=optimizer,
@@ -154,6 +181,7 @@ class _Held:
             fixed=fixed,
             stage=stage,
             moment=moment.name,
+            between_steps=self.weights + self.main_grad + self.optimizer + self.stash + fixed,
         )
 
 
@@ -163,16 +191,37 @@ def copies_for_checkpoint(config: Config) -> bool:
     return options.async_save and 0 < options.every_steps < config.num_steps
 
 
-def optimizer_bytes(sizes: RankSizes, config: Config) -> int:
+def updated_elements(sizes: RankSizes, config: Config, world_size: int) -> int:
+    """Elements of weights whose optimizer state a rank holds: all of its own, or its share of them.
+
+    The distributed optimizer deals a weight to the data- and context-parallel ranks that hold it, an expert to fewer.
+    """
+    parallel = config.parallel
+    if not parallel.use_distributed_optimizer:
+        return sizes.parameters
+    stage = world_size // parallel.pipeline_model_parallel_size
+    holders = stage // sizes.tp
+    of_expert = max(1, stage // (parallel.expert_model_parallel_size * sizes.etp))
+    return -(-sizes.dense_parameters // holders) + -(-sizes.expert_parameters // of_expert)
+
+
+def optimizer_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
     """Two moments of Adam, the momentum of SGD if it has one; and masters of weights in half precision.
 
-    And the average of gradients that the "momentum" estimator of the signal keeps.
+    And the average of gradients that the "momentum" estimator of the signal keeps, of all weights.
     """
     options = config.optimizer
     copies = 2 if options.name == "adam" else int(options.sgd_momentum > 0)
-    copies += config.algo.snr.estimator == "momentum"
     masters = int(sizes.element < sizes.wide)
-    return sizes.parameters * sizes.wide * (copies + masters)
+    average = sizes.parameters * (config.algo.snr.estimator == "momentum")
+    return (updated * (copies + masters) + average) * sizes.wide
+
+
+def fp8_bytes(sizes: RankSizes, config: Config) -> int:
+    """FP8 copies of the layers' matrices, each with its transpose; weights held in FP8 take no more than bf16's two."""
+    if config.model.fp8 == "none":
+        return 0
+    return 2 * sizes.layer_weights
 
 
 def stash_bytes(sizes: RankSizes, config: Config, *, on_gpu: bool = False) -> int:

@@ -13,6 +13,8 @@ from oblr_megatron.gradnorm.activations import (
     glu_bytes,
     layer_bytes,
     mlp_bytes,
+    recomputed_mlp_bytes,
+    recomputes,
     score_elements,
 )
 
@@ -36,7 +38,7 @@ class Moment:
     logits: int = 0
     norms: int = 0
     work: int = 0
-    in_folds: bool = True  # the sum over a rank's folds is held beside
+    in_folds: bool = True  # the sum over a rank's folds is held beside; not of a pass for norms, which comes before
 
     @property
     def total(self) -> int:
@@ -110,7 +112,7 @@ class PassOnRank:
         """Activations made again, of the layers in backward."""
         sizes, parallel = self.sizes, self.config.parallel
         if parallel.recompute_granularity != "full":
-            return 0
+            return recomputed_mlp_bytes(sizes, self.tokens, self.config)
         group = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
         return group * layer_bytes(sizes, self.tokens, self.config)
 
@@ -198,7 +200,8 @@ class PassOnRank:
             yield Moment("last layer's backward", held, 0, kept, self._residual + glu_bytes(sizes, self.tokens))
         if self.config.model.attention == "local":
             scores = score_elements(sizes, self.tokens) * self._score_bytes
-            yield Moment("last attention's backward", held - mlp_bytes(sizes, self.tokens), 0, kept, scores)
+            done = mlp_bytes(sizes, self.tokens, self.config)
+            yield Moment("last attention's backward", held - done, 0, kept, scores)
 
     def _first_layer_backward(self) -> Moment:
         """Of the last microbatch: only this layer's factors are still to come."""
@@ -214,7 +217,7 @@ class PassOnRank:
         sizes = self.sizes
         if sizes.element < sizes.wide:
             return sizes.element + sizes.wide
-        return (4 if self.config.parallel.recompute_granularity == "selective" else 3) * sizes.element
+        return (4 if recomputes(self.config, "core_attn") else 3) * sizes.element
 
     def _end(self) -> Moment:
         """Norms are finished, or the gradient's own is taken: squares in fp64, some elements at a time."""
@@ -267,9 +270,17 @@ class PassOnRank:
         return rows * (tokens.length * sizes.wide + tokens.rows * sizes.hidden * sizes.wide)
 
 
-def update_moment(sizes: RankSizes, config: Config, *, on_gpu: bool) -> Moment:
-    """The optimizer's update: square roots of second moments, of one parameter at a time, on a GPU of all."""
+def update_moment(sizes: RankSizes, config: Config, updated: int, *, on_gpu: bool) -> Moment:
+    """The optimizer's update: square roots of second moments, of one parameter at a time, on a GPU of all.
+
+    Args:
+        sizes: of the rank.
+        config: the run.
+        updated: elements of weights that the rank updates.
+        on_gpu: whether it has a GPU.
+    """
     if config.optimizer.name == "sgd":
         return Moment("optimizer's update", in_folds=False)
-    elements = sizes.parameters if on_gpu else 2 * sizes.largest_parameter + sizes.hidden * (sizes.ffn or sizes.query)
+    one_by_one = 2 * sizes.largest_parameter + sizes.hidden * (sizes.ffn or sizes.query)
+    elements = updated if on_gpu else min(one_by_one, 3 * updated)
     return Moment("optimizer's update", work=elements * sizes.wide, in_folds=False)

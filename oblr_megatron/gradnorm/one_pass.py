@@ -80,7 +80,7 @@ class BookkeepPass:
         device = self._policy.parallel.device
         if one_sample_only(self._rules):
             return one_per_microbatch(samples, window, device=device)
-        return microbatches(samples, window, self._config.parallel, device=device)
+        return microbatches(samples, window, self._config.parallel, self._policy.padding, device=device)
 
     def _windows(self, samples: Sequence[Sample], indices: Sequence[int]) -> Iterator[list[int]]:
         """Whole prompts, together no more than `window_tokens` tokens; at least one."""

@@ -74,8 +74,20 @@ def norms_wanted(config: Config) -> bool:
 
 
 def folds_of_a_rank(config: Config, layout: Layout) -> int:
-    """Folds whose gradients a rank makes one after another."""
-    return num_folds(config) * layout.sharing // layout.replicas
+    """Folds whose gradients a rank makes one after another; 1 where there are too few, which a run refuses later."""
+    return max(1, num_folds(config) * layout.sharing // layout.replicas)
+
+
+def samples_of_a_rank(config: Config, layout: Layout) -> int:
+    """Samples of a step on the replica that has most: replicas that share a fold are dealt its prompts whole.
+
+    Example, 4 folds of one prompt and two replicas that share experts: all prompts are the first one's.
+    """
+    split = config.gradnorm.mode == "stash" and norms_wanted(config)  # a prompt's responses are dealt, too
+    if split:
+        return config.num_prompts * config.group_size // layout.replicas
+    prompts = config.num_prompts // num_folds(config)
+    return folds_of_a_rank(config, layout) * -(-prompts // layout.sharing) * config.group_size
 
 
 def one_sample_only(hf_config: Mapping[str, Any], *, transformer_engine: bool) -> bool:
@@ -99,7 +111,7 @@ def passes_of(
     prompts = config.num_prompts // num_folds(config)  # of a fold
     rows = max(1, config.parallel.micro_batch_tokens // longest_sample(config))
     alone = 1 if one_sample_only(hf_config, transformer_engine=transformer_engine) else rows
-    share = prompts * group // layout.sharing
+    share = -(-prompts // layout.sharing) * group
     gradient = Pass("gradient", share, min(rows, share))
     if not norms:
         return [gradient]
@@ -108,7 +120,7 @@ def passes_of(
     if mode == "bookkeep":
         window = window_prompts(config, prompts) * group
         return [Pass("bookkeep", window, min(alone, window))]
-    mine = config.num_prompts * group // layout.replicas
+    mine = samples_of_a_rank(config, layout)
     return [Pass("norms", mine, min(alone, mine)), gradient]
 
 

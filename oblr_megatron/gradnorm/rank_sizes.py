@@ -13,6 +13,7 @@ from typing import Any
 
 from oblr_megatron.checks import num_experts
 from oblr_megatron.config import Config
+from oblr_megatron.padding import Padding, padding_of
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -64,9 +65,20 @@ class RankSizes:
     only_stage: bool
     element: int  # bytes of a weight and of an activation
     wide: int  # bytes of what is computed in fp32, or fp64 of fp64; and of main_grad
+    fused: bool  # the gated unit is one kernel, as on a GPU
+    transformer_engine: bool
+    padding: Padding
 
     @classmethod
-    def of(cls, hf_config: Mapping[str, Any], config: Config, stage: int) -> RankSizes:
+    def of(
+        cls,
+        hf_config: Mapping[str, Any],
+        config: Config,
+        stage: int,
+        *,
+        on_gpu: bool = False,
+        transformer_engine: bool = False,
+    ) -> RankSizes:
         """The sizes of a rank of pipeline stage `stage`; the layout must have been checked (`checks.check_layout`)."""
         parallel, hf = config.parallel, hf_config
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -103,6 +115,9 @@ class RankSizes:
             only_stage=pp == 1,
             element=element,
             wide=max(element, 4),
+            fused=on_gpu,
+            transformer_engine=transformer_engine,
+            padding=padding_of(config.model, parallel),
         )
 
     @property
@@ -135,6 +150,13 @@ class RankSizes:
         return self.dense_parameters + self.expert_parameters
 
     @property
+    def layer_weights(self) -> int:
+        """Elements of the layers' matrices: what Transformer Engine multiplies in FP8."""
+        head = self.columns * self.hidden if self.is_last else 0
+        linear = sum(outputs * inputs * count for outputs, inputs, count in self.matrices)
+        return linear - head + self.expert_parameters
+
+    @property
     def largest_parameter(self) -> int:
         """Elements of the largest weight."""
         sizes = [outputs * inputs for outputs, inputs, _ in self.matrices]
@@ -143,8 +165,7 @@ class RankSizes:
 
     def tokens(self, rows: int, length: int) -> Tokens:
         """A microbatch of rows of `length` tokens, padded and cut as the layout needs it."""
-        multiple = (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
-        local = -(-length // multiple) * multiple // self.cp
+        local = self.padding.rounded(length) // self.cp
         split = rows * local // (self.tp if self.sequence_parallel else 1)
         return Tokens(rows, local, split)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ def install() -> bool:
     if not _SHIM.installed:
         _replace_device()
         _replace_random_state()
+        _replace_recompute()
         _replace_experts()
     return True
 
@@ -123,6 +124,14 @@ def _replace_random_state() -> None:
     _SHIM.replace(torch.cuda, "manual_seed", generator.manual_seed)
     # Not torch.cuda.set_rng_state: megatron queues its own for the day CUDA is initialised, and the queue would grow.
     _SHIM.replace(megatron_random, "_set_cuda_rng_state", set_state)
+
+
+def _replace_recompute() -> None:
+    """Output-discarding recomputation asks Transformer Engine about FP8 unless it is told `fp8=None`, not False."""
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    checkpoint = megatron_random.CheckpointWithoutOutput
+    _SHIM.replace(checkpoint, "__init__", partialmethod(checkpoint.__init__, fp8=None))
 
 
 def _replace_experts() -> None:

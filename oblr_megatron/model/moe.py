@@ -1,8 +1,8 @@
-"""Qwen3's mixture of experts on megatron-core: its configuration, its routing, and whose tokens an expert sees.
+"""Qwen3's mixture of experts on megatron-core: its configuration, and whose tokens an expert sees.
 
-Every layer is a mixture; without capacity, dropped tokens, auxiliary losses or shared experts. Tokens travel to their
-experts by all-to-all, so an expert sees tokens of every replica of its block (`Parallel.block_group`), and its gradient
-in `main_grad` is a sum over their samples; with fewer expert-parallel ranks than share a sample it is a summand only.
+Every layer is a mixture; without capacity, dropped tokens or shared experts. `router.py` deals the tokens. They travel
+to their experts by all-to-all, so an expert sees tokens of every replica of its block (`Parallel.block_group`), and its
+gradient in `main_grad` is a sum over their samples; with fewer expert-parallel ranks than share a sample it is a part.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from oblr_megatron.checks import num_experts
 from oblr_megatron.errors import UserError
+from oblr_megatron.model.router import Router
 
 if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.model.qwen3 import HFConfig, Policy
+    from oblr_megatron.model.qwen3 import Policy
     from oblr_megatron.model.taps import Splits, SplitsFn
+    from oblr_megatron.model.transformer_config import HFConfig
 
 
 def moe_fields(
@@ -55,35 +56,12 @@ def moe_fields(
         "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
         "moe_router_pre_softmax": True,  # the softmax is over all experts, see Router
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": "none",  # its losses are Router's, in one pass alone
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": transformer_engine,
         "expert_model_parallel_size": parallel.ep_size,
         "expert_tensor_parallel_size": parallel.etp_size,
     }
-
-
-class Router(TopKRouter):
-    """Softmax over all experts, the top k of them, made to sum to 1 where the model says so: as transformers routes.
-
-    megatron-core's own routing takes the softmax in fp32 at all times, the one inexact step of a model in fp64.
-    """
-
-    def __init__(self, *, renormalise: bool, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.renormalise = renormalise
-        self.to(torch.cuda.current_device())  # megatron-core moves it in the first forward, after main_grad was made
-
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[t, b, E] -> the weights [t * b, E] of each token's experts, zero for the others, and which ones they are."""
-        assert padding_mask is None, "padding is routed like any token"
-        logits = logits.flatten(0, -2)
-        scores = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        top, chosen = scores.topk(self.topk, dim=-1)
-        if self.renormalise:
-            top = top / top.sum(-1, keepdim=True)
-        weights = torch.zeros_like(scores).scatter(1, chosen, top)
-        return weights, torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
 
 
 def set_router(layer: ModuleSpec, hf_config: HFConfig) -> None:

@@ -3,8 +3,8 @@
     momentum = momentum_of(policy, config)        # None unless algo.snr.estimator asks for it
     dot = momentum.take(sq_norm)                  # <g_t, m_{t-1}>, then g_t joins m; NaN in the first step
 
-Each rank keeps the average of its own shards, like a moment of the optimizer: one more gradient in memory, in the
-gradient's precision (fp32, or fp64 in fp64 runs).
+Each rank keeps the average of what it has of the summed gradient, like a moment of the optimizer: one more gradient in
+memory, in the gradient's precision (fp32, or fp64 in fp64 runs), and with the distributed optimizer a share of one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import math
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from megatron.core.dist_checkpointing.optimizer import (
-    get_param_id_to_sharded_param_map,
-    make_sharded_optimizer_tensor,
-)
+from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 
 from oblr_megatron.gradnorm.kernels import dot
 from oblr_megatron.model.optimizer import over_parameters
+from oblr_megatron.model.shards import held, is_sharded, pieces, put_back
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +44,12 @@ class GradientMomentum:
 
     def __init__(self, policy: Policy, horizon: float) -> None:
         self._policy, self._horizon = policy, horizon
-        self._sums: dict[str, Tensor] = {name: torch.zeros_like(_grad(p)) for name, p in policy.named_parameters()}
+        spans = held(policy)
+        self._spans = {name: spans[parameter] for name, parameter in policy.named_parameters()}
+        self._sums: dict[str, Tensor] = {  # flattened
+            name: torch.zeros_like(_grad(parameter).flatten()[spans[parameter]])
+            for name, parameter in policy.named_parameters()
+        }
         self._count = 0  # gradients taken in
 
     def take(self, sq_norm: float) -> float:
@@ -64,7 +67,7 @@ class GradientMomentum:
             weight = 1 - (1 - 1 / self._horizon) ** self._count
             found = over_parameters(self._policy, self._dot) / weight
         for name, parameter in self._policy.named_parameters():
-            self._sums[name].lerp_(_grad(parameter), 1 / self._horizon)
+            self._sums[name].lerp_(_grad(parameter).flatten()[self._spans[name]], 1 / self._horizon)
         self._count += 1
         return found
 
@@ -76,20 +79,21 @@ class GradientMomentum:
         """
         names, parameters = zip(*self._policy.named_parameters(), strict=True)
         cuts = get_param_id_to_sharded_param_map(model_state, iter(parameters))
+        alone = is_sharded(self._policy)
         sums = {
-            name: make_sharded_optimizer_tensor(cuts[index], self._sums[name], "gradient_momentum")
+            name: pieces(cuts[index], "gradient_momentum", self._sums[name], self._spans[name], alone=alone)
             for index, name in enumerate(names)
         }
         return {"sums": sums, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what a checkpoint was loaded into."""
-        for name, tensor in state["sums"].items():
-            self._sums[name].copy_(tensor)
+        for name, tensor in self._sums.items():
+            put_back(tensor, state["sums"].get(name, {}))
         self._count = int(state["count"])
 
-    def _dot(self, name: str, parameter: torch.nn.Parameter) -> Tensor:
-        return dot(_grad(parameter).flatten(), self._sums[name].flatten())
+    def _dot(self, name: str, parameter: torch.nn.Parameter, span: slice) -> Tensor:
+        return dot(_grad(parameter).flatten()[span], self._sums[name])
 
 
 def _grad(parameter: torch.nn.Parameter) -> Tensor:

@@ -5,7 +5,9 @@
     optimizer.clip(sq_norm)
     optimizer.step(lr)
 
-Both reductions of step.py come first.
+Both reductions of step.py come first. With `parallel.use_distributed_optimizer` it is megatron-core's
+DistributedOptimizer: each replica has a share of the summed gradient, of the moments and of the masters, updates its
+share of the weights, and gathers the others' before `step` returns.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import nn
@@ -27,6 +31,17 @@ from oblr_megatron.errors import RunError
 from oblr_megatron.gradnorm.kernels import sq_norm
 from oblr_megatron.model import cpu, moe
 from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.sharded_optimizer import load_sharded_state, sharded_state
+from oblr_megatron.model.shards import held, is_sharded
+
+Summand = Callable[[str, nn.Parameter, slice], torch.Tensor]
+"""Global name, this rank's shard, what of it to look at when flattened -> fp64 scalar of a sum over these elements."""
+
+
+def optimizer_implementation() -> str:
+    """Whose kernels update the weights: "transformer_engine", "apex" or "torch", the first that megatron-core found."""
+    package = megatron_optimizer.Adam.__module__.split(".")[0]
+    return package if package in ("transformer_engine", "apex") else "torch"
 
 
 def counted_here(parameter: nn.Parameter, policy: Policy) -> bool:
@@ -44,30 +59,45 @@ def counted_here(parameter: nn.Parameter, policy: Policy) -> bool:
     )
 
 
-def grad_sq_norm(policy: Policy) -> float:
-    """||main_grad||^2 over all parameters, each counted once, summed over the replica's ranks in fp64.
-
-    The gradient must be whole: call the reductions of step.py first. Replicas that share experts call this together.
-    """
-    return over_parameters(policy, lambda _, parameter: sq_norm(cast(Any, parameter).main_grad.flatten()))
-
-
-def over_parameters(policy: Policy, summand: Callable[[str, nn.Parameter], torch.Tensor]) -> float:
-    """Sum over all parameters of the model, each counted once, and over the replica's ranks; called as `grad_sq_norm`.
+def grad_sq_norm(policy: Policy, *, reduced: bool = True) -> float:
+    """||main_grad||^2 over all parameters, each counted once, summed over ranks in fp64. Collective.
 
     Args:
-        policy: the model.
-        summand: global name, this rank's shard -> fp64 scalar of a sum over its elements.
+        policy: after `step.reduce_model_parallel_grads`. Replicas that share experts call this together, and all of
+            them where the distributed optimizer has dealt the gradient to them.
+        reduced: main_grad was summed over replicas, too; else it is this replica's own.
     """
+    return over_parameters(policy, _sq_norm, reduced=reduced)
+
+
+def over_parameters(policy: Policy, summand: Summand, *, reduced: bool = True) -> float:
+    """Sum over the elements of all parameters, each counted once, and over ranks; arguments as of `grad_sq_norm`."""
+    if reduced and is_sharded(policy):
+        return _over_shares(policy, summand)
     rest, experts = torch.zeros(2, dtype=torch.float64, device=policy.parallel.device)
     for name, parameter in policy.named_parameters():
         if counted_here(parameter, policy):
             total = experts if moe.is_expert(parameter) else rest
-            total += summand(name, parameter)
+            total += summand(name, parameter, slice(0, parameter.numel()))
     dist.all_reduce(rest, group=policy.parallel.model_group)
     if policy.transformer_config.num_moe_experts:
         dist.all_reduce(experts, group=policy.parallel.block_group)
     return float(rest + experts)
+
+
+def _over_shares(policy: Policy, summand: Summand) -> float:
+    """The same where each element's sum is on one of the ranks that have the parameter: over all ranks there are."""
+    total = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
+    spans = held(policy)
+    for name, parameter in policy.named_parameters():
+        if moe.is_expert(parameter) or counted_here(parameter, policy):
+            total += summand(name, parameter, spans[parameter])
+    dist.all_reduce(total)
+    return float(total)
+
+
+def _sq_norm(_: str, parameter: nn.Parameter, span: slice) -> torch.Tensor:
+    return sq_norm(cast(Any, parameter).main_grad.flatten()[span])
 
 
 class PolicyOptimizer:
@@ -121,13 +151,17 @@ class PolicyOptimizer:
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """fp32 masters and moments for megatron-core's distributed checkpoints, to be saved or to be read into.
 
+        Stored the same way with the distributed optimizer and without: each reads what the other has written.
+
         Moments that no step has made yet (no gradient so far, or a run that is to go on from a checkpoint) are made.
 
         Args:
             model_state: the policy's sharded state dict, by which each is known to be cut like its weight.
         """
-        state = self._optimizer.sharded_state_dict(model_state, is_loading=True)
         parts = self._optimizer.chained_optimizers
+        if isinstance(parts[0], DistributedOptimizer):
+            return sharded_state(parts, model_state)
+        state = self._optimizer.sharded_state_dict(model_state, is_loading=True)
         for part, own in zip(parts, [state] if len(parts) == 1 else state.values(), strict=True):
             if isinstance(part.optimizer, torch.optim.Adam):
                 _count_from_zero(part.optimizer, own.get("optimizer", own)["state"])
@@ -135,7 +169,11 @@ class PolicyOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what a checkpoint was loaded into."""
-        self._optimizer.load_state_dict(state)
+        parts = self._optimizer.chained_optimizers
+        if isinstance(parts[0], DistributedOptimizer):
+            load_sharded_state(parts, state)
+        else:
+            self._optimizer.load_state_dict(state)
 
 
 def _count_from_zero(adam: torch.optim.Adam, stored: dict[Any, Any]) -> None:
@@ -164,6 +202,6 @@ def _megatron_config(policy: Policy, config: OptimizerConfig) -> MegatronOptimiz
         sgd_momentum=config.sgd_momentum,
         params_dtype=policy.transformer_config.params_dtype,
         bf16=policy.transformer_config.bf16,
-        use_distributed_optimizer=False,
+        use_distributed_optimizer=is_sharded(policy),
         clip_grad=0.0,  # measured and clipped here, in fp64
     )

@@ -8,6 +8,7 @@ shutdown()
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +19,10 @@ from torch.distributed import ProcessGroup
 from oblr_megatron.checks import check_world_size
 from oblr_megatron.config import ParallelConfig
 from oblr_megatron.model import cpu
+
+RANK_ORDER = (
+    "tp-cp-ep-dp-pp"  # megatron-core's default: tensor-parallel ranks are neighbours, then context-parallel ones
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,52 @@ class Parallel:
         return dist.get_global_rank(self.pp_group, stage)
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank stands among those of its groups, known of every rank without asking it.
+
+    Example, rank 3 of 4 under TP2 x PP2: Position(tp=1, pp=1, cp=0, dp=0, ep=0, etp=1, expert_peers=3)
+    """
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    expert_peers: int  # the first of the ranks that hold the same experts' same shards
+
+
+def positions(world_size: int, *, tp: int, pp: int, cp: int, ep: int, etp: int) -> list[Position]:
+    """The position of every rank, in the order in which megatron-core deals ranks to groups.
+
+    Args:
+        world_size: ranks; the sizes must divide it (`checks.check_world_size`).
+        tp: tensor_model_parallel_size, and so on.
+        pp: of the pipeline.
+        cp: of a context-parallel group.
+        ep: of an expert-parallel group.
+        etp: of an expert's tensor-parallel group.
+    """
+    from megatron.core.parallel_state import RankGenerator
+
+    dense = RankGenerator(tp=tp, ep=1, dp=world_size // (tp * pp * cp), pp=pp, cp=cp, order=RANK_ORDER)
+    expert = RankGenerator(tp=etp, ep=ep, dp=world_size // (etp * ep * pp), pp=pp, cp=1, order=RANK_ORDER)
+    found: list[dict[str, int]] = [{} for _ in range(world_size)]
+    for name, generator, token in [
+        *((name, dense, name) for name in ("tp", "pp", "cp", "dp")),
+        ("ep", expert, "ep"),
+        ("etp", expert, "tp"),
+    ]:
+        for group in generator.get_ranks(token):
+            for index, rank in enumerate(group):
+                found[rank][name] = index
+    for group in expert.get_ranks("dp"):
+        for rank in group:
+            found[rank]["expert_peers"] = min(group)
+    return [Position(**position) for position in found]
+
+
 def rank_from_environment() -> tuple[int, int]:
     """(rank, world size) as torchrun set them; (0, 1) without torchrun."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -109,6 +160,7 @@ def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int 
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        order=RANK_ORDER,
         distributed_timeout_minutes=max(1, round(config.distributed_timeout_s / 60)),
         create_gloo_process_groups=False,
     )
@@ -155,12 +207,21 @@ def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:
     shards = state.get_tensor_model_parallel_world_size() * cp_group.size()  # ranks of a stage that share a sample
     experts = state.get_expert_model_parallel_world_size() * state.get_expert_tensor_parallel_world_size()
     block_size = max(1, experts // shards)
-    replica_group = model_group if cp_group.size() == 1 else _group_by(dp_rank, timeout)
-    block_group = replica_group if block_size == 1 else _group_by(dp_rank // block_size, timeout)
-    edp_group = state.get_expert_data_parallel_group()
+    places = positions(
+        dist.get_world_size(),
+        tp=state.get_tensor_model_parallel_world_size(),
+        pp=state.get_pipeline_model_parallel_world_size(),
+        cp=cp_group.size(),
+        ep=state.get_expert_model_parallel_world_size(),
+        etp=state.get_expert_tensor_parallel_world_size(),
+    )
+    replica_group = model_group if cp_group.size() == 1 else _group_by([place.dp for place in places], timeout)
+    block_group = replica_group
+    if block_size > 1:
+        block_group = _group_by([place.dp // block_size for place in places], timeout)
     expert_sum_group = None
     if experts < shards:
-        expert_sum_group = _group_by((dp_rank, min(dist.get_process_group_ranks(edp_group))), timeout)
+        expert_sum_group = _group_by([(place.dp, place.expert_peers) for place in places], timeout)
     return Parallel(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -185,7 +246,7 @@ def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:
         dp_cp_group=state.get_data_parallel_group(with_context_parallel=True),
         ep_group=state.get_expert_model_parallel_group(),
         etp_group=state.get_expert_tensor_parallel_group(),
-        edp_group=edp_group,
+        edp_group=state.get_expert_data_parallel_group(),
         replica_group=replica_group,
         model_group=model_group,
         block_group=block_group,
@@ -202,17 +263,27 @@ def share_group(parallel: Parallel, size: int) -> ProcessGroup | None:
     """This rank's group among those of `size` neighbouring replicas, one rank of each; None for 1. Collective."""
     if size == 1:
         return None
-    first = parallel.dp_rank // size * size
-    ranks = dist.get_process_group_ranks(parallel.dp_group)[first : first + size]
-    return _group_by(tuple(ranks), timedelta(seconds=parallel.timeout_s))
+    places = positions(
+        parallel.world_size,
+        tp=parallel.tp_size,
+        pp=parallel.pp_size,
+        cp=parallel.cp_size,
+        ep=parallel.ep_size,
+        etp=parallel.etp_size,
+    )
+    keys = [(place.tp, place.pp, place.cp, place.dp // size) for place in places]
+    return _group_by(keys, timedelta(seconds=parallel.timeout_s))
 
 
-def _group_by(key: object, timeout: timedelta) -> ProcessGroup:
-    """This rank's group among those of equal key, ranks ascending; megatron-core has none that combine like this."""
-    keys: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(keys, key)
+def _group_by(keys: Sequence[object], timeout: timedelta) -> ProcessGroup:
+    """This rank's group among those of equal keys, ranks ascending; megatron-core has none that combine like this.
+
+    Args:
+        keys: of every rank, the same on all of them.
+        timeout: of the group's collectives.
+    """
     groups = {}
     for which in dict.fromkeys(keys):  # collective: every rank makes all of them
         ranks = [rank for rank, candidate in enumerate(keys) if candidate == which]
         groups[which] = dist.new_group(ranks, timeout=timeout)
-    return groups[key]
+    return groups[keys[dist.get_rank()]]

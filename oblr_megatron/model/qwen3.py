@@ -10,7 +10,6 @@ norm and core attention of `attention.py`.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,20 +24,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3MoeConfig
+from torch import nn
 
 from oblr_megatron.checks import check_attention, check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model import moe
 from oblr_megatron.model.attention import RMSNorm, SdpaAttention
 from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.model.precision import uses_transformer_engine
 from oblr_megatron.model.taps import Tap, install
 from oblr_megatron.model.te_taps import install_te
+from oblr_megatron.model.transformer_config import HFConfig, transformer_config_of, with_sizes
+from oblr_megatron.padding import Padding, padding_of
 from oblr_megatron.weights.names import with_global_expert
-
-HFConfig = Qwen3Config | Qwen3MoeConfig
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(slots=True)
@@ -56,6 +54,7 @@ class Policy:
     vocab_size: int  # of the tokenizer's embedding, without padding
     padded_vocab_size: int  # a multiple of make_vocab_size_divisible_by * tp_size
     tap: Tap  # where weight gradients are made
+    padding: Padding  # of the microbatches it computes
 
     @property
     def module(self) -> GPTModel:
@@ -101,13 +100,16 @@ def build_policy(
     Raises:
         UserError: the layout does not divide the model, or the model has a feature that is not supported.
     """
-    options = _with_sizes(options or ParallelConfig(), parallel)
+    options = with_sizes(options or ParallelConfig(), parallel)
     check_model(hf_config.to_dict(), options, where=str(config.path))
     check_attention(config.attention, options)
     transformer_config = transformer_config_of(hf_config, config, parallel, options)
     padded = padded_vocab_size(hf_config.vocab_size, config.make_vocab_size_divisible_by, parallel.tp_size)
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=transformer_config.params_dtype == torch.bfloat16, overlap_grad_reduce=False
+        grad_reduce_in_fp32=transformer_config.params_dtype == torch.bfloat16,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather,
     )
     chunks, tap = [], Tap()
     for index in range(parallel.vp_size):
@@ -116,10 +118,16 @@ def build_policy(
             for parameter in model.parameters():
                 parameter.fill_(float("nan"))
         chunks.append(DistributedDataParallel(transformer_config, ddp_config, model))
+        if options.own_weight_gradients:
+            continue
         install(model, tap, moe.splits_of(model, parallel))
-        if _transformer_engine(parallel):
+        if uses_transformer_engine(config, parallel):
             install_te(model, tap, transformer_config, moe.grouped_splits_of(model, parallel))
-    return Policy(chunks, transformer_config, hf_config, parallel, hf_config.vocab_size, padded, tap)
+    if options.overlap_grad_reduce:  # until the last microbatch
+        syncs = [chunk.no_sync for chunk in chunks]
+        transformer_config.no_sync_func = syncs if len(chunks) > 1 else syncs[0]
+    padding = padding_of(config, options)
+    return Policy(chunks, transformer_config, hf_config, parallel, hf_config.vocab_size, padded, tap, padding)
 
 
 def build_model(
@@ -155,108 +163,11 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def transformer_config_of(
-    hf_config: HFConfig, config: ModelConfig, parallel: Parallel, options: ParallelConfig | None = None
-) -> TransformerConfig:
-    """Megatron's configuration of a Hugging Face Qwen3; arguments as of `build_policy`."""
-    options = _with_sizes(options or ParallelConfig(), parallel)
-    return TransformerConfig(
-        num_layers=hf_config.num_hidden_layers,
-        hidden_size=hf_config.hidden_size,
-        ffn_hidden_size=hf_config.intermediate_size,
-        num_attention_heads=hf_config.num_attention_heads,
-        num_query_groups=hf_config.num_key_value_heads,
-        kv_channels=hf_config.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf_config.rms_norm_eps,
-        qk_layernorm=True,
-        gated_linear_unit=True,
-        activation_func=nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=parallel.tp_size,
-        pipeline_model_parallel_size=parallel.pp_size,
-        virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
-        context_parallel_size=parallel.cp_size,
-        cp_comm_type="p2p",  # of Transformer Engine's attention; ours gathers keys and values
-        sequence_parallel=parallel.sequence_parallel,
-        **_recompute(options),
-        **_precision(DTYPES[config.dtype]),
-        **_kernels(parallel.device),
-        **moe.moe_fields(hf_config, parallel, DTYPES[config.dtype], transformer_engine=_transformer_engine(parallel)),
-        # Nothing may divide the loss: run_schedule's loss function returns (loss, 1, metrics).
-        calculate_per_token_loss=True,
-        # Microbatches differ in length, so pipeline stages tell each other the shape first.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # checked against variable_seq_lengths in dense models, too
-        batch_p2p_comm=False,
-        # Interleaved, activations and gradients go in separate exchanges: with two stages both have the same peer, and
-        # in one exchange the shapes of the two would be taken for one another.
-        overlap_p2p_comm=parallel.vp_size > 1,
-        # With an initialisation that does nothing, megatron-core still marks each weight with how it is split.
-        perform_initialization=True,
-        use_cpu_initialization=False,
-        init_method=_leave_as_is,
-        output_layer_init_method=_leave_as_is,
-    )
-
-
-def _with_sizes(options: ParallelConfig, parallel: Parallel) -> ParallelConfig:
-    """The options, with the sizes that the layout has."""
-    sizes = {
-        "tensor_model_parallel_size": parallel.tp_size,
-        "pipeline_model_parallel_size": parallel.pp_size,
-        "virtual_pipeline_model_parallel_size": parallel.vp_size if parallel.vp_size > 1 else None,
-        "context_parallel_size": parallel.cp_size,
-        "expert_model_parallel_size": parallel.ep_size,
-        "expert_tensor_parallel_size": parallel.etp_size,
-        "sequence_parallel": parallel.sequence_parallel,
-    }
-    return options.model_copy(update=sizes)
-
-
-def _recompute(options: ParallelConfig) -> dict[str, Any]:
-    """Which activations are computed again in backward; "selective" means megatron-core's default, core attention."""
-    if options.recompute_granularity != "full":
-        return {"recompute_granularity": None if options.recompute_granularity == "none" else "selective"}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": options.recompute_method,
-        "recompute_num_layers": options.recompute_num_layers,
-    }
-
-
-def _precision(dtype: torch.dtype) -> dict[str, Any]:
-    return {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
-
-
-def _kernels(device: torch.device) -> dict[str, Any]:
-    """Fused kernels need CUDA: without it megatron-core would compile them with a C++ compiler, or fail."""
-    fused = device.type == "cuda"
-    return {
-        "bias_activation_fusion": fused,
-        "bias_dropout_fusion": fused,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-    }
-
-
-def _leave_as_is(weight: Tensor) -> None:
-    """Weights are loaded, never drawn."""
-
-
-def _transformer_engine(parallel: Parallel) -> bool:
-    return parallel.device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-
-
 def _block_spec(
     hf_config: HFConfig, transformer_config: TransformerConfig, config: ModelConfig, parallel: Parallel, chunk: int
 ) -> ModuleSpec | TransformerBlockSubmodules:
     experts = transformer_config.num_moe_experts
-    if _transformer_engine(parallel):
+    if uses_transformer_engine(config, parallel):
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=True
         )

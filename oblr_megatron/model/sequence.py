@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn import functional
 
+from oblr_megatron.padding import Padding
 from oblr_megatron.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -33,26 +34,24 @@ def chunks_of(cp_rank: int, cp_size: int) -> tuple[int, ...]:
     return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
 
 
-def sample_multiple(parallel: Parallel) -> int:
-    """Each packed sample is padded to a multiple of this; packing accordingly, the token budget is met exactly."""
-    return 1 if parallel.cp_size == 1 else 2 * parallel.cp_size
-
-
-def row_multiple(parallel: Parallel) -> int:
-    """The sequence of a microbatch, packed or in rows, is padded to a multiple of this."""
-    return sample_multiple(parallel) * (parallel.tp_size if parallel.sequence_parallel else 1)
-
-
-def local_part(parallel: Parallel, batch: MicroBatch) -> MicroBatch:
+def local_part(parallel: Parallel, batch: MicroBatch, padding: Padding | None = None) -> MicroBatch:
     """Pad a microbatch as its layout needs it and take this context parallel rank's tokens.
 
     Tokens put in have mask False; at the end of the row they count to the last sample. Position j of the result still
     predicts `labels[:, j]`; `cu_seqlens` counts this rank's tokens, 1 / cp_size of the padded ones.
+
+    Args:
+        parallel: the layout.
+        batch: whole.
+        padding: of the run; by default what the layout alone asks for.
     """
+    padding = padding or Padding.of(
+        tp_size=parallel.tp_size, cp_size=parallel.cp_size, sequence_parallel=parallel.sequence_parallel
+    )
     length = batch.input_ids.shape[1]
     bounds = [0, length] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     assert bounds[-1] == length, f"cu_seqlens end at {bounds[-1]}, the row at {length}"
-    padded = _padded_lengths(parallel, bounds)
+    padded = _padded_lengths(padding, bounds)
     if parallel.cp_size == 1 and sum(padded) == length:
         return batch
     device = batch.input_ids.device
@@ -93,11 +92,11 @@ def packed_params(parallel: Parallel, batch: MicroBatch) -> PackedSeqParams | No
     )
 
 
-def _padded_lengths(parallel: Parallel, bounds: Sequence[int]) -> list[int]:
+def _padded_lengths(padding: Padding, bounds: Sequence[int]) -> list[int]:
     """Of each sample (or of the rows, which are all alike)."""
-    multiple = sample_multiple(parallel)
+    multiple = padding.sample
     lengths = [-(-(stop - start) // multiple) * multiple for start, stop in pairwise(bounds)]
-    lengths[-1] += -sum(lengths) % row_multiple(parallel)
+    lengths[-1] += -sum(lengths) % padding.row
     return lengths
 
 
@@ -106,7 +105,7 @@ def _source_positions(parallel: Parallel, bounds: Sequence[int], padded: Sequenc
     chunks, blank = chunks_of(parallel.cp_rank, parallel.cp_size), bounds[-1]
     sources: list[int] = []
     for (start, stop), length in zip(pairwise(bounds), padded, strict=True):
-        size = length // sample_multiple(parallel)
+        size = length // (len(chunks) * parallel.cp_size)
         for chunk in chunks:
             first = start + chunk * size
             sources += [position if position < stop else blank for position in range(first, first + size)]

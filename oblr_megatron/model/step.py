@@ -5,12 +5,15 @@
     reduce_model_parallel_grads(policy)                       # tensor, pipeline, context and expert parallel
     reduce_data_parallel_grads(policy)                        # sum over replicas
 
-After both reductions `main_grad` is the gradient of the sum of all ranks' losses, identically on every replica.
+After both reductions `main_grad` is the gradient of the sum of all ranks' losses, identically on every replica; with
+the distributed optimizer each replica has its share of that sum (`shards.held`). Where backward has begun the sum over
+replicas itself (`parallel.overlap_grad_reduce`), `finish_overlapped_grads` stands for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +36,7 @@ from oblr_megatron.types import MicroBatch
 
 if TYPE_CHECKING:
     from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.router import RouterLosses
 
 LossFn = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """(logits [b, t, Vp / tp], microbatch) -> (scalar loss, metrics), called on the last pipeline stage.
@@ -50,6 +54,7 @@ def run_schedule(
     *,
     forward_only: bool = False,
     sink: Sink | None = None,
+    routers: RouterLosses | None = None,
 ) -> list[dict[str, Tensor]]:
     """Forward, and backward unless `forward_only`, over the microbatches: no pipelining, 1F1B, or interleaved 1F1B.
 
@@ -62,6 +67,7 @@ def run_schedule(
         loss_fn: the loss of one microbatch, see `LossFn`.
         forward_only: no graph is kept, `main_grad` stays as it is.
         sink: what is done with the weight gradients of each microbatch, on every stage.
+        routers: a mixture's losses, added on every stage over the tokens of the microbatches' masks.
 
     Returns:
         The metrics of each microbatch in order on the last stage; an empty list on the others.
@@ -69,9 +75,10 @@ def run_schedule(
     if not microbatches:
         return []
     items = _items(policy, microbatches)
-    with torch.set_grad_enabled(not forward_only), policy.tap.into(sink):
+    losses = nullcontext() if routers is None else routers.attached()
+    with torch.set_grad_enabled(not forward_only), policy.tap.into(sink), losses:
         records: list[dict[str, Tensor]] = get_forward_backward_func()(
-            forward_step_func=_forward_step(policy, loss_fn, announces=not forward_only),
+            forward_step_func=_forward_step(policy, loss_fn, announces=not forward_only, masked=routers is not None),
             data_iterator=[iter(items) for _ in policy.chunks],
             model=policy.chunks,
             num_microbatches=len(items),
@@ -93,8 +100,7 @@ def reduce_model_parallel_grads(policy: Policy) -> None:
     for chunk in policy.chunks:
         for buffer in chunk.buffers:
             dist.all_reduce(buffer.grad_data, group=policy.parallel.cp_group)
-    _allreduce_non_tensor_model_parallel_grads(policy.chunks, policy.transformer_config)
-    _allreduce_word_embedding_grads(policy.chunks, policy.transformer_config)
+    _reduce_partial_grads(policy)
     moe.sum_expert_grads(policy)
 
 
@@ -109,6 +115,23 @@ def reduce_data_parallel_grads(policy: Policy) -> None:
         chunk.finish_grad_sync()
 
 
+def finish_overlapped_grads(policy: Policy) -> None:
+    """Wait for the sum over replicas and context-parallel ranks that the last microbatch began; then the rest.
+
+    In the other order than without overlap, which is the same sum: what tensor-parallel ranks or the two stages of a
+    tied embedding add up stands at the same place in the same rank's share.
+    """
+    for chunk in policy.chunks:
+        chunk.finish_grad_sync()
+    _reduce_partial_grads(policy)
+
+
+def _reduce_partial_grads(policy: Policy) -> None:
+    """Weights whose gradient is a partial on each tensor-parallel rank, and a tied embedding on two stages."""
+    _allreduce_non_tensor_model_parallel_grads(policy.chunks, policy.transformer_config)
+    _allreduce_word_embedding_grads(policy.chunks, policy.transformer_config)
+
+
 Item = tuple[int | None, MicroBatch]
 """Position among the microbatches (None: a filler that counts for nothing), and this rank's part of one."""
 
@@ -119,16 +142,17 @@ def _items(policy: Policy, microbatches: Sequence[MicroBatch]) -> list[Item]:
     megatron-core would also take other numbers, in larger groups, and keep the activations of as many more of them. A
     filler is one token.
     """
-    parallel = policy.parallel
-    items: list[Item] = [(position, local_part(parallel, batch)) for position, batch in enumerate(microbatches)]
+    parallel, padding = policy.parallel, policy.padding
+    parts = (local_part(parallel, batch, padding) for batch in microbatches)
+    items: list[Item] = list(enumerate(parts))
     if len(policy.chunks) > 1:
-        filler = local_part(parallel, empty_batch(device=parallel.device))
+        filler = local_part(parallel, empty_batch(device=parallel.device), padding)
         items += [(None, filler)] * (-len(items) % parallel.pp_size)
     return items
 
 
 def _forward_step(
-    policy: Policy, loss_fn: LossFn, *, announces: bool
+    policy: Policy, loss_fn: LossFn, *, announces: bool, masked: bool
 ) -> Callable[[Iterator[Item], DistributedDataParallel], tuple[Tensor, Callable[..., Any]]]:
     def forward_step(data: Iterator[Item], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
         position, batch = next(data)
@@ -137,6 +161,7 @@ def _forward_step(
             position_ids=None,  # the rotary embedding counts by itself
             attention_mask=None,
             packed_seq_params=packed_params(policy.parallel, batch),
+            **({"padding_mask": batch.mask} if masked else {}),  # of a mixture's routers, and read by them alone
         )
         if announces:
             chunk = next(index for index, candidate in enumerate(policy.chunks) if candidate is model)

@@ -75,7 +75,7 @@ class Frame:
 
     def dots(self, steps: Array, values: Array) -> str:
         """The points one by one: strokes too short to be seen but for their round ends."""
-        return "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in self._places(steps, values))
+        return "".join(f"M{x:.0f} {y:.0f}h.01" for x, y in self._places(steps, values))
 
     def across(self, value: float) -> str:
         """A horizontal line from end to end."""
@@ -127,7 +127,13 @@ def draw_panel(panel: Panel, horizontal: Axis, step_labels: bool) -> str:
 
 
 def draw_stack(
-    labels: Sequence[str], steps: Array, layers: Array, horizontal: Axis, *, show: Callable[[float], str]
+    labels: Sequence[str],
+    steps: Array,
+    layers: Array,
+    horizontal: Axis,
+    *,
+    show: Callable[[float], str],
+    step_labels: bool = True,
 ) -> str:
     """Layers on top of each other, averaged over stretches of steps.
 
@@ -137,6 +143,7 @@ def draw_stack(
         layers: [layers, n] seconds, not negative.
         horizontal: from step_axis.
         show: writes read-outs.
+        step_labels: whether the steps are written below.
     """
     edges = np.linspace(0, len(steps), min(len(steps), MOST_STRETCHES) + 1).round().astype(int)
     means = np.stack([layers[:, start:end].mean(axis=1) for start, end in pairwise(edges)], axis=1)
@@ -150,8 +157,8 @@ def draw_stack(
         shapes += f'<path class="layer s{index + 1}" d="{outline}Z"/>'
         average = show(float(layers[index].mean()))
         entries.append(Entry(label, f"block s{index + 1}", average, rights, [show(float(v)) for v in means[index]]))
-    text = _value_labels(frame) + _step_labels(horizontal)
-    return _assemble("plot labelled", "s", entries, shapes, text, horizontal=horizontal)
+    text = _value_labels(frame) + (_step_labels(horizontal) if step_labels else "")
+    return _assemble("plot" + (" labelled" if step_labels else ""), "s", entries, shapes, text, horizontal=horizontal)
 
 
 def _line_of(curve: Curve, log: bool) -> tuple[Array, Array]:

@@ -9,8 +9,10 @@ import numpy as np
 from oblr_megatron.formatting import duration
 from oblr_megatron.report.axes import Axis
 from oblr_megatron.report.chart import Curve, Panel, Rule, draw_panel, draw_stack
+from oblr_megatron.report.costs import MARKED, RANKS, THROUGHPUT, TIME, UTILIZATION
 from oblr_megatron.report.history import Array, History
 from oblr_megatron.report.panel import VARIANCE, batch_size, every_baseline
+from oblr_megatron.report.ranks import memory_of_ranks
 from oblr_megatron.report.specs import CurveSpec, FigureSpec, PanelSpec, Section
 from oblr_megatron.timing import PHASES
 
@@ -18,11 +20,12 @@ from oblr_megatron.timing import PHASES
 def sections(history: History) -> Iterator[Section]:
     """All sections of the report in order; some figures depend on what the run has evaluated and measured."""
     evaluations = [_evaluation_figure(name) for name in history.evaluation_sets()] or [EVALUATION_MISSING]
-    yield Section("Learning", (REWARD, *evaluations, RESPONSE_LENGTH, ENTROPY))
+    experts = [EXPERTS] if len(history.points("moe/max_load")[1]) else []
+    yield Section("Learning", (REWARD, *evaluations, RESPONSE_LENGTH, ENTROPY, *experts))
     yield Section("Signal, noise and learning rate", (SHRINK, LEARNING_RATE, SIGNAL, batch_size(history)))
     yield Section("Baselines", (VARIANCE, every_baseline(history)))
     yield Section("Gradients, and agreement with vLLM", (GRADIENT, SAMPLE_NORMS, MISMATCH, SOURCES))
-    yield Section("Cost", (TIME, THROUGHPUT))
+    yield Section("Cost", (TIME, RANKS, UTILIZATION, THROUGHPUT))
 
 
 REWARD = FigureSpec(
@@ -89,6 +92,21 @@ ENTROPY = FigureSpec(
     (
         PanelSpec("nats", (CurveSpec("entropy", "entropy"),), include=(0.0,)),
         PanelSpec("nats", (CurveSpec("kl/mean", "divergence", colour=3),), include=(0.0,), short=True),
+    ),
+)
+
+EXPERTS = FigureSpec(
+    "Experts",
+    "How evenly the routers of a mixture spread tokens: the load of the fullest expert of any layer, 1 when all have "
+    "the same, and the balancing loss, 1 when all are equally likely. The strip is the routers' z-loss.",
+    "A load that climbs towards the number of experts (the router collapses onto few), or a z-loss that keeps growing.",
+    (
+        PanelSpec(
+            "",
+            (CurveSpec("moe/max_load", "fullest expert"), CurveSpec("moe/aux_loss", "balancing loss")),
+            include=(1.0,),
+        ),
+        PanelSpec("", (CurveSpec("moe/z_loss", "z-loss", colour=3),), include=(0.0,), short=True),
     ),
 )
 
@@ -214,41 +232,14 @@ SOURCES = FigureSpec(
     ),
 )
 
-TIME = FigureSpec(
-    "Time by phase",
-    "Seconds of each step by phase, stacked; the legend gives averages. Evaluation is left out here.",
-    "A phase that grows while response length does not: memory pressure, a slow disk, a waiting rank.",
-)
-
-THROUGHPUT = FigureSpec(
-    "Throughput and memory",
-    "Response tokens and responses per second over the whole step without evaluation; peak memory of rank 0's "
-    "trainer process.",
-    "Throughput that sinks at constant response length, or memory that climbs without end.",
-    (
-        PanelSpec("tokens/s", (CurveSpec("perf/tokens_per_s", "tokens per second"),), include=(0.0,)),
-        PanelSpec(
-            "samples/s",
-            (CurveSpec("perf/samples_per_s", "responses per second", colour=2),),
-            include=(0.0,),
-            short=True,
-        ),
-        PanelSpec(
-            "GiB",
-            (CurveSpec("perf/peak_memory_bytes", "peak memory", "line", 3),),
-            include=(0.0,),
-            short=True,
-            scale=2**-30,
-        ),
-    ),
-)
-
 
 def draw_figure(spec: FigureSpec, history: History, horizontal: Axis) -> str:
     """The panels of a figure, from top to bottom; "" if nothing of it was logged."""
     if spec is TIME:
         return _draw_time(history, horizontal)
     panels = [panel for panel in (_fill_panel(panel, history) for panel in spec.panels) if panel.curves]
+    if spec is THROUGHPUT and (memory := memory_of_ranks(history.directory)).curves:
+        panels.append(memory)
     return "".join(draw_panel(panel, horizontal, panel is panels[-1]) for panel in panels)
 
 
@@ -284,4 +275,19 @@ def _draw_time(history: History, horizontal: Axis) -> str:
     rest = np.maximum(history.values("timing_s/step")[trained] - sum(layers.values()), 0.0)
     layers.pop("evaluate", None)
     layers["other"] = rest
-    return draw_stack(list(layers), history.steps[trained], np.stack(list(layers.values())), horizontal, show=duration)
+    strip = _slowest_ranks(list(layers), history)
+    values = np.stack(list(layers.values()))
+    stack = draw_stack(
+        list(layers), history.steps[trained], values, horizontal, show=duration, step_labels=not strip.curves
+    )
+    return stack + (draw_panel(strip, horizontal, step_labels=True) if strip.curves else "")
+
+
+def _slowest_ranks(phases: list[str], history: History) -> Panel:
+    """Which rank took longest in the MARKED phases, in the stack's colours; without a curve where there is one rank."""
+    curves = [
+        CurveSpec(f"perf/ranks/{phase}/slowest", phase, "dots", position)
+        for position, phase in enumerate(phases, start=1)
+        if phase in MARKED
+    ]
+    return _fill_panel(PanelSpec("slowest rank", curves, include=(0.0, 1.0), short=True), history)

@@ -112,7 +112,7 @@ def thin_line(steps: Array, values: Array, limit: int = 400) -> tuple[Array, Arr
     return steps[index], values[index]
 
 
-def thin_points(steps: Array, values: Array, limit: int = 1200, extremes: int = 20) -> tuple[Array, Array]:
+def thin_points(steps: Array, values: Array, limit: int = 900, extremes: int = 20) -> tuple[Array, Array]:
     """A cloud in at most about `limit` points: evenly taken ones, and the largest and smallest of all."""
     if len(steps) <= limit:
         return steps, values

@@ -132,8 +132,17 @@ class EngineSpec:
     gpu_memory_utilization: float = 0.5
     tensor_parallel_size: int = 1
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of a GPU engine
+    quantization: Literal["none", "fp8"] = "none"
     sleep_mode: bool = False  # whether a GPU engine can free its memory and take it back
     seed: int = 0
+
+    @property
+    def vllm_quantization(self) -> str | None:
+        """vLLM's name of it: the scheme that rounds weights in bfloat16 as they are loaded, and as they are pushed.
+
+        vLLM 0.32 keeps plain "fp8" for checkpoints that are rounded already.
+        """
+        return {"none": None, "fp8": "fp8_per_tensor"}[self.quantization]
 
     @property
     def cpu_step_tokens(self) -> int:

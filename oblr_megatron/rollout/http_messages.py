@@ -59,6 +59,7 @@ class Info(Message):
     model: str
     shapes: str  # `shapes_digest` of the checkpoint it started from
     dtype: str
+    quantization: str = "none"  # vLLM's name of it, e.g. "fp8_per_tensor"
     max_model_len: int
     max_num_seqs: int
     workers: int  # processes that take weights, one a GPU

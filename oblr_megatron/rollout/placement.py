@@ -77,6 +77,7 @@ def engine_spec(config: Config, parallel: Parallel, index: int, placement: Place
         num_threads=rollout.num_threads or max(1, len(os.sched_getaffinity(0)) // len(placement.owners)),
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         tensor_parallel_size=placement.width,
+        quantization=rollout.quantization,
         visible_devices=_visible_devices(parallel.device.index or 0, placement.width) if on_gpu else None,
         sleep_mode=on_gpu and rollout.sleep_level > 0,
         seed=config.seed,

@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the weights; by default bfloat16 on GPUs, float32 on a CPU"
     )
+    parser.add_argument(
+        "--quantization",
+        choices=("none", "fp8"),
+        default="none",
+        help="of the weights, rounded as they come, on GPUs; the run's rollout.quantization must be the same",
+    )
     parser.add_argument("--max-model-len", type=int, default=1536, help="longest prompt and response together")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences decoded at once")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of the server")
@@ -74,6 +80,7 @@ def serve(options: argparse.Namespace) -> int:
     check_address(options.host, options.port)
     check_installation()
     spec = spec_of(options, "cuda" if torch.cuda.is_available() else "cpu")
+    check_quantization(spec)
     environment = server_environment(os.environ, spec, key, own_key_variable=options.api_key_env)
     if options.die_with_parent:
         from oblr_megatron.stopping import die_with
@@ -124,6 +131,26 @@ def check_address(host: str, port: int) -> None:
         ) from None
 
 
+def check_quantization(spec: EngineSpec) -> None:
+    """Refuse to round weights where that does not work.
+
+    Raises:
+        UserError: on a CPU; or from weights that are not in bfloat16.
+    """
+    if spec.quantization == "none":
+        return
+    if spec.device == "cpu":
+        raise UserError(
+            f"{spec.quantization} needs a GPU: vLLM has no FP8 products on a CPU",
+            where="--quantization",
+            mend="leave it out",
+        )
+    if spec.dtype != "bfloat16":
+        raise UserError(
+            f"{spec.quantization} of weights in {spec.dtype}", where="--quantization", mend="give --dtype bfloat16"
+        )
+
+
 def check_installation() -> None:
     """Refuse to start a server that would not find our plugins.
 
@@ -153,6 +180,7 @@ def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> Engi
         num_threads=options.num_threads or len(os.sched_getaffinity(0)),
         gpu_memory_utilization=options.gpu_memory_utilization,
         tensor_parallel_size=options.tensor_parallel_size,
+        quantization=options.quantization,
         seed=options.seed,
     )
 
@@ -200,6 +228,8 @@ def command(spec: EngineSpec, host: str, port: int) -> list[str]:
             "gpu-memory-utilization": spec.gpu_memory_utilization,
             "tensor-parallel-size": spec.tensor_parallel_size,
         }
+        if spec.vllm_quantization is not None:
+            options["quantization"] = spec.vllm_quantization
     else:
         options |= {"kv-cache-memory-bytes": spec.kv_cache_bytes, "max-num-batched-tokens": spec.cpu_step_tokens}
     flags = [

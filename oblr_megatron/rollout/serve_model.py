@@ -67,6 +67,7 @@ class ServedModel:
             model=str(self._model_config.model),
             shapes=self._digest,
             dtype=self._dtype,
+            quantization=self._model_config.quantization or "none",
             max_model_len=self._model_config.max_model_len,
             max_num_seqs=self._config.scheduler_config.max_num_seqs,
             workers=self._config.parallel_config.world_size_across_dp,

@@ -91,6 +91,12 @@ def _check_info(url: str, info: Info, config: Config) -> None:
             where=WHERE,
             mend=f"start it with --dtype {dtype}, or set rollout.dtype to {info.dtype!r}",
         )
+    if (info.quantization == "none") != (config.rollout.quantization == "none"):
+        raise UserError(
+            f"{url} has quantization {info.quantization!r}, the run's is {config.rollout.quantization!r}",
+            where=WHERE,
+            mend=f"start it with --quantization {config.rollout.quantization}, or set rollout.quantization",
+        )
     if info.max_model_len < longest:
         raise UserError(
             f"{url} takes {info.max_model_len} tokens of prompt and response together, the run needs {longest}",

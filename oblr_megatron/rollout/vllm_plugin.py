@@ -3,7 +3,8 @@
 It makes our weight-transfer engines known, and on a CPU it keeps vLLM from packing weights. vLLM's CPU backend hands
 each linear layer's weight to oneDNN (or an sgl kernel) once, at load time, and computes with that packed copy for ever:
 a later weight update reaches the parameter and not the copy, log-probs are then wrong by more than 1, and no error is
-raised. Without packing the layers read their parameter. `weights.transfer` checks that they do after the first push.
+raised. Experts it packs in place, and an update would be read as if it were packed. Without packing the layers read
+their parameters, as they are in a checkpoint. `weights.transfer` checks that they do before the first push.
 
 Importing this module imports no vllm.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+from enum import Enum
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ def register() -> None:
     register_transfer_engines()
     if current_platform.is_cpu():
         disable_weight_packing()
+        disable_expert_packing()
 
 
 def die_with_server() -> None:
@@ -79,6 +82,27 @@ def disable_weight_packing() -> None:
     ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = _never  # type: ignore[assignment]
     logger.info("CPU weight packing is off: weight updates take effect")
+
+
+def disable_expert_packing() -> None:
+    """Make vLLM choose experts that read the weights as they are loaded, where it would choose a packing kernel.
+
+    Raises:
+        RuntimeError: this vLLM makes that choice elsewhere; its mixtures have to be looked at anew.
+    """
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    if not hasattr(unquantized, "backend_to_kernel_cls"):
+        raise RuntimeError("this vLLM has no backend_to_kernel_cls: packing of experts on a CPU cannot be turned off")
+    unquantized.backend_to_kernel_cls = _unpacked_experts
+
+
+def _unpacked_experts(backend: Enum) -> list[type]:
+    """Stands in for vLLM's list of kernels for unquantized experts, which on a CPU holds packing ones only."""
+    from oblr_megatron.rollout.vllm_experts import UnpackedExperts
+
+    assert backend.value == "CPU", f"a mixture by the backend {backend.value!r}, on a CPU"
+    return [UnpackedExperts]
 
 
 def _never(*_: object) -> bool:

@@ -153,6 +153,7 @@ def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
             "gpu_memory_utilization": spec.gpu_memory_utilization,
             "tensor_parallel_size": spec.tensor_parallel_size,
             "enable_sleep_mode": spec.sleep_mode,
+            "quantization": spec.vllm_quantization,
         }
     return common | {
         "enforce_eager": True,

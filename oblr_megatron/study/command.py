@@ -14,6 +14,7 @@ STUDIES = {
     "smoothness": "the score's local Lipschitz constant along a training path",
     "kl": "what a KL penalty does to the optimal baseline, the noise and the rate",
     "learning_rate": "the rate the bound predicts, and the best one of a line search",
+    "scaling": "the planner's time and memory of layouts on this machine's cores, against measured steps",
 }
 """Name of the module here, which has `add_arguments(parser)`, and of its subcommand; what it measures."""
 

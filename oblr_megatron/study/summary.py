@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.metrics import package_versions, write_whole
+from oblr_megatron.metrics import write_whole
+from oblr_megatron.packages import package_versions
 from oblr_megatron.study.plan import Plan
 from oblr_megatron.study.results import Key, Result, choice_of, read_result, sweep_results
 from oblr_megatron.study.statistics import (

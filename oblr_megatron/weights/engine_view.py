@@ -1,7 +1,7 @@
 """Hugging Face's tensors inside a vLLM model: as views of the parameters that the engine computes with.
 
-vLLM fuses q, k, v and gate, up into one parameter each and pads the vocabulary; a worker of a tensor-parallel engine
-holds its share of rows or columns. Needs no vllm: everything is read off the model.
+vLLM fuses q, k, v and gate, up into one parameter each, a layer's experts into two, and pads the vocabulary; a worker
+of a tensor-parallel engine holds its share of rows or columns. Needs no vllm: everything is read off the model.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from oblr_megatron.weights.manifest import WeightError
 
+EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+"""Parameters of vLLM's fused experts, [experts, rows, columns], and whose rows are in each of them."""
+
 
 def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Hugging Face name -> this worker's part of the tensor, in its memory.
 
     Args:
-        model: vLLM's `Qwen3ForCausalLM`.
+        model: vLLM's `Qwen3ForCausalLM` or `Qwen3MoeForCausalLM`.
 
     Raises:
         WeightError: a parameter is kept in a layout of vLLM's own, in which no tensor can be found again.
@@ -36,6 +39,9 @@ def _unfused(prefix: str, module: nn.Module, name: str, parameter: Tensor, model
     parent, _, leaf = prefix.rpartition(".")
     fused = model.packed_modules_mapping.get(leaf)
     vocabulary: Any = getattr(module, "shard_indices", None)
+    if name in EXPERTS:
+        yield from _of_experts(parent, module, name, parameter)
+        return
     if name not in ("weight", "bias"):
         raise WeightError(f"vLLM keeps {prefix}.{name} in a layout of its own: no tensor can be found in it")
     if fused is not None:
@@ -45,3 +51,14 @@ def _unfused(prefix: str, module: nn.Module, name: str, parameter: Tensor, model
         yield f"{prefix}.{name}", parameter[: vocabulary.num_org_elements]
     else:
         yield f"{prefix}.{name}", parameter
+
+
+def _of_experts(prefix: str, module: Any, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Each expert's tensors, in a parameter that is kept as it was loaded; those of all experts are here."""
+    parts, ffn = EXPERTS[name], module.intermediate_size_per_partition
+    plain = (len(parts) * ffn, module.hidden_size) if len(parts) > 1 else (module.hidden_size, ffn)
+    if tuple(parameter.shape) != (module.global_num_experts, *plain):
+        raise WeightError(f"vLLM keeps {prefix}.{name} as {list(parameter.shape)}: no tensor can be found in it")
+    for expert, rows in enumerate(parameter):
+        tensors = zip(parts, rows.chunk(len(parts)), strict=True)
+        yield from ((f"{prefix}.{expert}.{part}.weight", tensor) for part, tensor in tensors)

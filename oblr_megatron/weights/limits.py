@@ -1,4 +1,4 @@
-"""What cannot be pushed, or not be read back, found out from the configuration before any process is started."""
+"""What cannot be read back after a push, found out from the configuration before any process is started."""
 
 from __future__ import annotations
 
@@ -13,28 +13,19 @@ if TYPE_CHECKING:
 
 
 def check_pushable(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool) -> None:
-    """Refuse mixtures of experts where vLLM keeps the experts' weights in a layout that only its kernels read.
+    """Refuse to verify a mixture's experts where vLLM keeps their weights in a layout that only its kernels read.
 
     Args:
         hf_config: the model's config.json.
         config: of the run.
-        on_gpu: where trainer and engines are.
+        on_gpu: where trainer and engines are. On a CPU experts are kept as they were loaded (`rollout.vllm_experts`).
 
     Raises:
-        UserError: the engines run on a CPU, or weights.verify is on.
+        UserError: weights.verify is on, for a mixture on GPUs.
     """
-    if not num_experts(hf_config) or config.rollout.replay is not None:
-        return
-    if not on_gpu:
+    if on_gpu and num_experts(hf_config) and config.weights.verify and config.rollout.replay is None:
         raise UserError(
-            "an engine on a CPU cannot be sent a mixture of experts: vLLM packs the experts' weights there once, when "
-            "it loads them, and an update would not reach what it computes with",
-            where=str(config.model.path),
-            mend="run it on GPUs, or train on saved samples (rollout.replay)",
-        )
-    if config.weights.verify:
-        raise UserError(
-            "weights.verify cannot read a mixture's experts back: vLLM keeps them in its kernels' layout",
+            "weights.verify cannot read a mixture's experts back: vLLM keeps them in its GPU kernels' layout",
             where="config: weights.verify",
             mend="set it to false",
         )

@@ -146,15 +146,18 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
 @torch.no_grad()
 def check_layers_read_parameters(model: nn.Module) -> None:
-    """Ask each linear layer to multiply by a weight that is not its own: one that holds a packed copy cannot.
+    """Ask each linear layer to multiply by a weight that is not its own (one that holds a packed copy cannot), and each
+    layer's experts what computes them.
 
     Args:
         model: a vLLM model on a CPU.
 
     Raises:
-        WeightError: a layer computes with a copy of its weight that updates do not reach.
+        WeightError: a layer computes with a copy of its weight that updates do not reach, or misreads them.
     """
     for name, layer in model.named_modules():
+        if hasattr(layer, "w13_weight"):
+            _check_experts_read_parameters(name, layer)
         product: Any = getattr(layer, "cpu_linear", None)
         weight: Any = getattr(layer, "weight", None)
         if product is None or weight is None:
@@ -165,6 +168,18 @@ def check_layers_read_parameters(model: nn.Module) -> None:
                 f"vLLM computes {name} with a packed copy of its weight, which a push does not reach: the plugin "
                 "'oblr_megatron' of vllm.general_plugins did not take effect before the model was loaded"
             )
+
+
+def _check_experts_read_parameters(name: str, layer: Any) -> None:
+    """Whether one layer's experts are those that read what was loaded or pushed: vLLM's own pack it in place."""
+    from oblr_megatron.rollout.vllm_experts import UnpackedExperts
+
+    experts = layer.quant_method.moe_kernel.fused_experts
+    if not isinstance(experts, UnpackedExperts):
+        raise WeightError(
+            f"vLLM computes {name} with packed weights ({type(experts).__name__}), which a push would be misread as: "
+            "the plugin 'oblr_megatron' of vllm.general_plugins did not take effect before the model was loaded"
+        )
 
 
 class RestartableReload(WeightTransferEngine[Any, Any]):

@@ -1,9 +1,10 @@
 """Activations computed again in backward leave the gradients as they are, and the sink its beginnings and ends.
 
-fp64, relative 1e-10 against transformers' autograd; core attention, whole layers in groups and as a block, alone and
-with tensor, sequence, pipeline and context parallelism; 4 layers.
+fp64, relative 1e-10 against transformers' autograd; core attention, norms and MLPs, whole layers in groups and as a
+block, alone and with tensor, sequence, pipeline and context parallelism; 4 layers. A mixture of experts, its norms and
+layers, against itself without.
 
-Does not cover: the memory saved, dropout's random states (dropout is 0), Transformer Engine.
+Does not cover: the memory saved, dropout's random states (dropout is 0), Transformer Engine (and so "moe_act").
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tests.distributed.passes import (
     COEFFICIENTS,
     TEMPERATURE,
     Outcome,
+    assert_close,
     assert_outcomes,
     load_policy,
     make_batches,
@@ -31,15 +33,23 @@ from tests.distributed.passes import (
     weighted_logprob_loss,
 )
 from tests.oracle import load_oracle, oracle_gradients
-from tests.tiny import make_hf_dir
+from tests.tiny import make_hf_dir, make_moe_hf_dir
 
 OPTIONS = {
     "none": ParallelConfig(),
     "selective": ParallelConfig(recompute_granularity="selective"),
+    "modules": ParallelConfig(recompute_granularity="selective", recompute_modules=("layernorm", "mlp")),
     "uniform": ParallelConfig(recompute_granularity="full", recompute_num_layers=2),
     "block": ParallelConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
 }
-RERUNS = {"none": (0, 0), "selective": (4, 0), "uniform": (4, 4), "block": (1, 1)}  # core attentions, whole layers
+# core attentions, MLPs, norms before them, whole layers
+RERUNS = {
+    "none": (0, 0, 0, 0),
+    "selective": (4, 0, 0, 0),
+    "modules": (0, 4, 4, 0),
+    "uniform": (4, 4, 4, 4),
+    "block": (1, 1, 1, 1),
+}
 LAYOUTS = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}], 4: [{"tp": 2, "sp": True, "pp": 2}]}
 
 
@@ -52,7 +62,7 @@ def gradients_in_layouts(path: Path) -> dict[str, Outcome]:
     results: dict[str, Outcome] = {}
     for sizes in LAYOUTS[dist.get_world_size()]:
         with layout(**sizes) as parallel:
-            for name in ("selective", "uniform", "block"):
+            for name in ("selective", "modules", "uniform", "block"):
                 policy = load_policy(path, parallel, OPTIONS[name])
                 results[f"{name} {sizes}"] = reduced_gradients(policy, make_batches(2))
     return results
@@ -101,26 +111,26 @@ class _Recorder(AccumulateSink):
         self.counts[-1] += 1
 
 
-def observed(path: Path) -> dict[str, tuple[list[int], list[int], tuple[int, int]]]:
-    """Microbatches in order, weight gradients of each, and how often attentions and layers ran more than once."""
+def observed(path: Path) -> dict[str, tuple[list[int], list[int], tuple[int, ...]]]:
+    """Microbatches in order, weight gradients of each, and how often the counted modules ran more than once."""
     results = {}
     for name, options in OPTIONS.items():
         with layout() as parallel:
             policy, recorder = load_policy(path, parallel, options), _Recorder()
             counters = _count_forwards(policy)
             run_schedule(policy, make_batches(), weighted_logprob_loss(policy), sink=recorder)
-            reruns = [len(counter) // len(make_batches()) - 4 for counter in counters]
-            results[name] = recorder.order, recorder.counts, (reruns[0], reruns[1])
+            reruns = tuple(len(counter) // len(make_batches()) - 4 for counter in counters)
+            results[name] = recorder.order, recorder.counts, reruns
     return results
 
 
-def _count_forwards(policy: Policy) -> tuple[list[int], list[int]]:
-    attentions: list[int] = []
-    layers: list[int] = []
+def _count_forwards(policy: Policy) -> tuple[list[int], ...]:
+    counters: tuple[list[int], ...] = ([], [], [], [])
     for layer in policy.module.decoder.layers:
-        layer.self_attention.core_attention.register_forward_hook(lambda *_: attentions.append(1))
-        layer.register_forward_hook(lambda *_: layers.append(1))
-    return attentions, layers
+        modules = (layer.self_attention.core_attention, layer.mlp, layer.pre_mlp_layernorm, layer)
+        for module, counter in zip(modules, counters, strict=True):
+            module.register_forward_hook(lambda *_, counter=counter: counter.append(1))
+    return counters
 
 
 def test_a_sink_gets_everything_between_begin_and_end(path: Path) -> None:
@@ -130,3 +140,30 @@ def test_a_sink_gets_everything_between_begin_and_end(path: Path) -> None:
         assert order == [0, 1, 2, 3], name
         assert counts == [4 * 8 + 3] * 4, name
         assert reruns == RERUNS[name], name
+
+
+def experts_again(path: Path) -> tuple[list[tuple[dict[str, Tensor], float]], int]:
+    """Gradients without recomputation and with, and how often mixtures ran more than once."""
+    mixtures = ParallelConfig(recompute_granularity="selective", recompute_modules=("moe", "layernorm"))
+    results, runs = [], []
+    for options in (ParallelConfig(), mixtures):
+        with layout(ep=2) as parallel:
+            policy = load_policy(path, parallel, options)
+            for layer in policy.module.decoder.layers:
+                layer.mlp.experts.register_forward_hook(lambda *_: runs.append(1))
+            results.append(reduced_gradients(policy, make_batches()))
+    forwards = 2 * len(make_batches()) // 2  # layers, microbatches of a rank
+    return results, len(runs) - 2 * forwards
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    for (plain, again), reruns in run_ranks(experts_again, 2, make_moe_hf_dir(tmp_path / "moe")):
+        assert reruns == 4
+        assert_outcomes_equal(again, plain)
+
+
+def assert_outcomes_equal(found: Outcome, expected: Outcome) -> None:
+    assert found[1] == pytest.approx(expected[1], rel=1e-10)
+    assert found[0].keys() == expected[0].keys()
+    for name, gradient in expected[0].items():
+        assert_close(found[0][name], gradient, name)

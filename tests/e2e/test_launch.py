@@ -37,7 +37,7 @@ with StopRequest(CheckpointConfig()) as stop:
     time.sleep(60 if fate == "slow" else 1.5)
     open(f"{directory}/saved_{rank}", "w").write(reason)
     dist.destroy_process_group()
-    sys.exit(3 if fate == "fails" and rank == "1" else 0)
+    sys.exit(2 if fate == "refuses" else 3 if fate == "fails" and rank == "1" else 0)
 """
 
 
@@ -127,6 +127,14 @@ def test_a_rank_that_fails_while_it_ends_is_a_failure(tmp_path: Path) -> None:
         _, stderr = job.communicate(timeout=60)
         assert job.returncode == 1
         assert "rank      : 1" in stderr and "exitcode  : 3" in stderr
+
+
+def test_ranks_that_refuse_their_input_give_the_launcher_their_status(tmp_path: Path) -> None:
+    with launched(tmp_path, "refuses") as job:
+        job.send_signal(signal.SIGUSR1)
+        _, stderr = job.communicate(timeout=60)
+        assert job.returncode == 2
+        assert "Traceback" not in stderr
 
 
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from oblr_megatron.config import WeightsConfig
 from oblr_megatron.errors import RunError
@@ -40,7 +40,7 @@ class Line:
         self.path = path
         config = make_config(path, path.parent / "run")
         self.engines = ColocatedEngines(config, ONE_RANK)
-        self.model = Qwen3ForCausalLM.from_pretrained(path)
+        self.model = AutoModelForCausalLM.from_pretrained(path)
         self.loaded = self.read_back()  # by vLLM, from the checkpoint
         self.memory.reserve(HALVES * CAPACITY)
         self.call("init_transfer", init_info={"fd": self.memory.fd})

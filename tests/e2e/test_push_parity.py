@@ -4,7 +4,7 @@ One engine, four gloo ranks, fp32: the weights are pushed from every layout in t
 parallelism, tied and untied. Pushed from another layout without a change they give the same samples to the last bit;
 changed they give others. Every push is read back and compared as well (weights.verify).
 
-Not covered: experts, which a CPU engine does not take; bf16; the gather's memory (tests/distributed/test_export.py).
+Not covered: experts (test_moe.py); bf16; the gather's memory (tests/distributed/test_export.py).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def test_a_replay_repeats_a_run_to_the_last_bit_without_vllm(tmp_path: Path, ove
     keys = overrides(b, num_steps=3, evaluate__every_steps=1, data__train=tmp_path / "not-read.jsonl")
     said = succeed(run([sys.executable, "-c", WITHOUT_VLLM, CONFIG, *keys, "--replay", str(a / "rollouts")]))
     assert said.count("no evaluation is made") == 1
-    assert not (b / "logs").exists(), "an engine was started"
+    assert not list((b / "logs").glob("engine-*")), "an engine was started"
     same_figures(a, b)
     same_weights(a, b)
     assert all(step["rollout/logprob_abs_diff"] <= 1e-3 for step in records(b)), "each step met the weights it is of"

@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.rollout.colocated import ColocatedEngines
@@ -23,10 +24,15 @@ ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")
 
 
 class Weights:
-    """A transformers model as the source of a push; `edit` replaces or removes (None) single tensors."""
+    """A transformers model as the source of a push, under published names (a mixture's experts apart).
 
-    def __init__(self, model: Qwen3ForCausalLM, edit: dict[str, torch.Tensor | None] | None = None) -> None:
-        tensors = dict(model.named_parameters()) | (edit or {})
+    `edit` replaces or removes (None) single tensors.
+    """
+
+    def __init__(self, model: PreTrainedModel, edit: dict[str, torch.Tensor | None] | None = None) -> None:
+        held = dict(model.named_parameters())
+        published = revert_weight_conversion(model, dict(held))  # in another order
+        tensors = {name: published.pop(name) for name in held if name in published} | published | (edit or {})
         self.tensors = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
 
     def metadata(self):
@@ -62,7 +68,7 @@ def sample(engines: ColocatedEngines, count: int = 12, group_size: int = 4, **op
     return engines.generate(make_prompts(count), request)
 
 
-def change(model: Qwen3ForCausalLM, seed: int) -> None:
+def change(model: PreTrainedModel, seed: int) -> None:
     """Move every parameter by a tenth of its size."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -70,7 +76,7 @@ def change(model: Qwen3ForCausalLM, seed: int) -> None:
             parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
 
 
-def largest_error(model: Qwen3ForCausalLM, samples: Sequence[Sample], temperature: float = 1.0) -> float:
+def largest_error(model: PreTrainedModel, samples: Sequence[Sample], temperature: float = 1.0) -> float:
     """max |log-prob of the engine - log_softmax of transformers' logits| over all response tokens."""
     worst = 0.0
     for one in samples:

@@ -81,6 +81,9 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "groups/unused": step % 3,
         "entropy": 0.62 - 0.47 * progress + noise(0.01),
         "kl/mean": 0.03 * progress * math.exp(noise(0.1)),
+        "moe/aux_loss": 1.02 + abs(noise(0.01)),
+        "moe/z_loss": 4.1 + noise(0.05),
+        "moe/max_load": 1.6 + abs(noise(0.1)),
         "rollout/logprob_abs_diff": 1.6e-6 * math.exp(noise(0.15)) * (1 + progress),
         "rollout/truncated_ratio_fraction": 0.0,
         "rollout/dynamic_batches": 1 + step % 3,
@@ -109,11 +112,27 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "timing_s/step": total + 0.02 * (step % 50 == 1),
         "perf/tokens_per_s": 64 * 8 * 3.5 / total,
         "perf/samples_per_s": 64 * 8 / total,
+        "perf/throughput": 64 * 8 * 9.5 / total / ENVIRONMENT["world_size"],
+        "perf/mfu/actor": 0.31 + noise(0.01),
+        "perf/mfu/with_norms": 0.49 + noise(0.01),
+        **_ranks(timing, draw),
         "perf/peak_memory_bytes": int(6.1e8 + 4e7 * min(1, step / 20)),
+        "perf/peak_memory_rank": 0,
         "weights/version": step,
         "data/epoch": step * 64 // 6000,
         "data/skipped": 0,
     }
+
+
+def _ranks(timing: dict[str, float], draw: np.random.Generator) -> dict[str, float]:
+    """Two ranks that take turns at being the slower one."""
+    found: dict[str, float] = {}
+    for phase, seconds in timing.items():
+        slower = 1 + 0.1 * float(draw.random())
+        found[f"perf/ranks/{phase}/max_s"] = 0.9 * seconds
+        found[f"perf/ranks/{phase}/min_s"] = 0.9 * seconds / slower
+        found[f"perf/ranks/{phase}/slowest"] = int(draw.integers(2))
+    return found | {"perf/slowest_rank": 1, "perf/slowest_rank_ratio": slower}
 
 
 def _evaluation(progress: float, draw: np.random.Generator) -> dict:

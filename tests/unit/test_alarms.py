@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, Callable[[int], float | None], str]] = {
     "entropy": ("entropy", rising(2.0, 0.01), "Entropy fell from 2 to "),
     "truncation": ("response_length/truncated_fraction", rising(0.02, 0.4), "Truncated responses rose from 2% to "),
     "mixed": ("groups/mixed_fraction", rising(0.6, 0.01), "Only "),
+    "slow_rank": ("perf/slowest_rank_ratio", rising(1.1, 1.5), "Rank 1 has taken 1.5 times as long as the median "),
 }
 
 

@@ -75,3 +75,27 @@ def test_experts_are_counted_under_either_key() -> None:
     assert num_experts({"num_experts": 128}) == 128
     assert num_experts({"num_local_experts": 128}) == 128
     assert num_experts({}) == 0
+
+
+AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3}
+
+
+def run_with(model: dict[str, Any], mode: str) -> Config:
+    tables: dict[str, Any] = {"run_dir": "run", "data": {"train": "t.jsonl"}, "gradnorm": {"mode": mode}}
+    return parse_config(tables | {"model": {"path": "moe"} | model})
+
+
+@pytest.mark.parametrize("losses", [AUX, {"moe_z_loss_coeff": 1e-4}])
+def test_router_losses_need_a_mixture_and_a_pass_of_their_own(losses: dict[str, Any]) -> None:
+    check_layout(MODEL, run_with(losses, "two_pass"), 1)
+    with pytest.raises(UserError, match="the model has no experts"):
+        check_layout(MODEL | {"num_experts": 0}, run_with(losses, "auto"), 1)
+    for mode in ("stash", "bookkeep"):
+        with pytest.raises(UserError, match=f"a router loss .* which gradnorm.mode '{mode}' cannot do"):
+            run_with(losses, mode)
+
+
+@pytest.mark.parametrize("half", [{"moe_aux_loss_coeff": 1e-3}, {"moe_router_load_balancing_type": "aux_loss"}])
+def test_an_auxiliary_loss_has_a_name_and_a_weight(half: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"moe_router_load_balancing_type '.*' with moe_aux_loss_coeff"):
+        run_with(half, "auto")

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oblr_megatron.checks import check_layout
 from oblr_megatron.config import load_config
+from oblr_megatron.dryrun.memory import Device, rank_memory
+from oblr_megatron.model_configs import published
 from oblr_megatron.preflight import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +35,12 @@ from accuracy import accuracy, read_rows  # noqa: E402
 from sums import Row, lowest_first, make_row, mixed_answer, split_rows  # noqa: E402
 from tiny_model import CHARACTERS, build_model, build_tokenizer  # noqa: E402
 
-CONFIGS = ["examples/tiny_cpu/config.toml", "examples/gsm8k_qwen3_0.6b/config.toml", "tools/smoke.toml"]
+CONFIGS = [
+    "examples/tiny_cpu/config.toml",
+    "examples/gsm8k_qwen3_0.6b/config.toml",
+    "tools/smoke.toml",
+    "examples/tiny_moe_cpu/config.toml",
+]
 RECIPES = {"gsm8k_qwen3_0.6b": "0.6B", "gsm8k_qwen3_1.7b": "1.7B", "math_qwen3_4b": "4B", "math_qwen3_8b": "8B"}
 NUMBERS = re.compile(r"(\d+)\+(\d+)=")
 
@@ -200,9 +207,11 @@ def test_a_recipe_fits_its_model_and_says_what_it_costs(
     """On one node of 8 GPUs; the README's figures are those of the command it names."""
     size, folder = RECIPES[name], ROOT / "examples" / name
     config = load_config(folder / "config.toml")
-    model = json.loads((ROOT / f"tests/data/qwen3/{size}.json").read_text())
+    model = published(size)
     check_layout(model, config, 8)
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= model["max_position_embeddings"]
+    device = Device(on_gpu=True, num_bytes=80 * 10**9, transformer_engine=True)
+    assert max(one.peak for one in rank_memory(model, config, 8, device)) < 0.95 * device.num_bytes
     readme = (folder / "README.md").read_text()
     command = re.search(r"`python tools/recipe_cost\.py ([^`]*)`", readme)
     assert command and f"{name}/config.toml" in command[1]

@@ -34,6 +34,8 @@ WITHOUT_TORCH = [
     "stopping",
     "data/rows.py",
     "data/prompts.py",
+    "performance/flops.py",
+    "performance/hardware.py",
 ]
 WITHOUT_TORCH += ["rewards/registry.py", "rewards/pool.py", "rewards/nursery.py"]
 

@@ -59,7 +59,8 @@ def test_describe_knows_evaluation_sets_and_refuses_unknown_names():
     assert describe("eval/gsm8k/accuracy").name == "eval/<set>/accuracy"
     assert describe("eval/competition/aime/pass_at_k").name == "eval/<set>/pass_at_k"
     assert describe("lr").meaning == "learning rate of the step"
-    for unknown in ("reward", "eval/gsm8k/accuracies", "eval/accuracy", "timing_s/sleep"):
+    assert describe("perf/ranks/gradient/max_s").unit == "s"
+    for unknown in ("reward", "eval/gsm8k/accuracies", "eval/accuracy", "timing_s/sleep", "perf/ranks/max_s"):
         with pytest.raises(KeyError):
             describe(unknown)
 
@@ -191,6 +192,16 @@ def test_phases_add_up_and_a_step_ends_clean():
     with timer("push"):
         pass
     assert timer.finish_step() == {"timing_s/push": 1.0, "timing_s/step": 3.0}
+
+
+def test_own_seconds_stand_still_while_a_phase_waits():
+    own = iter([1.0, 1.5, 2.0, 2.25, 2.25, 2.5]).__next__
+    timer = make_timer([0.0, 4.0, 5.0, 7.0, 8.0, 9.0, 10.0], own_clock=own)
+    for phase in ("gradient", "push", "gradient"):
+        with timer(phase):
+            pass
+    assert timer.finish_step() == {"timing_s/gradient": 5.0, "timing_s/push": 2.0, "timing_s/step": 10.0}
+    assert timer.own == {"gradient": 0.75, "push": 0.25}
 
 
 def test_a_step_without_phases_took_no_time():

@@ -18,16 +18,20 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import METRICS
 from oblr_megatron.report import write_report
 from oblr_megatron.report.axes import linear_axis, log_axis, step_axis
+from oblr_megatron.report.costs import RANKED
 from oblr_megatron.report.figures import sections
 from oblr_megatron.report.history import History, load_history, smooth, thin_line, thin_points
 from oblr_megatron.report.panel import batch_advice
+from oblr_megatron.report.ranks import memory_of_ranks
+from oblr_megatron.timing import PHASES
 from tests.unit.synthetic_run import CONFIG, RATIOS, synthetic_records, write_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 NAMES = [
-    metric.name.replace("<set>", "sums").replace("<term>", "overlong").replace("<name>", name)
+    metric.name.replace("<set>", "sums").replace("<term>", "overlong").replace("<name>", name).replace("<phase>", phase)
     for metric in METRICS
     for name in (RATIOS if "<name>" in metric.name else ("",))
+    for phase in (PHASES[:6] if "<phase>" in metric.name else ("",))
 ]
 OUTSIDE = ("src", "href", "xlink:href", "action", "srcset", "data", "poster")
 
@@ -82,7 +86,7 @@ def test_every_figure_and_every_metric_is_there(tmp_path):
     history = load_history(tmp_path / "run")
     titles = [figure.title for section in sections(history) for figure in section.figures]
     assert page.texts["h3"] == titles
-    assert len(titles) == 16
+    assert len(titles) == 19
     assert "Held-out accuracy: sums" in titles
     assert text.count("<b>Alarming:</b>") == len(titles)
     assert "Not logged in this run" not in text
@@ -105,6 +109,9 @@ def test_every_metric_is_drawn_or_counted_by_an_alarm(tmp_path):
         "weights/version",
         "data/epoch",
         "data/skipped",
+        "perf/peak_memory_rank",
+        *(name for name in NAMES if name.startswith("perf/ranks/") and name.split("/")[2] not in RANKED),
+        *(f"perf/ranks/{phase}/slowest" for phase in RANKED),
     }
     names = {name for name in NAMES if not name.startswith("timing_s/")}
     assert drawn | elsewhere == names
@@ -149,7 +156,7 @@ def test_one_step(tmp_path):
     text, page = report_from(tmp_path, synthetic_records(1, evaluate_every=0), config=CONFIG | {"num_steps": 1})
     assert "of 1, finished" in text
     assert "Not logged in this run: Held-out accuracy." in text
-    assert len(page.texts["h3"]) == 15
+    assert len(page.texts["h3"]) == 18
 
 
 def test_only_an_evaluation_so_far(tmp_path):
@@ -217,14 +224,30 @@ def test_a_long_run_stays_a_small_file(tmp_path):
     text, _ = report_from(
         tmp_path, synthetic_records(10_000, evaluate_every=500), config=CONFIG | {"num_steps": 10_000}
     )
-    assert len(text) < 1_000_000
+    assert len(text) < 1_000_000, len(text)
     assert all(len(path) < 25_000 for path in re.findall(r' d="([^"]*)"', text))
+
+
+def test_the_fullest_ranks_are_drawn(tmp_path):
+    """Of ten the eight that hold most, but for lines of another layout and the one that was being written."""
+    run = write_run(tmp_path / "run", synthetic_records(3))
+    held = [(step, [2**30 * (1 + rank % 9) for rank in range(10)]) for step in (1, 2, 3)]
+    lines = [json.dumps({"step": step, "memory_bytes": {"allocated": values}}) for step, values in held]
+    (run / "logs").mkdir()
+    other = json.dumps({"step": 1, "memory_bytes": {"allocated": [1, 2]}})
+    (run / "logs" / "ranks.jsonl").write_text("\n".join([other, *lines, '{"step": 4, "mem']))
+    panel = memory_of_ranks(run)
+    assert [curve.label for curve in panel.curves] == [f"rank {rank}" for rank in range(1, 9)]
+    assert [float(curve.values[-1]) for curve in panel.curves] == list(range(2, 10))
+    assert panel.curves[0].steps.tolist() == [1, 2, 3]
+    assert "GiB held after the step" in report_of(run)[0]
+    assert memory_of_ranks(tmp_path).curves == []
 
 
 def test_the_pointers_data_match_the_legend(tmp_path):
     _, page = report_from(tmp_path, synthetic_records(90))
     plots = [attributes for tag, attributes in page.attributes if "data-curves" in attributes]
-    assert len(plots) == 32
+    assert len(plots) == 40
     for plot in plots:
         assert plot["data-last"] == "90"
         for curve in json.loads(plot["data-curves"]):
@@ -304,7 +327,7 @@ def test_values_are_placed_where_the_axis_says(tmp_path):
     records = [{"step": step, "eval/line/accuracy": step / 10} for step in range(0, 11, 5)]
     text, _ = report_from(tmp_path, records)
     assert 'class="line s1" d="M0.0 1000.0L500.0 500.0L1000.0 0.0"' in text
-    assert 'class="mark s1" d="M0.0 1000.0h.01M500.0 500.0h.01M1000.0 0.0h.01"' in text
+    assert 'class="mark s1" d="M0 1000h.01M500 500h.01M1000 0h.01"' in text
 
 
 def test_stacked_seconds_reach_the_step_time(tmp_path):

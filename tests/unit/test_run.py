@@ -152,7 +152,6 @@ def test_figures_of_a_step() -> None:
         "perf/samples_per_s": 2.0,
     }
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
-    assert found["perf/peak_memory_bytes"] > 2**20
 
 
 def test_figures_of_judging_are_over_all_batches_of_a_step() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +18,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from oblr_megatron.checkpoint.pieces import NAMINGS, Piece, meta_model, pieces_of, sharded_state, single_process
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import HFConfig
+from oblr_megatron.model.transformer_config import HFConfig
+from oblr_megatron.model_configs import HERE
 from oblr_megatron.weights.names import ModelShape, table
 
-CONFIGS = Path(__file__).parents[2] / "data" / "qwen3"
 PARAMETERS = {
     "0.6B": 596_049_920,
     "1.7B": 1_720_574_976,
@@ -44,7 +43,7 @@ def parallel() -> Iterator[Parallel]:
 
 
 def config_of(size: str) -> HFConfig:
-    return AutoConfig.from_pretrained(CONFIGS / f"{size}.json")
+    return AutoConfig.from_pretrained(HERE / f"{size}.json")
 
 
 def saved_by_transformers(config: HFConfig) -> Shapes:
@@ -65,7 +64,7 @@ def test_table_plan_and_transformers_name_the_same_tensors(size: str, parallel: 
     assert sum(map(prod, expected.values())) == PARAMETERS[size]
     named = [(name, where) for item in table(shape) for name, where in zip(item.hf, item.shapes, strict=True)]
     assert len(named) == len(expected) and dict(named) == expected
-    model = meta_model(config, ModelConfig.model_validate({"path": CONFIGS, "dtype": "bfloat16"}), parallel)
+    model = meta_model(config, ModelConfig.model_validate({"path": HERE, "dtype": "bfloat16"}), parallel)
     pieces = pieces_of(sharded_state(model), shape)
     planned = [(name, where) for piece in pieces for name, where in zip(piece.hf, piece.shapes, strict=True)]
     assert len(planned) == len(expected) and dict(planned) == expected
@@ -128,7 +127,7 @@ def check_stored(pieces: list[Piece]) -> None:
 def test_keys_are_those_that_every_layout_reads(size: str, keys: Shapes, parallel: Parallel) -> None:
     """Written out; the norms have the names that Transformer Engine's layers give them."""
     config = config_of(size)
-    model = meta_model(config, ModelConfig.model_validate({"path": CONFIGS, "dtype": "bfloat16"}), parallel)
+    model = meta_model(config, ModelConfig.model_validate({"path": HERE, "dtype": "bfloat16"}), parallel)
     for naming in NAMINGS:
         check_stored(pieces_of(sharded_state(model, naming), ModelShape.of(config)))
     pieces = pieces_of(sharded_state(model), ModelShape.of(config))

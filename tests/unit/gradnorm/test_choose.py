@@ -79,11 +79,15 @@ def test_runs_that_need_no_norms_say_so(sections: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algo", "why"),
-    [({"kl_coefficient": 0.1}, "a KL penalty has a gradient too"), ({"baseline": "otb"}, "tokens have coefficients")],
+    ("sections", "why"),
+    [
+        ({"algo": {"kl_coefficient": 0.1}}, "a KL penalty has a gradient too"),
+        ({"algo": {"baseline": "otb"}}, "tokens have coefficients"),
+        ({"model": {"path": "m", "moe_z_loss_coeff": 0.1}}, "the gradient of router losses would enter the norms"),
+    ],
 )
-def test_auto_takes_two_passes_where_one_cannot_weigh(algo: dict[str, Any], why: str) -> None:
-    choice = choose(config_of(algo=algo, gradnorm={"always": True}))
+def test_auto_takes_two_passes_where_one_cannot_weigh(sections: dict[str, Any], why: str) -> None:
+    choice = choose(config_of(**sections, gradnorm={"always": True}))
     assert choice.mode == "two_pass" and why in choice.reason
 
 

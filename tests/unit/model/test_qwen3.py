@@ -17,7 +17,8 @@ from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model import cpu
 from oblr_megatron.model.attention import RMSNorm
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
-from oblr_megatron.model.qwen3 import build_model, padded_vocab_size, transformer_config_of
+from oblr_megatron.model.qwen3 import build_model, padded_vocab_size
+from oblr_megatron.model.transformer_config import transformer_config_of
 from oblr_megatron.weights.names import ModelShape, entry, table
 from tests.tiny import tiny_config, tiny_moe_config
 from tests.unit.weights.test_names import SIZES, qwen3_config

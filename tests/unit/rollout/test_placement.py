@@ -3,6 +3,7 @@
 Does not cover the processes themselves (tests/e2e).
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.rollout.engine import EngineSpec
 from oblr_megatron.rollout.placement import Placement, engine_spec, place
+from oblr_megatron.rollout.serve import check_quantization, command
 from oblr_megatron.rollout.vllm_local import child_environment
+from oblr_megatron.rollout.vllm_process import _llm_arguments
 
 TORCHRUN = (
     *(
@@ -101,3 +104,23 @@ def test_a_gpu_engine_sees_its_blocks_devices():
     child = child_environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, GPU)
     assert child["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "OMP_NUM_THREADS" not in child and "TORCHDYNAMO_DISABLE" not in child
+
+
+def test_an_engine_in_fp8_rounds_what_it_loads_and_what_is_pushed():
+    """By one of vLLM's online schemes; its plain "fp8" wants a checkpoint that is rounded already."""
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+    parallel = SimpleNamespace(device=torch.device("cuda"))
+    run = parse_config(
+        {"run_dir": "r", "model": {"path": "m", "dtype": "bfloat16"}, "data": {"train": "t"}},
+        overrides=["rollout.quantization=fp8"],
+    )
+    spec = engine_spec(run, parallel, 0, Placement((0,), 1))
+    assert _llm_arguments(spec)["quantization"] in ONLINE_QUANT_SHORTHAND_NAMES
+    words = command(spec, "127.0.0.1", 8000)
+    assert words[words.index("--quantization") + 1] == spec.vllm_quantization
+    assert _llm_arguments(GPU)["quantization"] is None and "--quantization" not in command(GPU, "127.0.0.1", 8000)
+    with pytest.raises(UserError, match="needs a GPU"):
+        check_quantization(replace(CPU, quantization="fp8"))
+    with pytest.raises(UserError, match="of weights in float32"):
+        check_quantization(replace(GPU, quantization="fp8", dtype="float32"))

@@ -3,7 +3,9 @@
 Does not cover a whole model's log-probs after a push (tests/e2e/test_rollout.py).
 """
 
+import itertools
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,9 @@ def packing(monkeypatch):
     """vLLM's switches as they are without the plugin; put back afterwards."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import utils as layers
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    monkeypatch.setattr(unquantized, "backend_to_kernel_cls", unquantized.backend_to_kernel_cls)
 
     monkeypatch.setattr(ops, "_supports_onednn", hasattr(torch.ops._C, "create_onednn_mm_handler"))
     monkeypatch.setattr(layers, "check_cpu_sgl_kernel", layers.check_cpu_sgl_kernel)
@@ -59,6 +64,47 @@ def test_vllm_computes_with_a_stale_copy_unless_the_plugin_ran(packing, plugin):
     else:
         with pytest.raises(WeightError, match="computes 0 with a packed copy"):
             check_layers_read_parameters(model)
+
+
+@pytest.mark.parametrize("plugin", [False, True])
+@pytest.mark.usefixtures("packing")
+def test_vllm_misreads_experts_that_were_pushed_unless_the_plugin_ran(plugin):
+    """Experts in a layer's parameters are overwritten as a push does it; then three tokens go to two of three each."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    if plugin:
+        vllm_plugin.disable_expert_packing()
+    *_, kind = unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU)
+    sizes = SimpleNamespace(intermediate_size_per_partition=32, activation=MoEActivation.SILU)
+    experts = kind.__new__(kind)
+    experts.moe_config, experts.quant_config = sizes, FusedMoEQuantConfig.make()
+    layer = torch.nn.Module()
+    for name, rows, columns in (("w13_weight", 64, 96), ("w2_weight", 96, 32)):
+        layer.register_parameter(name, torch.nn.Parameter(torch.randn(3, rows, columns), requires_grad=False))
+    layer.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=experts))
+    experts.process_weights_after_loading(layer)
+    fresh = torch.randn_like(layer.w13_weight.view(3, 64, 96)), torch.randn_like(layer.w2_weight.view(3, 96, 32))
+    for parameter, tensor in zip((layer.w13_weight, layer.w2_weight), fresh, strict=True):
+        parameter.view(-1).copy_(tensor.view(-1))
+    inputs, ids, output = torch.randn(3, 96), torch.tensor([[0, 1], [2, 0], [1, 2]]), torch.empty(3, 96)
+    weights = torch.rand(3, 2)
+    experts.apply(
+        output, inputs, layer.w13_weight, layer.w2_weight, weights, ids.int(), MoEActivation.SILU, 3,
+        *[None] * 6, apply_router_weight_on_input=False,
+    )  # fmt: skip
+    expected = torch.zeros(3, 96)
+    for token, place in itertools.product(range(3), range(2)):
+        gate, up = (fresh[0][ids[token, place]] @ inputs[token]).chunk(2)
+        down = fresh[1][ids[token, place]]
+        expected[token] += weights[token, place] * (down @ (torch.nn.functional.silu(gate) * up))
+    assert torch.allclose(output, expected, rtol=1e-4, atol=1e-3) == plugin
+    if plugin:
+        check_layers_read_parameters(torch.nn.Sequential(layer))
+    else:
+        with pytest.raises(WeightError, match="computes 0 with packed weights"):
+            check_layers_read_parameters(torch.nn.Sequential(layer))
 
 
 def test_a_removed_weight_counts_as_packed():

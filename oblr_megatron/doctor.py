@@ -1,0 +1,248 @@
+"""`oblr-megatron doctor [--json]`: what is installed, what is used because of it, what that means, how to get more."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oblr_megatron.errors import EXIT_OK, EXIT_USER
+from oblr_megatron.machine_checks import RECIPES, Machine
+from oblr_megatron.packages import PACKAGES, TRANSFORMER_ENGINE, installed, problems
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+FULL_INSTALL = "a GPU, and: pip install transformer-engine[pytorch]"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Example: Gpu(name="NVIDIA H100 80GB HBM3", capability="9.0", memory_gib=79.1)"""
+
+    name: str
+    capability: str
+    memory_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one part of a run uses here.
+
+    Example: Finding("optimizer", "torch", "several kernels a step, the same numbers", "transformer-engine or apex")
+    """
+
+    part: str
+    used: str
+    means: str
+    more: str = ""  # how to get more; "" where there is no more
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All of it; `problems` make the command end with status 2."""
+
+    packages: dict[str, str | None]
+    platform: dict[str, str | None]  # python, processor, CUDA, NCCL, driver
+    gpus: list[Gpu]
+    findings: list[Finding]
+    problems: list[str] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.set_defaults(function=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; 2 if something needed is missing or out of the accepted versions."""
+    report = examine()
+    if options.json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        from rich.console import Console
+
+        show(report, Console())
+    return EXIT_USER if report.problems else EXIT_OK
+
+
+def examine() -> Report:
+    """Look at this process's machine; imports what is installed."""
+    packages, wrong = installed(), problems()
+    if packages["torch"] is None:
+        return Report(packages, _platform(), [], [], wrong)
+    from oblr_megatron.model.precision import this_machine
+
+    machine = this_machine()
+    return Report(packages, _platform() | _cuda_platform(), _gpus(), findings(machine, packages), wrong)
+
+
+def findings(machine: Machine, packages: dict[str, str | None]) -> list[Finding]:
+    """What a run with the default configuration uses on a machine.
+
+    Args:
+        machine: GPUs and Transformer Engine.
+        packages: versions by name, as `installed` gives them.
+    """
+    found = [_layers(machine), _attention(machine, packages), _norms(machine), _fp8(machine)]
+    if packages["megatron-core"] is not None:
+        found.append(_optimizer())
+    found += [_exchange(machine), _rollouts(machine, packages), _weights(machine), _rewards()]
+    return [*found, _quantize(packages)]
+
+
+def _layers(machine: Machine) -> Finding:
+    if not machine.has_layers:
+        means = "the same numbers; Qwen3-MoE on GPUs, fused norms and FP8 are not to be had"
+        return Finding("layers", "megatron-core's own", means, FULL_INSTALL)
+    version = machine.transformer_engine or ""
+    known = TRANSFORMER_ENGINE.accepts(version)
+    means = "fused norms, grouped experts, FP8 on request"
+    doubt = "" if known else f"megatron-core 0.16 was written for {TRANSFORMER_ENGINE.accepted}"
+    return Finding("layers", f"Transformer Engine {version}", means, doubt)
+
+
+def _attention(machine: Machine, packages: dict[str, str | None]) -> Finding:
+    if machine.has_layers:
+        kernels = "FlashAttention or cuDNN" if packages["flash-attn"] else "cuDNN"
+        means = "context parallelism by parallel.cp_comm_type"
+        more = "" if packages["flash-attn"] else "flash-attn, for shapes that are faster there"
+        return Finding("attention", f"Transformer Engine's ({kernels})", means, more)
+    means = "a call for each packed sample; context parallelism gathers keys and values"
+    return Finding("attention", "torch's scaled_dot_product_attention", means, FULL_INSTALL)
+
+
+def _norms(machine: Machine) -> Finding:
+    if machine.has_layers:
+        return Finding("norms", "Transformer Engine's RMSNorm", "one kernel with the product behind it")
+    return Finding("norms", "torch's RMSNorm", "kernels of their own", FULL_INSTALL)
+
+
+def _fp8(machine: Machine) -> Finding:
+    missing = {name: recipe.missing(machine) for name, recipe in RECIPES.items()}
+    possible = [name for name, lack in missing.items() if lack is None]
+    lacking = {lack for lack in missing.values() if lack is not None}
+    more = "; ".join(
+        f"{', '.join(name for name, lack in missing.items() if lack == what)}: {what}" for what in sorted(lacking)
+    )
+    if possible:
+        return Finding("FP8", f"on request: {', '.join(possible)}", 'model.fp8 = "hybrid", model.fp8_recipe', more)
+    return Finding("FP8", "none", "matrix products are in the model's dtype", more)
+
+
+def _optimizer() -> Finding:
+    from oblr_megatron.model.optimizer import optimizer_implementation
+
+    used = optimizer_implementation()
+    if used == "torch":
+        return Finding("optimizer", "torch", "the same numbers in several kernels a step", "transformer-engine or apex")
+    return Finding("optimizer", f"{used}'s fused Adam", "one kernel for many parameters")
+
+
+def _exchange(machine: Machine) -> Finding:
+    if machine.capability is None:
+        return Finding("ranks", "gloo", "all parallelism works, in processes on cores", "GPUs")
+    return Finding("ranks", "NCCL", "collectives between GPUs")
+
+
+def _rollouts(machine: Machine, packages: dict[str, str | None]) -> Finding:
+    if packages["vllm"] is None:
+        return Finding("rollouts", "none", "nothing can be sampled; saved samples can be replayed", "install vllm")
+    used = f"vLLM {packages['vllm']}"
+    if machine.capability is None:
+        return Finding("rollouts", f"{used} on cores", "eager, no sleeping, no FP8", "GPUs")
+    return Finding("rollouts", f"{used} on GPUs", 'CUDA graphs, sleeping; rollout.quantization = "fp8" on request')
+
+
+def _weights(machine: Machine) -> Finding:
+    if machine.capability is None:
+        return Finding("weight push", "shared memory", "to engines and servers on this machine")
+    return Finding("weight push", "CUDA IPC; NCCL to servers", "to engines on the trainer's GPUs, and to others")
+
+
+def _rewards() -> Finding:
+    from oblr_megatron.config_reward import RewardConfig
+
+    workers, cores = RewardConfig.model_fields["num_workers"].default, len(os.sched_getaffinity(0))
+    more = f"reward.num_workers up to the {cores} cores" if cores > workers else ""
+    return Finding("rewards", f"{workers} processes", "answers are judged beside training, with deadlines", more)
+
+
+def _quantize(packages: dict[str, str | None]) -> Finding:
+    version = packages["nvidia-modelopt"]
+    if version is None:
+        means = "`oblr-megatron quantize` writes no FP8 checkpoints"
+        return Finding("export in FP8", "none", means, "pip install nvidia-modelopt")
+    return Finding("export in FP8", f"nvidia-modelopt {version}", "`oblr-megatron quantize`")
+
+
+def _platform() -> dict[str, str | None]:
+    return {
+        "python": platform.python_version(),
+        "processor": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+    }
+
+
+def _cuda_platform() -> dict[str, str | None]:
+    import torch
+
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+    return {
+        "CUDA of torch": torch.version.cuda,
+        "NCCL": None if nccl is None else ".".join(map(str, nccl)),
+        "driver": driver_version(DRIVER_FILE),
+    }
+
+
+def driver_version(file: Path) -> str | None:
+    """NVIDIA's driver, as its kernel module names itself; None where there is none."""
+    try:
+        text = file.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found[1] if found else None
+
+
+def _gpus() -> list[Gpu]:
+    import torch
+
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [Gpu(one.name, f"{one.major}.{one.minor}", round(one.total_memory / 2**30, 1)) for one in properties]
+
+
+def show(report: Report, console: Console) -> None:
+    """Three tables, and what is wrong."""
+    accepted = {package.name: package for package in PACKAGES}
+    rows: list[tuple[Any, ...]] = [
+        (name, version or "not installed", accepted[name].accepted or "any", "yes" if accepted[name].needed else "")
+        for name, version in report.packages.items()
+    ]
+    _table(console, "Installed", ("package", "version", "accepted", "needed"), rows)
+    machine = [(name, value or "none") for name, value in report.platform.items()]
+    machine += [
+        (f"GPU {index}", f"{gpu.name}, {gpu.capability}, {gpu.memory_gib} GiB") for index, gpu in enumerate(report.gpus)
+    ]
+    _table(console, "Machine", ("what", "found"), machine)
+    parts = [(one.part, one.used, one.means, one.more) for one in report.findings]
+    _table(console, "Used", ("part", "used here", "which means", "more with"), parts)
+    for problem in report.problems:
+        console.print(f"problem: {problem}", style="red", highlight=False, markup=False)
+
+
+def _table(console: Console, title: str, columns: tuple[str, ...], rows: list[Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, markup=False)

@@ -1,0 +1,127 @@
+"""Which part of a gradient a rank holds whole once it was summed over replicas, and that part's place in a checkpoint.
+
+Without the distributed optimizer every replica has the whole sum. With it megatron-core scatters the sum: each bucket
+of its gradient buffer is cut into as many equal stretches as there are data-parallel ranks (for experts, ranks with the
+same ones), without regard to where parameters begin, and a rank gets one. Outside of it `main_grad` is what this rank
+alone contributed.
+
+    spans = held(policy)                                   # parameter -> slice of the flattened parameter
+    tensors = pieces(weight, "gradient_momentum", part, spans[parameter], alone=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from oblr_megatron.model.qwen3 import Policy
+
+
+def is_sharded(policy: Policy) -> bool:
+    """Whether replicas share the sum of their gradients, and with it the optimizer's state."""
+    return bool(policy.chunks[0].ddp_config.use_distributed_optimizer)
+
+
+def held(policy: Policy) -> dict[nn.Parameter, slice]:
+    """The part of each flattened parameter whose summed gradient this rank has: all of it, or a stretch, or nothing.
+
+    Example, 2 ranks and a bucket of 256 elements with one weight of 150: slice(0, 128) and slice(128, 150).
+    """
+    if not is_sharded(policy):
+        return {parameter: slice(0, parameter.numel()) for _, parameter in policy.named_parameters()}
+    spans = {}
+    for chunk in policy.chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
+            for parameter, (start, stop, bucket) in buffer.param_index_map.items():
+                first, last = buffer.bucket_indices[bucket]
+                low = first + rank * (last - first) // size
+                high = first + (rank + 1) * (last - first) // size
+                begin, end = (min(max(bound, start), stop) - start for bound in (low, high))
+                spans[parameter] = slice(begin, end)
+    return spans
+
+
+def pieces(
+    weight: ShardedTensor | ShardedTensorFactory, prefix: str, part: Tensor, span: slice, *, alone: bool
+) -> dict[int, ShardedTensor]:
+    """What stands at `span` of the flattened shard, as rectangles of the whole tensor: numbered views of `part`.
+
+    A checkpoint stores tensors by their place in the whole model, so that any layout reads it, with or without the
+    distributed optimizer.
+
+    Args:
+        weight: the parameter in the model's sharded state dict.
+        prefix: of the key.
+        part: [span's length], e.g. of a moment.
+        span: in the parameter's own shard.
+        alone: no other replica holds this part; else the replicas that the weight has hold it, too.
+    """
+    found: list[ShardedTensor] = []
+    offset = 0
+    data = weight.data.data_ptr()
+    for whole in weight.build() if isinstance(weight, ShardedTensorFactory) else [weight]:
+        size = prod(whole.local_shape)
+        assert whole.data.data_ptr() == data + offset * whole.data.element_size(), "parts follow one another"
+        start, stop = (min(max(bound - offset, 0), size) for bound in (span.start, span.stop))
+        flat = part[offset + start - span.start : offset + stop - span.start] if start < stop else part[:0]
+        found += _rectangles_of(whole, f"{prefix}.{whole.key}", flat, start, alone=alone)
+        offset += size
+    assert offset == weight.data.numel(), "the parts are the whole shard"
+    return dict(enumerate(found))  # not a list: megatron-core does not merge lists of ranks that differ
+
+
+def put_back(tensor: Tensor, loaded: Mapping[int, Tensor]) -> None:
+    """Fill the tensor that `pieces` was called with from what its pieces were loaded into."""
+    parts = [loaded[index].flatten() for index in sorted(loaded)]
+    if parts:
+        tensor.copy_(torch.cat(parts).to(tensor.device).view_as(tensor))
+
+
+def rectangles(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
+    """(row, column, rows, columns) of what `start:stop` of a flattened matrix is made of, in order; at most three.
+
+    Example, 5 columns: (3, 12) -> (0, 3, 1, 2), (1, 0, 1, 5), (2, 0, 1, 2)
+    """
+    while start < stop:
+        row, column = divmod(start, columns)
+        rows = 0 if column else (stop - start) // columns
+        width = columns if rows else min(columns - column, stop - start)
+        rows = rows or 1
+        yield row, column, rows, width
+        start += rows * width
+
+
+def _rectangles_of(whole: ShardedTensor, key: str, flat: Tensor, start: int, *, alone: bool) -> list[ShardedTensor]:
+    """`flat` from element `start` of this shard, cut into tensors with the whole tensor's axes."""
+    assert len(whole.local_shape) <= 2, "weights are vectors and matrices"
+    columns = whole.local_shape[1] if len(whole.local_shape) == 2 else 1
+    lead, found, position = (1,) * whole.prepend_axis_num, [], 0
+    for row, column, rows, width in rectangles(start, start + len(flat), columns):
+        shape = (*lead, rows, width)[: len(whole.global_shape)]
+        shift = (*(0 for _ in lead), row, column)[: len(whole.global_shape)]
+        piece = flat[position : position + rows * width].view(shape)
+        position += rows * width
+        found.append(
+            replace(
+                whole,
+                key=key,
+                data=piece,
+                dtype=piece.dtype,
+                local_shape=shape,
+                global_offset=tuple(a + b for a, b in zip(whole.global_offset, shift, strict=True)),
+                axis_fragmentations=None,  # not one of equal chunks
+                replica_id=(*whole.replica_id[:-1], 0) if alone else whole.replica_id,
+                prepend_axis_num=0,
+            )
+        )
+    return found

