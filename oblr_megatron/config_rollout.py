@@ -78,6 +78,16 @@ class RolloutConfig(Section):
     sleep_timeout_s: float = Field(120.0, gt=0)
     """Deadline for an engine to free its GPU memory or to take it back, seconds."""
 
+    @property
+    def own_engines(self) -> bool:
+        """Whether the run starts engines itself, on the trainer's devices."""
+        return self.replay is None and not self.servers
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether trainer and engines take turns with the memory of their GPUs."""
+        return self.own_engines and self.sleep_level > 0
+
 
 class WeightsConfig(Section):
     """How weights travel from the trainer to the engines."""

@@ -86,6 +86,11 @@ class TrainingGradient:
         whole = not (config.algo.token_wise or reference is not None or config.model.router_losses)
         self._one_pass = self._make_one_pass() if wanted and whole else None
 
+    def release(self) -> None:
+        """Give device memory back that would be kept for the next step: the buffers of `stash`."""
+        if isinstance(self._one_pass, StashPass | SpreadStashPass):
+            self._one_pass.release()
+
     def __call__(
         self,
         samples: Sequence[Sample],

@@ -102,7 +102,7 @@ def check_settings(hf_config: Mapping[str, Any], config: Config, world_size: int
     if not config.rollout.only:
         check_source(config.algo, config.num_steps)
         check_estimator(config.algo, norms=norms_wanted(config))
-    if config.rollout.replay is None and not config.rollout.servers:
+    if config.rollout.own_engines:
         place(config, world_size, on_gpu=on_gpu)
     check_pushable(hf_config, config, on_gpu=on_gpu)
     check_profile(config.log, world_size, on_gpu=on_gpu)

@@ -145,6 +145,8 @@ class Run(Sampling):
         self.version = version
         self.record["weights/version"] = version
         with self.timer("push"):
+            if self.parallel.device.type == "cuda" and self.config.rollout.takes_turns:
+                self.gradients.release()  # the engines' turn with the memory
             self.engines.push(MegatronWeights(self.policy, engine_dtype(self.config)), version)
 
     def checkpoint(self, step: int) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,6 +25,7 @@ from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.figures import figures as accuracies
 from oblr_megatron.evaluation.items import RunItems
 from oblr_megatron.gradnorm.choose import Choice, with_mode
+from oblr_megatron.gradnorm.passes import Layout, idle_replicas
 from oblr_megatron.metrics import MetricsWriter, Record, read_metrics
 from oblr_megatron.model import parallel as layout
 from oblr_megatron.performance.profiler import Profiler, open_profiler
@@ -256,7 +257,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         engines = open_engines(config, parallel)
         stack.callback(engines.close)
         display = stack.enter_context(open_display(config.log, config.num_steps, rank=parallel.rank))
-        for line in _opening_lines(config, norms, resumed):
+        for line in _opening_lines(config, inputs.model.config, world_size, norms, resumed):
             display.message(line)
         metrics = stack.enter_context(
             MetricsWriter(
@@ -312,7 +313,9 @@ def _prompt_source(inputs: Inputs, engines: RolloutEngine) -> PromptSource:
     return inputs.stream
 
 
-def _opening_lines(config: Config, norms: Choice | None, resumed: Checkpoint | None) -> Iterator[str]:
+def _opening_lines(
+    config: Config, hf_config: Mapping[str, Any], world_size: int, norms: Choice | None, resumed: Checkpoint | None
+) -> Iterator[str]:
     """What a run says about itself before it begins."""
     if resumed is not None:
         yield f"going on after step {resumed.step}, from {resumed.path}"
@@ -325,6 +328,9 @@ def _opening_lines(config: Config, norms: Choice | None, resumed: Checkpoint | N
     if norms is not None:
         yield f"norms by {norms.mode}: {norms.reason}"
         yield f"memory: {norms.estimate.table()}"
+    idle = None if config.rollout.only else idle_replicas(config, Layout.of(hf_config, config, world_size))
+    if idle is not None:
+        yield idle
     if config.rollout.only:
         yield f"{config.num_steps} batches are sampled from {config.model.path}: nothing is trained or evaluated"
     if config.rollout.replay is not None:

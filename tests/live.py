@@ -37,31 +37,39 @@ def step_config(tokens: int, *, rows: int = 1, prompts: int = 1, **sections: dic
     return parse_config(table | {name: table.get(name, {}) | fields for name, fields in sections.items()})
 
 
+class WatchedSteps:
+    """A model, its gradient and its optimizer on this rank, with every tensor counted that they make."""
+
+    def __init__(self, hf_config: PreTrainedConfig, config: Config, parallel: Parallel) -> None:
+        self.live = LiveBytes()
+        self._samples, self._coefficients = _samples(hf_config.vocab_size, config)
+        with biases_uncounted(), self.live:
+            self.policy = build_policy(hf_config, config.model, parallel, config.parallel)
+            for name, parameter in self.policy.named_parameters():
+                _fill(name, parameter)
+            reference = Reference(self.policy) if config.algo.kl_coefficient else None
+            self.gradients = TrainingGradient(self.policy, config, reference)
+            self._optimizer = PolicyOptimizer(self.policy, config.optimizer)
+            self._momentum = momentum_of(self.policy, config)
+
+    def take(self, lr: float = 1e-6) -> None:
+        """One step; `live.peak` is then of its fullest moment."""
+        active = torch.ones(len(self._coefficients), dtype=torch.bool)
+        self.live.peak = self.live.now
+        with biases_uncounted(), self.live:
+            found = self.gradients(self._samples, lambda prompts, _: self._coefficients[list(prompts)], active)
+            if self._momentum is not None:
+                self._momentum.take(found.stats.sq_norm)
+            self._optimizer.clip(found.stats.sq_norm)
+            self._optimizer.step(lr)
+
+
 def peak_of_step(hf_config: PreTrainedConfig, config: Config, parallel: Parallel) -> int:
     """Bytes alive at the fullest moment of the second step, when the optimizer has its state; of this rank."""
-    live = LiveBytes()
-    samples, coefficients = _samples(hf_config.vocab_size, config)
-    active = torch.ones(config.num_prompts, dtype=torch.bool)
-    with biases_uncounted():
-        with live:
-            policy = build_policy(hf_config, config.model, parallel, config.parallel)
-            for name, parameter in policy.named_parameters():
-                _fill(name, parameter)
-            reference = Reference(policy) if config.algo.kl_coefficient else None
-            optimizer, gradients = (
-                PolicyOptimizer(policy, config.optimizer),
-                TrainingGradient(policy, config, reference),
-            )
-            momentum = momentum_of(policy, config)
-        for _ in range(2):
-            live.peak = live.now
-            with live:
-                found = gradients(samples, lambda prompts, _: coefficients[list(prompts)], active)
-                if momentum is not None:
-                    momentum.take(found.stats.sq_norm)
-                optimizer.clip(found.stats.sq_norm)
-                optimizer.step(1e-6)
-    return live.peak
+    steps = WatchedSteps(hf_config, config, parallel)
+    steps.take()
+    steps.take()
+    return steps.live.peak
 
 
 def _fill(name: str, parameter: torch.nn.Parameter) -> None:

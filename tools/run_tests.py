@@ -67,7 +67,8 @@ def main(arguments: Sequence[str]) -> int:
     failures: list[str] = []
     statuses = run_parts(HALVES, arguments, failures) | run_parts(REST, arguments, failures)
     failed = [f"{name} ended with status {status}" for name, status in statuses.items() if status not in (0, NO_TESTS)]
-    print(*failures, sep="\n")
+    for line in failures:
+        print(line)
     print(f"{'; '.join(failed) or 'all tests passed'}, {(time.monotonic() - begun) / 60:.1f} min")
     return 1 if failed else 0
 

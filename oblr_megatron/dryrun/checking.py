@@ -53,7 +53,7 @@ def check_run(hf_config: Mapping[str, Any], config: Config, world_size: int, per
     for source in (*config.data.train, *config.evaluate.data.values()):
         convention_of(source)
     check_settings(hf_config, config, world_size, on_gpu=device.on_gpu)
-    if config.rollout.replay is None and not config.rollout.servers:
+    if config.rollout.own_engines:
         _check_engine(hf_config, config, per_node)
     if config.rollout.only:  # nothing is trained
         return config

@@ -49,7 +49,7 @@ def dry_run(config: Config, *, nnodes: int, per_node: int, gpu_memory_gb: float 
     print(found.model)
     print(f"{world_size} ranks, each on {device.text}; norms: {found.config.gradnorm.mode}")
     print(f"{models.total:,} parameters; models built: {len(models.holdings)}, of megatron-core's own layers")
-    for line in not_checked(config):
+    for line in [*filter(None, [found.idle]), *not_checked(config)]:
         print(line)
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from oblr_megatron.dryrun.checking import check_run, model_of
 from oblr_megatron.dryrun.memory import Device, RankMemory, rank_memory
 from oblr_megatron.dryrun.models import Models, build_models
+from oblr_megatron.gradnorm.passes import Layout, idle_replicas
 from oblr_megatron.gradnorm.rank_sizes import RankSizes
 from oblr_megatron.performance.flops import total_parameters
 
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a dry run knows. Example: Found(Config(...), "models/Q: whole", Models(...), memory=(RankMemory(...),))"""
+    """What a dry run knows. Example: Found(Config(...), "models/Q: whole", None, Models(...), (RankMemory(...),))"""
 
     config: Config  # with the norms' mode decided
     model: str  # which configuration it was, in a line
+    idle: str | None  # a line, where replicas wait for one another
     models: Models
     memory: tuple[RankMemory, ...]  # of a rank of each pipeline stage
 
@@ -53,7 +55,8 @@ def examine(config: Config, world_size: int, per_node: int, device: Device) -> F
     memory = tuple(rank_memory(hf_config, decided, world_size, device))
     models = build_models(hf_config, decided, world_size)
     _check_counts(hf_config, decided, models)
-    return Found(decided, line, models, memory)
+    idle = idle_replicas(decided, Layout.of(hf_config, decided, world_size))
+    return Found(decided, line, idle, models, memory)
 
 
 def _check_counts(hf_config: Mapping[str, Any], config: Config, models: Models) -> None:

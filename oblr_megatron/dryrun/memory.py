@@ -80,7 +80,7 @@ def rank_memory(hf_config: Mapping[str, Any], config: Config, world_size: int, d
         device: what each runs on.
     """
     engine = None
-    if config.rollout.replay is None and not config.rollout.servers:
+    if config.rollout.own_engines:
         engine = engine_bytes(hf_config, config, device_bytes=device.num_bytes if device.on_gpu else None)
     fixed = 0 if device.on_gpu else resident_bytes()
     return [

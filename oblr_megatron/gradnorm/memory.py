@@ -3,11 +3,12 @@
     found = estimate(hf_config, config, world_size)
     found.total, found.table()
 
-Held all the time: weights, `main_grad`, the optimizer's state, the buffers of mode `stash`. On top comes what a moment
-of the step holds, and the largest counts: the loss, the output layer's backward, the backward of the last layer, what
-waits at the end of a pass, the optimizer's update. Samples are taken to be as long as the configuration allows. The
-distributed optimizer's state is divided by the ranks that hold copies of a weight. Weights in FP8 take two bytes: each
-is kept beside its transpose.
+Held for the whole step: weights, `main_grad`, the optimizer's state, the buffers of mode `stash`. On top comes what a
+moment of the step holds, and the largest counts: the loss, the output layer's backward, the backward of the last layer,
+what waits at the end of a pass, the optimizer's update. Between steps the buffers of `stash` are given back where
+engines take turns with the trainer's GPUs. Samples are taken to be as long as the configuration allows. The distributed
+optimizer's state is divided by the ranks that hold copies of a weight. Weights in FP8 take two bytes: each is kept
+beside its transpose.
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ class _Held:
     second_gradient: int
     optimizer: int
     stash: int
+    stash_between_steps: int
     checkpoint: int
 
     @classmethod
@@ -158,13 +160,15 @@ class _Held:
         main_grad = sizes.parameters * sizes.wide
         stashes = config.gradnorm.mode == "stash" and norms_wanted(config)
         weights, optimizer = sizes.parameters * sizes.element, optimizer_bytes(sizes, config, updated)
+        stash = stash_bytes(sizes, config, on_gpu=on_gpu) if stashes else 0
         return cls(
             weights=weights * (2 if config.algo.kl_coefficient else 1) + fp8_bytes(sizes, config),
             main_grad=main_grad,
             second_gradient=main_grad if several_folds else 0,
             optimizer=optimizer,
             checkpoint=weights + optimizer if copies_for_checkpoint(config) and not on_gpu else 0,
-            stash=stash_bytes(sizes, config, on_gpu=on_gpu) if stashes else 0,
+            stash=stash,
+            stash_between_steps=0 if on_gpu and config.rollout.takes_turns else stash,
         )
 
     def at(self, moment: Moment, stage: int, fixed: int) -> MemoryEstimate:
@@ -181,7 +185,7 @@ class _Held:
             fixed=fixed,
             stage=stage,
             moment=moment.name,
-            between_steps=self.weights + self.main_grad + self.optimizer + self.stash + fixed,
+            between_steps=self.weights + self.main_grad + self.optimizer + self.stash_between_steps + fixed,
         )
 
 

@@ -103,21 +103,26 @@ class StashPass:
         self._policy, self._config = policy, config
         self._rules = classify(policy)
         self._reducer = Reducer(policy.parallel)
-        self._work, self._kept = stash_buffers(policy, config, config.group_size)
+        self._buffers = StashBuffers(policy, config, config.group_size)
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """main_grad += the gradient of these samples, those of whole prompts in prompt-major order."""
         loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
+        made_in, kept = self._buffers.take()
         for prompt in _groups(indices, self._config.group_size):
             batches = one_per_microbatch(work.samples, prompt, device=self._policy.parallel.device)
             capture = Capture(self._rules, batches, self._reducer, squares_rows=False)
             with untapped_aside(self._rules):
-                sink = StashSink(self._rules, capture, self._kept, self._work)
+                sink = StashSink(self._rules, capture, kept, made_in)
                 records = run_schedule(self._policy, batches, loss_of, sink=sink)
                 work.norms_sq[prompt] = self._reducer.finish(capture).cpu()
             coefficients = _weighed(work, prompt, self._config.group_size)
             work.figures.add(records, coefficients)
-            add_weighted(self._policy, self._kept, coefficients.tolist())
+            add_weighted(self._policy, kept, coefficients.tolist())
+
+    def release(self) -> None:
+        """See `StashBuffers.release`."""
+        self._buffers.release()
 
 
 @dataclass(slots=True)
@@ -144,27 +149,33 @@ class SpreadStashPass:
         self._rules = classify(policy)
         self._reducer = Reducer(policy.parallel)
         share = config.group_size // group.size()
-        self._work, self._free = stash_buffers(policy, config, share * (1 + config.gradnorm.stash_lag))
+        self._buffers = StashBuffers(policy, config, share * (1 + config.gradnorm.stash_lag))
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """main_grad += the gradient of these samples: this replica's of whole prompts, in prompt-major order."""
         share = self._config.group_size // self._group.size()
         pending: deque[_Pending] = deque()
+        made_in, free = self._buffers.take()
         for own in _groups(indices, share):
-            while pending and (len(self._free) < share or _arrived(pending[0])):
-                self._settle(work, pending.popleft())
-            pending.append(self._stash(work, own))
+            while pending and (len(free) < share or _arrived(pending[0])):
+                free += self._settle(work, pending.popleft())
+            pending.append(self._stash(work, own, [free.pop() for _ in own], made_in))
         while pending:
             self._settle(work, pending.popleft())
 
-    def _stash(self, work: Work, own: list[int]) -> _Pending:
-        """Backward of this replica's samples of one prompt; their norms set out."""
-        buffers = [self._free.pop() for _ in own]
+    def release(self) -> None:
+        """See `StashBuffers.release`."""
+        self._buffers.release()
+
+    def _stash(
+        self, work: Work, own: list[int], buffers: list[GradientBuffer], made_in: GradientBuffer | None
+    ) -> _Pending:
+        """Backward of this replica's samples of one prompt, into the buffers; their norms set out."""
         batches = one_per_microbatch(work.samples, own, device=self._policy.parallel.device)
         capture = Capture(self._rules, batches, self._reducer, squares_rows=False)
         loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
         with untapped_aside(self._rules):
-            sink = StashSink(self._rules, capture, buffers, self._work)
+            sink = StashSink(self._rules, capture, buffers, made_in)
             records = run_schedule(self._policy, batches, loss_of, sink=sink)
             norms = self._reducer.finish(capture)
         work.norms_sq[own] = norms.cpu()
@@ -172,8 +183,8 @@ class SpreadStashPass:
         arrival = dist.all_gather(list(gathered), norms.contiguous(), group=self._group, async_op=True)
         return _Pending(own[0] // self._config.group_size, own, buffers, records, gathered, arrival)
 
-    def _settle(self, work: Work, item: _Pending) -> None:
-        """Wait for the other replicas' norms, add the stashed gradients, free their buffers."""
+    def _settle(self, work: Work, item: _Pending) -> list[GradientBuffer]:
+        """Wait for the other replicas' norms, add the stashed gradients; their buffers are free again."""
         if item.arrival is not None:
             item.arrival.wait()
         group = item.gathered.t().flatten()  # sample j of the prompt is number j // S of replica j % S
@@ -181,18 +192,38 @@ class SpreadStashPass:
         own = coefficients[dist.get_rank(self._group) :: self._group.size()]
         work.figures.add(item.records, own)
         add_weighted(self._policy, item.buffers, own.tolist())
-        self._free.extend(item.buffers)
+        return item.buffers
 
 
-def stash_buffers(policy: Policy, config: Config, count: int) -> tuple[GradientBuffer | None, list[GradientBuffer]]:
-    """The buffer in which gradients are made, if it is not one of those they are kept in, and the latter."""
-    options, device = config.gradnorm, policy.parallel.device
-    kept_on = torch.device("cpu") if options.stash_offload else device
-    made_in = policy.chunks[0].buffers[0].grad_data.dtype
-    dtype = made_in if made_in == torch.float64 else getattr(torch, options.stash_dtype)
-    kept = [GradientBuffer(policy, dtype, kept_on) for _ in range(count)]
-    as_made = dtype == made_in and kept_on.type == device.type
-    return (None if as_made else GradientBuffer(policy)), kept
+class StashBuffers:
+    """A gradient's memory for each of `count` samples, taken when first asked for and kept from step to step.
+
+    Between steps it can be given back, to engines that share the device.
+    """
+
+    def __init__(self, policy: Policy, config: Config, count: int) -> None:
+        self._policy, self._count = policy, count
+        device = policy.parallel.device
+        made_in = policy.chunks[0].buffers[0].grad_data.dtype
+        self._kept_on = torch.device("cpu") if config.gradnorm.stash_offload else device
+        self._dtype = made_in if made_in == torch.float64 else getattr(torch, config.gradnorm.stash_dtype)
+        self._as_made = self._dtype == made_in and self._kept_on.type == device.type
+        self._kept: list[GradientBuffer] = []
+        self._made_in: GradientBuffer | None = None
+
+    def take(self) -> tuple[GradientBuffer | None, list[GradientBuffer]]:
+        """The buffer in which gradients are made, if it is not one of those they are kept in, and the latter."""
+        missing = self._count - len(self._kept)
+        self._kept += [GradientBuffer(self._policy, self._dtype, self._kept_on) for _ in range(missing)]
+        if self._made_in is None and not self._as_made:
+            self._made_in = GradientBuffer(self._policy)
+        return self._made_in, list(self._kept)
+
+    def release(self) -> None:
+        """Let go of what is on the device; what is in host memory stays, since pinning it again would take long."""
+        self._made_in = None
+        if self._kept_on.type == self._policy.parallel.device.type:
+            self._kept = []
 
 
 @contextmanager

@@ -95,6 +95,22 @@ def one_sample_only(hf_config: Mapping[str, Any], *, transformer_engine: bool) -
     return bool(num_experts(hf_config)) or transformer_engine
 
 
+def idle_replicas(config: Config, layout: Layout) -> str | None:
+    """A line where replicas that share a fold are dealt its prompts unevenly: the others wait for the one with most.
+
+    Example, 4 folds of a prompt each and two replicas that share experts: half of the time is idle.
+    """
+    most = samples_of_a_rank(config, layout) * layout.replicas
+    idle = 1 - config.num_prompts * config.group_size / most
+    if idle <= 0:
+        return None
+    prompts = config.num_prompts // num_folds(config)
+    return (
+        f"replicas idle {idle:.0%} of the gradient: the prompts of a fold ({prompts}) are dealt to {layout.sharing} "
+        f"replicas that share it; make num_prompts / algo.snr.num_folds a multiple of {layout.sharing}"
+    )
+
+
 def passes_of(
     hf_config: Mapping[str, Any], config: Config, layout: Layout, *, norms: bool, transformer_engine: bool
 ) -> list[Pass]:

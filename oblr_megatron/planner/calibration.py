@@ -36,7 +36,7 @@ BOUNDS = dict.fromkeys(EFFICIENCIES, (1e-3, 1.0))
 OTHER_BOUNDS = (1e-7, 1e4)  # seconds, tokens, widths
 TRAINING = ("product", "attention", "memory", "link", "message_s", "layer_s", "step_s")
 SAMPLING = ("decode", "decode_step_s")
-CPU_TRAINING = (*TRAINING, "half_tokens", "mixture_s", "run_s", "crowding")
+CPU_TRAINING = (*TRAINING, "half_tokens", "mixture_s", "run_s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,6 @@ class Constants:
     """Seconds a step takes in each phase whatever its size (packing, clipping, logging); set."""
     hidden: float = 0.7
     """Share of an exchange that an overlap option hides behind products; set."""
-    crowding: float = 0.0
-    """Slowdown of a core when all cores of its node are busy: 0.3 is 1.3x. Of CPUs."""
     decode: float = 0.60
     """Share of memory bandwidth of a decoding step's weights and KV cache; set."""
     decode_step_s: float = 6e-3
@@ -107,12 +105,8 @@ class Machine:
         return self.cores is None
 
     def stretch(self, ranks: int) -> float:
-        """How much longer a rank's work takes with so many ranks on the node: max(1, ranks / cores), with crowding."""
-        if self.cores is None:
-            return 1.0
-        busy = min(ranks, self.cores)
-        crowded = 1 + self.constants.crowding * (busy - 1) / max(1, self.cores - 1)
-        return max(1.0, ranks / self.cores) * crowded
+        """How much longer a rank's work takes with so many ranks on the node: max(1, ranks / cores)."""
+        return 1.0 if self.cores is None else max(1.0, ranks / self.cores)
 
     def with_constants(self, constants: Constants) -> Machine:
         """The same machine under other constants."""

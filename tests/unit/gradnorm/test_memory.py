@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from oblr_megatron.config import ParallelConfig
-from oblr_megatron.gradnorm.memory import MemoryEstimate, estimate, resident_bytes
+from oblr_megatron.gradnorm.memory import MemoryEstimate, estimate, resident_bytes, stash_bytes
+from oblr_megatron.gradnorm.rank_sizes import RankSizes
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
-from tests.live import peak_of_step, step_config
+from tests.live import WatchedSteps, peak_of_step, step_config
 from tests.tiny import tiny_config, tiny_moe_config
 
 TOKENS = 100
@@ -108,6 +110,38 @@ def test_what_half_precision_and_offloading_spare() -> None:
         ]
     )
     assert half == whole * 3 // 4 and host == whole and gpu == whole // 4  # of 4: 2 and one to work in; 4; that one
+
+
+@pytest.mark.parametrize("options", [{}, {"stash_dtype": "bfloat16"}])
+def test_buffers_that_are_given_back_are_gone_and_come_back(options: dict[str, Any], parallel: Parallel) -> None:
+    """The next step takes them again, and its gradient is that of a step which found them."""
+    hf_config, config = tiny_config(**SIZES), step_config(TOKENS, **mode("stash", **options))
+    steps = WatchedSteps(hf_config, config, parallel)
+    steps.take(lr=0.0)
+    steps.take(lr=0.0)
+    kept, peak = steps.live.now, steps.live.peak
+    grads = [parameter.main_grad.clone() for _, parameter in steps.policy.named_parameters()]
+    steps.gradients.release()
+    sizes = RankSizes.of(hf_config.to_dict(), config, 0, on_gpu=False, transformer_engine=False)
+    assert kept - steps.live.now == pytest.approx(stash_bytes(sizes, config), rel=0.01)
+    steps.take(lr=0.0)
+    assert (steps.live.now, steps.live.peak) == (kept, peak)
+    for (name, parameter), grad in zip(steps.policy.named_parameters(), grads, strict=True):
+        assert torch.equal(parameter.main_grad, grad) and grad.any(), name
+
+
+def test_what_is_kept_between_steps_where_engines_take_turns() -> None:
+    """The buffers of `stash` are on a GPU only while it trains, but where its engine never sleeps or is elsewhere."""
+    sizes = tiny_config(**SIZES).to_dict()
+
+    def kept(rollout: dict[str, Any], *, on_gpu: bool = True) -> int:
+        config = step_config(TOKENS, **mode("stash"), rollout=rollout)
+        return estimate(sizes, config, 1, on_gpu=on_gpu, fixed_bytes=0).between_steps
+
+    config = step_config(TOKENS, **mode("stash"))
+    stash = stash_bytes(RankSizes.of(sizes, config, 0, on_gpu=True, transformer_engine=False), config, on_gpu=True)
+    assert kept({"sleep_level": 0}) == kept({"servers": ["http://localhost:1"]}) == kept({}) + stash
+    assert kept({}, on_gpu=False) == kept({"sleep_level": 0}, on_gpu=False)
 
 
 def test_a_checkpoint_in_the_background_is_counted() -> None:
