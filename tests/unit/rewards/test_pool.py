@@ -71,6 +71,7 @@ def test_a_failure_is_reported_and_the_next_call_works(pool: Pool, response: str
     assert is_fine(pool)
 
 
+@pytest.mark.alone  # a good answer has half a second, too
 @pytest.mark.parametrize("response", ["sleep", "spin"])
 def test_the_deadline_is_hard(response: str) -> None:
     with make(deadline_s=0.5) as pool:

@@ -180,14 +180,19 @@ def processes_in(run_dir: Path) -> list[str]:
 
 
 def test_runs_of_the_laboratory_are_forks_with_logs_and_deadlines(tmp_path: Path) -> None:
-    """Two ways to end: whole, and past a deadline; a third run is refused by the laboratory itself."""
+    """Two ways to end: whole, and past a deadline; a third run is refused by the laboratory itself.
+
+    The run that is never done comes last: what it is forked from has imported the laboratory by then.
+    """
     start = prepare("brackets", "middle", tmp_path / "starts", steps=2)
     whole, endless, wrong = (lab_job(tmp_path, start, seed, steps) for seed, steps in ((0, 1), (1, 10_000), (2, 1)))
     wrong.config["num_prompts"] = 3
-    ended, _ = run([whole, endless, wrong], deadline_s=20.0)
+    ended, _ = run([whole, wrong])
+    (late,), _ = run([endless], deadline_s=4.0)
     faults = {each.job.key.seed: each.fault for each in ended}
     assert faults[0] == "" and is_whole(whole.run_dir, "lab", 1)
-    assert faults[1] == "ran past its deadline of 20 s" and not processes_in(endless.run_dir)
+    assert late.fault == "ran past its deadline of 4 s" and not processes_in(endless.run_dir)
+    assert (endless.run_dir / "log.txt").exists(), "it was there"
     assert faults[2].startswith("status 2: error: ") and "num_prompts 3 is not a multiple" in faults[2]
 
 
