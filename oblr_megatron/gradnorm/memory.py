@@ -54,7 +54,7 @@ class MemoryEstimate:
     fixed: int  # the process without a model
     stage: int  # of the pipeline
     moment: str
-    between_steps: int = 0  # what of all this stays between steps, while samples are made
+    between_steps: int = 0  # what stays between steps, while samples are made; of all stages, on the rank with most
 
     @property
     def total(self) -> int:
@@ -116,7 +116,8 @@ def estimate(
         )
         for stage in range(config.parallel.pipeline_model_parallel_size)
     ]
-    return max(stages, key=lambda candidate: candidate.total)
+    fullest = max(stages, key=lambda candidate: candidate.total)
+    return replace(fullest, between_steps=max(candidate.between_steps for candidate in stages))
 
 
 def estimate_stage(

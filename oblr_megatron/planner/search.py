@@ -194,10 +194,9 @@ class _Tally:
         if memory.total > limit:
             self.too_large += 1
             return None
-        held = memory.weights + memory.main_grad + memory.second_gradient + memory.optimizer
         best: tuple[float, Config, int, int] | None = None
         for width in powers(min(request.machine.device.gpus_per_node, request.gpus)):
-            fit = self.engine(config, width, held, memory.total, limit)
+            fit = self.engine(config, width, memory.between_steps, memory.total, limit)
             if fit is None:
                 continue
             engine_config, sampling, training = fit

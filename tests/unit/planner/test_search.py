@@ -11,6 +11,7 @@ import pytest
 from oblr_megatron.checks import check_layout
 from oblr_megatron.cli import main
 from oblr_megatron.config import parse_config
+from oblr_megatron.dryrun.memory import CONTEXT, Device, rank_memory
 from oblr_megatron.errors import EXIT_USER, UserError
 from oblr_megatron.gradnorm.passes import longest_sample
 from oblr_megatron.model_configs import published
@@ -44,6 +45,16 @@ def test_plans_pass_the_checks_of_a_run_and_fit(found: Found) -> None:
         engine = engine_bytes(asked.hf_config, config, device_bytes=asked.memory_bytes)
         assert engine.kv_tokens >= longest_sample(config)
         assert config.parallel.tensor_model_parallel_size <= 8
+
+
+def test_memory_is_what_a_dry_run_counts(found: Found) -> None:
+    """Both phases, of the fullest rank; the dry run adds the trainer's context, which the planner keeps free."""
+    asked = request()
+    gpu = Device(on_gpu=True, num_bytes=asked.memory_bytes, transformer_engine=True)
+    for plan in found.plans:
+        ranks = rank_memory(asked.hf_config, plan.config, asked.gpus, gpu)
+        assert plan.training_bytes == max(rank.training for rank in ranks) - CONTEXT, plan.name
+        assert plan.rollout_bytes == max(rank.rollout for rank in ranks) - CONTEXT, plan.name
 
 
 def test_the_fastest_comes_first_and_layouts_differ(found: Found) -> None:

@@ -1,5 +1,7 @@
 """For tests of studies: runs as a backend leaves them, and a backend of the tests' own that takes no time.
 
+It imports no torch: a process of a test's own is there at once.
+
 `WORKER` writes real files as a real process; what it "learns" is a formula, so no figure of it means anything.
 """
 
@@ -10,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from oblr_megatron.study.jobs import Ended, Job, run_jobs, to_do
 from oblr_megatron.study.results import ASKED_FILE, Key
 
 WORKER = '''
@@ -60,6 +63,21 @@ def config_of(key: Key, out: Path, num_steps: int = 4) -> dict:
         "algo": {"baseline": "rloo"},
         "optimizer": {"lr": key.lr},
     }
+
+
+def job_of(tmp_path: Path, seed: int, needs: Job | None = None, **config: object) -> Job:
+    """A run of that backend; one that needs another takes its learning rates."""
+    key = Key("sums", "control" if needs else "rloo", 1e-3, seed)
+    table = config_of(key, tmp_path) | config
+    if needs:
+        table["algo"] = {"schedule_from": str(needs.run_dir)}
+    return Job(key, key.run_dir(tmp_path), "lab", table, needs, worker(tmp_path))
+
+
+def run(jobs: list[Job], deadline_s: float = 60.0) -> tuple[list[Ended], list[Ended]]:
+    """(all that ended, those that failed)."""
+    ended: list[Ended] = []
+    return ended, run_jobs(to_do(jobs), processes=2, deadline_s=deadline_s, report=ended.append)
 
 
 def write_run(out: Path, key: Key, accuracy: Sequence[float], *, cut: bool = False) -> Path:

@@ -16,27 +16,13 @@ from pathlib import Path
 import pytest
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.study.jobs import Ended, Job, run_jobs, to_do
+from oblr_megatron.study.jobs import Job, to_do
 from oblr_megatron.study.lab import LabConfig
 from oblr_megatron.study.results import Key, is_whole, read_result
 from oblr_megatron.study.start import prepare
-from tests.unit.study.runs import config_of, worker, write_run
+from tests.unit.study.runs import job_of, run, write_run
 
 ROOT = Path(__file__).parents[3]
-
-
-def job_of(tmp_path: Path, seed: int, needs: Job | None = None, **config: object) -> Job:
-    key = Key("sums", "control" if needs else "rloo", 1e-3, seed)
-    table = config_of(key, tmp_path) | config
-    if needs:
-        table["algo"] = {"schedule_from": str(needs.run_dir)}
-    return Job(key, key.run_dir(tmp_path), "lab", table, needs, worker(tmp_path))
-
-
-def run(jobs: list[Job], deadline_s: float = 60.0) -> tuple[list[Ended], list[Ended]]:
-    """(all that ended, those that failed)."""
-    ended: list[Ended] = []
-    return ended, run_jobs(to_do(jobs), processes=2, deadline_s=deadline_s, report=ended.append)
 
 
 @pytest.fixture
@@ -135,7 +121,7 @@ import sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background has it ignored
 sys.path.insert(0, sys.argv[2])
-from tests.unit.study.test_jobs import job_of, run
+from tests.unit.study.runs import job_of, run
 run([job_of(Path(sys.argv[1]), seed) for seed in (0, 1)])
 """
 
