@@ -92,10 +92,15 @@ def load(path: Path, parallel: Parallel, config: Config) -> Policy:
 
 def step_norms(policy: Policy, config: Config) -> Tensor:
     """[N] of one whole step, in the configuration's mode."""
+    return take_step(TrainingGradient(policy, config), config)
+
+
+def take_step(gradients: TrainingGradient, config: Config) -> Tensor:
+    """[N] norms of the next step of one that may have taken some."""
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     lengths = torch.tensor([response for _, response in LENGTHS]).view(PROMPTS, GROUP)
     weighing = Weighing(Judged(rewards, lengths, 0), config, 0.0)
-    return TrainingGradient(policy, config)(make_samples(), weighing, torch.ones(PROMPTS, dtype=torch.bool)).norms_sq
+    return gradients(make_samples(), weighing, torch.ones(PROMPTS, dtype=torch.bool)).norms_sq
 
 
 def norms_of_gradients(policy: Policy) -> Tensor:
@@ -129,6 +134,21 @@ def test_bf16_norms_are_those_of_the_gradient(
     record_property("relative_error_to_fp64", error)
     assert relative_error(found, norms_of_gradients(policy)) <= OF_THE_GRADIENT
     assert error <= OF_THE_ORACLE
+
+
+def test_stash_buffers_leave_the_device_between_steps(path: Path, parallel: Parallel) -> None:
+    """What the allocator gives out is then what it was before the first step."""
+    config = config_of(path, "bfloat16", "stash")
+    policy = load(path, parallel, config)
+    gradients = TrainingGradient(policy, config)
+    before = torch.cuda.memory_allocated()
+    norms = take_step(gradients, config)
+    kept = torch.cuda.memory_allocated() - before
+    gradient = sum(buffer.grad_data.nbytes for chunk in policy.chunks for buffer in chunk.buffers)
+    assert kept >= GROUP * gradient  # GROUP of them, in fp32 like the gradient
+    gradients.release()
+    assert torch.cuda.memory_allocated() - before <= kept - GROUP * gradient
+    torch.testing.assert_close(take_step(gradients, config), norms, rtol=1e-5, atol=0.0)  # some sums are atomic
 
 
 @needs_te
