@@ -119,11 +119,11 @@ def test_a_worker_or_nursery_killed_from_outside_is_replaced() -> None:
         first = pool.ask("", "", "").value
         assert first is not None
         os.kill(int(first), signal.SIGKILL)
-        time.sleep(0.2)
+        wait_until_gone(int(first))
         second = pool.ask("", "", "").value
         assert second is not None and second != first
         os.kill(parent_of(int(second)), signal.SIGKILL)
-        time.sleep(0.2)
+        wait_until_gone(int(second))  # which ends with its nursery
         third = pool.ask("", "", "").value
         assert third is not None and third not in (first, second)
 
