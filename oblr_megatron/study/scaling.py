@@ -211,7 +211,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CASE",
         help="to measure; what DIR has of others is kept",
     )
-    parser.add_argument("--steps", type=int, default=3, help="timed of every case and round (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="timed of every case and round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="fit and write anew what DIR/measured.json holds")
     parser.set_defaults(function=run)
