@@ -1,6 +1,6 @@
 """`study scaling`: the planner's time and memory against measured steps of real megatron-core, on this machine's cores.
 
-    oblr-megatron study scaling --out run/study/scaling         ten minutes on two cores, with nothing else on them
+    oblr-megatron study scaling --out run/study/scaling         twelve minutes on two cores, with nothing else on them
 
 Layouts of one small model on 1, 2 and 4 ranks, and model sizes at one layout (`study/scaling_cases.py`), each in steps
 of the trainer's own gradient and optimizer over gloo. Every number of ranks is started once a round, the cases in turn
