@@ -16,6 +16,7 @@ import torch
 
 from oblr_megatron import figures, run
 from oblr_megatron.config import parse_config
+from oblr_megatron.config_rollout import RolloutConfig
 from oblr_megatron.errors import RunError
 from oblr_megatron.metrics import describe
 from oblr_megatron.rewards.base import RewardResult
@@ -176,3 +177,27 @@ def test_correlation() -> None:
     assert figures.correlation(x, 2 * x) == pytest.approx(1.0)
     assert figures.correlation(x, -x) == pytest.approx(-1.0)
     assert figures.correlation(x, torch.ones(3)) != figures.correlation(x, torch.ones(3))  # NaN
+
+
+@pytest.mark.parametrize(
+    ("device", "rollout", "told"),
+    [
+        ("cuda", {}, ["release", "push"]),
+        ("cuda", {"sleep_level": 0}, ["push"]),
+        ("cuda", {"servers": ["http://localhost:1"]}, ["push"]),
+        ("cpu", {}, ["push"]),
+    ],
+)
+def test_buffers_go_back_before_engines_wake_where_they_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, rollout: dict[str, Any], told: list[str]
+) -> None:
+    """That they are gone then is in tests/unit/gradnorm/test_memory.py and, on a GPU, in tests/gpu."""
+    monkeypatch.setattr(run, "MegatronWeights", lambda *_: None)
+    said: list[str] = []
+    parts = make_run(tmp_path)
+    parts.config = parts.config.model_copy(update={"rollout": RolloutConfig(**rollout)})
+    parts.parallel = SimpleNamespace(device=torch.device(device))
+    parts.gradients = SimpleNamespace(release=lambda: said.append("release"))
+    parts.engines = SimpleNamespace(push=lambda *_: said.append("push"))
+    run.Run.push(parts, version=3)
+    assert said == told and parts.version == parts.record["weights/version"] == 3
