@@ -163,9 +163,9 @@ def describe(name: str) -> Metric:
 
 def _table_name(name: str) -> str:
     """ "eval/gsm8k/accuracy" -> "eval/<set>/accuracy"; the name in the middle may hold slashes."""
-    for prefix, placeholder in _NAMED.items():
+    for prefix, middle in _NAMED.items():
         if name.startswith(f"{prefix}/") and "/" in name.removeprefix(f"{prefix}/"):
-            return f"{prefix}/{placeholder}/{name.rpartition('/')[2]}"
+            return f"{prefix}/{middle}/{name.rpartition('/')[2]}"
     return name
 
 
@@ -285,10 +285,13 @@ def _line(record: Record) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all; nothing else is left behind."""
     draft = path.with_name(path.name + ".new")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def read_metrics(run_dir: Path) -> list[Record]:

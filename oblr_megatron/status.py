@@ -15,13 +15,14 @@ a reader finds the whole old file or the whole new one. A process that is killed
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from oblr_megatron.metrics import write_whole
 
 if TYPE_CHECKING:
     from oblr_megatron.sampling import Sampling
@@ -46,18 +47,7 @@ class Status:
 
 def write_status(run_dir: Path, status: Status) -> None:
     """Put the file in place of the one there is."""
-    target = run_dir / STATUS_FILE
-    partial = target.with_suffix(f".{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(asdict(status), indent=2) + "\n", encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def read_status(run_dir: Path) -> Status:
-    """What was written last; FileNotFoundError before the run began."""
-    return Status(**json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8")))
+    write_whole(run_dir / STATUS_FILE, json.dumps(asdict(status), indent=2) + "\n")
 
 
 @contextmanager

@@ -109,12 +109,17 @@ def whole_gradients(policy: Policy) -> dict[str, Tensor]:
 
 def reduced_gradients(policy: Policy, batches: Sequence[MicroBatch]) -> Outcome:
     """One pass over this replica's share of the microbatches, and both reductions."""
+    make_gradient(policy, batches)
+    return whole_gradients(policy), grad_sq_norm(policy)
+
+
+def make_gradient(policy: Policy, batches: Sequence[MicroBatch]) -> None:
+    """The same, left in `main_grad`: with the distributed optimizer, in this rank's part of it."""
     parallel = policy.parallel
     policy.zero_grad()
     run_schedule(policy, batches[parallel.dp_rank :: parallel.dp_size], weighted_logprob_loss(policy))
     reduce_model_parallel_grads(policy)
     reduce_data_parallel_grads(policy)
-    return whole_gradients(policy), grad_sq_norm(policy)
 
 
 def assert_outcomes(outcomes: Sequence[Outcome], reference: Mapping[str, Tensor], case: object) -> None:

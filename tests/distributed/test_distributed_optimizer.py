@@ -27,10 +27,9 @@ from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import Policy
 from oblr_megatron.model.shards import held
-from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
 from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks
-from tests.distributed.passes import load_policy, make_batches, weighted_logprob_loss
+from tests.distributed.passes import load_policy, make_batches, make_gradient
 from tests.distributed.replayed import certain, config_of, exported, make_inputs, stored, train
 from tests.tiny import make_hf_dir, make_moe_hf_dir
 
@@ -65,14 +64,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def gradient(policy: Policy) -> None:
-    parallel = policy.parallel
-    policy.zero_grad()
-    run_schedule(policy, make_batches()[parallel.dp_rank :: parallel.dp_size], weighted_logprob_loss(policy))
-    reduce_model_parallel_grads(policy)
-    reduce_data_parallel_grads(policy)
-
-
 def state_bytes(optimizer: PolicyOptimizer) -> int:
     """Moments, and masters where there are any."""
     total = 0
@@ -89,7 +80,7 @@ def steps(path: Path, parallel: Parallel, options: ParallelConfig, dtype: str) -
     optimizer = PolicyOptimizer(policy, OptimizerConfig(weight_decay=0.1, clip_grad=1.0))
     momentum, figures = GradientMomentum(policy, 3.0), []
     for lr in RATES:
-        gradient(policy)
+        make_gradient(policy, make_batches())
         sq_norm = optimizer.grad_sq_norm()
         found = momentum.take(sq_norm)
         figures.append((sq_norm, optimizer.clip(sq_norm), found))
@@ -250,7 +241,7 @@ def experts_go_on(path: Path, directory: Path) -> list[tuple[dict[str, Tensor], 
 
 
 def step(policy: Policy, optimizer: PolicyOptimizer) -> None:
-    gradient(policy)
+    make_gradient(policy, make_batches())
     optimizer.clip(optimizer.grad_sq_norm())
     optimizer.step(RATES[0])
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.model.optimizer import PolicyOptimizer, grad_sq_norm
-from oblr_megatron.model.qwen3 import Policy
-from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
 from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import RankError, layout, run_ranks
 from tests.distributed.passes import (
@@ -25,7 +23,7 @@ from tests.distributed.passes import (
     assert_close,
     load_policy,
     make_batches,
-    weighted_logprob_loss,
+    make_gradient,
 )
 from tests.oracle import load_oracle, oracle_gradients
 from tests.tiny import make_hf_dir
@@ -38,14 +36,6 @@ CONFIGS = {
 }
 
 
-def gradient(policy: Policy) -> None:
-    parallel = policy.parallel
-    policy.zero_grad()
-    run_schedule(policy, make_batches()[parallel.dp_rank :: parallel.dp_size], weighted_logprob_loss(policy))
-    reduce_model_parallel_grads(policy)
-    reduce_data_parallel_grads(policy)
-
-
 def weights_after_steps(path: Path, name: str) -> list[tuple[list[float], dict[str, Tensor]]]:
     """Squared norms of each step's gradient, and the weights at the end."""
     results = []
@@ -55,7 +45,7 @@ def weights_after_steps(path: Path, name: str) -> list[tuple[list[float], dict[s
             optimizer = PolicyOptimizer(policy, CONFIGS[name])
             sq_norms = []
             for lr in RATES:
-                gradient(policy)
+                make_gradient(policy, make_batches())
                 sq_norms.append(optimizer.grad_sq_norm())
                 optimizer.clip(sq_norms[-1])
                 optimizer.step(lr)
@@ -103,7 +93,7 @@ def clipped_norms(path: Path) -> tuple[float, float, float, float]:
     with layout() as parallel:
         policy = load_policy(path, parallel)
         optimizer = PolicyOptimizer(policy, OptimizerConfig(clip_grad=0.5))
-        gradient(policy)
+        make_gradient(policy, make_batches())
         before = optimizer.grad_sq_norm()
         factor = optimizer.clip(before)
         after = grad_sq_norm(policy)

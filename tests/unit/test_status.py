@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from oblr_megatron.errors import RunError
-from oblr_megatron.status import read_status, recorded
+from oblr_megatron.status import STATUS_FILE, Status, recorded
 
 
 def run(directory: Path, rank: int = 0) -> Any:
@@ -19,7 +20,7 @@ def run(directory: Path, rank: int = 0) -> Any:
 
 
 def stands(directory: Path) -> tuple[str, int, int, str]:
-    found = read_status(directory)
+    found = Status(**json.loads((directory / STATUS_FILE).read_text()))
     assert found.unix_time > 1e9
     return found.state, found.step, found.num_steps, found.reason
 
