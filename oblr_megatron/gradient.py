@@ -24,7 +24,7 @@ from oblr_megatron.algo.baseline import BASELINES
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.gradnorm.estimate import sketches_of, sq_norms_of, token_energies
-from oblr_megatron.gradnorm.one_pass import BookkeepPass, SpreadStashPass, StashPass, Weigh, Work
+from oblr_megatron.gradnorm.one_pass import BookkeepPass, SpreadStashPass, StashBuffers, StashPass, Weigh, Work
 from oblr_megatron.gradnorm.plain_pass import PlainPass
 from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.gradnorm.score import Figures, Penalty, RatioFn
@@ -84,12 +84,13 @@ class TrainingGradient:
         self._one_sample_only = wanted and one_sample_only(classify(policy))  # refuses what no rule covers
         # A sample's gradient is one, and A alone weighs it.
         whole = not (config.algo.token_wise or reference is not None or config.model.router_losses)
+        self._stash: StashBuffers | None = None
         self._one_pass = self._make_one_pass() if wanted and whole else None
 
     def release(self) -> None:
         """Give device memory back that would be kept for the next step: the buffers of `stash`."""
-        if isinstance(self._one_pass, StashPass | SpreadStashPass):
-            self._one_pass.release()
+        if self._stash is not None:
+            self._stash.release()
 
     def __call__(
         self,
@@ -250,10 +251,11 @@ class TrainingGradient:
         if options.mode == "bookkeep":
             return BookkeepPass(self._policy, self._config, self._sketches)
         if options.mode == "stash":
+            self._stash = StashBuffers(self._policy, self._config)
             if options.stash_spread > 1:
                 assert self._sharing.group is not None, "stash_spread replicas share folds"
-                return SpreadStashPass(self._policy, self._config, self._sharing.group)
-            return StashPass(self._policy, self._config)
+                return SpreadStashPass(self._policy, self._config, self._stash, self._sharing.group)
+            return StashPass(self._policy, self._config, self._stash)
         return None
 
     def _norm_batches(self, samples: Sequence[Sample], mine: Sequence[int]) -> tuple[list[MicroBatch], Tensor]:

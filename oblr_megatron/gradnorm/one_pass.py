@@ -19,6 +19,7 @@ from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.gradnorm.bookkeep import BookkeepSink
 from oblr_megatron.gradnorm.capture import Capture
 from oblr_megatron.gradnorm.gradient_buffer import GradientBuffer, add_weighted
+from oblr_megatron.gradnorm.passes import stash_count
 from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import Kind, Rule, classify
 from oblr_megatron.gradnorm.score import Figures, RatioFn, score_loss
@@ -99,11 +100,10 @@ class BookkeepPass:
 class StashPass:
     """`stash`, the samples of a prompt on one replica: a buffer for each of them."""
 
-    def __init__(self, policy: Policy, config: Config) -> None:
-        self._policy, self._config = policy, config
+    def __init__(self, policy: Policy, config: Config, buffers: StashBuffers) -> None:
+        self._policy, self._config, self._buffers = policy, config, buffers
         self._rules = classify(policy)
         self._reducer = Reducer(policy.parallel)
-        self._buffers = StashBuffers(policy, config, config.group_size)
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """main_grad += the gradient of these samples, those of whole prompts in prompt-major order."""
@@ -119,10 +119,6 @@ class StashPass:
             coefficients = _weighed(work, prompt, self._config.group_size)
             work.figures.add(records, coefficients)
             add_weighted(self._policy, kept, coefficients.tolist())
-
-    def release(self) -> None:
-        """See `StashBuffers.release`."""
-        self._buffers.release()
 
 
 @dataclass(slots=True)
@@ -144,12 +140,10 @@ class SpreadStashPass:
     a free buffer, and settles a prompt when its norms have arrived. Replica r has the samples r, r + S, ... of each.
     """
 
-    def __init__(self, policy: Policy, config: Config, group: dist.ProcessGroup) -> None:
-        self._policy, self._config, self._group = policy, config, group
+    def __init__(self, policy: Policy, config: Config, buffers: StashBuffers, group: dist.ProcessGroup) -> None:
+        self._policy, self._config, self._buffers, self._group = policy, config, buffers, group
         self._rules = classify(policy)
         self._reducer = Reducer(policy.parallel)
-        share = config.group_size // group.size()
-        self._buffers = StashBuffers(policy, config, share * (1 + config.gradnorm.stash_lag))
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """main_grad += the gradient of these samples: this replica's of whole prompts, in prompt-major order."""
@@ -162,10 +156,6 @@ class SpreadStashPass:
             pending.append(self._stash(work, own, [free.pop() for _ in own], made_in))
         while pending:
             self._settle(work, pending.popleft())
-
-    def release(self) -> None:
-        """See `StashBuffers.release`."""
-        self._buffers.release()
 
     def _stash(
         self, work: Work, own: list[int], buffers: list[GradientBuffer], made_in: GradientBuffer | None
@@ -196,13 +186,13 @@ class SpreadStashPass:
 
 
 class StashBuffers:
-    """A gradient's memory for each of `count` samples, taken when first asked for and kept from step to step.
+    """A gradient's memory for each sample that is stashed, taken when first asked for and kept from step to step.
 
     Between steps it can be given back, to engines that share the device.
     """
 
-    def __init__(self, policy: Policy, config: Config, count: int) -> None:
-        self._policy, self._count = policy, count
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self._policy, self._count = policy, stash_count(config)
         device = policy.parallel.device
         made_in = policy.chunks[0].buffers[0].grad_data.dtype
         self._kept_on = torch.device("cpu") if config.gradnorm.stash_offload else device
