@@ -69,7 +69,7 @@ def peak_of_step(hf_config: PreTrainedConfig, config: Config, parallel: Parallel
     """Bytes alive at the fullest moment of a step, when the optimizer has its state; of this rank.
 
     Between ranks it is the least of several equal steps: a thread of gloo's may let go of what it sent or received a
-    little after the exchange has ended, which adds up to 3% to single steps.
+    little after the exchange has ended, which adds up to 2% to single steps.
     """
     steps = WatchedSteps(hf_config, config, parallel)
     steps.take()
