@@ -30,9 +30,15 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8") if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.13",
-    packages=find_packages(include=["oblr_megatron", "oblr_megatron.*"]),
+    packages=find_packages(include=["oblr_megatron", "oblr_megatron.*", "studies", "studies.*"]),
     package_data={
-        "oblr_megatron": ["py.typed", "report/*.html", "report/*.css", "report/*.js", "model_configs/*.json"]
+        "oblr_megatron": [
+            "py.typed",
+            "observe/report/*.html",
+            "observe/report/*.css",
+            "observe/report/*.js",
+            "model/published/*.json",
+        ]
     },
     # The lock names the whole dependency set: `pip install -e . --no-deps` on top of it never pulls a wheel.
     extras_require={
@@ -44,7 +50,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["oblr-megatron = oblr_megatron.cli:main"],
-        "vllm.general_plugins": ["oblr_megatron = oblr_megatron.rollout.vllm_plugin:register"],
-        "vllm.endpoint_plugins": ["oblr_megatron = oblr_megatron.rollout.serve_routes:ServerRoutes"],
+        "vllm.general_plugins": ["oblr_megatron = oblr_megatron.engine.plugin:register"],
+        "vllm.endpoint_plugins": ["oblr_megatron = oblr_megatron.engine.server_routes:ServerRoutes"],
     },
 )

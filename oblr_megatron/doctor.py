@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oblr_megatron.checks.machine import RECIPES, Machine
+from oblr_megatron.checks.packages import PACKAGES, TRANSFORMER_ENGINE, installed, problems
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
-from oblr_megatron.machine_checks import RECIPES, Machine
-from oblr_megatron.packages import PACKAGES, TRANSFORMER_ENGINE, installed, problems
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -168,7 +168,7 @@ def _weights(machine: Machine) -> Finding:
 
 
 def _rewards() -> Finding:
-    from oblr_megatron.config_reward import RewardConfig
+    from oblr_megatron.config.reward import RewardConfig
 
     workers, cores = RewardConfig.model_fields["num_workers"].default, len(os.sched_getaffinity(0))
     more = f"reward.num_workers up to the {cores} cores" if cores > workers else ""

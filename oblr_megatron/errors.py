@@ -52,3 +52,11 @@ class DeadlineError(RunError):
 
 class EngineDeadlineError(DeadlineError, EngineLostError):
     """An engine did not answer before its deadline and was given up."""
+
+
+class WeightError(RunError):
+    """A push is not what the model is made of, or what arrived is not what was sent."""
+
+
+class DamagedError(WeightError):
+    """A bucket's bytes are not those that were sent; sent once more they may arrive."""

@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from oblr_megatron.checks.packages import package_versions
 from oblr_megatron.errors import UserError
-from oblr_megatron.packages import package_versions
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -30,7 +30,7 @@ Record = dict[str, float | None]
 """One step: name -> value; None stands for a value that was not finite."""
 
 METRICS_FILE = "metrics.jsonl"
-RANKS_FILE = "logs/ranks.jsonl"  # of performance/ranks.py
+RANKS_FILE = "logs/ranks.jsonl"  # of observe/performance/ranks.py
 ENVIRONMENT_FILE = "environment.json"
 
 logger = logging.getLogger(__name__)

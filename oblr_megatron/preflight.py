@@ -21,23 +21,23 @@ from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.resume import Checkpoint
 from oblr_megatron.checkpoint.size import checkpoint_bytes
 from oblr_megatron.checkpoint.store import CHECKPOINTS, NoSpaceError, check_space
-from oblr_megatron.checks import check_layout
+from oblr_megatron.checks.layout import check_layout
+from oblr_megatron.checks.lengths import check_positions
+from oblr_megatron.checks.machine import check_machine, transformer_engine_chosen
+from oblr_megatron.checks.pushable import check_pushable
 from oblr_megatron.data.packing import check_folds
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.setup import load_sets
-from oblr_megatron.gradnorm.choose import Choice, free_memory, resolve, with_mode
-from oblr_megatron.gradnorm.passes import Layout, norms_wanted, num_folds
-from oblr_megatron.machine_checks import check_machine, transformer_engine_chosen
+from oblr_megatron.memory.pass_plan import Layout, num_folds
+from oblr_megatron.memory.select_mode import Choice, free_memory, resolve, with_mode
 from oblr_megatron.model.precision import this_machine
-from oblr_megatron.performance.profiler import check_profile
+from oblr_megatron.observe.performance.profiler import check_profile
 from oblr_megatron.rewards.registry import check_reward
-from oblr_megatron.rollout.engine import max_model_len
 from oblr_megatron.rollout.placement import place
 from oblr_megatron.rollout.replay import check_replay
 from oblr_megatron.rollout.server_checks import check_servers
-from oblr_megatron.stopping import end_of_job
-from oblr_megatron.weights.limits import check_pushable
+from oblr_megatron.runtime.stopping import end_of_job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,7 +101,7 @@ def check_settings(hf_config: Mapping[str, Any], config: Config, world_size: int
     """
     if not config.rollout.only:
         check_source(config.algo, config.num_steps)
-        check_estimator(config.algo, norms=norms_wanted(config))
+        check_estimator(config.algo, norms=config.measures_norms)
     if config.rollout.own_engines:
         place(config, world_size, on_gpu=on_gpu)
     check_pushable(hf_config, config, on_gpu=on_gpu)
@@ -184,26 +184,6 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
             f"run_dir cannot be made: {present} is no directory that can be written to",
             where=str(run_dir),
             mend="name a directory of your own",
-        )
-
-
-def check_lengths(config: Config, model: HFDir) -> None:
-    """The same of a model's directory as `check_positions`."""
-    check_positions(config, model.config)
-
-
-def check_positions(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Refuse a prompt and response, of training or of an evaluation, that together exceed the model's positions."""
-    longest = max_model_len(config)
-    positions = int(hf_config.get("max_position_embeddings", longest))
-    if longest > positions:
-        response = longest - config.data.max_prompt_tokens
-        field = "rollout" if response == config.rollout.max_response_tokens else "evaluate"
-        raise UserError(
-            f"data.max_prompt_tokens {config.data.max_prompt_tokens} + {field}.max_response_tokens {response} = "
-            f"{longest} exceeds the model's max_position_embeddings {positions}",
-            where=str(config.model.path),
-            mend="lower one of the two",
         )
 
 

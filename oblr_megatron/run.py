@@ -11,24 +11,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron import figures
-from oblr_megatron.algo.baseline import BASELINES
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.algo.weighing import Weighing, usual
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.checkpoint.saver import Best, Facts, Saved, Saver
-from oblr_megatron.errors import EngineLostError, RunError
-from oblr_megatron.gradient import TrainingGradient
-from oblr_megatron.gradnorm.passes import norms_wanted
+from oblr_megatron.errors import DamagedError, EngineLostError, RunError
+from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import GradientMomentum, momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.model.reference import Reference
+from oblr_megatron.observe import step_metrics
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.sampling import Sampling, open_sampling
 from oblr_megatron.weights.export import MegatronWeights
-from oblr_megatron.weights.manifest import DamagedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +75,7 @@ class Run(Sampling):
         """
         config = self.config
         weighing = Weighing(judged, config, self.usual_norm)
-        wanted = BASELINES[config.algo.baseline].needs_norms or config.gradnorm.always
+        wanted = config.uses_norms
         exact = self._check(samples, active, step) if wanted else None
         found = self.gradients(
             samples, weighing, active, norms_wanted=wanted, weigh_tokens=weighing.of_tokens, timer=self.timer
@@ -86,11 +83,11 @@ class Run(Sampling):
         norms_sq = found.norms_sq.view(len(active), -1)
         if exact is not None:
             measured = exact > 0
-            self.record["gradnorm/estimate_corr"] = figures.correlation(exact[measured], norms_sq[measured])
+            self.record["gradnorm/estimate_corr"] = step_metrics.correlation(exact[measured], norms_sq[measured])
         if wanted:
             self._refuse_broken(norms_sq, samples)
             self.usual_norm = usual(norms_sq, self.usual_norm)
-        self.record |= figures.of_baseline(config.algo, judged, norms_sq, exact=norms_wanted(config))
+        self.record |= step_metrics.of_baseline(config.algo, judged, norms_sq, exact=config.measures_norms)
         stats = self._for_estimator(found.stats, weighing, norms_sq)
         self.unlogged = samples, judged, stats
         return stats

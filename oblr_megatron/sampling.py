@@ -16,32 +16,32 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from oblr_megatron import figures
-from oblr_megatron.alarms import LiveAlarms, floor_of
 from oblr_megatron.checkpoint.resume import Checkpoint, changes, choose
-from oblr_megatron.checks import check_port
-from oblr_megatron.console import Display, open_display
+from oblr_megatron.checks.layout import check_port
+from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest
+from oblr_megatron.evaluation.accuracy import figures as accuracies
 from oblr_megatron.evaluation.answers import evaluate
-from oblr_megatron.evaluation.figures import figures as accuracies
 from oblr_megatron.evaluation.items import RunItems
-from oblr_megatron.gradnorm.choose import Choice, with_mode
-from oblr_megatron.gradnorm.passes import Layout, idle_replicas
+from oblr_megatron.memory.pass_plan import Layout, idle_replicas
+from oblr_megatron.memory.select_mode import Choice, with_mode
 from oblr_megatron.metrics import MetricsWriter, Record, read_metrics
 from oblr_megatron.model import parallel as layout
-from oblr_megatron.performance.profiler import Profiler, open_profiler
-from oblr_megatron.performance.ranks import RankLog
-from oblr_megatron.performance.utilization import Utilization
+from oblr_megatron.observe import step_metrics
+from oblr_megatron.observe.alarms import LiveAlarms, floor_of
+from oblr_megatron.observe.console import Display, open_display
+from oblr_megatron.observe.performance.profiler import Profiler, open_profiler
+from oblr_megatron.observe.performance.ranks import RankLog
+from oblr_megatron.observe.performance.utilization import Utilization
 from oblr_megatron.preflight import Inputs, preflight, write_config
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import SharedReward
-from oblr_megatron.rollout.dynamic import Batch, call_seed, refill
-from oblr_megatron.rollout.engine import RolloutEngine, SamplingRequest
+from oblr_megatron.rollout.dynamic_sampling import Batch, call_seed, refill
 from oblr_megatron.rollout.open import open_engines
 from oblr_megatron.rollout.replay import ReplayEngine
-from oblr_megatron.rollout.saved import SavedStep, write_step
-from oblr_megatron.rollout.versions import staleness
-from oblr_megatron.stopping import StopRequest
+from oblr_megatron.rollout.staleness import staleness
+from oblr_megatron.rollout.step_file import SavedStep, write_step
+from oblr_megatron.runtime.stopping import StopRequest
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import Judged
 
@@ -170,7 +170,7 @@ class Sampling:
             max_batches=rollout.dynamic_sampling_max_batches,
             seed=call_seed(self.config.seed, step),
         )
-        self.record |= refilled.figures() | figures.of_rewards(refilled.rewards)
+        self.record |= refilled.figures() | step_metrics.of_rewards(refilled.rewards)
         return refilled.step.prompts, refilled.step.samples, refilled.step.judged
 
     def save(self, prompts: list[Prompt], samples: list[Sample], judged: Judged, step: int) -> None:
@@ -204,7 +204,7 @@ class Sampling:
         """Write the step's record: metrics.jsonl, tensorboard, console."""
         timing = self.timer.finish_step()
         self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"])
-        found = figures.of_step(samples, judged, stats, timing) | figures.of_judging(self.results)
+        found = step_metrics.of_step(samples, judged, stats, timing) | step_metrics.of_judging(self.results)
         found |= self.utilization.figures(samples, judged, timing) | self.ranks.take(step, timing, self.timer.own)
         self.record = found | self.record | self.engines.figures()
         self.record |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}

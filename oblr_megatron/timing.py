@@ -11,7 +11,7 @@ PHASES = ("rollout", "reward", "gradnorm", "gradient", "optimizer", "push", "eva
 
 
 class StepObserver(Protocol):
-    """What hangs on a timer to see steps and phases go by: the profiler (performance/profiler.py)."""
+    """What hangs on a timer to see steps and phases go by: the profiler (observe/performance/profiler.py)."""
 
     def begin_step(self, step: int) -> None:
         """Step `step` begins, counted from 0."""

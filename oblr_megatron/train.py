@@ -19,11 +19,11 @@ from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_OK, RunError
 from oblr_megatron.metrics import METRICS_FILE
 from oblr_megatron.model.parallel import rank_from_environment
-from oblr_megatron.report import write_report
+from oblr_megatron.observe.report import write_report
+from oblr_megatron.observe.status import recorded
 from oblr_megatron.run import Run, open_run
+from oblr_megatron.runtime.stopping import die_with_launcher
 from oblr_megatron.sampling import Sampling, open_sampling
-from oblr_megatron.status import recorded
-from oblr_megatron.stopping import die_with_launcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +91,7 @@ def _report(config: Config) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m oblr_megatron.train CONFIG.toml [section.key=value ...]`, one call a rank."""
-    from oblr_megatron.cli import add_run_arguments, guarded, parse, run_overrides
+    from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
 
     parser = argparse.ArgumentParser(prog="oblr_megatron.train", description="one rank of a run")
     add_run_arguments(parser)

@@ -212,7 +212,7 @@ oblr_train() {
     rm -f "$run_dir/status.json" # of the attempt before
     train_status=0
     oblr_await oblr_srun "${all[@]}" --output="$logs/node_%n.log" -- \
-        "$python" -m oblr_megatron.launch --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" --max-restarts 0 \
+        "$python" -m oblr_megatron.runtime.launch --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" --max-restarts 0 \
         --rdzv-id "$SLURM_JOB_ID-$attempt" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" \
         -m oblr_megatron.train "$OBLR_CONFIG" "${overrides[@]}" --resume || train_status=$?
 }

@@ -9,14 +9,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.gradient import TrainingGradient
+from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import build_policy
 from oblr_megatron.model.reference import Reference
-from oblr_megatron.study.live_bytes import LiveBytes, biases_uncounted
 from oblr_megatron.types import Sample
+from studies.live_bytes import LiveBytes, biases_uncounted
 
 EQUAL_STEPS = 6
 GROUP, PROMPT = 4, 4  # responses a prompt, tokens of a prompt

@@ -9,8 +9,8 @@ from typing import Any, get_args, get_origin
 from pydantic_core import PydanticUndefined
 
 from oblr_megatron.config import Config
-from oblr_megatron.config_data import SourceConfig
-from oblr_megatron.config_section import Section, is_section, section_in
+from oblr_megatron.config.data import SourceConfig
+from oblr_megatron.config.section import Section, is_section, section_in
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "config.md"
 ENTRIES_ELSEWHERE = ("exclude", "data")  # sources, as in data.train

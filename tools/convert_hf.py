@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the package is not installed
 
-from oblr_megatron.checkpoint.command import add_arguments
-from oblr_megatron.cli import guarded
+from oblr_megatron.checkpoint.convert_command import add_arguments
+from oblr_megatron.runtime.command_line import guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,9 +23,9 @@ from rich.table import Table
 
 from oblr_megatron.config import Config, load_config
 from oblr_megatron.dryrun.checking import check_fits, model_of
+from oblr_megatron.dryrun.device_memory import Device
 from oblr_megatron.dryrun.examine import Found, examine
-from oblr_megatron.dryrun.memory import Device
-from oblr_megatron.gradnorm.passes import Layout
+from oblr_megatron.memory.pass_plan import Layout
 
 PRESETS = Path(__file__).parent.parent / "slurm" / "configs"
 PER_NODE = 8

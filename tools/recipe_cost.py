@@ -23,11 +23,11 @@ from rich.table import Table
 
 from oblr_megatron.config import Config, load_config
 from oblr_megatron.formatting import duration, size
-from oblr_megatron.gradnorm.choose import Choice, resolve
-from oblr_megatron.gradnorm.rank_sizes import ELEMENT_BYTES
-from oblr_megatron.model_configs import published
-from oblr_megatron.performance.flops import total_parameters, training_flops
-from oblr_megatron.performance.hardware import device_named
+from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
+from oblr_megatron.memory.select_mode import Choice, resolve
+from oblr_megatron.model.published import published
+from oblr_megatron.observe.performance.flops import total_parameters, training_flops
+from oblr_megatron.observe.performance.hardware import device_named
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_BYTES = 75 * 2**30  # what a rank may take of 80 GB

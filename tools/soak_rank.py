@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from oblr_megatron.console import Display
+from oblr_megatron.observe.console import Display
 from oblr_megatron.train import main
 
 FIELD = 64

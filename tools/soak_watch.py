@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-ENGINE = "oblr_megatron.rollout.vllm_worker"
+ENGINE = "oblr_megatron.engine.worker"
 RANK = "soak_rank.py"
 SHARED_MEMORY = Path("/dev/shm")
 PUSH_BUFFER = "memfd:oblr-weights"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from oblr_megatron.study.start import character_tokenizer
+from studies.start import character_tokenizer
 
 EOS = "<eos>"
 CHARACTERS = "0123456789+="

@@ -6,60 +6,29 @@ E[s_i] = 0, so g stays unbiased for every b_i that does not look at o_i itself: 
 (arXiv 2511.23310, Theorem 7) gives the b that minimises the variance, E[w r] / E[w]; `optimal` estimates it from the
 other responses of the group.
 
-Shapes: rewards, norms_sq, lengths and every result are [Q, G]: Q prompts, G responses each. To remove a baseline,
-delete its formula, its line in BASELINES and its name in `config_algo.BaselineName`.
+Shapes: rewards, norms_sq, lengths and every result are [Q, G]: Q prompts, G responses each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo import formulas
-from oblr_megatron.config_algo import AlgoConfig
-from oblr_megatron.config_checks import LEAVE_ONE_OUT
+from oblr_megatron.algo.formulas import FORMULAS, mean_of_others
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.baselines import BASELINES, BaselineName
 from oblr_megatron.errors import UserError
-
-BaselineFn = Callable[[Tensor, Tensor, Tensor, AlgoConfig], Tensor]
 
 STD_EPS = 1e-6  # added to the standard deviation that divides A
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """One registry line."""
-
-    function: BaselineFn | None  # (rewards, norms_sq, lengths, options) -> b, all [Q, G] fp64; None: b_t of each token
-    needs_norms: bool = False  # reads norms_sq
-    zero_on_equal: bool = True  # A is exactly 0 in a group of equal rewards: its passes may be skipped
-    divisor: Literal["one", "group_std", "batch_std"] = "one"  # A = (r - b) / divisor, STD_EPS added to a std
-
-
-BASELINES: dict[str, Baseline] = {
-    "none": Baseline(formulas.none, zero_on_equal=False),
-    "group_mean": Baseline(formulas.group_mean),
-    "grpo": Baseline(formulas.group_mean, divisor="group_std"),
-    "batch_mean": Baseline(formulas.batch_mean, zero_on_equal=False),
-    "reinforce_pp": Baseline(formulas.batch_mean, zero_on_equal=False, divisor="batch_std"),
-    "rloo": Baseline(formulas.rloo),
-    "rloo_prior": Baseline(formulas.rloo_prior, zero_on_equal=False),
-    "opo": Baseline(formulas.opo),
-    "length_loo": Baseline(formulas.length_loo),
-    "otb": Baseline(None),  # token_baseline.py
-    "optimal": Baseline(formulas.optimal, needs_norms=True),
-    "optimal_prior": Baseline(formulas.optimal_prior, needs_norms=True, zero_on_equal=False),
-}
-
-
-def baseline_values(name: str, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig) -> Tensor:
+def baseline_values(
+    name: BaselineName, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig
+) -> Tensor:
     """b [Q, G] fp64 of the named baseline, the inputs checked and norms that are no numbers replaced.
 
     Args:
-        name: key of BASELINES, of a baseline that is one number a response.
+        name: a baseline that is one number a response, a key of FORMULAS.
         rewards: [Q, G].
         norms_sq: [Q, G] squared score norms w; read only where `needs_norms`.
         lengths: [Q, G] response tokens.
@@ -73,19 +42,17 @@ def baseline_values(name: str, rewards: Tensor, norms_sq: Tensor, lengths: Tenso
     assert rewards.dim() == 2 and len(set(shapes)) == 1, f"rewards, norms_sq, lengths must be [Q, G], not {shapes}"
     if not rewards.isfinite().all():
         raise UserError("a reward is not a finite number", where="reward", mend="return finite rewards")
-    if name in LEAVE_ONE_OUT and rewards.shape[1] == 1:
+    if BASELINES[name].leave_one_out and rewards.shape[1] == 1:
         raise UserError(
             f"baseline {name!r} needs the other responses of the group, and group_size is 1",
             where="group_size",
             mend='set group_size to 2 or more, or algo.baseline to "none"',
         )
-    function = BASELINES[name].function
-    assert function is not None, f"{name} is a baseline of tokens: token_baseline.token_advantages"
     weights, _ = sanitize_norms(norms_sq)
-    return function(rewards, weights, lengths, options)
+    return FORMULAS[name](rewards, weights, lengths, options)
 
 
-def advantages(name: str, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig) -> Tensor:
+def advantages(name: BaselineName, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig) -> Tensor:
     """A = (r - b) / divisor [Q, G] fp64. Arguments and errors as in `baseline_values`."""
     rewards = rewards.to(torch.float64)
     centred = rewards - baseline_values(name, rewards, norms_sq, lengths, options)
@@ -101,13 +68,18 @@ def advantages(name: str, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, op
     return centred / (spread.std(dim=-1, keepdim=True) + STD_EPS)
 
 
-def active_groups(name: str, rewards: Tensor) -> Tensor:
+def active_groups(name: BaselineName, rewards: Tensor) -> Tensor:
     """Which groups need their forward and backward passes: rewards [Q, G] -> bool [Q].
 
     A group of equal rewards has A = 0 exactly, whatever its norms are, unless the baseline looks beyond the group.
     """
     if not BASELINES[name].zero_on_equal:
         return torch.ones(rewards.shape[0], dtype=torch.bool, device=rewards.device)
+    return mixed_groups(rewards)
+
+
+def mixed_groups(rewards: Tensor) -> Tensor:
+    """Which groups have unequal rewards: [Q, G] -> bool [Q]."""
     return rewards.amax(-1) != rewards.amin(-1)
 
 
@@ -143,6 +115,6 @@ def variance_ratio_vs_rloo(rewards: Tensor, norms_sq: Tensor, baseline: Tensor) 
     rewards, (weights, _) = rewards.to(torch.float64), sanitize_norms(norms_sq)
     if rewards.shape[1] == 1:
         return float("nan")
-    reference = formulas.mean_of_others(rewards, torch.ones_like(rewards))
+    reference = mean_of_others(rewards, torch.ones_like(rewards))
     ours, theirs = (((rewards - b) ** 2 * weights).sum() for b in (baseline.to(torch.float64), reference))
     return float(ours / theirs) if theirs > 0 else float("nan")

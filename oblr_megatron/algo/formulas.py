@@ -1,18 +1,23 @@
 """The baselines' formulas, one function each: (rewards, norms_sq, lengths, options) -> b, all [Q, G] fp64.
 
-Q prompts, G responses each. The inputs are checked by `baseline.baseline_values`, and `baseline.BASELINES` says what
-each is called and what else it does to A = r - b. Baselines that leave o_i out are unbiased; the others say what they
-cost.
+Q prompts, G responses each. `baseline.baseline_values` checks the inputs. `config/baselines.py` has
+the facts of each: what it reads, and what A = r - b is divided by. Baselines that leave o_i out are unbiased. The
+docstrings of the others give the bias.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from oblr_megatron.config_algo import AlgoConfig
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.baselines import BaselineName
 from oblr_megatron.errors import UserError
+
+BaselineFn = Callable[[Tensor, Tensor, Tensor, AlgoConfig], Tensor]
 
 TINY_WEIGHT = 1e-6  # weights that sum to less than this share of the mean weight carry no information
 
@@ -96,6 +101,22 @@ def optimal_prior(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: A
         UserError: Q = 1, where there is no other prompt.
     """
     return _pulled_to_prior(optimal(rewards, norms_sq, lengths, options), rewards, options)
+
+
+FORMULAS: dict[BaselineName, BaselineFn] = {
+    "none": none,
+    "group_mean": group_mean,
+    "grpo": group_mean,
+    "batch_mean": batch_mean,
+    "reinforce_pp": batch_mean,
+    "rloo": rloo,
+    "rloo_prior": rloo_prior,
+    "opo": opo,
+    "length_loo": length_loo,
+    "optimal": optimal,
+    "optimal_prior": optimal_prior,
+}
+"""b of every baseline that is one number a response; config/baselines.py has the facts of each."""
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from oblr_megatron.algo.baseline import BASELINES, baseline_values
-from oblr_megatron.config_algo import AlgoConfig
-from oblr_megatron.config_checks import LEAVE_ONE_OUT, WITH_PRIOR
+from oblr_megatron.algo.baseline import baseline_values
+from oblr_megatron.algo.formulas import FORMULAS
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.baselines import BASELINES, BaselineName
 
 PANEL = tuple(
-    name for name, line in BASELINES.items() if line.function is not None and line.divisor == "one" and name != "rloo"
+    name for name, facts in BASELINES.items() if not facts.token_wise and facts.divisor == "one" and name != "rloo"
 )
 """The baselines that are compared with rloo.
 
@@ -42,22 +43,24 @@ def variance_ratios(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options:
     if rewards.shape[1] == 1:
         return {}
 
-    def second_moment(name: str) -> float:
-        function = BASELINES[name].function
-        assert function is not None, "the panel is of baselines that are one number a response"
-        centred = rewards - function(rewards, norms_sq, lengths, options)
+    def second_moment(name: BaselineName) -> float:
+        centred = rewards - FORMULAS[name](rewards, norms_sq, lengths, options)
         return float((centred.square() * norms_sq).sum()) / (1 - own_share(name, rewards)) ** 2
 
     reference = second_moment("rloo")
-    defined = [name for name in PANEL if rewards.shape[0] > 1 or name not in WITH_PRIOR]
+    defined = [name for name in PANEL if rewards.shape[0] > 1 or not BASELINES[name].prior]
     return {name: second_moment(name) / reference for name in defined} if reference > 0 else {}
 
 
-def own_share(name: str, rewards: Tensor) -> float:
+def own_share(name: BaselineName, rewards: Tensor) -> float:
     """What a response's own reward weighs in its baseline, averaged over the group or batch that it is the mean of."""
-    if name == "none" or name in LEAVE_ONE_OUT:
-        return 0.0
-    return 1 / rewards.numel() if name == "batch_mean" else 1 / rewards.shape[1]
+    match BASELINES[name].over:
+        case "group":
+            return 1 / rewards.shape[1]
+        case "batch":
+            return 1 / rewards.numel()
+        case _:
+            return 0.0
 
 
 def spread(baseline: Tensor) -> float:
@@ -66,7 +69,7 @@ def spread(baseline: Tensor) -> float:
 
 
 def self_dependence(
-    name: str, baseline: Tensor, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig
+    name: BaselineName, baseline: Tensor, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig
 ) -> float:
     """|change of b_i| for a change of r_i by 1: 0 where b is a function of the other responses alone.
 

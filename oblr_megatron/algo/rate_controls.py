@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from oblr_megatron.config_algo import AlgoConfig
+from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import METRICS_FILE, read_metrics
 

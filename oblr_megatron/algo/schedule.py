@@ -9,7 +9,7 @@ from typing import Protocol
 from oblr_megatron.algo.rate_controls import control_rates
 from oblr_megatron.algo.snr import ScheduleState, SnrAverages, SnrSchedule, check_schedule, ramp
 from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.config_algo import AlgoConfig
+from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.types import GradientStats
 
 

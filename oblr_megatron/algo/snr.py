@@ -14,7 +14,7 @@ import math
 
 from oblr_megatron.algo.snr_estimators import ESTIMATORS, UNDEFINED, Estimate
 from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.config_algo import SnrConfig
+from oblr_megatron.config.algo import SnrConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import GradientStats
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from oblr_megatron.config_algo import AlgoConfig
+from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import GradientStats
 

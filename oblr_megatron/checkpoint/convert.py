@@ -37,7 +37,7 @@ from oblr_megatron.checkpoint.safetensors_io import TensorReader, num_bytes, ope
 from oblr_megatron.checkpoint.saver import HF
 from oblr_megatron.checkpoint.store import CheckpointError
 from oblr_megatron.checkpoint.torch_dist import METADATA, write_pieces
-from oblr_megatron.checks import check_model
+from oblr_megatron.checks.layout import check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.parallel import Parallel

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import UserError
+from oblr_megatron.weights.names import HF_OUTPUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
@@ -88,6 +89,22 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
     files = tuple(sorted(listed)) if listed else (SINGLE,)
     tied = bool(config.get("tie_word_embeddings", False))
     return HFDir(path=path, config=config, weight_files=files, shapes=shapes, tied=tied, num_bytes=num_bytes)
+
+
+def checkpoint_shapes(path: Path, *, quantized: bool = False) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that an engine of a Hugging Face directory holds, from headers alone.
+
+    An output layer that is stored although the model ties it to the embedding is left out: no engine holds it.
+
+    Args:
+        path: the directory.
+        quantized: take what `oblr-megatron quantize` writes as well; scales are left out.
+
+    Raises:
+        UserError: the directory is not a complete checkpoint.
+    """
+    found = check_hf_dir(path, quantized=quantized)
+    return {name: size for name, size in found.shapes.items() if not (found.tied and name == HF_OUTPUT)}
 
 
 def check_hf_files(path: Path) -> dict[str, Any]:

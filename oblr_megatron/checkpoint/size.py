@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from oblr_megatron.gradnorm.rank_sizes import ELEMENT_BYTES
+from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from oblr_megatron.checkpoint.hf_dir import HFDir

@@ -18,11 +18,11 @@ from typing import TypeVar
 import torch
 
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
-from oblr_megatron.checks import check_port
+from oblr_megatron.checks.layout import check_port
+from oblr_megatron.checks.packages import installed, problems
 from oblr_megatron.config import Config, load_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import size
-from oblr_megatron.packages import installed, problems
 from oblr_megatron.preflight import check_room
 
 T = TypeVar("T")

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
-from oblr_megatron.cli import guarded, parse
 from oblr_megatron.cluster.all_reduce import GRACE_S, ReduceError, Speed, measure, measure_gpus
-from oblr_megatron.cluster.meeting import Meeting
 from oblr_megatron.cluster.node import Problem, Report, examine
+from oblr_megatron.cluster.rendezvous import Meeting
 from oblr_megatron.errors import EXIT_OK, EXIT_USER, UserError
+from oblr_megatron.runtime.command_line import guarded, parse
 
 CLOCK_S = 5.0  # two nodes' clocks may be apart: file times and logs are compared across nodes
 GOOD, BAD = "ready", "not ready"

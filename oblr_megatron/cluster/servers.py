@@ -18,12 +18,12 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from oblr_megatron.cli import guarded, parse
+from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.config import Config, load_config
+from oblr_megatron.engine import serve_command as serve
 from oblr_megatron.errors import EXIT_OK, RunError
-from oblr_megatron.rollout import serve
-from oblr_megatron.rollout.engine import max_model_len
 from oblr_megatron.rollout.placement import engine_dtype
+from oblr_megatron.runtime.command_line import guarded, parse
 
 POLL_S, ANSWER_S = 1.0, 5.0
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from oblr_megatron.rewards.extract import boxed
+from oblr_megatron.rewards.verifier.extract import boxed
 
 Reader = Callable[[Any], Any]
 

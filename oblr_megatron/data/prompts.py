@@ -17,7 +17,7 @@ from oblr_megatron.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from oblr_megatron.config_data import DataConfig, SourceConfig
+    from oblr_megatron.config.data import DataConfig, SourceConfig
 
 
 class PromptStream:

@@ -11,7 +11,7 @@ from oblr_megatron.data.conventions import Convention, text
 from oblr_megatron.data.sources import Record, convention_of, open_source
 
 if TYPE_CHECKING:
-    from oblr_megatron.config_data import DataConfig, SourceConfig
+    from oblr_megatron.config.data import DataConfig, SourceConfig
 
 Messages = list[dict[str, str]]  # [{"role": "user", "content": "2+3?"}]
 Question = str | Messages

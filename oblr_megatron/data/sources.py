@@ -14,7 +14,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oblr_megatron.config_data import SourceConfig
+from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.data.conventions import CONVENTIONS, PLAIN, Convention
 from oblr_megatron.errors import UserError
 

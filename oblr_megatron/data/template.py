@@ -9,7 +9,7 @@ from oblr_megatron.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from oblr_megatron.config_data import DataConfig
+    from oblr_megatron.config.data import DataConfig
     from oblr_megatron.data.rows import Messages, Question
 
 _OURS = {"conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_tensors", "return_dict"}

@@ -12,7 +12,7 @@ from oblr_megatron.data.rows import Row, Skipped, plain_text, read_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from oblr_megatron.config_data import DataConfig, SourceConfig
+    from oblr_megatron.config.data import DataConfig, SourceConfig
 
 
 def training_sets(

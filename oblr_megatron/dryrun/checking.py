@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir, check_hf_files
-from oblr_megatron.checks import check_layout
+from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.data.sources import convention_of
 from oblr_megatron.errors import UserError
-from oblr_megatron.gradnorm.choose import resolve, with_mode
-from oblr_megatron.model_configs import published
+from oblr_megatron.memory.select_mode import resolve, with_mode
+from oblr_megatron.model.published import published
 from oblr_megatron.preflight import check_dealing, check_settings
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
-    from oblr_megatron.dryrun.memory import Device, RankMemory
+    from oblr_megatron.dryrun.device_memory import Device, RankMemory
 
 
 def model_of(path: Path) -> tuple[dict[str, Any], str]:

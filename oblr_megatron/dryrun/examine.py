@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.dryrun.checking import check_run, model_of
-from oblr_megatron.dryrun.memory import Device, RankMemory, rank_memory
+from oblr_megatron.dryrun.device_memory import Device, RankMemory, rank_memory
 from oblr_megatron.dryrun.models import Models, build_models
-from oblr_megatron.gradnorm.passes import Layout, idle_replicas
-from oblr_megatron.gradnorm.rank_sizes import RankSizes
-from oblr_megatron.performance.flops import total_parameters
+from oblr_megatron.memory.pass_plan import Layout, idle_replicas
+from oblr_megatron.memory.rank_shapes import RankSizes
+from oblr_megatron.observe.performance.flops import total_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import nn
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from oblr_megatron.checks import num_experts
+from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig
 from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.model import moe

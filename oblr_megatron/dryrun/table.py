@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from oblr_megatron.dryrun.memory import RankMemory
+from oblr_megatron.dryrun.device_memory import RankMemory
 from oblr_megatron.dryrun.models import Holding, Models
 from oblr_megatron.formatting import fixed, number
 

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oblr_megatron.evaluation.figures import Grade, Grades
+from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.evaluation.accuracy import Grade, Grades
 from oblr_megatron.evaluation.items import Item, Key, Kind
-from oblr_megatron.rollout.engine import SamplingRequest
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
+    from oblr_megatron.engine.protocol import RolloutEngine
     from oblr_megatron.rewards.base import Reward
-    from oblr_megatron.rollout.engine import RolloutEngine
     from oblr_megatron.types import Prompt
 
 SEED_STRIDE, SEED_OFFSET = 1_000_003, 1_000_002  # apart from the seeds of a run's first million steps

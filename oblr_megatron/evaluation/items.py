@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.evaluation.figures import Grade
+from oblr_megatron.evaluation.accuracy import Grade
 
 logger = logging.getLogger(__name__)
 

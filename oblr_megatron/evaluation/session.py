@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
-from oblr_megatron.console import progress
+from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.evaluation.accuracy import Grade, Grades
 from oblr_megatron.evaluation.answers import blocks_of, evaluate
-from oblr_megatron.evaluation.figures import Grade, Grades
 from oblr_megatron.evaluation.items import Item, append, items_path, recover
-from oblr_megatron.evaluation.report import SetReport
 from oblr_megatron.evaluation.settings import FIGURES, claim, settings_of
 from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets, opened
+from oblr_megatron.evaluation.summary import SetReport
 from oblr_megatron.metrics import write_whole
-from oblr_megatron.preflight import check_lengths
+from oblr_megatron.observe.console import progress
 from oblr_megatron.rewards.registry import check_reward
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def check(options: argparse.Namespace) -> Task:
         raise UserError("nothing to overwrite", where="--overwrite", mend="give --out as well")
     model = check_hf_dir(options.model, quantized=True)
     config = config_of(options, model, {} if options.k is None else {"evaluate.samples_per_prompt": options.k})
-    check_lengths(config, model)
+    check_positions(config, model.config)
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     sources = named_sets(options.data, "--data") if options.data else config.evaluate.data
     if not sources:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from oblr_megatron.checks.lengths import longest_evaluated
+from oblr_megatron.checks.packages import package_versions
 from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.answers import block_responses
 from oblr_megatron.evaluation.items import items_path
 from oblr_megatron.formatting import flatten
 from oblr_megatron.metrics import write_whole
-from oblr_megatron.packages import package_versions
-from oblr_megatron.rollout.engine import longest_evaluated
 
 if TYPE_CHECKING:
     from oblr_megatron.checkpoint.hf_dir import HFDir

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from oblr_megatron.checkpoint.hf_dir import HFDir
     from oblr_megatron.config import Config
-    from oblr_megatron.config_data import SourceConfig
+    from oblr_megatron.config.data import SourceConfig
+    from oblr_megatron.engine.protocol import RolloutEngine
     from oblr_megatron.rewards.base import Reward
-    from oblr_megatron.rollout.engine import RolloutEngine
     from oblr_megatron.types import Prompt
 
 
@@ -61,7 +61,7 @@ def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     Example: ["a.jsonl", "aime=b.jsonl", "seed=1", "data.template=Q"] -> [the first two], [the last two]
     """
     from oblr_megatron.config import Config
-    from oblr_megatron.config_section import section_in
+    from oblr_megatron.config.section import section_in
 
     sections = {name for name, field in Config.model_fields.items() if section_in(field.annotation)}
 

@@ -8,8 +8,3 @@ of weight gradients by the pure functions of `segments`, `capture` and `rows` ta
 together. `two_pass`, `bookkeep` and `stash` are three ways to the same norms and the same policy gradient; `reference`
 is the oracle.
 """
-
-from oblr_megatron.gradnorm.score import RatioFn
-from oblr_megatron.gradnorm.two_pass import sample_sq_grad_norms
-
-__all__ = ["RatioFn", "sample_sq_grad_norms"]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.gradnorm.embedding_rows import waits_for_rows
 from oblr_megatron.gradnorm.products import sum_dtype
-from oblr_megatron.gradnorm.rows import waits_for_rows
 from oblr_megatron.gradnorm.rules import OUTPUT, Kind, Rule
 from oblr_megatron.gradnorm.segments import (
     Segments,
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from oblr_megatron.gradnorm.capture import Capture
-    from oblr_megatron.gradnorm.estimate import Sketches
+    from oblr_megatron.gradnorm.accumulate import Capture
+    from oblr_megatron.gradnorm.sketch import Sketches
     from oblr_megatron.types import MicroBatch
 
 Splits = Sequence[tuple[int, int]]

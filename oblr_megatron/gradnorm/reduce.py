@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.gradnorm.kernels import row_dots, row_sq_norms
 from oblr_megatron.gradnorm.rules import Kind, Rule
+from oblr_megatron.model.sq_norms import row_dots, row_sq_norms
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from oblr_megatron.gradnorm.capture import Capture
-    from oblr_megatron.gradnorm.rows import TokenRows
+    from oblr_megatron.gradnorm.accumulate import Capture
+    from oblr_megatron.gradnorm.embedding_rows import TokenRows
     from oblr_megatron.model.parallel import Parallel
 
 

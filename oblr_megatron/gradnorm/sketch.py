@@ -24,11 +24,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.gradnorm.products import multiply, product, sum_dtype, widen
+from oblr_megatron.gradnorm.rules import Kind, Rule, classify
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from oblr_megatron.gradnorm.reduce import Reducer
     from oblr_megatron.gradnorm.segments import Segments
+    from oblr_megatron.model.qwen3 import Policy
 
 
 class Sketch:
@@ -77,3 +80,42 @@ def _projected(factor: Tensor, signs: Tensor) -> Tensor:
     out = torch.empty(len(flat), len(signs), dtype=sum_dtype(factor), device=factor.device)
     multiply(flat[None], signs.to(flat.dtype).t()[None], out[None])
     return out.unflatten(0, factor.shape[:-1])
+
+
+class Sketches:
+    """A projection for every linear layer that is large enough for it to pay.
+
+    Shards of one weight have projections of their own; the ranks that share sequences have the same.
+    """
+
+    def __init__(self, policy: Policy, size: int, seed: int) -> None:
+        parallel = policy.parallel
+        where = f"{parallel.pp_rank}/{parallel.tp_rank}"
+        self._sketches = {
+            id(rule.param): Sketch(
+                (rule.param.shape[0], rule.param.shape[1]),
+                size,
+                seed,
+                f"{where}/{rule.chunk}/{rule.name}",
+                rule.param.dtype if rule.param.dtype == torch.float64 else torch.float32,
+                parallel.device,
+            )
+            for rule in classify(policy)
+            if _sketched(rule, size)
+        }
+
+    def covers(self, rule: Rule) -> bool:
+        """Whether this parameter's norms are estimated."""
+        return id(rule.param) in self._sketches
+
+    def sq_norms(self, rule: Rule, x: Tensor, dy: Tensor, segments: Segments, reducer: Reducer) -> Tensor:
+        """[n] fp64 estimates of a linear layer's squared norms, as far as this rank counts them."""
+        small = self._sketches[id(rule.param)].project(x, dy, segments)  # [n, m, m]
+        reducer.over_context(small)
+        norms = small.to(torch.float64).square().sum(dim=(1, 2))
+        return norms if reducer.parallel.cp_rank == 0 else torch.zeros_like(norms)
+
+
+def _sketched(rule: Rule, size: int) -> bool:
+    matrix = rule.tapped and rule.kind is Kind.SHARD and not rule.expert and rule.param.dim() == 2
+    return matrix and not rule.name.startswith("embedding") and min(rule.param.shape) > 2 * size

@@ -7,6 +7,7 @@ gradient in `main_grad` is a sum over their samples; with fewer expert-parallel 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -21,7 +22,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from oblr_megatron.checks import num_experts
+from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.router import Router
 
@@ -30,6 +31,21 @@ if TYPE_CHECKING:
     from oblr_megatron.model.qwen3 import Policy
     from oblr_megatron.model.taps import Splits, SplitsFn
     from oblr_megatron.model.transformer_config import HFConfig
+
+_EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+|(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
+
+
+def with_global_expert(name: str, first: int) -> str:
+    """The parameter's name with its expert counted over all expert-parallel ranks.
+
+    Example: ("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", 4) -> "... local_experts.5 ...".
+    Names of other parameters stay as they are.
+
+    Args:
+        name: in megatron-core, on this rank.
+        first: the global index of this rank's first expert.
+    """
+    return _EXPERT.sub(lambda index: str(first + int(index[0])), name)
 
 
 def moe_fields(

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 
-from oblr_megatron.gradnorm.kernels import dot
 from oblr_megatron.model.optimizer import over_parameters
 from oblr_megatron.model.shards import held, is_sharded, pieces, put_back
+from oblr_megatron.model.sq_norms import dot
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -28,11 +28,11 @@ from torch import nn
 
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.errors import RunError
-from oblr_megatron.gradnorm.kernels import sq_norm
 from oblr_megatron.model import cpu, moe
 from oblr_megatron.model.qwen3 import Policy
 from oblr_megatron.model.sharded_optimizer import load_sharded_state, sharded_state
 from oblr_megatron.model.shards import held, is_sharded
+from oblr_megatron.model.sq_norms import sq_norm
 
 Summand = Callable[[str, nn.Parameter, slice], torch.Tensor]
 """Global name, this rank's shard, what of it to look at when flattened -> fp64 scalar of a sum over these elements."""

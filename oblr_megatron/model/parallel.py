@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from oblr_megatron.checks import check_world_size
+from oblr_megatron.checks.layout import check_world_size
 from oblr_megatron.config import ParallelConfig
 from oblr_megatron.model import cpu
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oblr_megatron.machine_checks import Machine, transformer_engine_chosen
-from oblr_megatron.packages import TRANSFORMER_ENGINE
+from oblr_megatron.checks.machine import Machine, transformer_engine_chosen
+from oblr_megatron.checks.packages import TRANSFORMER_ENGINE
 
 if TYPE_CHECKING:
     from oblr_megatron.config import ModelConfig

@@ -26,8 +26,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from oblr_megatron.checks import check_attention, check_model
+from oblr_megatron.checks.layout import check_attention, check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
+from oblr_megatron.config.padding import Padding, padding_of
 from oblr_megatron.model import moe
 from oblr_megatron.model.attention import RMSNorm, SdpaAttention
 from oblr_megatron.model.parallel import Parallel
@@ -35,8 +36,6 @@ from oblr_megatron.model.precision import uses_transformer_engine
 from oblr_megatron.model.taps import Tap, install
 from oblr_megatron.model.te_taps import install_te
 from oblr_megatron.model.transformer_config import HFConfig, transformer_config_of, with_sizes
-from oblr_megatron.padding import Padding, padding_of
-from oblr_megatron.weights.names import with_global_expert
 
 
 @dataclass(slots=True)
@@ -83,7 +82,7 @@ class Policy:
         local, rest = name.removeprefix(prefix).split(".", 1)
         name = f"{prefix}{module.decoder.layers[int(local)].layer_number - 1}.{rest}"
         experts = self.transformer_config.num_moe_experts or 0
-        return with_global_expert(name, experts // self.parallel.ep_size * self.parallel.ep_rank)
+        return moe.with_global_expert(name, experts // self.parallel.ep_size * self.parallel.ep_rank)
 
 
 def build_policy(

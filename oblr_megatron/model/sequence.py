@@ -19,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn import functional
 
-from oblr_megatron.padding import Padding
+from oblr_megatron.config.padding import Padding
 from oblr_megatron.types import MicroBatch
 
 if TYPE_CHECKING:

@@ -22,11 +22,12 @@ from typing import Any
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import ENVIRONMENT_FILE, read_metrics, write_whole
-from oblr_megatron.model_configs import model_config
-from oblr_megatron.performance.hardware import device_named
+from oblr_megatron.model.published import model_config
+from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import Constants, Machine, as_table, cpu_machine
-from oblr_megatron.planner.cost import Setting, training_phases
 from oblr_megatron.planner.sampling_cost import push_phase, rollout_phase
+from oblr_megatron.planner.setting import Setting
+from oblr_megatron.planner.training_cost import training_phases
 
 RIDGE = 1e-3
 FAR = 0.2
@@ -74,7 +75,7 @@ def fit(observations: Sequence[Observation], start: Constants, names: Sequence[s
     Raises:
         UserError: scipy is not installed, or there is nothing to fit to.
     """
-    from oblr_megatron.study.summary import require_scipy
+    from oblr_megatron.checks.packages import require_scipy
 
     require_scipy()
     from scipy.optimize import least_squares

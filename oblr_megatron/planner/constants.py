@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.performance.hardware import Device
+from oblr_megatron.observe.performance.hardware import Device
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oblr_megatron.config import Config
-from oblr_megatron.gradnorm.passes import longest_sample
-from oblr_megatron.performance.flops import active_parameters, forward_flops, total_parameters
-from oblr_megatron.planner.cost import Phase
+from oblr_megatron.memory.engine import EngineMemory, engine_bytes, engine_sizes
+from oblr_megatron.memory.pass_plan import longest_sample
+from oblr_megatron.observe.performance.flops import active_parameters, forward_flops, total_parameters
 from oblr_megatron.planner.exchange import Links
-from oblr_megatron.rollout.engine_memory import EngineMemory, engine_bytes, engine_sizes
+from oblr_megatron.planner.setting import Phase
 
 if TYPE_CHECKING:
-    from oblr_megatron.gradnorm.rank_sizes import RankSizes
-    from oblr_megatron.planner.cost import Setting
+    from oblr_megatron.memory.rank_shapes import RankSizes
+    from oblr_megatron.planner.setting import Setting
     from oblr_megatron.planner.stage import Terms
 
 PUSH_COPIES = 2  # into a bucket, and out of it; each reads and writes

@@ -15,18 +15,19 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from oblr_megatron.checks import check_layout, num_experts
+from oblr_megatron.checks.layout import check_layout, num_experts
 from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import size
-from oblr_megatron.gradnorm.choose import resolve
-from oblr_megatron.gradnorm.memory import MemoryEstimate
-from oblr_megatron.gradnorm.passes import longest_sample
-from oblr_megatron.planner.cost import Phase, Prediction, Setting, prediction_of, training_phases
+from oblr_megatron.memory.engine import engine_bytes
+from oblr_megatron.memory.pass_plan import longest_sample
+from oblr_megatron.memory.select_mode import resolve
+from oblr_megatron.memory.training import MemoryEstimate
 from oblr_megatron.planner.request import Request
 from oblr_megatron.planner.sampling_cost import push_phase, rollout_phase
+from oblr_megatron.planner.setting import Phase, Prediction, Setting, prediction_of
+from oblr_megatron.planner.training_cost import training_phases
 from oblr_megatron.preflight import check_dealing, check_settings
-from oblr_megatron.rollout.engine_memory import engine_bytes
 
 ROWS = (1, 2, 4)  # longest samples of a microbatch
 MOST_STAGES, MOST_CONTEXT = 32, 8

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oblr_megatron.gradnorm.rank_sizes import RankSizes, Tokens
+from oblr_megatron.memory.rank_shapes import RankSizes, Tokens
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config

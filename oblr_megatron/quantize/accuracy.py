@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from oblr_megatron.evaluation.accuracy import is_right, wilson_interval
 from oblr_megatron.evaluation.answers import greedy_verdicts
-from oblr_megatron.evaluation.figures import is_right, wilson_interval
 from oblr_megatron.evaluation.setup import opened
 from oblr_megatron.types import Prompt, Sample
 

@@ -17,12 +17,12 @@ import torch
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.hf_write import whole_directory
 from oblr_megatron.checkpoint.store import sync
-from oblr_megatron.console import progress
+from oblr_megatron.observe.console import progress
 from oblr_megatron.quantize import fp8
 from oblr_megatron.quantize.accuracy import Accuracy, with_transformers, with_vllm
 from oblr_megatron.quantize.calibration import PackedRows, Rows, pack
 from oblr_megatron.quantize.fidelity import LogitComparison, LogitError
-from oblr_megatron.quantize.report import REPORT, Calibrated, Report
+from oblr_megatron.quantize.summary import REPORT, Calibrated, Report
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.types import Prompt
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
-from oblr_megatron.rewards.pool import Outcome, Pool
-from oblr_megatron.rewards.workers import START_S
+from oblr_megatron.rewards.workers.fork_client import START_S
+from oblr_megatron.rewards.workers.pool import Outcome, Pool
 from oblr_megatron.types import Prompt, Sample
 
 Fault = Literal["failed", "late"]

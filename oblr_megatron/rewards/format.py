@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import PooledReward, Reward, RewardResult, collect, pair
-from oblr_megatron.rewards.extract import boxed, complete_boxes
-from oblr_megatron.rewards.pool import Pool
+from oblr_megatron.rewards.verifier.extract import boxed, complete_boxes
+from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, group_size, texts, whole_groups
-from oblr_megatron.rewards.calls import BATCH, SINGLE, kind_of, parameter_names
-from oblr_megatron.rewards.nursery import resolve
-from oblr_megatron.rewards.pool import Pool
+from oblr_megatron.rewards.workers.calls import BATCH, SINGLE, kind_of, parameter_names
+from oblr_megatron.rewards.workers.fork_server import resolve
+from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
 
 GRACE_S = 1.0

@@ -13,8 +13,8 @@ import aiohttp
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult, collect, group_size, texts, whole_groups
 from oblr_megatron.rewards.http_client import Rows, Service
-from oblr_megatron.rewards.pool import Outcome
-from oblr_megatron.rollout.http_loop import HttpLoop, open_session
+from oblr_megatron.rewards.workers.pool import Outcome
+from oblr_megatron.runtime.http_loop import HttpLoop, open_session
 from oblr_megatron.types import Prompt, Sample
 
 SCHEMES = {"http": 80, "https": 443}

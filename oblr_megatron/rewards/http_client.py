@@ -20,8 +20,8 @@ from email.utils import parsedate_to_datetime
 
 import aiohttp
 
-from oblr_megatron.rewards.calls import BATCH, finite
-from oblr_megatron.rewards.pool import Outcome
+from oblr_megatron.rewards.workers.calls import BATCH, finite
+from oblr_megatron.rewards.workers.pool import Outcome
 
 BACKOFF_S = 0.2
 TOO_MANY, FAILED = 429, 500

@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import cache
 
 from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, pair
-from oblr_megatron.rewards.compare import Unsettled, equal_answers, unsettled
-from oblr_megatron.rewards.extract import boxed
-from oblr_megatron.rewards.pool import Outcome, Pool
-from oblr_megatron.rewards.tolerance import within
+from oblr_megatron.rewards.verifier.compare import Unsettled, equal_answers, unsettled
+from oblr_megatron.rewards.verifier.extract import boxed
+from oblr_megatron.rewards.verifier.tolerance import within
+from oblr_megatron.rewards.workers.pool import Outcome, Pool
 from oblr_megatron.types import Prompt, Sample
 
 WORKERS = 2  # of `grade`
@@ -57,8 +57,8 @@ def settle(answer: str, gold: str, tolerance: str = "") -> bool | None:
 
 def make_pool(num_workers: int, deadline_s: float) -> Pool:
     """Workers that judge extracted answers."""
-    judge = "oblr_megatron.rewards.symbolic:judge"
-    prepare = "oblr_megatron.rewards.latex:warm_up"
+    judge = "oblr_megatron.rewards.verifier.symbolic:judge"
+    prepare = "oblr_megatron.rewards.verifier.latex:warm_up"
     return Pool(judge, num_workers=num_workers, deadline_s=deadline_s, prepare=prepare)
 
 

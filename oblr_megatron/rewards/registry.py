@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from oblr_megatron.config_reward import RewardConfig, RewardTermConfig
+from oblr_megatron.config.reward import RewardConfig, RewardTermConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.combined import CombinedReward, Term
 from oblr_megatron.rewards.exact import ExactMatchReward
-from oblr_megatron.rewards.extract import EXTRACTIONS
 from oblr_megatron.rewards.format import BoxFormatReward, PatternFormatReward, check_pattern
 from oblr_megatron.rewards.function import FunctionReward, check_function
 from oblr_megatron.rewards.http import HttpReward, bearer_key, check_service, is_url
 from oblr_megatron.rewards.math import MathReward
 from oblr_megatron.rewards.overlong import OverlongReward, check_overlong
+from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
 
 
 def _math(extract: Callable[[str], str | None], config: RewardConfig, max_response_tokens: int) -> Reward:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from oblr_megatron.rewards.base import Reward, RewardResult, group_size, joined
-from oblr_megatron.rollout.exchange import Exchange, attempt, raise_first
+from oblr_megatron.runtime.collectives import Exchange, attempt, raise_first
 from oblr_megatron.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)

@@ -19,16 +19,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from oblr_megatron.errors import EngineLostError, RunError
-from oblr_megatron.rollout.engine import PushStats, RolloutEngine, SamplingRequest
-from oblr_megatron.rollout.exchange import Exchange, Outcome, attempt, raise_first
-from oblr_megatron.rollout.gpu_memory import give_back_cached
+from oblr_megatron.engine.gpu_memory import give_back_cached
+from oblr_megatron.engine.handle import Deadlines, VllmEngine
+from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
+from oblr_megatron.errors import DamagedError, EngineLostError, RunError
 from oblr_megatron.rollout.placement import engine_spec, place
 from oblr_megatron.rollout.push import Pusher
 from oblr_megatron.rollout.recovery import Recovery
-from oblr_megatron.rollout.versions import check_batch
-from oblr_megatron.rollout.vllm_local import Deadlines, VllmEngine
-from oblr_megatron.weights.manifest import DamagedError
+from oblr_megatron.rollout.staleness import check_batch
+from oblr_megatron.runtime.collectives import Exchange, Outcome, attempt, raise_first
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config

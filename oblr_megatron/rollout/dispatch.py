@@ -9,7 +9,7 @@ from typing import Any
 
 from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
 from oblr_megatron.rollout.balance import Balance, Task
-from oblr_megatron.rollout.vllm_server import ServerLostError, ServerRefusedError, VllmServer, reasons
+from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError, VllmServer, reasons
 
 LATE_SECONDS = 5.0
 """A request may last longer than the whole, so that the whole's deadline is the one that ends it."""

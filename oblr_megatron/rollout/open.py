@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
+    from oblr_megatron.engine.protocol import RolloutEngine
     from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.rollout.engine import RolloutEngine
 
 
 def open_engines(config: Config, parallel: Parallel) -> RolloutEngine:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.checks.lengths import max_model_len
+from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.errors import UserError
-from oblr_megatron.rollout.engine import EngineSpec, max_model_len
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config

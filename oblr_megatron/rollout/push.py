@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oblr_megatron.config_rollout import WeightsConfig
-from oblr_megatron.errors import RunError
-from oblr_megatron.rollout.engine import PushStats
-from oblr_megatron.weights.manifest import Manifest, Source, WeightError, manifest_of
+from oblr_megatron.config.rollout import WeightsConfig
+from oblr_megatron.engine.protocol import PushStats
+from oblr_megatron.errors import RunError, WeightError
+from oblr_megatron.weights.manifest import Manifest, Source, manifest_of
 from oblr_megatron.weights.names import ModelShape
 from oblr_megatron.weights.shm import bucket_capacity
 from oblr_megatron.weights.verify import Digests, expected_digests, first_difference
@@ -20,7 +20,7 @@ from oblr_megatron.weights.verify import Digests, expected_digests, first_differ
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
-    from oblr_megatron.rollout.vllm_local import VllmEngine
+    from oblr_megatron.engine.handle import VllmEngine
 
 FEEDING, LOOKING_ON = 0, 1
 """vLLM's trainer engines take a rank, and rank 0 speaks to its engine; here every owner does, each to its own."""
@@ -87,13 +87,13 @@ class Pusher:
     def _make_sender(self, source: Any, manifest: Manifest) -> TrainerWeightTransferEngine[Any]:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-        from oblr_megatron.rollout.vllm_plugin import register_transfer_engines
+        from oblr_megatron.engine.plugin import register_transfer_engines
 
         register_transfer_engines()
         return WeightTransferTrainerFactory.trainer_init(self._init_info(manifest), client=self._client, source=source)
 
     def _init_info(self, manifest: Manifest) -> TrainerInitInfo:
-        from oblr_megatron.weights.transfer import IpcTrainerInitInfo, ShmTrainerInitInfo
+        from oblr_megatron.engine.transfer import IpcTrainerInitInfo, ShmTrainerInitInfo
 
         rank = LOOKING_ON if self._engine is None else FEEDING
         if self._device.type == "cuda":  # vLLM's engine sends whole tensors: its buffer has room for the largest

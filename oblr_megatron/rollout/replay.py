@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.errors import RunError, UserError
-from oblr_megatron.rollout.engine import PushStats, RolloutEngine, SamplingRequest
-from oblr_megatron.rollout.saved import MEND, SavedStep, read_step, step_path
-from oblr_megatron.rollout.versions import StaleSampleError, staleness
+from oblr_megatron.rollout.staleness import StaleSampleError, staleness
+from oblr_megatron.rollout.step_file import MEND, SavedStep, read_step, step_path
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config

@@ -7,12 +7,12 @@ import os
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
+from oblr_megatron.checks.lengths import max_model_len
+from oblr_megatron.engine.http_messages import PROTOCOL, Info, shapes_digest
 from oblr_megatron.errors import RunError, UserError
-from oblr_megatron.rollout.engine import max_model_len
-from oblr_megatron.rollout.http_messages import PROTOCOL, Info, shapes_digest
 from oblr_megatron.rollout.placement import engine_dtype
-from oblr_megatron.rollout.vllm_server import ServerLostError, VllmServer
-from oblr_megatron.weights.manifest import checkpoint_shapes
+from oblr_megatron.rollout.server_client import ServerLostError, VllmServer
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config

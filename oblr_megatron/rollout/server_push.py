@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
-from oblr_megatron.errors import EngineLostError
-from oblr_megatron.rollout import http_messages as http
-from oblr_megatron.rollout.engine import PushStats
-from oblr_megatron.rollout.http_loop import HttpLoop
-from oblr_megatron.rollout.vllm_server import ServerLostError, VllmServer, reasons
-from oblr_megatron.weights.manifest import Manifest, Source, WeightError, manifest_of
+from oblr_megatron.engine import http_messages as http
+from oblr_megatron.engine.protocol import PushStats
+from oblr_megatron.errors import EngineLostError, WeightError
+from oblr_megatron.rollout.server_client import ServerLostError, VllmServer, reasons
+from oblr_megatron.runtime.http_loop import HttpLoop
+from oblr_megatron.weights.manifest import Manifest, Source, manifest_of
 from oblr_megatron.weights.names import ModelShape
 from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, bucket_capacity, fill_buckets
 from oblr_megatron.weights.verify import Digests, expected_digests, first_difference
@@ -75,7 +75,7 @@ class SharedMemoryPlane:
 
     async def connect(self, server: VllmServer, open_push: OpenPush) -> None:
         """Tell the server where the memory is."""
-        from oblr_megatron.weights.transfer_server import PeerMemory
+        from oblr_megatron.engine.transfer_server import PeerMemory
 
         assert self._buffer is not None, "reserve comes first"
         await open_push(PeerMemory.of(self._buffer).as_dict())
@@ -265,7 +265,7 @@ def push(
     Raises:
         RunError: a server took it not, or (EngineLostError) none is left.
     """
-    from oblr_megatron.weights.transfer import ShmUpdateInfo
+    from oblr_megatron.engine.transfer import ShmUpdateInfo
 
     manifest = manifest_of(source)
     capacity = plane.capacity(manifest)

@@ -21,17 +21,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from oblr_megatron.engine.http_messages import GenerateBody, Holding
+from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
 from oblr_megatron.rollout.balance import Balance
 from oblr_megatron.rollout.dispatch import dispatch
-from oblr_megatron.rollout.engine import PushStats, RolloutEngine, SamplingRequest
-from oblr_megatron.rollout.exchange import Exchange, Outcome, attempt, raise_first
-from oblr_megatron.rollout.http_loop import HttpLoop
-from oblr_megatron.rollout.http_messages import GenerateBody, Holding
 from oblr_megatron.rollout.recovery import Recovery
+from oblr_megatron.rollout.server_client import VllmServer, reasons
 from oblr_megatron.rollout.server_push import DataPlane, ServerPusher, SharedMemoryPlane, push
-from oblr_megatron.rollout.versions import check_batch
-from oblr_megatron.rollout.vllm_server import VllmServer, reasons
+from oblr_megatron.rollout.staleness import check_batch
+from oblr_megatron.runtime.collectives import Exchange, Outcome, attempt, raise_first
+from oblr_megatron.runtime.http_loop import HttpLoop
 from oblr_megatron.weights.names import ModelShape
 
 if TYPE_CHECKING:
@@ -270,6 +270,6 @@ def _plane(config: Config, parallel: Parallel) -> DataPlane:
     bucket_bytes = config.weights.bucket_mib * 2**20
     if parallel.device.type != "cuda":
         return SharedMemoryPlane(bucket_bytes)
-    from oblr_megatron.weights.nccl_plane import NcclPlane
+    from oblr_megatron.rollout.nccl_push import NcclPlane
 
     return NcclPlane(bucket_bytes, parallel.device)

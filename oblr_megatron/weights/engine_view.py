@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from oblr_megatron.weights.manifest import WeightError
+from oblr_megatron.errors import WeightError
 
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """Parameters of vLLM's fused experts, [experts, rows, columns], and whose rows are in each of them."""

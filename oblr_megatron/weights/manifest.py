@@ -10,23 +10,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from oblr_megatron.checkpoint.hf_dir import check_hf_dir
-from oblr_megatron.errors import RunError
-from oblr_megatron.weights.names import HF_OUTPUT
-
-
-class WeightError(RunError):
-    """A push is not what the model is made of, or what arrived is not what was sent."""
-
-
-class DamagedError(WeightError):
-    """A bucket's bytes are not those that were sent; sent once more they may arrive."""
+from oblr_megatron.errors import WeightError
 
 
 class Source(Protocol):
@@ -117,22 +106,6 @@ Manifest = tuple[TensorSpec, ...]
 def manifest_of(source: Source) -> Manifest:
     """What a source declares."""
     return tuple(TensorSpec.of(meta.name, meta.dtype, meta.shape) for meta in source.metadata())
-
-
-def checkpoint_shapes(path: Path, *, quantized: bool = False) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that an engine of a Hugging Face directory holds, from headers alone.
-
-    An output layer that is stored although the model ties it to the embedding is left out: no engine holds it.
-
-    Args:
-        path: the directory.
-        quantized: take what `oblr-megatron quantize` writes as well; scales are left out.
-
-    Raises:
-        UserError: the directory is not a complete checkpoint.
-    """
-    found = check_hf_dir(path, quantized=quantized)
-    return {name: size for name, size in found.shapes.items() if not (found.tied and name == HF_OUTPUT)}
 
 
 def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]], dtype: str | None = None) -> None:

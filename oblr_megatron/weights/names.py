@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from oblr_megatron.checks import num_experts
+from oblr_megatron.checks.layout import num_experts
 
 Cut = Literal["replicated", "rows", "columns", "vocab", "gate_up", "qkv"]
 
@@ -171,22 +171,6 @@ def entry(name: str, shape: ModelShape) -> Entry:
         raise KeyError(f"unknown Megatron parameter {name!r}")
     cut, hf = _IN_LAYER[inside]
     return Entry(name, cut, tuple(f"model.layers.{match[1]}.{tensor}" for tensor in hf), _shapes(inside, shape))
-
-
-def with_global_expert(name: str, first: int) -> str:
-    """The name with the expert counted over all expert-parallel ranks, where this rank's experts begin at `first`.
-
-    Example: ("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", 4) -> "... local_experts.5 ...".
-    Names of anything but an expert stay as they are.
-    """
-    match = _LAYER.fullmatch(name)
-    expert, part = _expert_of(match[2]) if match else (None, "")
-    if match is None or expert is None:
-        return name
-    prefix = f"decoder.layers.{match[1]}.mlp.experts."
-    if name.startswith(f"{prefix}local_experts."):
-        return f"{prefix}local_experts.{first + expert}.{part}.weight"
-    return f"{prefix}{part}.weight{first + expert}"
 
 
 def _expert_of(inside: str) -> tuple[int | None, str]:

@@ -25,7 +25,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from oblr_megatron.weights.manifest import DamagedError, Manifest, Part, Source, WeightError, manifest_of, views_of
+from oblr_megatron.errors import DamagedError, WeightError
+from oblr_megatron.weights.manifest import Manifest, Part, Source, manifest_of, views_of
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this, so that any dtype can be viewed in place and copies are vectorised."""

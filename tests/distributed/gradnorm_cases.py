@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from oblr_megatron.algo.importance import truncated_ratios
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.data.packing import one_per_microbatch
-from oblr_megatron.gradnorm.reference import reference_gradient, reference_logprobs
+from oblr_megatron.gradnorm.oracle import reference_gradient, reference_logprobs
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import Policy, build_policy
-from oblr_megatron.rollout.correction import truncated_ratios
 from oblr_megatron.types import MicroBatch, Sample
 from tests.tiny import VOCAB
 

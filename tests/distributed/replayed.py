@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.rollout.saved import SavedStep, write_step
+from oblr_megatron.rollout.step_file import SavedStep, write_step
 from oblr_megatron.types import Prompt, Sample
 from tests.distributed.launch import run_ranks
 from tests.tiny import VOCAB, make_hf_dir
@@ -76,7 +76,7 @@ def train(config: Config, ranks: int = 1, *, status: int = 0) -> str:
 
 def train_here(config: Config) -> tuple[int, str]:
     """A run in this process, a rank; exit status and what it said."""
-    from oblr_megatron.cli import guarded
+    from oblr_megatron.runtime.command_line import guarded
     from oblr_megatron.train import run_training
 
     names = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": dist.get_rank()}

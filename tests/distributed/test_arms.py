@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oblr_megatron.config_algo import PRESETS
+from oblr_megatron.config.algo import PRESETS
 from tests.distributed.launch import run_ranks
 from tests.distributed.replayed import certain, config_of, exported, make_inputs, train, train_here
 

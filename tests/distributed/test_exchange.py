@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from oblr_megatron.errors import DeadlineError, EngineDeadlineError, EngineLostError, RunError
-from oblr_megatron.rollout.exchange import Exchange, attempt, raise_first
-from oblr_megatron.weights.manifest import DamagedError
+from oblr_megatron.errors import DamagedError, DeadlineError, EngineDeadlineError, EngineLostError, RunError
+from oblr_megatron.runtime.collectives import Exchange, attempt, raise_first
 from tests.distributed.launch import run_ranks
 
 RANKS = 3

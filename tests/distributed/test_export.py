@@ -21,11 +21,11 @@ from oblr_megatron.config import ModelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import Policy, build_policy
-from oblr_megatron.study.live_bytes import LiveBytes
 from oblr_megatron.weights.export import MegatronWeights, vllm_source
 from oblr_megatron.weights.manifest import manifest_of
 from oblr_megatron.weights.names import ModelShape, table
 from oblr_megatron.weights.shm import HALVES, SharedBuffer, bucket_capacity, fill_buckets
+from studies.live_bytes import LiveBytes
 from tests.distributed.launch import layout, run_ranks
 from tests.tiny import make_hf_dir
 

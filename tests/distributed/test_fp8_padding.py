@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from oblr_megatron.config import Config
-from oblr_megatron.padding import FP8_TOKENS
+from oblr_megatron.config.padding import FP8_TOKENS
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import RTOL, config_of, relative_difference, step_of
 from tests.tiny import make_hf_dir

@@ -48,7 +48,7 @@ def on_ranks(path: str, cases: list[tuple[int, int, bool]]) -> list[dict[str, fl
     from transformers import Qwen3Config
 
     from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient import TrainingGradient
+    from oblr_megatron.gradient.step import TrainingGradient
     from oblr_megatron.model.qwen3 import build_policy
 
     found = []
@@ -80,7 +80,7 @@ def expected(path: str) -> dict[str, float]:
     from safetensors.torch import load_file
     from transformers import Qwen3Config
 
-    from oblr_megatron.gradnorm.reference import reference_gradient, reference_logprobs
+    from oblr_megatron.gradnorm.oracle import reference_gradient, reference_logprobs
 
     config = Qwen3Config.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}

@@ -49,7 +49,7 @@ def energies(path: str) -> torch.Tensor:
     from safetensors.torch import load_file
     from transformers import Qwen3Config
 
-    from oblr_megatron.gradnorm.reference import reference_logits
+    from oblr_megatron.gradnorm.oracle import reference_logits
 
     config = Qwen3Config.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}

@@ -110,7 +110,7 @@ def step_of(path: str, parallel: Any, config: Config) -> dict[str, Any]:
     from oblr_megatron.algo.baseline import active_groups
     from oblr_megatron.algo.weighing import Weighing
     from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient import TrainingGradient
+    from oblr_megatron.gradient.step import TrainingGradient
     from oblr_megatron.model.qwen3 import build_policy
 
     policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
@@ -154,7 +154,7 @@ def expected(path: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     from oblr_megatron.algo.weighing import Weighing
-    from oblr_megatron.gradnorm.reference import reference_gradient, reference_logprobs
+    from oblr_megatron.gradnorm.oracle import reference_gradient, reference_logprobs
 
     hf_config = AutoConfig.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
@@ -225,7 +225,7 @@ def with_a_broken_sample(path: str) -> dict[str, tuple[torch.Tensor, bool, float
 
     from oblr_megatron.algo.weighing import Weighing
     from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient import TrainingGradient
+    from oblr_megatron.gradient.step import TrainingGradient
     from oblr_megatron.model.qwen3 import build_policy
 
     samples = make_samples()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedConfig
 
-from oblr_megatron.gradnorm.memory import estimate
+from oblr_megatron.memory.training import estimate
 from oblr_megatron.model.parallel import initialize, shutdown
 from tests.distributed.launch import run_ranks
 from tests.live import peak_of_step, step_config

@@ -1,6 +1,6 @@
 """A mixture of experts in every kind of layout: logits, gradients, a step, per-sample expert gradients, export.
 
-fp64, relative 1e-10, against the reference (tests/unit/gradnorm/test_reference_moe.py holds that against transformers).
+fp64, relative 1e-10, against the reference (tests/unit/gradnorm/test_oracle_moe.py holds that against transformers).
 Expert parallelism inside the data-parallel ranks, inside the tensor-parallel ranks, across both; whole and cut experts;
 one expert a rank and several; weights of a token's experts that sum to 1 and that do not; context parallelism,
 interleaved pipeline stages, recomputation.
@@ -25,7 +25,7 @@ from transformers import AutoConfig
 
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
-from oblr_megatron.gradnorm.reference import reference_gradient, reference_logits
+from oblr_megatron.gradnorm.oracle import reference_gradient, reference_logits
 from oblr_megatron.model.optimizer import PolicyOptimizer, grad_sq_norm
 from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule

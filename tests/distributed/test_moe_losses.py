@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.gradnorm import reference
-from oblr_megatron.gradnorm.reference import reference_logprobs, reference_sq_norms
+from oblr_megatron.gradnorm import oracle as reference
+from oblr_megatron.gradnorm.oracle import reference_logprobs, reference_sq_norms
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients
 from tests.distributed.test_gradient import FOLDS, GROUP, NUM_PROMPTS, coefficients, make_samples
@@ -73,7 +73,7 @@ def config_of(path: str, options: dict[str, Any], folds: int) -> Config:
 def on_ranks(path: str, cases: Sequence[Case]) -> dict[str, tuple[Outcome, Tensor, dict[str, float]]]:
     """Of each case: this rank's gradient, the norms of all samples, what the routers say of themselves."""
     from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient import TrainingGradient
+    from oblr_megatron.gradient.step import TrainingGradient
     from oblr_megatron.model.qwen3 import build_policy
 
     found = {}

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from oblr_megatron.config import Config
-from oblr_megatron.gradient import TrainingGradient
+from oblr_megatron.gradient.step import TrainingGradient
 from tests.distributed.launch import run_ranks
 from tests.distributed.replayed import STEPS, config_of, make_inputs, train, train_here
 

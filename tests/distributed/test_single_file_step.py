@@ -79,7 +79,7 @@ def by_the_package(
     from oblr_megatron.algo.schedule import build_schedule
     from oblr_megatron.algo.weighing import Weighing
     from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient import TrainingGradient
+    from oblr_megatron.gradient.step import TrainingGradient
     from oblr_megatron.model.optimizer import PolicyOptimizer
     from oblr_megatron.model.qwen3 import build_policy
     from oblr_megatron.types import Judged

@@ -41,7 +41,7 @@ class Flattened:
 def norms(path: str, rows: int, flattened: bool) -> Tensor:
     from pathlib import Path
 
-    from oblr_megatron.gradnorm.capture import Capture
+    from oblr_megatron.gradnorm.accumulate import Capture
     from oblr_megatron.gradnorm.norm_sink import NormSink
     from oblr_megatron.gradnorm.reduce import Reducer
     from oblr_megatron.gradnorm.rules import classify

@@ -83,7 +83,7 @@ def step_of(path: str, start: str, parallel: Any, config: Config) -> tuple[Outco
     from oblr_megatron.algo.baseline import active_groups
     from oblr_megatron.algo.weighing import Weighing
     from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient import TrainingGradient
+    from oblr_megatron.gradient.step import TrainingGradient
     from oblr_megatron.model.qwen3 import build_policy
     from oblr_megatron.model.reference import Reference
     from tests.distributed.passes import whole_gradients
@@ -123,12 +123,12 @@ def mutated(name: str) -> Any:
         return difference
 
     if name == "penalty of active groups alone":
-        return patch("oblr_megatron.gradnorm.plain_pass.PlainPass.prepare", _without_penalised)
+        return patch("oblr_megatron.gradient.plain.PlainPass.prepare", _without_penalised)
     return {
         "": nullcontext(),
         "no cumulative sum": patch("oblr_megatron.algo.weighing.token_advantages", each_alone),
         "shifted tokens": patch.object(MicroBatch, "of_tokens", one_early),
-        "slope of the other penalty": patch("oblr_megatron.gradnorm.score.kl_slope", k2_slope),
+        "slope of the other penalty": patch("oblr_megatron.gradient.loss_fn.kl_slope", k2_slope),
         "unswapped reference": patch.object(Reference, "_swap", lambda self: None),
     }[name]
 
@@ -145,7 +145,7 @@ def expected(
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
-    from oblr_megatron.gradnorm.reference import reference_logits
+    from oblr_megatron.gradnorm.oracle import reference_logits
 
     shape = AutoConfig.from_pretrained(path)
     leaves = {k: v.double().requires_grad_() for k, v in load_file(Path(path) / "model.safetensors").items()}

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import psutil
 
-from oblr_megatron.launch import LATER_S
+from oblr_megatron.runtime.launch import LATER_S
 from tests.e2e.conftest import ROOT, environment
 
 RUN = """
 import os, sys, time
 import torch.distributed as dist
-from oblr_megatron.config_checkpoint import CheckpointConfig
-from oblr_megatron.stopping import StopRequest, die_with_launcher
+from oblr_megatron.config.checkpoint import CheckpointConfig
+from oblr_megatron.runtime.stopping import StopRequest, die_with_launcher
 
 directory, fate = sys.argv[1:]
 die_with_launcher()
@@ -45,7 +45,7 @@ with StopRequest(CheckpointConfig()) as stop:
 def launched(directory: Path, fate: str = "saves") -> Iterator[subprocess.Popen[str]]:
     """Two ranks of the script, begun; whatever is left at the end of the block is killed."""
     (directory / "script.py").write_text(RUN)
-    command = [sys.executable, "-m", "oblr_megatron.launch", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "oblr_megatron.runtime.launch", "--standalone", "--nproc-per-node", "2"]
     job = subprocess.Popen(
         [*command, str(directory / "script.py"), str(directory), fate],
         cwd=ROOT,
@@ -145,7 +145,7 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
 
 def test_a_signal_before_there_are_ranks_ends_the_launcher(tmp_path: Path) -> None:
     """It waits for a second node that never comes."""
-    command = [sys.executable, "-m", "oblr_megatron.launch", "--nnodes", "2", "--rdzv-backend", "c10d"]
+    command = [sys.executable, "-m", "oblr_megatron.runtime.launch", "--nnodes", "2", "--rdzv-backend", "c10d"]
     rendezvous = ["--rdzv-endpoint", "localhost:0", "--rdzv-id", "alone", "--nproc-per-node", "1"]
     with subprocess.Popen(
         [*command, *rendezvous, str(tmp_path / "none.py")],

@@ -19,9 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from oblr_megatron.checkpoint.store import checkpoints_of
 from oblr_megatron.config import WeightsConfig
-from oblr_megatron.errors import RunError
-from oblr_megatron.gradnorm.reference import reference_logits
-from oblr_megatron.weights.manifest import DamagedError
+from oblr_megatron.errors import DamagedError, RunError
+from oblr_megatron.gradnorm.oracle import reference_logits
 from oblr_megatron.weights.shm import Bucket, SharedBuffer
 from tests.e2e.conftest import ROOT, records
 from tests.e2e.forked import forked, forked_cli

@@ -17,10 +17,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
+from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.config import WeightsConfig
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import DamagedError, RunError
 from oblr_megatron.rollout.colocated import ColocatedEngines
-from oblr_megatron.weights.manifest import DamagedError, Manifest, checkpoint_shapes, manifest_of
+from oblr_megatron.weights.manifest import Manifest, manifest_of
 from oblr_megatron.weights.names import ModelShape
 from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, fill_buckets
 from oblr_megatron.weights.verify import expected_digests
@@ -67,7 +68,7 @@ class Line:
         self.call("finish_push", version=9)
 
     def send_buckets(self, source: Weights, damage: Damage | None = None) -> None:
-        from oblr_megatron.weights.transfer import ShmUpdateInfo
+        from oblr_megatron.engine.transfer import ShmUpdateInfo
 
         for index, bucket in enumerate(fill_buckets(source, CAPACITY, self.memory)):
             if damage is not None:

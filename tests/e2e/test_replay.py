@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oblr_megatron.rollout.saved import read_step, step_path
+from oblr_megatron.rollout.step_file import read_step, step_path
 from tests.e2e.conftest import records, run
 from tests.e2e.forked import CONFIG, forked, forked_cli
 

@@ -213,6 +213,6 @@ def test_shared_memory_has_no_name(rollout):
 
 
 def _request(engines):
-    from oblr_megatron.rollout.engine import SamplingRequest
+    from oblr_megatron.engine.protocol import SamplingRequest
 
     return SamplingRequest(group_size=1, temperature=1.0, max_tokens=4, seed=0)

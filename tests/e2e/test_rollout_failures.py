@@ -19,7 +19,7 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.errors import DeadlineError, RunError
-from oblr_megatron.stopping import SIGNALS
+from oblr_megatron.runtime.stopping import SIGNALS
 from tests.e2e.conftest import ROOT
 from tests.e2e.tiny_rollout import Weights, engine_processes, sample, start
 from tests.tiny import make_hf_dir
@@ -68,8 +68,8 @@ def test_what_an_engine_starts_takes_no_notice_either():
     """vLLM's workers set handlers of their own; so does this child, and says so if one is called."""
     child = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('ended')); print('up', flush=True); input()"
     program = (
-        "import subprocess, sys\nfrom oblr_megatron.rollout.vllm_worker import outlive\n"
-        "from oblr_megatron.stopping import SIGNALS\noutlive(SIGNALS)\n"
+        "import subprocess, sys\nfrom oblr_megatron.engine.worker import outlive\n"
+        "from oblr_megatron.runtime.stopping import SIGNALS\noutlive(SIGNALS)\n"
         f"subprocess.run([sys.executable, '-c', {child!r}])\nprint('whole')"
     )
     command = [sys.executable, "-c", program]

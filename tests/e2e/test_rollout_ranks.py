@@ -71,7 +71,7 @@ def one_rank(path, run_dir):
 
 def sample_on_one(engines):
     """The same request, all of it to this rank's own engine."""
-    from oblr_megatron.rollout.engine import SamplingRequest
+    from oblr_megatron.engine.protocol import SamplingRequest
 
     request = SamplingRequest(group_size=GROUP, temperature=1.0, max_tokens=32, seed=3)
     groups = engines._engine.generate([prompt.token_ids for prompt in make_prompts(PROMPTS)], request)

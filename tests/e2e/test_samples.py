@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.checkpoint.store import check_contents, checkpoints_of, read_manifest
+from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.engine.samples import to_sample
 from oblr_megatron.errors import RunError
 from oblr_megatron.rollout.colocated import ColocatedEngines
-from oblr_megatron.rollout.engine import SamplingRequest
-from oblr_megatron.rollout.vllm_samples import to_sample
 from oblr_megatron.types import Sample
 from tests.e2e.conftest import ROOT, environment, records, torchrun
 from tests.e2e.tiny_rollout import EOS, VOCAB, make_prompts, start

@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from oblr_megatron.engine import http_messages as http
 from oblr_megatron.errors import RunError, UserError
-from oblr_megatron.rollout import http_messages as http
 from oblr_megatron.rollout.server_checks import check_servers
 from oblr_megatron.rollout.servers import ServerEngines
 from oblr_megatron.weights import shm

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.rollout.colocated import ColocatedEngines
-from oblr_megatron.rollout.engine import SamplingRequest
 from oblr_megatron.types import Prompt, Sample
 from oblr_megatron.weights.manifest import TensorSpec
 

@@ -23,10 +23,10 @@ from oblr_megatron.algo.weighing import Weighing
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, ParallelConfig, parse_config
 from oblr_megatron.data.packing import one_per_microbatch
-from oblr_megatron.gradient import TrainingGradient
+from oblr_megatron.gradient.loss_fn import score_loss
+from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
 from oblr_megatron.gradnorm.rules import classify
-from oblr_megatron.gradnorm.score import score_loss
-from oblr_megatron.gradnorm.two_pass import sample_sq_grad_norms
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.model.step import run_schedule

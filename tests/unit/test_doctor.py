@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from oblr_megatron import doctor, packages
+from oblr_megatron import doctor
+from oblr_megatron.checks import packages
+from oblr_megatron.checks.machine import Machine
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
-from oblr_megatron.machine_checks import Machine
 
 REPO = Path(__file__).parents[2]
 NOTHING = dict.fromkeys((package.name for package in packages.PACKAGES), None)

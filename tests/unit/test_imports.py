@@ -1,15 +1,19 @@
-"""Who may import what: the pure half of the package stays free of megatron-core and vLLM, and part of it of torch.
+"""Which folder may import which, what imports no torch, and who may import megatron-core and vLLM.
 
-Each import runs in a fresh interpreter and looks at what was loaded, so that an import of an import counts. Not
-covered: what `importlib` is asked for by name.
+The order of folders is checked on the source of every file, imports inside functions and for types included. What a
+module loads is checked in a fresh interpreter, so that an import of an import counts. Not covered: modules that
+`importlib` is asked for by name.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,27 +21,52 @@ import pytest
 import oblr_megatron
 
 PACKAGE = Path(oblr_megatron.__file__).parent
+ROOT = PACKAGE.parent
+
+ORDER = (
+    *("errors", "formatting", "types", "timing", "config", "checks", "metrics", "runtime", "algo", "rewards", "data"),
+    *("memory", "model", "weights", "gradnorm", "checkpoint", "engine", "rollout", "gradient", "observe", "evaluation"),
+    *("preflight", "planner", "dryrun", "quantize", "cluster", "sampling", "run", "train", "doctor", "studies", "cli"),
+)
+"""Folders and root modules from the bottom up: each imports only what stands before it."""
 
 HEAVY = ("megatron", "vllm")
-PURE = ["types", "algo", "rewards", "data", "config", "errors", "gradnorm/kernels.py", "gradnorm/reference.py"]
-WITHOUT_TORCH = [
-    "config",
-    "errors",
-    "types",
-    "evaluation/figures.py",
-    "evaluation/items.py",
-    "evaluation/answers.py",
-    "evaluation/command.py",
-    "checks",
-    "checkpoint/hf_dir.py",
-    "checkpoint/store.py",
-    "stopping",
-    "data/rows.py",
-    "data/prompts.py",
-    "performance/flops.py",
-    "performance/hardware.py",
-]
-WITHOUT_TORCH += ["rewards/registry.py", "rewards/pool.py", "rewards/nursery.py"]
+PURE = ("types", "algo", "rewards", "data", "config", "errors", "gradnorm/oracle.py", "model/sq_norms.py")
+CLAIM = re.compile(r"(?i)\bimports? no (torch|vllm)\b")
+TORCH_FREE = ("torch", "transformers", "sympy", *HEAVY)
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package and the studies by its dotted name."""
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "studies").rglob("*.py")]
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+
+
+MODULES = sources()
+
+
+def room(module: str) -> str:
+    """The folder or root module of a name. Example: "oblr_megatron.algo.snr" -> "algo"."""
+    first, *rest = module.split(".")
+    return rest[0] if first == "oblr_megatron" and rest else first
+
+
+def imported(path: Path, *, types_too: bool = True) -> Iterator[str]:
+    """Modules of ours that a file imports, anywhere in it."""
+
+    def walk(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types_too:
+            return
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else node.module or ""
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child)
+
+    yield from (name for name in walk(ast.parse(path.read_text(encoding="utf-8"))) if name in MODULES)
 
 
 def modules(part: str) -> list[str]:
@@ -45,8 +74,7 @@ def modules(part: str) -> list[str]:
     path = PACKAGE / part
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path if path.suffix else path.with_suffix(".py")]
     assert files and all(file.is_file() for file in files), f"{part} is not there"
-    names = [".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files]
-    return [name.removesuffix(".__init__") for name in names]
+    return [name for name, file in MODULES.items() if file in files]
 
 
 def loaded_by(names: list[str], watched: tuple[str, ...]) -> list[str]:
@@ -56,34 +84,59 @@ def loaded_by(names: list[str], watched: tuple[str, ...]) -> list[str]:
     return list(json.loads(result.stdout.splitlines()[-1]))
 
 
+def test_no_import_runs_upward() -> None:
+    rank = {name: position for position, name in enumerate(ORDER)}
+    upward = [
+        f"{name} imports {target}"
+        for name, path in MODULES.items()
+        if name != "oblr_megatron"
+        for target in imported(path)
+        if target != "oblr_megatron" and rank[room(target)] > rank[room(name)]
+    ]
+    assert upward == []
+    assert {room(name) for name in MODULES} - {"oblr_megatron"} == set(ORDER)
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = {name: set(imported(path, types_too=False)) - {name} for name, path in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
 def test_the_pure_half_imports_neither_megatron_nor_vllm() -> None:
     names = [name for part in PURE for name in modules(part)]
     assert len(names) > 25
     assert loaded_by(names, HEAVY) == []
 
 
-def test_what_runs_before_any_process_needs_no_torch() -> None:
-    names = [name for part in WITHOUT_TORCH for name in modules(part)]
-    assert loaded_by(names, ("torch", "transformers", "sympy", *HEAVY)) == []
+def claims(what: str) -> list[str]:
+    """Modules with a docstring that says "Imports no torch" (or vllm), and all of a folder with such a docstring."""
+    found = set()
+    for name, path in MODULES.items():
+        text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
+        if what in [match.lower() for match in CLAIM.findall(text)]:
+            folder = f"{name}." if path.stem == "__init__" else name
+            found |= {other for other in MODULES if other == name or other.startswith(folder)}
+    return sorted(found)
 
 
-def imports(path: Path) -> set[str]:
-    """Everything a file imports, anywhere in it, as dotted names; `from a import b` counts as a and a.b."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+def test_modules_that_claim_to_import_no_torch_import_none() -> None:
+    names = claims("torch")
+    assert len(names) > 40
+    guilty = [name for name in names if loaded_by([name], TORCH_FREE)] if loaded_by(names, TORCH_FREE) else []
+    assert guilty == []
+
+
+def test_modules_that_claim_to_import_no_vllm_import_none() -> None:
+    names = claims("vllm")
+    assert names
+    assert loaded_by(names, ("vllm",)) == []
 
 
 def test_one_module_imports_megatrons_parallel_state() -> None:
-    using = {
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if any("parallel_state" in name for name in imports(path)) or "parallel_state." in code(path)
-    }
+    using = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "parallel_state" in code(path)}
     assert using == {"model/parallel.py"}
 
 
@@ -99,8 +152,5 @@ def code(path: Path) -> str:
 @pytest.mark.parametrize("part", ["algo", "rewards", "data", "config", "types"])
 def test_no_pure_module_imports_them_inside_a_function_either(part: str) -> None:
     for name in modules(part):
-        path = PACKAGE.parent / Path(*name.split("."))
-        file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
-        found = {imported.split(".")[0] for imported in imports(file)}
-        assert found.isdisjoint(HEAVY), file
-        assert not any(imported.startswith("oblr_megatron.model") for imported in imports(file)), file
+        text = code(MODULES[name])
+        assert not re.search(r"^\s*(from|import) (megatron|vllm)\b", text, re.MULTILINE), name

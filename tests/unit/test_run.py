@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from oblr_megatron import figures, run
+from oblr_megatron import run
 from oblr_megatron.config import parse_config
-from oblr_megatron.config_rollout import RolloutConfig
+from oblr_megatron.config.rollout import RolloutConfig
 from oblr_megatron.errors import RunError
 from oblr_megatron.metrics import describe
+from oblr_megatron.observe import step_metrics
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import GradientStats, Judged, Sample, StepGradient
@@ -131,8 +132,8 @@ def test_the_panel_needs_norms_and_not_stand_ins(tmp_path: Path) -> None:
 
 def test_a_token_wise_baseline_has_no_value_for_a_response(tmp_path: Path) -> None:
     algo = make_run(tmp_path, baseline="otb").config.algo
-    assert figures.of_baseline(algo, JUDGED, torch.zeros(2, 2)) == {}
-    found = figures.of_baseline(algo, JUDGED, torch.ones(2, 2))
+    assert step_metrics.of_baseline(algo, JUDGED, torch.zeros(2, 2)) == {}
+    found = step_metrics.of_baseline(algo, JUDGED, torch.ones(2, 2))
     assert "baseline/optimal/variance_ratio" in found and "gradnorm/sq_mean" in found
     assert not {"baseline/spread", "baseline/self_dependence", "baseline/variance_ratio_vs_rloo"} & set(found)
 
@@ -140,7 +141,7 @@ def test_a_token_wise_baseline_has_no_value_for_a_response(tmp_path: Path) -> No
 def test_figures_of_a_step() -> None:
     stats = GradientStats(-0.5, 4.0, 9.0, 2, 1.5, 1e-6, 0.0, 14)
     timing = {"timing_s/step": 3.0, "timing_s/evaluate": 1.0}
-    found = figures.of_step(SAMPLES, JUDGED, stats, timing)
+    found = step_metrics.of_step(SAMPLES, JUDGED, stats, timing)
     wanted = {
         "reward/mean": 0.5,
         "reward/std": 0.5,
@@ -158,7 +159,7 @@ def test_figures_of_a_step() -> None:
 def test_figures_of_judging_are_over_all_batches_of_a_step() -> None:
     first = RewardResult([1.5, 0.5], {0: "late"}, terms={"math": [1.0, 0.0], "http://host/a/b": [0.5, 0.5]})
     second = RewardResult([1.0], {0: "failed"}, terms={"math": [1.0], "http://host/a/b": [2.0]})
-    found = figures.of_judging([first, second])
+    found = step_metrics.of_judging([first, second])
     assert found == pytest.approx(
         {
             "reward/timeouts": 1,
@@ -169,14 +170,14 @@ def test_figures_of_judging_are_over_all_batches_of_a_step() -> None:
         }
     )
     assert [describe(name).name for name in found][-1] == "rewards/<term>/std"
-    assert figures.of_judging([RewardResult([1.0])]) == {"reward/timeouts": 0}
+    assert step_metrics.of_judging([RewardResult([1.0])]) == {"reward/timeouts": 0}
 
 
 def test_correlation() -> None:
     x = torch.tensor([1.0, 2.0, 3.0])
-    assert figures.correlation(x, 2 * x) == pytest.approx(1.0)
-    assert figures.correlation(x, -x) == pytest.approx(-1.0)
-    assert figures.correlation(x, torch.ones(3)) != figures.correlation(x, torch.ones(3))  # NaN
+    assert step_metrics.correlation(x, 2 * x) == pytest.approx(1.0)
+    assert step_metrics.correlation(x, -x) == pytest.approx(-1.0)
+    assert step_metrics.correlation(x, torch.ones(3)) != step_metrics.correlation(x, torch.ones(3))  # NaN
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_correlation() -> None:
 def test_buffers_go_back_before_engines_wake_where_they_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, rollout: dict[str, Any], told: list[str]
 ) -> None:
-    """That they are gone then is in tests/unit/gradnorm/test_memory.py and, on a GPU, in tests/gpu."""
+    """That they are gone then is in tests/unit/memory/test_training.py and, on a GPU, in tests/gpu."""
     monkeypatch.setattr(run, "MegatronWeights", lambda *_: None)
     said: list[str] = []
     parts = make_run(tmp_path)

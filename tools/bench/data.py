@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from oblr_megatron.config_data import DataConfig
+from oblr_megatron.config.data import DataConfig
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.data.rows import plain_text, read_rows
 

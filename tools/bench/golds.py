@@ -17,8 +17,8 @@ from typing import Any
 
 from record import publish
 
-from oblr_megatron.rewards.extract import EXTRACTIONS
 from oblr_megatron.rewards.math import DEADLINE_S, MathReward
+from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
 from oblr_megatron.types import Prompt, Sample
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"  # beside the checkout

@@ -34,8 +34,8 @@ from transformers import Qwen3Config
 
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.formatting import size
-from oblr_megatron.gradient import TrainingGradient
-from oblr_megatron.gradnorm.memory import estimate, resident_bytes
+from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.memory.training import estimate, resident_bytes
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import initialize, shutdown
 from oblr_megatron.model.qwen3 import build_policy

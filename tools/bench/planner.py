@@ -25,10 +25,12 @@ from typing import Any
 from record import publish
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.model_configs import published
-from oblr_megatron.performance.hardware import device_named
+from oblr_megatron.model.published import published
+from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import Machine
-from oblr_megatron.planner.cost import Setting, log_prob_phase, predict, training_phases
+from oblr_megatron.planner.cost import predict
+from oblr_megatron.planner.setting import Setting
+from oblr_megatron.planner.training_cost import log_prob_phase, training_phases
 
 
 @dataclass(frozen=True, slots=True)

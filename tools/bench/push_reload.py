@@ -10,8 +10,8 @@ from typing import Any
 from push import spec_of
 from safetensors.torch import load_file
 
-from oblr_megatron.rollout.vllm_plugin import register
-from oblr_megatron.rollout.vllm_process import EngineServer
+from oblr_megatron.engine.core import EngineServer
+from oblr_megatron.engine.plugin import register
 
 
 def main(directory: str, file: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import vllm
 from rollout import SEED, TEMPERATURE, Work
 
-from oblr_megatron.rollout.engine import SamplingRequest
-from oblr_megatron.rollout.vllm_samples import sampling_params
+from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.engine.samples import sampling_params
 
 
 def main(work_file: str, like: str) -> None:

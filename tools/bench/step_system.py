@@ -115,7 +115,7 @@ def run_trl(work: Work, system: str, pace: Pace) -> None:
     """TRL's trainer with transformers' generate, its default loss, on the same rows and lengths."""
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-    from oblr_megatron.study.trl_trainer import open_trainer, trainer_arguments
+    from studies.trl_trainer import open_trainer, trainer_arguments
 
     class Paced(TrainerCallback):
         def on_step_begin(self, *arguments: object, **more: object) -> None:

@@ -19,11 +19,10 @@ from opacus_ghost import GhostTrainer, Rows, build_model
 from shapes import Cell, randomize
 from torch import Tensor
 
-from oblr_megatron.algo.baseline import BASELINES
 from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.config import Config
-from oblr_megatron.gradient import TrainingGradient
-from oblr_megatron.gradnorm.choose import with_mode
+from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import Policy, build_policy
@@ -88,7 +87,7 @@ def _megatron_step(cell: Cell, config: Config, policy: Policy, optimizer: Policy
     samples = cell.random_samples()
     active = torch.ones(config.num_prompts, dtype=torch.bool)
     gradient = TrainingGradient(policy, config)
-    wanted = BASELINES[config.algo.baseline].needs_norms
+    wanted = config.uses_norms
 
     def weigh(prompts: Sequence[int], norms_sq: Tensor) -> Tensor:
         """The one prompt's [1, G] -> [1, G]."""

@@ -28,8 +28,8 @@ from math_verify import parse, verify
 from record import publish
 from rounds import paired_ratio
 
-from oblr_megatron.rewards.extract import EXTRACTIONS
 from oblr_megatron.rewards.math import DEADLINE_S, MathReward, settle
+from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
 from oblr_megatron.types import Prompt, Sample
 
 SETS = {"GSM8K-like": "gsm8k_test", "OlympiadBench-like": "olympiadbench"}

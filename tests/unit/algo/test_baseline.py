@@ -15,7 +15,6 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import (
-    BASELINES,
     STD_EPS,
     active_groups,
     advantages,
@@ -23,12 +22,15 @@ from oblr_megatron.algo.baseline import (
     sanitize_norms,
     variance_ratio_vs_rloo,
 )
-from oblr_megatron.config_algo import AlgoConfig
-from oblr_megatron.config_checks import LEAVE_ONE_OUT, WITH_PRIOR
+from oblr_megatron.algo.formulas import FORMULAS
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.errors import UserError
 
 OPTIONS = AlgoConfig(prior_strength=1.5, length_exponent=1.6)
-OF_RESPONSES = [name for name, entry in BASELINES.items() if entry.function is not None]
+OF_RESPONSES = [name for name, facts in BASELINES.items() if not facts.token_wise]
+LEAVE_ONE_OUT = [name for name, facts in BASELINES.items() if facts.leave_one_out]
+WITH_PRIOR = [name for name, facts in BASELINES.items() if facts.prior]
 ZERO_ON_EQUAL = [name for name in OF_RESPONSES if BASELINES[name].zero_on_equal]
 OF_BATCH = ["batch_mean", "reinforce_pp", *WITH_PRIOR]
 WITHIN_GROUP = [name for name in OF_RESPONSES if name not in OF_BATCH]
@@ -50,8 +52,9 @@ def batches(draw, min_group: int = 2):
     return tuple(torch.from_numpy(draw(column)) for column in (*columns, lengths))
 
 
-def test_registry_and_config_name_the_same_baselines():
+def test_every_baseline_of_the_config_has_facts_and_a_formula():
     assert set(BASELINES) == set(AlgoConfig.model_fields["baseline"].annotation.__args__)
+    assert set(FORMULAS) == set(OF_RESPONSES)
 
 
 def test_each_formula_on_a_worked_group():

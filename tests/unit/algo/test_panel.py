@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo import baseline as registry
 from oblr_megatron.algo import panel
-from oblr_megatron.algo.baseline import BASELINES, Baseline, baseline_values, variance_ratio_vs_rloo
-from oblr_megatron.config_algo import AlgoConfig
+from oblr_megatron.algo.baseline import baseline_values, variance_ratio_vs_rloo
+from oblr_megatron.algo.formulas import FORMULAS
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.baselines import BASELINES, Baseline
 
 OPTIONS = AlgoConfig()
 Q, G = 6, 4
@@ -94,7 +95,7 @@ def dependence(name: str, rewards: Tensor, norms: Tensor, lengths: Tensor) -> fl
     return panel.self_dependence(name, values, rewards, norms, lengths, OPTIONS)
 
 
-@pytest.mark.parametrize("name", [name for name, line in BASELINES.items() if line.function is not None])
+@pytest.mark.parametrize("name", list(FORMULAS))
 @pytest.mark.parametrize("measured", [True, False])
 def test_self_dependence(name: str, measured: bool) -> None:
     """Nothing for those that leave the response out; else its weight in the mean."""
@@ -118,7 +119,8 @@ def test_a_weighted_mean_with_its_own_response_in_it_is_caught(monkeypatch: pyte
     def inclusive(rewards: Tensor, norms: Tensor, lengths: Tensor, options: AlgoConfig) -> Tensor:
         return ((norms * rewards).sum(-1, keepdim=True) / norms.sum(-1, keepdim=True)).expand_as(rewards)
 
-    monkeypatch.setitem(registry.BASELINES, "inclusive", Baseline(inclusive, needs_norms=True))
+    monkeypatch.setitem(BASELINES, "inclusive", Baseline("group", needs_norms=True))
+    monkeypatch.setitem(FORMULAS, "inclusive", inclusive)
     rewards, norms, lengths = batch()
     share = (norms / norms.sum(-1, keepdim=True)).flatten()[int(norms.argmax())]
     assert dependence("inclusive", rewards, norms, lengths) == pytest.approx(float(share), rel=1e-9)

@@ -13,7 +13,7 @@ import pytest
 
 from oblr_megatron.algo.schedule import build_schedule
 from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.config_algo import AlgoConfig, SnrConfig
+from oblr_megatron.config.algo import AlgoConfig, SnrConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import GradientStats
 

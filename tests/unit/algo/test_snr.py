@@ -14,7 +14,7 @@ import torch
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.snr import SnrAverages
 from oblr_megatron.algo.snr_estimators import fold_estimate
-from oblr_megatron.config_algo import AlgoConfig, SnrConfig
+from oblr_megatron.config.algo import AlgoConfig, SnrConfig
 from oblr_megatron.types import GradientStats
 
 OPTIONS = AlgoConfig()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.loss import sample_coefficients
-from oblr_megatron.config_algo import AlgoConfig
+from oblr_megatron.config.algo import AlgoConfig
 
 OPTIONS = AlgoConfig(prior_strength=1.0, length_exponent=1.6)
 UNBIASED = ["none", "rloo", "length_loo", "optimal"]

@@ -18,8 +18,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from oblr_megatron.checkpoint.pieces import NAMINGS, Piece, meta_model, pieces_of, sharded_state, single_process
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.model.published import HERE
 from oblr_megatron.model.transformer_config import HFConfig
-from oblr_megatron.model_configs import HERE
 from oblr_megatron.weights.names import ModelShape, table
 
 PARAMETERS = {

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from oblr_megatron.cluster import all_reduce, preflight
 from oblr_megatron.cluster.all_reduce import ReduceError
-from oblr_megatron.cluster.meeting import Meeting
 from oblr_megatron.cluster.node import Problem, Report, examine, versions
+from oblr_megatron.cluster.rendezvous import Meeting
 from oblr_megatron.errors import RunError
 from tests.distributed.launch import run_ranks
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from oblr_megatron.status import State, Status, write_status
+from oblr_megatron.observe.status import State, Status, write_status
 
 ROOT = Path(__file__).resolve().parents[3]
 END = """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from oblr_megatron.checks import check_world_size
+from oblr_megatron.checks.layout import check_world_size
 from oblr_megatron.config import Config, load_config
 
 ROOT = Path(__file__).resolve().parents[3]

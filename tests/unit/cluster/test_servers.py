@@ -10,7 +10,7 @@ import pytest
 
 from oblr_megatron.cluster import servers
 from oblr_megatron.config import parse_config
-from oblr_megatron.rollout import serve
+from oblr_megatron.engine import serve_command as serve
 
 
 def test_each_task_has_its_port_and_its_gpus() -> None:

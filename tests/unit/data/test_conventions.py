@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from oblr_megatron.config_data import DataConfig, EvaluateConfig
+from oblr_megatron.config.data import DataConfig, EvaluateConfig
 from oblr_megatron.data.conventions import CONVENTIONS, Convention, text
 from oblr_megatron.data.prompt_set import load_prompts
 from oblr_megatron.data.sources import convention_of

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from oblr_megatron.config_data import SourceConfig
+from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.data.overlap import Benchmarks
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.errors import UserError

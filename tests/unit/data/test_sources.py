@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from oblr_megatron.config_data import SourceConfig
+from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.data.conventions import CONVENTIONS, PLAIN
 from oblr_megatron.data.prompt_set import load_prompts
 from oblr_megatron.data.sources import Record, convention_of, named_source, open_source

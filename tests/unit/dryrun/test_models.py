@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from oblr_megatron.config import Config, ParallelConfig, parse_config
 from oblr_megatron.dryrun.fake_ranks import META, standing_as
 from oblr_megatron.dryrun.models import Models, build_models, rank_positions
-from oblr_megatron.gradnorm.rank_sizes import RankSizes
-from oblr_megatron.model_configs import NAMES, published
+from oblr_megatron.memory.rank_shapes import RankSizes
+from oblr_megatron.model.published import NAMES, published
 from tests.tiny import tiny_config, tiny_moe_config
 
 WORLD = 16

@@ -11,14 +11,14 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from oblr_megatron.checks import check_layout
+from oblr_megatron.checks.layout import check_layout
+from oblr_megatron.checks.machine import RECIPES, Machine, check_machine, transformer_engine_chosen
 from oblr_megatron.config import Config, ModelConfig, parse_config
-from oblr_megatron.config_precision_checks import norms_problem
+from oblr_megatron.config.precision_checks import norms_problem
 from oblr_megatron.errors import UserError
-from oblr_megatron.gradnorm.choose import resolve
-from oblr_megatron.machine_checks import RECIPES, Machine, check_machine, transformer_engine_chosen
+from oblr_megatron.memory.select_mode import resolve
 from oblr_megatron.model.precision import fp8_fields, precision_fields, this_machine
-from oblr_megatron.model_configs import published
+from oblr_megatron.model.published import published
 
 CPU, HOPPER = Machine(), Machine((9, 0), "13.0", "2.11.0")
 WITHOUT_ENGINE = Machine((9, 0), "13.0", None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.model_configs import published
-from oblr_megatron.performance.hardware import device_named
+from oblr_megatron.model.published import published
+from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import Machine
-from oblr_megatron.planner.cost import Setting
+from oblr_megatron.planner.setting import Setting
 
 
 def run_config(sections: dict[str, dict[str, Any]] | None = None, **parallel: Any) -> Config:

@@ -21,8 +21,8 @@ from oblr_megatron.planner.calibration import (
     predicted_phases,
 )
 from oblr_megatron.planner.constants import CPU, DEFAULT, cpu_machine, read_constants
-from oblr_megatron.planner.cost import Setting
-from oblr_megatron.study.scaling_cases import CASES
+from oblr_megatron.planner.setting import Setting
+from studies.scaling_cases import CASES
 from tests.tiny import make_hf_dir
 
 NAMES = ("product", "message_s", "layer_s")

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.gradnorm.rank_sizes import RankSizes
-from oblr_megatron.performance.hardware import Device, device_named
+from oblr_megatron.memory.rank_shapes import RankSizes
+from oblr_megatron.observe.performance.hardware import Device, device_named
 from oblr_megatron.planner.constants import Constants, Machine
-from oblr_megatron.planner.cost import Setting, predict, training_phases
+from oblr_megatron.planner.cost import predict
 from oblr_megatron.planner.exchange import Links
 from oblr_megatron.planner.sampling_cost import push_phase, rollout_phase
+from oblr_megatron.planner.setting import Setting
 from oblr_megatron.planner.stage import Stage
+from oblr_megatron.planner.training_cost import training_phases
 from tests.unit.planner.settings import run_config, setting
 
 PLAIN = Constants(
@@ -114,7 +116,7 @@ def test_ranks_share_cores_and_idle_stages_lend_theirs() -> None:
 
 def test_norms_by_mode_cost_what_choose_says() -> None:
     """Without anything but products: two_pass (2 + r) / 3 of a gradient, bookkeep r / 3 of it, stash bytes."""
-    from oblr_megatron.gradnorm.choose import BYTES_MOVED, norm_over_product
+    from oblr_megatron.memory.select_mode import BYTES_MOVED, norm_over_product
 
     alone = replace(PLAIN, attention=1e9, memory=1e9)
     machine, ratio = Machine(ROUND, alone), norm_over_product(setting(1).hf_config, 2048)

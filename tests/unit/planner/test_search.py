@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from oblr_megatron.checks import check_layout
+from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.cli import main
 from oblr_megatron.config import parse_config
-from oblr_megatron.dryrun.memory import CONTEXT, Device, rank_memory
+from oblr_megatron.dryrun.device_memory import CONTEXT, Device, rank_memory
 from oblr_megatron.errors import EXIT_USER, UserError
-from oblr_megatron.gradnorm.passes import longest_sample
-from oblr_megatron.model_configs import published
-from oblr_megatron.performance.hardware import device_named
+from oblr_megatron.memory.engine import engine_bytes
+from oblr_megatron.memory.pass_plan import longest_sample
+from oblr_megatron.model.published import published
+from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import Machine
 from oblr_megatron.planner.request import Request, base_table
 from oblr_megatron.planner.search import Found, powers, search
-from oblr_megatron.rollout.engine_memory import engine_bytes
 
 GB = 10**9
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oblr_megatron.rewards.extract import EXTRACTIONS, MAX_ANSWER_CHARS, after_hashes, boxed, last_line
+from oblr_megatron.rewards.verifier.extract import EXTRACTIONS, MAX_ANSWER_CHARS, after_hashes, boxed, last_line
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import RewardResult
-from oblr_megatron.rewards.calls import Kind, kind_of
 from oblr_megatron.rewards.registry import build_reward, check_reward
+from oblr_megatron.rewards.workers.calls import Kind, kind_of
 from tests.unit.rewards import judges, judges_many
 from tests.unit.rewards.conftest import batch
 

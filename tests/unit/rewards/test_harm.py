@@ -12,8 +12,8 @@ import time
 import psutil
 import pytest
 
-from oblr_megatron.rewards.extract import EXTRACTIONS
 from oblr_megatron.rewards.math import DEADLINE_S, MathReward, grade, settle
+from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
 from tests.unit.rewards.conftest import batch
 
 HARMFUL = [

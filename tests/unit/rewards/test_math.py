@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oblr_megatron.rewards.compare import equal_answers
-from oblr_megatron.rewards.extract import EXTRACTIONS
 from oblr_megatron.rewards.math import DEADLINE_S, MathReward, grade, settle
-from oblr_megatron.rewards.normalize import normalize
-from oblr_megatron.rewards.symbolic import equal_expressions
+from oblr_megatron.rewards.verifier.compare import equal_answers
+from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
+from oblr_megatron.rewards.verifier.normalize import normalize
+from oblr_megatron.rewards.verifier.symbolic import equal_expressions
 from tests.unit.rewards.conftest import batch
 from tests.unit.rewards.hard_cases import CASES
 

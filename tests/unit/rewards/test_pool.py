@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from oblr_megatron.errors import RunError
-from oblr_megatron.rewards.pool import Pool
-from oblr_megatron.stopping import SIGNALS
+from oblr_megatron.rewards.workers.pool import Pool
+from oblr_megatron.runtime.stopping import SIGNALS
 
 JUDGES = "tests.unit.rewards.judges"
 ROOT = Path(__file__).resolve().parents[3]
@@ -162,7 +162,7 @@ def test_a_target_that_cannot_be_imported_says_why() -> None:
 def test_workers_die_with_their_parent_however_it_dies(busy: bool) -> None:
     script = f"""
 import os, threading, time
-from oblr_megatron.rewards.pool import Pool
+from oblr_megatron.rewards.workers.pool import Pool
 ids = Pool("{JUDGES}:process_id", num_workers=1, deadline_s=60)
 pool = Pool("{JUDGES}:mixed", num_workers=1, deadline_s=60)
 print(int(ids.ask("", "", "").value), flush=True)

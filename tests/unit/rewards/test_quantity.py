@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oblr_megatron.rewards.normalize import compact, normalize
-from oblr_megatron.rewards.quantity import Quantity, read_base, read_marks, read_number
+from oblr_megatron.rewards.verifier.normalize import compact, normalize
+from oblr_megatron.rewards.verifier.quantity import Quantity, read_base, read_marks, read_number
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=6))

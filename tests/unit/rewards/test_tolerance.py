@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oblr_megatron.rewards.extract import EXTRACTIONS
 from oblr_megatron.rewards.math import MathReward, grade
-from oblr_megatron.rewards.tolerance import within
+from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
+from oblr_megatron.rewards.verifier.tolerance import within
 from oblr_megatron.types import Prompt, Sample
 
 

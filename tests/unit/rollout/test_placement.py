@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from oblr_megatron.config import parse_config
+from oblr_megatron.engine.core import _llm_arguments
+from oblr_megatron.engine.handle import child_environment
+from oblr_megatron.engine.protocol import EngineSpec
+from oblr_megatron.engine.serve_command import check_quantization, command
 from oblr_megatron.errors import UserError
-from oblr_megatron.rollout.engine import EngineSpec
 from oblr_megatron.rollout.placement import Placement, engine_spec, place
-from oblr_megatron.rollout.serve import check_quantization, command
-from oblr_megatron.rollout.vllm_local import child_environment
-from oblr_megatron.rollout.vllm_process import _llm_arguments
 
 TORCHRUN = (
     *(

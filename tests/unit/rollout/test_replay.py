@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.errors import RunError, UserError
-from oblr_megatron.rollout.engine import SamplingRequest
 from oblr_megatron.rollout.replay import ReplayEngine, check_replay
-from oblr_megatron.rollout.saved import SavedStep, read_step, step_path, write_step
+from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path, write_step
 from oblr_megatron.types import Prompt, Sample
 
 VOCAB = 40

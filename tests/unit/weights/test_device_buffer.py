@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oblr_megatron.errors import DamagedError
 from oblr_megatron.weights.device_buffer import DeviceBuffer, device_checksum
-from oblr_megatron.weights.manifest import DamagedError
 from oblr_megatron.weights.shm import HALVES, fill_buckets, read_bucket
 from tests.e2e.tiny_rollout import Weights
 

@@ -15,9 +15,9 @@ from transformers import Qwen3MoeConfig
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.dryrun.fake_ranks import standing_as
+from oblr_megatron.model.published import published
 from oblr_megatron.model.qwen3 import Policy, build_model
 from oblr_megatron.model.transformer_config import transformer_config_of
-from oblr_megatron.model_configs import published
 from oblr_megatron.weights.names import ModelShape, entry, shard_shape
 
 LAYERS, EXPERTS, VOCAB = 4, 128, 151_936

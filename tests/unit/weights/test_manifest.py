@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oblr_megatron.errors import UserError
-from oblr_megatron.weights.manifest import Ledger, Part, TensorSpec, WeightError, check_manifest, checkpoint_shapes
+from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
+from oblr_megatron.errors import UserError, WeightError
+from oblr_megatron.weights.manifest import Ledger, Part, TensorSpec, check_manifest
 from tests.tiny import make_hf_dir
 
 MODEL = {"a": (2, 3), "b": (4,), "c": (1,)}

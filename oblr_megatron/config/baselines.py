@@ -1,0 +1,67 @@
+"""Facts about every baseline, read by config checks, the memory model and the algorithm. Imports no torch.
+
+To add a baseline, add its name and its facts here and its formula to `algo/formulas.py`. To remove one, delete both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+BaselineName = Literal[
+    "none",
+    "group_mean",
+    "grpo",
+    "batch_mean",
+    "reinforce_pp",
+    "rloo",
+    "rloo_prior",
+    "opo",
+    "length_loo",
+    "otb",
+    "optimal",
+    "optimal_prior",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What a baseline b_i reads and how it enters the advantage A_i = (r_i - b_i) / divisor."""
+
+    over: Literal["nothing", "others", "group", "batch"]
+    """The responses that b_i averages. "others" leaves response i out, so that the gradient stays unbiased."""
+    needs_norms: bool = False
+    """Whether b_i reads the squared gradient norms w."""
+    prior: bool = False
+    """Whether a part of b_i comes from the other prompts of the batch, so that it needs two prompts."""
+    token_wise: bool = False
+    """Whether every token has a baseline of its own (algo/token_baseline.py)."""
+    divisor: Literal["one", "group_std", "batch_std"] = "one"
+    """What A is divided by."""
+
+    @property
+    def leave_one_out(self) -> bool:
+        """Whether b_i is independent of response i."""
+        return self.over == "others"
+
+    @property
+    def zero_on_equal(self) -> bool:
+        """Whether A is exactly 0 in a group of equal rewards, so that its passes may be skipped."""
+        return self.over in ("others", "group") and not self.prior
+
+
+BASELINES: dict[BaselineName, Baseline] = {
+    "none": Baseline("nothing"),
+    "group_mean": Baseline("group"),
+    "grpo": Baseline("group", divisor="group_std"),
+    "batch_mean": Baseline("batch"),
+    "reinforce_pp": Baseline("batch", divisor="batch_std"),
+    "rloo": Baseline("others"),
+    "rloo_prior": Baseline("others", prior=True),
+    "opo": Baseline("group"),
+    "length_loo": Baseline("others"),
+    "otb": Baseline("group", token_wise=True),
+    "optimal": Baseline("others", needs_norms=True),
+    "optimal_prior": Baseline("others", needs_norms=True, prior=True),
+}
+"""The facts of each baseline by name."""

@@ -1,0 +1,215 @@
+"""What FP8, Transformer Engine and quantised engines ask of the rest of a configuration. Imports no torch.
+
+Between fields, when a configuration is read; of a model's sizes, when there is one. What the machine must have is
+`machine_checks`' business. Sources: megatron-core 0.16.1 (`TransformerConfig.__post_init__`, `fp8_utils`) and
+Transformer Engine 2.9 to 2.11; docs/precision.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from oblr_megatron.config.padding import FP8_TOKENS
+from oblr_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config, ModelConfig, ParallelConfig
+
+Problem = tuple[str, str]
+"""What is wrong, and the remedy."""
+
+
+def check_precision(config: Config, where: str) -> None:
+    """Refuse fields that do not go together.
+
+    Raises:
+        UserError: the first pair found.
+    """
+    found = (
+        _layers_problem(config.model)
+        or _fp8_problem(config)
+        or _exchange_problem(config.model, config.parallel)
+        or _rollout_problem(config)
+    )
+    if found is not None:
+        raise UserError(found[0], where=where, mend=found[1])
+
+
+def check_sizes(hf_config: Mapping[str, Any], config: Config) -> None:
+    """Refuse a model whose shards FP8's kernels, or the exchange of heads under context parallelism, do not take.
+
+    Args:
+        hf_config: the model's config.json, checked against the layout.
+        config: of the run.
+
+    Raises:
+        UserError: naming the size.
+    """
+    where = str(config.model.path)
+    for name, width in _fp8_widths(hf_config, config).items():
+        multiple = FP8_TOKENS[config.model.fp8_recipe]
+        if width % multiple:
+            raise UserError(
+                f"{name} {width} on each rank is not a multiple of {multiple}, which FP8 products ask for",
+                where=where,
+                mend='lower parallel.tensor_model_parallel_size, or set model.fp8 to "none"',
+            )
+    _check_bf16_layers(hf_config, config, where)
+    _check_heads_exchanged(hf_config, config, where)
+
+
+def norms_problem(config: Config, mode: str) -> Problem | None:
+    """Why FP8 keeps a mode from measuring norms; None if it does not.
+
+    FP8 layers hand out no factors, so that a sample's gradient is known as a whole, once it was made.
+    """
+    model = config.model
+    if model.fp8 == "none":
+        return None
+    if config.gradnorm.source == "sketch":
+        return "a sketch projects factors, and FP8 layers hand out none", 'set gradnorm.source to "exact"'
+    if mode == "bookkeep":
+        return (
+            "FP8 layers hand out no factors, and bookkeep would keep a whole gradient of each response",
+            'set gradnorm.mode to "two_pass" or "stash"',
+        )
+    if mode == "two_pass" and model.fp8_recipe == "delayed":
+        return (
+            "delayed scaling rounds by earlier passes, so the pass for norms and that for the gradient would differ, "
+            "and each would set the other's scales",
+            'set model.fp8_recipe to "tensorwise", or gradnorm.mode to "stash"',
+        )
+    return None
+
+
+def _layers_problem(model: ModelConfig) -> Problem | None:
+    if model.transformer_impl == "transformer_engine" and model.dtype == "float64":
+        return (
+            'transformer_impl "transformer_engine" with dtype "float64", in which it does not compute',
+            'set model.transformer_impl to "local"',
+        )
+    return None
+
+
+def _fp8_problem(config: Config) -> Problem | None:
+    model = config.model
+    if model.fp8_param:
+        return (
+            "fp8_param is not supported: weights are loaded, masters made of them, and engines sent them in "
+            f"{model.dtype}",
+            "leave it out: the products are in FP8 all the same",
+        )
+    if model.fp8 == "none":
+        return None
+    if model.dtype != "bfloat16":
+        return f'fp8 "{model.fp8}" with dtype "{model.dtype}"', 'set model.dtype to "bfloat16"'
+    if model.transformer_impl == "local":
+        return (
+            f'fp8 "{model.fp8}" with transformer_impl "local": Transformer Engine does it',
+            'set model.transformer_impl to "auto"',
+        )
+    return _delayed_problem(config) if model.fp8_recipe == "delayed" else None
+
+
+def _delayed_problem(config: Config) -> Problem | None:
+    """One scale for the whole forward, from what earlier forwards saw: nothing may stand outside, or be run besides."""
+    norms, mend = config.gradnorm, 'set model.fp8_recipe to "tensorwise"'
+    if config.model.first_last_layers_bf16:
+        return 'first_last_layers_bf16 with fp8_recipe "delayed"', mend
+    if norms.source != "exact" and norms.check_every:
+        return (
+            f'gradnorm.check_every {norms.check_every} with fp8_recipe "delayed": a pass for norms would set the '
+            "gradient's scales",
+            f"{mend}, or gradnorm.check_every to 0",
+        )
+    return None
+
+
+def _exchange_problem(model: ModelConfig, parallel: ParallelConfig) -> Problem | None:
+    if parallel.tp_comm_overlap:
+        return (
+            "tp_comm_overlap is not supported: its buffers have one shape for a whole run, and microbatches differ in "
+            "length",
+            "leave it out",
+        )
+    if parallel.context_parallel_size == 1 or model.transformer_impl == "local":
+        return None
+    if parallel.packing == "packed" and parallel.cp_comm_type == "all_gather":
+        return (
+            'cp_comm_type "all_gather" with packing "packed": Transformer Engine gathers rows only',
+            'set parallel.cp_comm_type to "p2p", or parallel.packing to "rows"',
+        )
+    return None
+
+
+def _rollout_problem(config: Config) -> Problem | None:
+    """Engines in FP8: another policy than the trainer's, made of what was pushed."""
+    rollout, model = config.rollout, config.model
+    if rollout.quantization == "none" or rollout.replay is not None:
+        return None
+    dtype = model.dtype if rollout.dtype == "auto" else rollout.dtype
+    if dtype != "bfloat16":
+        return (
+            f'quantization "{rollout.quantization}" of weights pushed in {dtype}: vLLM rounds from bfloat16',
+            'set rollout.dtype to "bfloat16"',
+        )
+    if config.weights.verify:
+        return (
+            f'weights.verify with quantization "{rollout.quantization}": what was pushed is not what is kept',
+            "set weights.verify to false",
+        )
+    if rollout.correction == "none" and not rollout.only:
+        return (
+            f'quantization "{rollout.quantization}" with correction "none": samples would be of another policy than '
+            "the one whose gradient is taken",
+            'set rollout.correction to "token" or "sequence"',
+        )
+    return None
+
+
+def _fp8_widths(hf_config: Mapping[str, Any], config: Config) -> dict[str, int]:
+    """Dimensions of the layers' matrices on one rank; none without FP8."""
+    if config.model.fp8 == "none":
+        return {}
+    tp = config.parallel.tensor_model_parallel_size
+    head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    queries = hf_config["num_attention_heads"] * head_dim
+    widths = {
+        "hidden_size": hf_config["hidden_size"],
+        "heads x head_dim": queries // tp,
+        "queries, keys and values": (queries + 2 * hf_config["num_key_value_heads"] * head_dim) // tp,
+    }
+    if "num_experts_per_tok" in hf_config:
+        expert_tp = config.parallel.expert_tensor_parallel_size or tp
+        return widths | {"moe_intermediate_size": hf_config["moe_intermediate_size"] // expert_tp}
+    return widths | {"intermediate_size": hf_config["intermediate_size"] // tp}
+
+
+def _check_bf16_layers(hf_config: Mapping[str, Any], config: Config, where: str) -> None:
+    model, stages = config.model, config.parallel.pipeline_model_parallel_size
+    if model.fp8 == "none" or not model.first_last_layers_bf16:
+        return
+    of_stage = hf_config["num_hidden_layers"] // stages
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if getattr(model, name) > of_stage:
+            raise UserError(
+                f"{name} {getattr(model, name)} is more than the {of_stage} layers of a pipeline stage",
+                where=where,
+                mend=f"set model.{name} to {of_stage} or fewer",
+            )
+
+
+def _check_heads_exchanged(hf_config: Mapping[str, Any], config: Config, where: str) -> None:
+    parallel = config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if cp == 1 or parallel.cp_comm_type != "a2a" or config.model.transformer_impl == "local":
+        return
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if max(1, hf_config[name] // tp) % cp:
+            raise UserError(
+                f'cp_comm_type "a2a": {name} {hf_config[name]} / tensor_model_parallel_size {tp} does not divide among '
+                f"{cp} context-parallel ranks",
+                where=where,
+                mend='set parallel.cp_comm_type to "p2p"',
+            )

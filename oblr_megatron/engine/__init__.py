@@ -1,0 +1,1 @@
+"""Everything that starts a vLLM process or runs inside one."""

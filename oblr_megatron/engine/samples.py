@@ -1,0 +1,71 @@
+"""Between our records and vLLM's: what a request asks of vLLM, and a completion as a checked sample.
+
+The same for an engine process of the run and for an API server, so that a prompt's draws do not depend on the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from oblr_megatron.engine.protocol import SamplingRequest, prompt_seed
+from oblr_megatron.errors import RunError
+from oblr_megatron.types import Sample
+
+
+def sampling_params(request: SamplingRequest, group: int) -> Any:
+    """vLLM's `SamplingParams` for the prompt at position `group` of the step's batch."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1 if request.greedy else request.group_size,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=max(request.top_k, 0),
+        max_tokens=request.max_tokens,
+        seed=prompt_seed(request.seed, group),
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,  # whole responses are decoded at the end; a decoder step a token costs a small model 15%
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def to_sample(
+    group: int, prompt: Sequence[int], completion: Any, version: int, tokenizer: Any, vocab_size: int
+) -> Sample:
+    """One response, checked: a log-prob for every token, a natural end, one version of the weights throughout.
+
+    Args:
+        group: position of the prompt in the step's batch.
+        prompt: its token ids.
+        completion: vLLM's `CompletionOutput`.
+        version: of the weights that are served.
+        tokenizer: for the text.
+        vocab_size: rows of the checkpoint's embedding; vLLM pads them, and no id may come from the padding.
+
+    Raises:
+        RunError: it is not what was asked for.
+    """
+    versions = {span.version for span in completion.weight_versions or ()}
+    if versions != {str(version)}:
+        raise RunError(f"a response was made by weights {sorted(versions)}, not by version {version}")
+    logprobs = completion.logprobs.logprobs
+    if len(logprobs) != len(completion.token_ids) or completion.finish_reason not in ("stop", "length"):
+        raise RunError(
+            f"a response of {len(completion.token_ids)} tokens has {len(logprobs)} log-probs and ended with "
+            f"{completion.finish_reason!r}"
+        )
+    largest = max(completion.token_ids, default=0)
+    if largest >= vocab_size:
+        raise RunError(f"a response holds token {largest}, outside of the vocabulary of {vocab_size}")
+    return Sample(
+        group=group,
+        prompt_ids=tuple(prompt),
+        response_ids=tuple(completion.token_ids),
+        logprobs=tuple(logprobs),
+        text=tokenizer.decode(list(completion.token_ids), skip_special_tokens=True),
+        finish_reason=completion.finish_reason,
+        version=version,
+    )

@@ -1,0 +1,104 @@
+"""What stands before every request to an API server: a key, and a short list of paths.
+
+vLLM guards only some path prefixes with its own key, and serves others that run any method in the engine. This ASGI
+middleware is the outermost, asks for the key everywhere but at /health, and knows no path that is not listed here.
+Without a key (on loopback only: `rollout.serve` sees to that) it refuses what a browser may have been talked into: a
+request with an Origin, or for a host name that is not this machine's.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from ipaddress import ip_address
+from typing import Any
+
+from oblr_megatron.engine import http_messages as http
+
+KEY_VARIABLE = "OBLR_SERVER_KEY"
+"""Environment variable through which `rollout.serve` hands the key to the server process."""
+HEALTH = "/health"
+OPEN_PATHS = frozenset({HEALTH})
+PATHS = OPEN_PATHS | {
+    http.INFO,
+    http.GENERATE,
+    http.DIGESTS,
+    http.PUSH_OPEN,
+    http.PUSH_START,
+    http.PUSH_UPDATE,
+    http.PUSH_FINISH,
+    http.PUSH_ABORT,
+    "/metrics",
+    "/version",
+    "/v1/models",
+}
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Guard:
+    """The middleware, as vLLM's --middleware option takes it."""
+
+    def __init__(self, app: App) -> None:
+        self._app, self._key = app, os.environ.get(KEY_VARIABLE, "")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with a refusal."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        refusal = refuse(scope, self._key)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await _answer(send, *refusal)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+
+def refuse(scope: Scope, key: str) -> tuple[int, str] | None:
+    """Status and reason of a refusal; None lets the request pass.
+
+    Args:
+        scope: of the request, as ASGI defines it.
+        key: that the server asks for; empty for none.
+    """
+    headers = {name.lower(): value for name, value in scope.get("headers", ())}
+    path = scope["path"]
+    if path not in OPEN_PATHS:
+        if key and not hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + key.encode()):
+            return 401, "the API key is missing or wrong"
+        if not key and (b"origin" in headers or not is_loopback(_host(headers.get(b"host", b"").decode("latin-1")))):
+            return 403, "without an API key this server answers programs on its own machine only"
+    if scope["type"] != "http" or path not in PATHS:
+        return 403, f"{path} is not served here"
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address can only mean this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host(header: str) -> str:
+    """The name in a Host header, without its port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+async def _answer(send: Send, status: int, reason: str) -> None:
+    body = json.dumps({"error": reason}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

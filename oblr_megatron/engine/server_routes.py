@@ -1,0 +1,128 @@
+"""Our paths in vLLM's API server: an endpoint plugin (entry point `vllm.endpoint_plugins`) over `ServedModel`.
+
+vLLM's own weight endpoints need its development mode, which also opens what runs any method in the engine. This one
+reaches the engine through `EngineClient` alone and keeps count of what a push brings, so that mode stays off. Tokens go
+in and come out as numbers, many prompts a request; nothing is detokenized a token at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from oblr_megatron.engine import http_messages as http
+from oblr_megatron.engine.server_model import Refusal, ServedModel
+from oblr_megatron.errors import RunError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[bytes], Awaitable[http.Message | None]]
+
+
+class ServerRoutes:
+    """The plugin object that vLLM asks for."""
+
+    name = "oblr_megatron"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._served: ServedModel | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Part of vLLM's protocol: called before the engine client is handed over."""
+        app.add_api_route(http.INFO, self._route(self._info), methods=["GET"])
+        app.add_api_route(http.DIGESTS, self._route(self._digests), methods=["GET"])
+        for path, handler in (
+            (http.GENERATE, self._generate),
+            (http.PUSH_OPEN, self._open),
+            (http.PUSH_START, self._start),
+            (http.PUSH_UPDATE, self._update),
+            (http.PUSH_FINISH, self._finish),
+            (http.PUSH_ABORT, self._abort),
+        ):
+            app.add_api_route(path, self._route(handler), methods=["POST"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Part of vLLM's protocol: the engine is up."""
+        served = ServedModel(engine_client)
+        await served.warm_up()
+        self._served = served
+
+    @property
+    def _model(self) -> ServedModel:
+        assert self._served is not None, "vLLM serves requests only after init_state"
+        return self._served
+
+    def _route(self, handler: Handler) -> Callable[[Any], Awaitable[Response]]:
+        """A handler as FastAPI takes it. Its work ends when the client goes away: generation is then aborted."""
+        from starlette.requests import Request
+        from starlette.responses import Response
+        from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+
+        @with_cancellation
+        async def cancellable(body: bytes, raw_request: Request) -> Response:
+            status, text = await _outcome(handler, body)
+            return Response(text, status, media_type="application/json")
+
+        async def route(raw_request: Request) -> Response:
+            answer = await cancellable(await raw_request.body(), raw_request)
+            return answer or Response(status_code=499)  # nobody is there to read it
+
+        # FastAPI looks annotations up among the module's names, and vllm's server is no import of the trainer's
+        route.__annotations__ = {"raw_request": Request, "return": Response}
+        return route
+
+    async def _info(self, body: bytes) -> http.Info:
+        return self._model.info()
+
+    async def _digests(self, body: bytes) -> http.DigestsAnswer:
+        return await self._model.digests()
+
+    async def _generate(self, body: bytes) -> http.GenerateAnswer:
+        return await self._model.generate(http.GenerateBody.model_validate_json(body))
+
+    async def _open(self, body: bytes) -> None:
+        await self._model.open_push(http.OpenBody.model_validate_json(body))
+
+    async def _start(self, body: bytes) -> None:
+        await self._model.start_push(http.StartBody.model_validate_json(body))
+
+    async def _update(self, body: bytes) -> None:
+        await self._model.update_push(http.UpdateBody.model_validate_json(body))
+
+    async def _finish(self, body: bytes) -> None:
+        await self._model.finish_push(http.FinishBody.model_validate_json(body))
+
+    async def _abort(self, body: bytes) -> None:
+        await self._model.abort_push(http.AbortBody.model_validate_json(body))
+
+
+async def _outcome(handler: Handler, body: bytes) -> tuple[int, str]:
+    """Run a handler: HTTP status and JSON."""
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        answer = await handler(body)
+    except Refusal as error:
+        return http.REFUSED, _error(error)
+    except (ValueError, VLLMClientError) as error:  # a body that is none of ours, or a prompt that vLLM does not take
+        return http.INVALID, _error(error)
+    except RunError as error:
+        return http.FAILED, _error(error)
+    except Exception as error:  # whatever vLLM raises has to reach the trainer, which waits for an answer
+        logger.exception("a request failed")
+        return http.FAILED, _error(f"{type(error).__name__}: {error}")
+    return 200, "{}" if answer is None else answer.model_dump_json()
+
+
+def _error(error: object) -> str:
+    return json.dumps({"error": str(error)})

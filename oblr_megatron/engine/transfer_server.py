@@ -1,0 +1,102 @@
+"""`oblr_server_shm`: a push into an API server on the same machine, which is no child of the trainer.
+
+The server opens the trainer's anonymous memory through /proc/PID/fd/N, so this memory too has no name in /dev/shm and
+is gone when both sides are. It opens nothing else: the descriptor must be of a memfd of the name we give ours, and the
+machine, the process's view of it and the inode must be those the trainer saw.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
+
+from oblr_megatron.engine.transfer import ShmWeightTransferEngine, check_layers_read_parameters
+from oblr_megatron.errors import WeightError
+from oblr_megatron.weights.shm import SharedBuffer
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MEMORY_NAME = "/memfd:oblr-weights"
+
+
+@dataclass
+class PeerMemory(WeightTransferInitInfo):
+    """Where a process on this machine holds the memory.
+
+    Example: PeerMemory(pid=4711, fd=9, inode=1043, boot_id="3f1c...", pid_namespace="pid:[4026531836]")
+    """
+
+    pid: int
+    fd: int
+    inode: int
+    boot_id: str
+    pid_namespace: str
+
+    @classmethod
+    def of(cls, buffer: SharedBuffer) -> PeerMemory:
+        """This process's buffer, as another process finds it."""
+        inode = os.fstat(buffer.fd).st_ino
+        return cls(os.getpid(), buffer.fd, inode, BOOT_ID.read_text().strip(), _pid_namespace())
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it travels."""
+        return asdict(self)
+
+    def open(self) -> SharedBuffer:
+        """Map the memory.
+
+        Raises:
+            WeightError: it is not within reach; the message says what is in the way.
+        """
+        if BOOT_ID.read_text().strip() != self.boot_id or _pid_namespace() != self.pid_namespace:
+            raise WeightError(
+                "the trainer runs on another machine, or in another container: without GPUs a server takes weights "
+                "through shared memory, so start it where rank 0 of the trainer runs"
+            )
+        path = Path(f"/proc/{self.pid}/fd/{self.fd}")
+        try:
+            if not os.readlink(path).startswith(MEMORY_NAME):
+                raise WeightError(f"{path} is not the memory of a push")
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightError(
+                f"cannot open the trainer's memory at {path}: {error.strerror}; server and trainer must run as the "
+                "same user"
+            ) from error
+        buffer = SharedBuffer(descriptor)
+        if os.fstat(descriptor).st_ino != self.inode:
+            buffer.close()
+            raise WeightError(f"{path} is not the memory that the trainer named")
+        return buffer
+
+
+class ServerShmWeightTransferEngine(ShmWeightTransferEngine):
+    """Engine side; everything but the way to the memory is that of `oblr_shm`."""
+
+    init_info_cls = PeerMemory  # type: ignore[assignment]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._peer: PeerMemory | None = None
+
+    def init_transfer_engine(self, init_info: PeerMemory) -> None:  # type: ignore[override]
+        """Map the trainer's memory, or map it again after it grew or after the trainer is another one."""
+        check_layers_read_parameters(self.model)
+        if self._peer != init_info:
+            self.shutdown()
+            self._buffer = init_info.open()
+            self._peer = init_info
+        assert self._buffer is not None, "opened above"
+        self._buffer.map()
+
+    def shutdown(self) -> None:
+        """Unmap the memory."""
+        super().shutdown()
+        self._peer = None
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")

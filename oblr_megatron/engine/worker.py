@@ -1,0 +1,96 @@
+"""The engine process: `python -m oblr_megatron.engine.worker SOCKET_FD PARENT_PID`, started by `vllm_local`.
+
+It holds a whole vLLM engine, core included, so that the batches it forms depend on the requests alone and one signal
+ends all of it. It dies with its parent: by the kernel's parent-death signal, and at the end of the socket's stream. The
+signals that ask a run to save and stop, which SLURM sends to every process of a job, do nothing to it: the step in
+progress still needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from typing import Any
+
+from oblr_megatron.engine.channel import Call, Channel, PeerGone, Reply
+from oblr_megatron.engine.core import EngineServer
+from oblr_megatron.engine.protocol import EngineSpec
+from oblr_megatron.errors import DamagedError, RunError
+from oblr_megatron.runtime.stopping import SIGNALS, die_with
+
+METHODS = (
+    "generate",
+    "init_transfer",
+    "start_push",
+    "update_weights",
+    "finish_push",
+    "read_back",
+    "abort_push",
+    "sleep",
+    "wake",
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Receive the spec, start the engine, answer calls until the trainer is gone."""
+    fd, parent = (int(argument) for argument in arguments)
+    die_with(parent)
+    outlive(SIGNALS)
+    os.set_inheritable(fd, False)
+    channel = Channel(socket.socket(fileno=fd))
+    try:
+        spec: EngineSpec = channel.receive()
+        server = _answer(channel, lambda: _start(spec))
+        while server is not None:
+            call: Call = channel.receive()
+            assert call.method in METHODS, f"no method {call.method!r}"
+            method = getattr(server, call.method)
+            _answer(channel, lambda: method(**call.arguments))  # noqa: B023  called before the next turn
+    except PeerGone:
+        return 0
+    return 0
+
+
+def outlive(signals: Collection[signal.Signals]) -> None:
+    """Take no notice of signals, and neither shall the processes that this one starts.
+
+    Threads that libraries have started already need the first line. The second is inherited, and holds also in vLLM's
+    worker processes, which set handlers of their own.
+
+    Args:
+        signals: SIGKILL is left to end them, and vLLM resorts to it.
+    """
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+
+
+def _start(spec: EngineSpec) -> EngineServer:
+    from oblr_megatron.engine.plugin import register
+
+    register()  # vLLM also calls it, but only where the package is installed and VLLM_PLUGINS does not leave it out
+    return EngineServer(spec)
+
+
+def _answer(channel: Channel, call: Callable[[], Any]) -> Any:
+    """Run a call and send what it returned, or why it failed; returns the value, or None after a failure."""
+    try:
+        value = call()
+    except RunError as error:
+        kind = DamagedError if isinstance(error, DamagedError) else RunError
+        channel.send(Reply(error=str(error), kind=kind))
+        return None
+    except Exception as error:  # noqa: BLE001  whatever vLLM raises has to reach the trainer, which waits for an answer
+        traceback.print_exc()
+        channel.send(Reply(error=f"{type(error).__name__}: {error}"))
+        return None
+    channel.send(Reply(value=None if isinstance(value, EngineServer) else value))
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

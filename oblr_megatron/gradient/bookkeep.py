@@ -1,0 +1,144 @@
+"""Mode `bookkeep`: one pass that keeps the factors of every weight gradient, and multiplies them when A is known.
+
+Forward and input gradients run once. Each linear layer's x and dy are kept; they give the norms, the norms give the
+advantages, and sum_i c_i dy_i^T x_i is one product over the tokens of a microbatch. Costs the norms' arithmetic (the
+Gram form, for short responses) and the memory of all factors of the samples that are in flight together.
+
+With activation recomputation the factors kept are those of the second forward: recomputation saves less than otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from oblr_megatron.gradnorm.norm_sink import NormSink, Splits
+from oblr_megatron.gradnorm.rules import Rule
+from oblr_megatron.model.taps import add_product, add_rows, main_grad
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
+    from oblr_megatron.gradnorm.accumulate import Capture
+    from oblr_megatron.gradnorm.segments import Segments
+    from oblr_megatron.gradnorm.sketch import Sketches
+
+
+@dataclass(slots=True)
+class _Product:
+    """A linear layer's factors in one microbatch: x [t, b, d] or [t, d], dy [t, b, p] or [t, p]."""
+
+    weight: Parameter
+    slot: int
+    segments: Segments
+    x: Tensor
+    dy: Tensor
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The embedding's: rows [b, t], dy [b, t, h]."""
+
+    weight: Parameter
+    slot: int
+    segments: Segments
+    rows: Tensor
+    dy: Tensor
+
+
+@dataclass(slots=True)
+class _Vectors:
+    """A small parameter's gradients [n, ...], one a sample."""
+
+    weight: Parameter
+    slot: int
+    grads: Tensor
+
+
+class BookkeepSink(NormSink):
+    """Takes the norms and keeps what the gradient will be made of."""
+
+    def __init__(self, rules: Sequence[Rule], capture: Capture, sketches: Sketches | None = None) -> None:
+        super().__init__(rules, capture, sketches)
+        self._kept: list[_Product | _Rows | _Vectors] = []
+
+    def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
+        """Keep x and dy; they are not copied."""
+        super().linear(weight, x, dy, splits)
+        self._kept.append(_Product(weight, self.slot, self.segments, x, dy))
+
+    def embedding(self, weight: Parameter, rows: Tensor, dy: Tensor) -> None:
+        """Keep dy."""
+        super().embedding(weight, rows, dy)
+        self._kept.append(_Rows(weight, self.slot, self.segments, rows, dy))
+
+    def vector(self, rule: Rule, grads: Tensor) -> None:
+        """Keep each sample's gradient: it is small."""
+        super().vector(rule, grads)
+        self._kept.append(_Vectors(rule.param, self.slot, grads))
+
+    def end(self, position: int, chunk: int) -> None:
+        """Keep a copy of what was not tapped."""
+        for rule in self.untapped:
+            if rule.chunk == chunk:
+                self._kept.append(_Vectors(rule.param, self.slot, rule.grad.clone()[None]))
+        super().end(position, chunk)
+
+    @torch.no_grad()
+    def add_gradient(self, coefficients: Tensor) -> None:
+        """main_grad += sum_i c_i grad_i, and forget the factors: [n] fp64, 0 for samples to be left out."""
+        coefficients = coefficients.to(self.capture.parallel.device)
+        while self._kept:  # from the end: the memory of each goes as soon as it is used
+            kept = self._kept.pop()
+            if isinstance(kept, _Vectors):
+                _add_vectors(kept, coefficients[kept.slot : kept.slot + len(kept.grads)])
+                continue
+            own = coefficients[kept.slot : kept.slot + kept.segments.num_samples]
+            if isinstance(kept, _Product):
+                _add_product(kept, own)
+            else:
+                scaled = _scaled(kept.dy, own[:, None] if kept.segments.cu_seqlens is None else _per_token(kept, own))
+                add_rows(main_grad(kept.weight), kept.rows, scaled)
+
+
+def _add_vectors(kept: _Vectors, own: Tensor) -> None:
+    used = own != 0  # not by multiplying: 0 times a gradient that is no number is none either
+    total = torch.tensordot(own[used].to(kept.grads.dtype), kept.grads[used], dims=1)
+    main_grad(kept.weight).add_(total)
+
+
+def _add_product(kept: _Product, own: Tensor) -> None:
+    """Leave out the samples with c = 0, scale dy, multiply."""
+    target, x, dy = main_grad(kept.weight), kept.x, kept.dy
+    if len(own) == 1:
+        if own[0] != 0:
+            add_product(target, x, dy, float(own[0]))
+        return
+    if kept.segments.cu_seqlens is None:
+        add_product(target, _without(x, own == 0, dim=1), _scaled(dy, own))
+    else:
+        tokens = _per_token(kept, own)[0]
+        add_product(target, _without(x, (tokens == 0)[:, None], dim=0), _scaled(dy, tokens[:, None]))
+
+
+def _per_token(kept: _Product | _Rows, own: Tensor) -> Tensor:
+    """[1, t]: each token's coefficient, in a packed row."""
+    assert kept.segments.cu_seqlens is not None
+    return own.repeat_interleave(torch.tensor(kept.segments.cu_seqlens, device=own.device).diff())[None]
+
+
+def _scaled(dy: Tensor, values: Tensor) -> Tensor:
+    """dy [.., .., p] times values, which lack the last dimension; exactly 0 where they are."""
+    return (dy * values[..., None].to(dy.dtype)).masked_fill_((values == 0)[..., None], 0.0)
+
+
+def _without(x: Tensor, left_out: Tensor, dim: int) -> Tensor:
+    """x with what is not finite and left out set to 0; most often x itself."""
+    if not bool(left_out.any()):
+        return x
+    shape = left_out.shape if dim == 0 else (1, *left_out.shape)
+    return x.masked_fill(left_out.view(*shape, *[1] * (x.dim() - len(shape))), 0.0)

@@ -1,0 +1,93 @@
+"""What w is (`gradnorm.source`): the exact norm, or one of the estimates that cost less.
+
+    exact    ||s||^2
+    sketch   of linear layers the norm of a random projection, unbiased; everything else exactly
+    logit    sum_t rho_t^2 ||d log pi(o_t) / d logits||^2: the energy of the score at the logits, forward only
+    length   response tokens
+
+Whatever w is, the policy gradient stays unbiased: an estimate costs variance, not truth. How much of
+the exact norms it sees is logged every `gradnorm.check_every` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from oblr_megatron.gradient.loss_fn import RatioFn
+from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
+from oblr_megatron.gradnorm.sketch import Sketches
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.config import Config
+    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.token_values import ValuesFn
+    from oblr_megatron.types import MicroBatch, Sample
+
+
+def sketches_of(policy: Policy, config: Config) -> Sketches | None:
+    """The run's projections, drawn once; None unless `gradnorm.source` asks for them."""
+    if config.gradnorm.source != "sketch":
+        return None
+    return Sketches(policy, config.gradnorm.sketch_size, config.seed)
+
+
+def sq_norms_of(
+    policy: Policy,
+    samples: Sequence[Sample],
+    batches: Sequence[MicroBatch],
+    config: Config,
+    ratios: RatioFn,
+    source: str,
+    sketches: Sketches | None,
+) -> Tensor:
+    """w [n] fp64 of the microbatches' samples by the source named, the same on every rank of the replica."""
+    if source == "length":
+        lengths = [float(len(samples[n].response_ids)) for batch in batches for n in batch.sample_index.tolist()]
+        return torch.tensor(lengths, dtype=torch.float64, device=policy.parallel.device)
+    temperature = config.rollout.temperature
+    if source == "logit":
+        return _energies(policy, batches, temperature, ratios)
+    return sample_sq_grad_norms(
+        policy,
+        batches,
+        temperature=temperature,
+        ratios=ratios,
+        sketches=sketches if source == "sketch" else None,
+    )
+
+
+def token_energies(policy: Policy, temperature: float, ratios: RatioFn) -> ValuesFn:
+    """rho^2 times the squared score at the logits of each token; what `token_values` asks for."""
+    from oblr_megatron.model.logprobs import vocab_parallel_energy, vocab_parallel_logprobs
+
+    vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": policy.parallel, "temperature": temperature}
+
+    def energies(logits: Tensor, batch: MicroBatch) -> Tensor:
+        rho, _ = ratios(vocab_parallel_logprobs(logits, batch.labels, **vocab), batch)
+        return vocab_parallel_energy(logits, batch.labels, **vocab) * rho.square()
+
+    return energies
+
+
+def _energies(policy: Policy, batches: Sequence[MicroBatch], temperature: float, ratios: RatioFn) -> Tensor:
+    """The energy of each sample's score at the logits."""
+    from oblr_megatron.model.step import run_schedule
+
+    parallel, of_tokens = policy.parallel, token_energies(policy, temperature, ratios)
+
+    def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return logits.new_zeros(()), {"energy": batch.per_sample(of_tokens(logits, batch).to(torch.float64))}
+
+    records = run_schedule(policy, batches, loss_of, forward_only=True)
+    energies = torch.zeros(sum(b.num_samples for b in batches), dtype=torch.float64, device=parallel.device)
+    if records:
+        energies += torch.cat([record["energy"] for record in records])
+        energies /= parallel.tp_size  # every rank of the last stage has the whole
+    dist.all_reduce(energies, group=parallel.replica_group)
+    return energies

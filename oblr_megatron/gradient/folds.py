@@ -1,0 +1,89 @@
+"""Which samples of a step each replica works on, and the replicas that work on the same folds together.
+
+Most often a replica has folds of its own. Replicas share them where they share experts (their samples meet in the same
+expert gradients), or where the responses of a prompt are dealt to several of them (`gradnorm.stash_spread`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from oblr_megatron.data.packing import empty_batch, local_folds
+from oblr_megatron.memory.pass_plan import num_folds
+from oblr_megatron.model.parallel import share_group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.config import Config
+    from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.types import MicroBatch
+
+
+class Sharing:
+    """The part of one replica in the folds of a step.
+
+    Args:
+        parallel: where this rank stands.
+        config: num_prompts, group_size, the folds and gradnorm.stash_spread are read.
+    """
+
+    def __init__(self, parallel: Parallel, config: Config) -> None:
+        self._parallel, self._group_size, self._num_prompts = parallel, config.group_size, config.num_prompts
+        self.num_folds = num_folds(config)  # R
+        self._spread = config.gradnorm.stash_spread if config.gradnorm.mode == "stash" else 1
+        self.size = max(parallel.block_size, self._spread)  # replicas that share a fold
+        self.rank = parallel.dp_rank % self.size
+        self.group = share_group(parallel, self.size)
+
+    def folds(self, active: Tensor, *, split_prompts: bool) -> list[list[int]]:
+        """Sample indices of each fold this replica has a part in, prompt-major; groups that are not active left out.
+
+        Args:
+            active: [Q] bool.
+            split_prompts: deal the responses of each prompt, where they are spread; else whole prompts.
+        """
+        parallel, group = self._parallel, self._group_size
+        folds = local_folds(
+            self._num_prompts, self.num_folds, parallel.dp_rank // self.size, parallel.dp_size // self.size
+        )
+        if split_prompts and self._spread > 1:
+            return [
+                [prompt * group + i for prompt in fold if active[prompt] for i in range(self.rank, group, self.size)]
+                for fold in folds
+            ]
+        return [
+            [prompt * group + i for prompt in fold[self.rank :: self.size] if active[prompt] for i in range(group)]
+            for fold in folds
+        ]
+
+    def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """As many microbatches on every replica whose samples meet in experts: the missing ones are empty."""
+        parallel = self._parallel
+        if parallel.block_size == 1:
+            return batches
+        most = torch.tensor(len(batches), device=parallel.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel.block_group)
+        return batches + [empty_batch(device=parallel.device) for _ in range(int(most) - len(batches))]
+
+    def sum(self, policy: Policy) -> None:
+        """Add up the parts of a fold's gradient; an expert's is whole already."""
+        if self.size > 1:
+            for grad in _dense(policy):
+                dist.all_reduce(grad, group=self.group)
+
+    def undo_repeats(self, policy: Policy) -> None:
+        """Let the sum over replicas count a fold once: all that share it hold its whole gradient."""
+        if self.size > 1:
+            for grad in _dense(policy):
+                grad.div_(self.size)
+
+
+def _dense(policy: Policy) -> Sequence[Tensor]:
+    """The gradient buffers of what is not an expert's."""
+    return [buffer.grad_data for chunk in policy.chunks for buffer in chunk.buffers]

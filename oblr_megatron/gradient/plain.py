@@ -1,0 +1,74 @@
+"""The policy gradient by known coefficients, of samples or of tokens, and the gradients that no advantage weighs:
+of a KL penalty, of a mixture's routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from oblr_megatron.checks.layout import num_experts
+from oblr_megatron.data.packing import empty_batch, microbatches
+from oblr_megatron.gradient.loss_fn import Penalty, score_loss
+from oblr_megatron.model.router import RouterLosses
+from oblr_megatron.model.step import run_schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.config import Config
+    from oblr_megatron.gradient.folds import Sharing
+    from oblr_megatron.gradient.one_pass import Work
+    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.types import MicroBatch, RouterFigures, Sample
+
+
+class PlainPass:
+    """One forward and backward over the samples that have a gradient; `prepare` comes before every step's `add`."""
+
+    def __init__(self, policy: Policy, config: Config, sharing: Sharing) -> None:
+        self._policy, self._config, self._sharing = policy, config, sharing
+        self._routers = RouterLosses(policy, config.model) if num_experts(policy.hf_config.to_dict()) else None
+        self.prepare(torch.zeros(config.num_prompts * config.group_size, dtype=torch.float64), None)
+
+    def prepare(self, coefficients: Tensor, penalty: Penalty | None) -> None:
+        """Take up the step's c, [N] of samples or [N, T] of tokens, and its penalty; who has neither is left out."""
+        used = coefficients != 0 if coefficients.dim() == 1 else (coefficients != 0).any(-1)
+        if penalty is not None:
+            used = used.cpu() | (penalty.coefficients != 0).cpu()
+        self._used = used.tolist()
+        self._coefficients, self._penalty = coefficients.to(self._policy.parallel.device), penalty
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        """A mixture's routers will see all of the step's samples [N] that are used, on this replica or another."""
+        if self._routers is not None:
+            self._routers.begin(sum(len(samples[n].response_ids) for n, used in enumerate(self._used) if used))
+
+    def router_figures(self) -> RouterFigures | None:
+        """Of the samples since `begin`; collective over all ranks. None for a dense model, or without any sample."""
+        return None if self._routers is None else self._routers.figures()
+
+    def add(self, work: Work, indices: Sequence[int]) -> None:
+        """main_grad += the gradient of these samples."""
+        used = [n for n in indices if self._used[n]]
+        device = self._policy.parallel.device
+        batches = self._sharing.even(
+            microbatches(work.samples, used, self._config.parallel, self._policy.padding, device=device)
+        )
+        if not batches and not self._config.parallel.overlap_grad_reduce:
+            return
+        batches = batches or [empty_batch(device=device)]  # a backward, in which the sum over replicas begins
+        temperature = self._config.rollout.temperature
+        loss_of = score_loss(
+            self._policy, temperature, work.ratios, self._of_batch, penalty=self._penalty, records=True
+        )
+        records = run_schedule(self._policy, batches, loss_of, routers=self._routers)
+        weighed = torch.ones(sum(batch.num_samples for batch in batches), dtype=torch.float64)  # c is in the scores
+        work.figures.add(records, weighed)
+
+    def _of_batch(self, batch: MicroBatch) -> Tensor:
+        if self._coefficients.dim() == 2:
+            return batch.of_tokens(self._coefficients)
+        return batch.per_token(self._coefficients[batch.sample_index])

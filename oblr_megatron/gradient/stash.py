@@ -1,0 +1,104 @@
+"""Mode `stash`: one pass, in which the gradient of each response is kept until its advantage is known.
+
+The gradient of sample i is made once, in a buffer of its own instead of `main_grad`; its norm is taken there, and when
+the norms of the group are known, sum_i A_i grad_i is added up from the buffers. No arithmetic beyond training's: what
+it costs is to write a gradient for every sample and read it twice, and k buffers of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from oblr_megatron.gradient.buffer import GradientBuffer
+from oblr_megatron.gradnorm.rules import EMBEDDING, OUTPUT, Kind, Rule
+from oblr_megatron.gradnorm.segments import Segments, product_into, scale_grads
+from oblr_megatron.model.taps import add_product, add_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
+    from oblr_megatron.gradnorm.accumulate import Capture
+    from oblr_megatron.gradnorm.norm_sink import Splits
+    from oblr_megatron.types import MicroBatch
+
+
+class StashSink:
+    """Writes the gradient of each microbatch's one sample into a buffer, and takes its norm there.
+
+    Args:
+        rules: of every parameter of this rank.
+        capture: of the run's samples.
+        kept: a buffer for each sample of the run.
+        work: where a gradient is made if `kept` rounds it or is not on the device; None: it is made where it is kept.
+    """
+
+    def __init__(
+        self, rules: Sequence[Rule], capture: Capture, kept: Sequence[GradientBuffer], work: GradientBuffer | None
+    ) -> None:
+        self.rules = {id(rule.param): rule for rule in rules if rule.kind is not Kind.FROZEN}
+        self.capture, self.kept, self.work = capture, kept, work
+        self.slot = 0
+        self._written: set[int] = set()  # parameters whose gradient of this sample has begun
+
+    def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
+        """A sample's gradient starts."""
+        assert batch.num_samples == 1, "a stashed gradient is that of one sample"
+        self.slot = self.capture.first[position]
+        self._written.clear()
+
+    def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
+        """Write the product where it is kept; add it, where the weight is used twice."""
+        view = self._view(weight)
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
+        if id(weight) in self._written:
+            add_product(view, x, dy)
+        else:
+            product_into(view, x, dy)
+            self._written.add(id(weight))
+
+    def embedding(self, weight: Parameter, rows: Tensor, dy: Tensor) -> None:
+        """Add the rows."""
+        view = self._view(weight)
+        if id(weight) not in self._written:
+            view.zero_()
+            self._written.add(id(weight))
+        add_rows(view, rows, dy)
+
+    def scale(self, weight: Parameter, x_hat: Tensor, dy: Tensor) -> None:
+        """Write the sum over tokens."""
+        everything = Segments(1, (0, dy.shape[0] * dy.shape[1]))
+        grads = scale_grads(x_hat.flatten(0, 1), dy.flatten(0, 1), everything)
+        self._view(weight).copy_(grads[0])
+        self._written.add(id(weight))
+
+    def end(self, position: int, chunk: int) -> None:
+        """The gradient is complete: take its squares, and put it where it is kept."""
+        for key, rule in self.rules.items():
+            if rule.chunk != chunk:
+                continue
+            view = self._view(rule.param)
+            if not rule.tapped:
+                view.copy_(rule.grad)
+                rule.grad.zero_()
+            elif key not in self._written:
+                view.zero_()  # an expert that no token was sent to
+            self._keep_rows(rule, view)
+            self.capture.matrix(rule, self.slot, view)
+        if self.work is not None:
+            self.kept[self.slot].copy_chunk(self.work, chunk)
+
+    def _view(self, weight: Parameter) -> Tensor:
+        return (self.work or self.kept[self.slot]).views[id(weight)]
+
+    def _keep_rows(self, rule: Rule, view: Tensor) -> None:
+        """A tied embedding's rows at the sample's tokens, where its other copy is at the other end of the pipeline."""
+        rows = self.capture.rows
+        if rows is None or not rule.tied:
+            return
+        span = rows.span(self.slot, self.slot + 1)
+        if rule.name == EMBEDDING and rows.embedding is not None:
+            rows.embedding[span] = view[rows.row[span]]
+        elif rule.name == OUTPUT and rows.head is not None:
+            rows.head[span] = view[rows.row[span]]

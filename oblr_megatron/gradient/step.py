@@ -1,0 +1,323 @@
+"""A step's gradient: the norm of each response's own gradient, what follows for its coefficient, the sum of all.
+
+    s_n = grad_theta sum_t rho_t log pi(o_t),   w_n = ||s_n||^2,   c = A(w) / (Q G),   g = -sum_n c_n s_n
+
+in one pass or two, as `gradnorm.mode` says, and g in folds. Where every token has a coefficient of its own
+(`algo.token_wise`), a forward pass for them comes first; with a KL penalty, one with the reference's weights. The
+gradient of a mixture's router losses is added to g and enters no w. Prompts
+are dealt to data-parallel ranks by whole folds, so that a fold never crosses replicas and its gradient norm needs no
+extra exchange of gradients; where replicas share experts, or the responses of a prompt, they share folds as well
+(`gradient/folds.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from oblr_megatron.algo.importance import truncated_ratios
+from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.data.packing import microbatches, one_per_microbatch
+from oblr_megatron.gradient.estimate import sketches_of, sq_norms_of, token_energies
+from oblr_megatron.gradient.folds import Sharing
+from oblr_megatron.gradient.loss_fn import Figures, Penalty, RatioFn
+from oblr_megatron.gradient.one_pass import BookkeepPass, SpreadStashPass, StashBuffers, StashPass, Weigh, Work
+from oblr_megatron.gradient.plain import PlainPass
+from oblr_megatron.gradient.two_pass import one_sample_only
+from oblr_megatron.gradnorm.rules import classify
+from oblr_megatron.model.optimizer import grad_sq_norm
+from oblr_megatron.model.step import (
+    finish_overlapped_grads,
+    reduce_data_parallel_grads,
+    reduce_model_parallel_grads,
+)
+from oblr_megatron.model.token_values import token_values
+from oblr_megatron.types import GradientStats, MicroBatch, Sample, StepGradient
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.config import Config
+    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.reference import Reference
+
+TokenWeigh = Callable[["Tensor"], "Tensor"]
+"""Energies of the step's response tokens [N, T] -> coefficients c [N, T], fp64."""
+
+Timer = Callable[[str], AbstractContextManager[object]]
+
+
+class FoldPass(Protocol):
+    """Adds the gradient of some samples to `main_grad`."""
+
+    def add(self, work: Work, indices: Sequence[int]) -> None:
+        """The samples are this replica's of one fold, in prompt-major order: whole prompts, or its share of each."""
+
+
+class TrainingGradient:
+    """The gradient of one step after another, with the buffers and process groups that it takes.
+
+    Made once, by every rank.
+
+    Args:
+        policy: the model.
+        config: the run's configuration, `gradnorm.mode` resolved (not "auto").
+        reference: what a KL penalty measures from; given if and only if `algo.kl_coefficient` is positive.
+
+    Raises:
+        UserError: norms are wanted, and no rule covers a trainable parameter.
+    """
+
+    def __init__(self, policy: Policy, config: Config, reference: Reference | None = None) -> None:
+        assert (reference is not None) == (config.algo.kl_coefficient > 0), "a penalty, and what it measures from"
+        self._policy, self._config, self._reference = policy, config, reference
+        self._sharing = Sharing(policy.parallel, config)
+        self._sketches = sketches_of(policy, config)
+        self._plain = PlainPass(policy, config, self._sharing)
+        wanted = config.uses_norms
+        self._one_sample_only = wanted and one_sample_only(classify(policy))  # refuses what no rule covers
+        # A sample's gradient is one, and A alone weighs it.
+        whole = not (config.algo.token_wise or reference is not None or config.model.router_losses)
+        self._stash: StashBuffers | None = None
+        self._one_pass = self._make_one_pass() if wanted and whole else None
+
+    def release(self) -> None:
+        """Give device memory back that would be kept for the next step: the buffers of `stash`."""
+        if self._stash is not None:
+            self._stash.release()
+
+    def __call__(
+        self,
+        samples: Sequence[Sample],
+        weigh: Weigh,
+        active: Tensor,
+        *,
+        norms_wanted: bool = True,
+        weigh_tokens: TokenWeigh | None = None,
+        timer: Timer = lambda _: nullcontext(),
+    ) -> StepGradient:
+        """Leave g in `main_grad`, summed over all ranks.
+
+        Args:
+            samples: [N] of the step, the same on every rank.
+            weigh: from norms to coefficients; asked for all prompts at once, or for some as their norms become known.
+            active: [Q] bool; the coefficients of the other groups are zero whatever w is, and they are left out.
+            norms_wanted: False where nothing depends on w: `weigh` gets zeros, and one plain pass is enough.
+            weigh_tokens: in place of `weigh` where the baseline is token-wise.
+            timer: entered with "gradnorm" and "gradient"; a mode of one pass is all "gradient".
+        """
+        work = Work(samples, weigh, self._ratios, torch.zeros(len(samples), dtype=torch.float64), Figures())
+        if norms_wanted and self._one_pass is not None:
+            with timer("gradient"):
+                stats = self._in_folds(self._one_pass, work, active)
+                return StepGradient(self._from_all_replicas(work.norms_sq), stats)
+        if norms_wanted:
+            with timer("gradnorm"):
+                work.norms_sq = self.norms(samples, active)
+        with timer("gradient"):
+            if self._config.algo.token_wise:
+                assert weigh_tokens is not None, "a token-wise baseline weighs tokens"
+                coefficients = weigh_tokens(self._energies(samples, active))
+            else:
+                coefficients = weigh(range(len(active)), work.norms_sq.view(len(active), -1)).flatten()
+            known = work.norms_sq.isfinite()  # else the gradient of the sample is no number either
+            coefficients[~known] = 0.0
+            return StepGradient(
+                work.norms_sq, self.policy_gradient(samples, coefficients, self._penalty(samples, known))
+            )
+
+    def norms(self, samples: Sequence[Sample], active: Tensor, *, source: str | None = None) -> Tensor:
+        """w [N] fp64 of the active groups' samples, by a pass of its own; zeros for the others, the same on every rank.
+
+        Args:
+            samples: [N] of the step, the same on every rank.
+            active: [Q] bool.
+            source: as `gradnorm.source`, by default what the configuration says.
+        """
+        mine = [n for fold in self._sharing.folds(active, split_prompts=False) for n in fold]
+        norms = torch.zeros(len(samples), dtype=torch.float64)
+        batches, order = self._norm_batches(samples, mine)
+        if batches:
+            source = source or self._config.gradnorm.source
+            found = sq_norms_of(self._policy, samples, batches, self._config, self._ratios, source, self._sketches)
+            norms[order] = found.cpu()[: len(order)]
+        return self._from_all_replicas(norms)
+
+    def policy_gradient(
+        self, samples: Sequence[Sample], coefficients: Tensor, penalty: Penalty | None = None
+    ) -> GradientStats:
+        """Leave g = -sum_n c_n grad_theta sum_t rho_t log pi(o_t) in main_grad, summed over all ranks.
+
+        The gradient is taken fold by fold: beside g it yields M = mean_f ||g_f||^2, with g_f the gradient of fold f
+        scaled to stand for the whole batch (R times its share of the sum).
+
+        Args:
+            samples: [N] of the step, the same on every rank.
+            coefficients: [N] fp64, advantage times the aggregation's constant, or [N, T] of each token; samples with 0
+                alone are left out of the pass, unless the penalty has a gradient.
+            penalty: its gradient is added to g.
+        """
+        unused = torch.zeros(0, dtype=torch.float64)
+        work = Work(samples, lambda *_: unused, self._ratios, unused, Figures())
+        self._plain.prepare(coefficients, penalty)
+        self._plain.begin(samples)
+        stats = self._in_folds(self._plain, work, torch.ones(self._config.num_prompts, dtype=torch.bool))
+        stats.routers = self._plain.router_figures()
+        return stats
+
+    def _energies(self, samples: Sequence[Sample], active: Tensor) -> Tensor:
+        """e [N, T] fp64 of the active groups' tokens on the CPU, 0 elsewhere; the same on every rank."""
+        energies_of = token_energies(self._policy, self._config.rollout.temperature, self._ratios)
+        return token_values(self._policy, samples, self._forward_batches(samples, active), energies_of).cpu()
+
+    def _penalty(self, samples: Sequence[Sample], counted: Tensor) -> Penalty | None:
+        """The step's KL penalty, every group included; without the samples [N] that are not `counted`."""
+        if self._reference is None:
+            return None
+        config, device = self._config, self._policy.parallel.device
+        beta = config.algo.kl_coefficient * counted.to(torch.float64)
+        lengths = torch.tensor([len(sample.response_ids) for sample in samples])
+        coefficients = sample_coefficients(
+            beta, lengths, config.num_prompts, config.group_size, config.algo.aggregation
+        )
+        batches = self._forward_batches(samples, torch.ones(config.num_prompts, dtype=torch.bool))
+        logprobs = self._reference.logprobs(samples, batches, temperature=config.rollout.temperature)
+        return Penalty(coefficients.to(device), logprobs, config.algo.kl_loss)
+
+    def _forward_batches(self, samples: Sequence[Sample], active: Tensor) -> list[MicroBatch]:
+        """Microbatches of this replica's samples in active groups; as many on every replica of a block."""
+        mine = [n for fold in self._sharing.folds(active, split_prompts=False) for n in fold]
+        device = self._policy.parallel.device
+        return self._sharing.even(
+            microbatches(samples, mine, self._config.parallel, self._policy.padding, device=device)
+        )
+
+    def _in_folds(self, fold_pass: FoldPass, work: Work, active: Tensor) -> GradientStats:
+        policy = self._policy
+        folds = self._sharing.folds(active, split_prompts=fold_pass is not self._plain)
+        if self._config.parallel.overlap_grad_reduce:
+            return self._stats(work.figures, self._overlapped(fold_pass, work, folds))
+        accumulated = _Accumulator(policy, len(folds))
+        fold_sq_norms = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
+        for indices in folds:
+            policy.zero_grad()
+            fold_pass.add(work, indices)
+            reduce_model_parallel_grads(policy)
+            self._sharing.sum(policy)
+            fold_sq_norms += grad_sq_norm(policy, reduced=False)
+            accumulated.add()
+        accumulated.finish()
+        self._sharing.undo_repeats(policy)
+        reduce_data_parallel_grads(policy)
+        dist.all_reduce(fold_sq_norms, group=policy.parallel.dp_group)
+        return self._stats(work.figures, self._sharing.num_folds * float(fold_sq_norms) / self._sharing.size)
+
+    def _overlapped(self, fold_pass: FoldPass, work: Work, folds: Sequence[Sequence[int]]) -> float:
+        """All folds as one, summed over replicas as backward goes on: M, which stays unknown.
+
+        No replica ever has the gradient of a fold: a bucket is summed as soon as its last weight has its gradient.
+        """
+        self._policy.zero_grad()
+        fold_pass.add(work, [n for fold in folds for n in fold])
+        finish_overlapped_grads(self._policy)
+        return math.nan
+
+    def _stats(self, figures: Figures, fold_sq_norm_mean: float) -> GradientStats:
+        """Of the gradient in main_grad."""
+        sums = figures.total(self._policy.parallel)
+        tokens = max(sums.tokens, 1)
+        return GradientStats(
+            loss=sums.loss,
+            sq_norm=grad_sq_norm(self._policy),
+            fold_sq_norm_mean=fold_sq_norm_mean,
+            num_folds=self._sharing.num_folds,
+            entropy=sums.entropy / tokens,
+            logprob_abs_diff=sums.abs_diff / tokens,
+            truncated_ratio_fraction=sums.cut / tokens,
+            num_tokens=int(sums.tokens),
+            kl=None if self._reference is None else sums.kl / tokens,
+        )
+
+    def _make_one_pass(self) -> FoldPass | None:
+        options = self._config.gradnorm
+        if options.source not in ("exact", "sketch"):
+            return None
+        if options.mode == "bookkeep":
+            return BookkeepPass(self._policy, self._config, self._sketches)
+        if options.mode == "stash":
+            self._stash = StashBuffers(self._policy, self._config)
+            if options.stash_spread > 1:
+                assert self._sharing.group is not None, "stash_spread replicas share folds"
+                return SpreadStashPass(self._policy, self._config, self._stash, self._sharing.group)
+            return StashPass(self._policy, self._config, self._stash)
+        return None
+
+    def _norm_batches(self, samples: Sequence[Sample], mine: Sequence[int]) -> tuple[list[MicroBatch], Tensor]:
+        """Microbatches of the norm pass, and the samples in their order; as many on every replica of a block."""
+        device = self._policy.parallel.device
+        if self._one_sample_only:
+            batches = one_per_microbatch(samples, mine, device=device)
+        else:
+            batches = microbatches(samples, mine, self._config.parallel, self._policy.padding, device=device)
+        order = torch.cat([torch.zeros(0, dtype=torch.int64), *(batch.sample_index.cpu() for batch in batches)])
+        return self._sharing.even(batches), order
+
+    def _from_all_replicas(self, norms: Tensor) -> Tensor:
+        """[N] of which each replica knows its own samples -> [N] on every rank."""
+        whole = norms.to(self._policy.parallel.device)
+        dist.all_reduce(whole, group=self._policy.parallel.dp_group)
+        return whole.cpu()
+
+    @property
+    def _ratios(self) -> RatioFn:
+        return importance_ratios(self._config, self._policy)
+
+
+def importance_ratios(config: Config, policy: Policy) -> RatioFn:
+    """The importance-ratio rule of the run: log-probs [b, t], batch -> detached ratios [b, t], number of cut ones."""
+
+    def ratios(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return truncated_ratios(
+            logprobs.detach(),
+            batch.rollout_logprobs,
+            batch.mask,
+            level=config.rollout.correction,
+            cap=config.rollout.correction_cap,
+            cu_seqlens=batch.cu_seqlens,
+            reduce=over_context,
+        )
+
+    def over_context(sums: Tensor) -> Tensor:
+        """Sums over a sample's tokens, of which this rank has a part."""
+        dist.all_reduce(sums, group=policy.parallel.cp_group)
+        return sums
+
+    return ratios
+
+
+class _Accumulator:
+    """Sums the gradients of a rank's folds, since main_grad holds one fold at a time.
+
+    The sum takes one more gradient's memory from the second fold of a rank on; one fold a rank takes none.
+    """
+
+    def __init__(self, policy: Policy, folds: int) -> None:
+        self._main_grads = [
+            buffer.grad_data for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        self._sums = [torch.zeros_like(grad) for grad in self._main_grads] if folds > 1 else []
+
+    def add(self) -> None:
+        """Take in the fold that main_grad holds."""
+        if self._sums:
+            torch._foreach_add_(self._sums, self._main_grads)
+
+    def finish(self) -> None:
+        """Put the sum into main_grad."""
+        if self._sums:
+            torch._foreach_copy_(self._main_grads, self._sums)

@@ -1,0 +1,112 @@
+"""Mode `two_pass`: forward and backward of every sample for its norm, before the pass that makes the policy gradient.
+
+Costs at most one more forward and backward over the samples: the weight gradients of the first pass are squared as they
+are made, or are not made at all where the Gram form is cheaper. No gradient memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from oblr_megatron.gradient.loss_fn import RatioFn, score_loss
+from oblr_megatron.gradnorm.accumulate import Capture, bytes_put_aside
+from oblr_megatron.gradnorm.norm_sink import NormSink
+from oblr_megatron.gradnorm.reduce import Reducer
+from oblr_megatron.gradnorm.rules import Rule, classify
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.gradnorm.sketch import Sketches
+    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.types import MicroBatch
+
+KEPT_BYTES = 2**29  # what a rank may put aside until ranks are summed (partials, rows of a tied embedding)
+
+
+def sample_sq_grad_norms(
+    policy: Policy,
+    microbatches: Sequence[MicroBatch],
+    *,
+    temperature: float = 1.0,
+    ratios: RatioFn | None = None,
+    kept_bytes: int = KEPT_BYTES,
+    sketches: Sketches | None = None,
+) -> Tensor:
+    """w_i = ||grad_theta sum_t rho_t log pi(o_t)||^2 of every sample, over all trainable parameters.
+
+    A collective of the replica: its ranks all call it, with the same samples. Replicas need not agree, unless they
+    share experts: then their numbers of microbatches must, and each holds one sample.
+
+    Args:
+        policy: the model; weights are not touched, `main_grad` is left zero.
+        microbatches: of any length, several samples each where `one_sample_only` does not say otherwise.
+        temperature: of the sampling distribution.
+        ratios: the importance ratios of the score; without them every rho is 1.
+        kept_bytes: bound on what a rank puts aside until ranks are summed; more samples than fit go in several runs of
+            the pipeline.
+        sketches: estimate the norms of linear layers by random projections instead.
+
+    Returns:
+        [n] fp64, the same on every rank of the replica, in the order of the microbatches' samples; 0 for an empty
+        response, and not finite where the gradient is not.
+
+    Raises:
+        UserError: a trainable parameter that no rule covers.
+    """
+    return measure(
+        policy,
+        microbatches,
+        temperature=temperature,
+        ratios=ratios,
+        kept_bytes=kept_bytes,
+        rules=classify(policy),
+        reducer=Reducer(policy.parallel),
+        sketches=sketches,
+    )
+
+
+def one_sample_only(rules: Sequence[Rule]) -> bool:
+    """Whether a microbatch may hold one sample only: experts, and what is not tapped, see no bounds of samples."""
+    return any(rule.expert or not rule.tapped for rule in rules if rule.param.requires_grad)
+
+
+def measure(
+    policy: Policy,
+    microbatches: Sequence[MicroBatch],
+    *,
+    temperature: float,
+    ratios: RatioFn | None,
+    kept_bytes: int,
+    rules: Sequence[Rule],
+    reducer: Reducer,
+    sketches: Sketches | None = None,
+) -> Tensor:
+    """`sample_sq_grad_norms` by the rules and the reducer given."""
+    from oblr_megatron.model.step import run_schedule
+
+    loss_of = score_loss(policy, temperature, ratios)
+    policy.zero_grad()
+    norms = [torch.zeros(0, dtype=torch.float64, device=policy.parallel.device)]
+    for batches in _runs(policy, microbatches, rules, kept_bytes):
+        capture = Capture(rules, batches, reducer)
+        run_schedule(policy, batches, loss_of, sink=NormSink(rules, capture, sketches))
+        norms.append(reducer.finish(capture))
+    return torch.cat(norms)
+
+
+def _runs(
+    policy: Policy, microbatches: Sequence[MicroBatch], rules: Sequence[Rule], kept_bytes: int
+) -> Iterator[Sequence[MicroBatch]]:
+    """Cut the samples into runs of the pipeline that put aside no more than `kept_bytes` on any rank of the block."""
+    parallel = policy.parallel
+    largest = max((bytes_put_aside(rules, batch, parallel) for batch in microbatches), default=0)
+    shared = torch.tensor(largest, device=parallel.device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=parallel.block_group)
+    step = max(1, kept_bytes // max(1, int(shared)))
+    for start in range(0, len(microbatches), step):
+        yield microbatches[start : start + step]

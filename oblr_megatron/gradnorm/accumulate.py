@@ -1,0 +1,113 @@
+"""What one rank takes down of each sample's gradient until ranks are put together.
+
+A gradient that this rank may square at once becomes a number. What is still a summand of a sum over ranks is put aside,
+if it is small (`vectors`, `rows`), or completed on the spot by the reducer, if it is large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from oblr_megatron.gradnorm.embedding_rows import TokenRows
+from oblr_megatron.gradnorm.rules import EMBEDDING, Kind, Rule
+from oblr_megatron.model.sq_norms import sq_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.gradnorm.reduce import Reducer
+    from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.types import MicroBatch
+
+
+class Capture:
+    """The squares and summands of n samples, those of the microbatches in their order.
+
+    Args:
+        rules: of every parameter of this rank.
+        batches: the microbatches of one run of the pipeline, whole: as they are before sequences are cut over ranks.
+        reducer: completes large gradients.
+        squares_rows: whether the rows of the embedding put aside are still to be squared; not so where the embedding's
+            whole gradient is handed to `matrix`.
+    """
+
+    def __init__(
+        self, rules: Sequence[Rule], batches: Sequence[MicroBatch], reducer: Reducer, *, squares_rows: bool = True
+    ) -> None:
+        self.reducer, self.parallel = reducer, reducer.parallel
+        self.first = _starts(batch.num_samples for batch in batches)  # slot of each microbatch's first sample
+        slots, device = self.first[-1], self.parallel.device
+        # A column for each replica of the block: in an expert's gradient their samples meet.
+        self.sq_norms = torch.zeros(slots, self.parallel.block_size, dtype=torch.float64, device=device)
+        self.vectors = {kind: _Vectors(kind_rules, slots) for kind, kind_rules in _put_aside(rules, self.parallel)}
+        self.rows = TokenRows.of(rules, batches, self.parallel, squares=squares_rows)
+
+    @property
+    def own(self) -> Tensor:
+        """The column [n] of this rank's own samples."""
+        return self.sq_norms[:, self.parallel.block_rank]
+
+    def vector(self, rule: Rule, slot: int, grads: Tensor) -> None:
+        """Gradients [k, ...] of a small parameter: those of the k samples from `slot` on."""
+        aside = self.vectors.get(rule.kind)
+        if aside is not None and id(rule.param) in aside.spans:
+            aside.put(rule, slot, grads)
+        elif self.counts(rule):
+            self.own[slot : slot + len(grads)] += grads.flatten(1).to(torch.float64).square().sum(dim=1)
+
+    def matrix(self, rule: Rule, slot: int, grad: Tensor, source: int | None = None) -> None:
+        """The whole gradient of one sample for one parameter, as far as this rank has it; it may be overwritten.
+
+        Args:
+            rule: of the parameter.
+            slot: of the sample.
+            grad: of the parameter's shape.
+            source: the replica of the block that the sample belongs to; this rank's own by default.
+        """
+        aside = self.vectors.get(rule.kind)
+        if aside is not None and id(rule.param) in aside.spans:
+            aside.put(rule, slot, grad[None])
+        elif self.counts(rule):
+            column = self.parallel.block_rank if source is None else source
+            self.sq_norms[slot, column] += sq_norm(self.reducer.complete(rule, grad))
+
+    def counts(self, rule: Rule) -> bool:
+        """Whether the squares of this rank's gradient are part of the norm."""
+        return rule.kind is Kind.SHARD or (rule.kind is not Kind.FROZEN and self.parallel.tp_rank == 0)
+
+
+class _Vectors:
+    """Gradients [n, P] of the small parameters of one kind."""
+
+    def __init__(self, rules: Sequence[Rule], slots: int) -> None:
+        ends = _starts(rule.param.numel() for rule in rules)
+        self.spans = {id(rule.param): span for rule, *span in zip(rules, ends[:-1], ends[1:], strict=True)}
+        self.values = rules[0].grad.new_zeros(slots, ends[-1])
+
+    def put(self, rule: Rule, slot: int, grads: Tensor) -> None:
+        start, end = self.spans[id(rule.param)]
+        self.values[slot : slot + len(grads), start:end] += grads.flatten(1)
+
+
+def bytes_put_aside(rules: Sequence[Rule], batch: MicroBatch, parallel: Parallel) -> int:
+    """Memory that this rank puts aside for one microbatch, until ranks are put together."""
+    vectors = sum(rule.grad.nbytes for _, kind_rules in _put_aside(rules, parallel) for rule in kind_rules)
+    return vectors * batch.num_samples + TokenRows.bytes_of(rules, batch, parallel)
+
+
+def _put_aside(rules: Sequence[Rule], parallel: Parallel) -> list[tuple[Kind, list[Rule]]]:
+    """The parameters whose gradients are vectors to be summed over ranks: partials, and copies under CP."""
+    kinds = (Kind.PARTIAL, Kind.COPY) if parallel.cp_size > 1 else (Kind.PARTIAL,)
+    found = [(kind, [rule for rule in rules if rule.kind is kind and rule.name != EMBEDDING]) for kind in kinds]
+    return [(kind, kind_rules) for kind, kind_rules in found if kind_rules]
+
+
+def _starts(counts: Iterable[int]) -> list[int]:
+    """Running sums from 0, the total last."""
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count)
+    return starts

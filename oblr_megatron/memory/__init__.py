@@ -1,0 +1,1 @@
+"""The memory model of a run: what each rank and each engine holds, before anything is started. Imports no torch."""

@@ -1,0 +1,109 @@
+"""What a vLLM engine takes of each of its devices, before it is started. Imports no torch.
+
+    found = engine_bytes(hf_config, config, device_bytes=80 * 10**9)
+    found.kv_tokens, found.asleep(config.rollout.sleep_level)
+
+vLLM takes `gpu_memory_utilization` of a device, and what weights and working memory leave of that becomes its KV cache
+(`gpu_worker.determine_available_memory`). The working memory is a model: the activations of one step's tokens, the
+sampler's logits, and `RESIDENT`, which is no more than a usual figure. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oblr_megatron.config import Config, ParallelConfig
+from oblr_megatron.memory.rank_shapes import RankSizes
+
+VOCABULARY_MULTIPLE = 64  # to which vLLM pads its embedding (`DEFAULT_VOCAB_PADDING_SIZE`)
+RESIDENT = 2 * 2**30  # CUDA context, NCCL buffers, CUDA graphs: what an engine holds that sleeps
+LARGE_DEVICE = 70 * 2**30  # vLLM's own bound between the numbers of tokens a step computes (`get_batch_defaults`)
+STEP_TOKENS = {False: 8192, True: 16384}
+CPU_STEP_TOKENS = 4096  # at least; `EngineSpec.cpu_step_tokens`
+LOGIT_COPIES = 3  # logits in fp32, their softmax, what is sorted or drawn
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes on one device of an engine.
+
+    Example, Qwen3-8B on two devices of 80 GB at gpu_memory_utilization 0.5, in GiB:
+        EngineMemory(weights=7.6, kv_cache=26.4, other=3.3, kv_bytes_per_token=73728)
+    """
+
+    weights: int
+    kv_cache: int  # 0 where nothing is left for it
+    other: int  # working memory, CUDA context and graphs
+    kv_bytes_per_token: int
+
+    @property
+    def total(self) -> int:
+        """While it samples."""
+        return self.weights + self.kv_cache + self.other
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of prompts and responses that the cache holds."""
+        return self.kv_cache // self.kv_bytes_per_token
+
+    def asleep(self, level: int) -> int:
+        """What stays on the device at `rollout.sleep_level`: everything at 0, else what vLLM cannot give back."""
+        return min(RESIDENT, self.other) if level else self.total
+
+
+def engine_bytes(hf_config: Mapping[str, Any], config: Config, *, device_bytes: int | None) -> EngineMemory:
+    """The memory of an engine on each of its `rollout.tensor_parallel_size` devices.
+
+    Args:
+        hf_config: the model's config.json.
+        config: the run.
+        device_bytes: memory of a device; None: a CPU engine, whose cache is `rollout.kv_cache_gib`.
+    """
+    sizes = engine_sizes(hf_config, config)
+    weights, per_token = _weight_bytes(sizes, config), 2 * sizes.layers * sizes.kv * sizes.element
+    if device_bytes is None:
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        work = _work_bytes(sizes, config, max(CPU_STEP_TOKENS, longest))
+        return EngineMemory(weights, int(config.rollout.kv_cache_gib * 2**30), work, per_token)
+    other = RESIDENT + _work_bytes(sizes, config, STEP_TOKENS[device_bytes >= LARGE_DEVICE])
+    share = int(device_bytes * config.rollout.gpu_memory_utilization)
+    return EngineMemory(weights, max(0, share - weights - other), other, per_token)
+
+
+def engine_sizes(hf_config: Mapping[str, Any], config: Config) -> RankSizes:
+    """Widths on one device of an engine: vLLM cuts layers as megatron-core does, and pads the vocabulary less."""
+    width = config.rollout.tensor_parallel_size
+    dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+    model = {
+        "dtype": "bfloat16" if dtype == "bfloat16" else "float32",
+        "make_vocab_size_divisible_by": max(1, VOCABULARY_MULTIPLE // width),
+    }
+    layout = ParallelConfig(tensor_model_parallel_size=width)
+    engine = config.model_copy(update={"parallel": layout, "model": config.model.model_copy(update=model)})
+    return RankSizes.of(hf_config, engine, stage=0)
+
+
+def _weight_bytes(sizes: RankSizes, config: Config) -> int:
+    """FP8 rounds the matrices of the layers; embedding, output layer, norms and routers keep their dtype.
+
+    Heads of keys are copied where there are fewer than devices.
+    """
+    copied = (sizes.query + 2 * sizes.kv - sizes.qkv_weight) * sizes.hidden * sizes.layers
+    parameters = sizes.parameters + copied
+    if config.rollout.quantization == "none":
+        return parameters * sizes.element
+    linear = sum(outputs * inputs * count for outputs, inputs, count in sizes.matrices) + copied
+    rounded = linear - sizes.columns * sizes.hidden + sizes.expert_parameters
+    return (parameters - rounded) * sizes.element + rounded
+
+
+def _work_bytes(sizes: RankSizes, config: Config, tokens: int) -> int:
+    """One layer's activations of a step's tokens, and the logits that are sampled from."""
+    feed_forward = 3 * sizes.ffn
+    if sizes.experts:  # a fused kernel's two workspaces, for every expert of a token
+        feed_forward = sizes.top_k * (max(2 * sizes.expert_ffn, sizes.hidden) + sizes.expert_ffn)
+    widest = max(sizes.query + 2 * sizes.kv + sizes.query, feed_forward)
+    layer = tokens * (3 * sizes.hidden + widest) * sizes.element
+    return layer + LOGIT_COPIES * config.rollout.max_num_seqs * sizes.columns * sizes.tp * 4

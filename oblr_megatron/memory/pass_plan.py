@@ -1,0 +1,145 @@
+"""The passes over samples that a step makes, and how many samples are in the pipeline together. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from oblr_megatron.checks.layout import num_experts
+from oblr_megatron.config import Config
+
+Kind = Literal["gradient", "norms", "stash", "bookkeep"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How replicas of the model stand to the folds of a step.
+
+    Example, 8 ranks under TP2 with experts spread over 4 of them: Layout(replicas=4, block=2, spread=1)
+    """
+
+    replicas: int  # the data-parallel size
+    block: int  # replicas whose samples meet in the same experts
+    spread: int  # replicas that share the responses of a prompt
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any], config: Config, world_size: int) -> Layout:
+        """Of a run; the layout must have been checked (`checks.check_layout`)."""
+        parallel, options = config.parallel, config.gradnorm
+        tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        experts = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or tp)
+        return cls(
+            replicas=world_size // (tp * cp * parallel.pipeline_model_parallel_size),
+            block=max(1, experts // (tp * cp)) if num_experts(hf_config) else 1,
+            spread=options.stash_spread if options.mode == "stash" else 1,
+        )
+
+    @property
+    def sharing(self) -> int:
+        """Replicas that work on the same folds."""
+        return max(self.block, self.spread)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Samples of one rank that go forward and backward together."""
+
+    kind: Kind
+    samples: int  # of one run of the pipeline
+    rows: int  # of them in a microbatch
+
+    @property
+    def microbatches(self) -> int:
+        """Of the run."""
+        return -(-self.samples // self.rows)
+
+
+def longest_sample(config: Config) -> int:
+    """Tokens of the longest prompt with the longest response."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def num_folds(config: Config) -> int:
+    """R: as configured, or a fold for each prompt."""
+    return config.num_prompts if config.algo.snr.estimator == "prompts" else config.algo.snr.num_folds
+
+
+def folds_of_a_rank(config: Config, layout: Layout) -> int:
+    """Folds whose gradients a rank makes one after another; 1 where there are too few, which a run refuses later."""
+    return max(1, num_folds(config) * layout.sharing // layout.replicas)
+
+
+def samples_of_a_rank(config: Config, layout: Layout) -> int:
+    """Samples of a step on the replica that has most: replicas that share a fold are dealt its prompts whole.
+
+    Example, 4 folds of one prompt and two replicas that share experts: all prompts are the first one's.
+    """
+    split = config.gradnorm.mode == "stash" and config.measures_norms  # a prompt's responses are dealt, too
+    if split:
+        return config.num_prompts * config.group_size // layout.replicas
+    prompts = config.num_prompts // num_folds(config)
+    return folds_of_a_rank(config, layout) * -(-prompts // layout.sharing) * config.group_size
+
+
+def one_sample_only(hf_config: Mapping[str, Any], *, transformer_engine: bool) -> bool:
+    """Whether a microbatch of a pass for norms holds one sample: experts, untapped layers see no bounds of samples."""
+    return bool(num_experts(hf_config)) or transformer_engine
+
+
+def idle_replicas(config: Config, layout: Layout) -> str | None:
+    """A line where replicas that share a fold are dealt its prompts unevenly: the others wait for the one with most.
+
+    Example, 4 folds of a prompt each and two replicas that share experts: half of the time is idle.
+    """
+    most = samples_of_a_rank(config, layout) * layout.replicas
+    idle = 1 - config.num_prompts * config.group_size / most
+    if idle <= 0:
+        return None
+    prompts = config.num_prompts // num_folds(config)
+    return (
+        f"replicas idle {idle:.0%} of the gradient: the prompts of a fold ({prompts}) are dealt to {layout.sharing} "
+        f"replicas that share it; make num_prompts / algo.snr.num_folds a multiple of {layout.sharing}"
+    )
+
+
+def passes_of(
+    hf_config: Mapping[str, Any], config: Config, layout: Layout, *, norms: bool, transformer_engine: bool
+) -> list[Pass]:
+    """The passes of a step; mode "auto" counts as "two_pass".
+
+    Args:
+        hf_config: the model's config.json.
+        config: the run.
+        layout: its replicas.
+        norms: whether they are measured, exactly or by a sketch.
+        transformer_engine: the layers are Transformer Engine's.
+    """
+    group, mode = config.group_size, config.gradnorm.mode
+    prompts = config.num_prompts // num_folds(config)  # of a fold
+    rows = max(1, config.parallel.micro_batch_tokens // longest_sample(config))
+    alone = 1 if one_sample_only(hf_config, transformer_engine=transformer_engine) else rows
+    share = -(-prompts // layout.sharing) * group
+    gradient = Pass("gradient", share, min(rows, share))
+    if not norms:
+        return [gradient]
+    if mode == "stash":
+        return [Pass("stash", group // layout.spread, 1)]
+    if mode == "bookkeep":
+        window = window_prompts(config, prompts) * group
+        return [Pass("bookkeep", window, min(alone, window))]
+    mine = samples_of_a_rank(config, layout)
+    return [Pass("norms", mine, min(alone, mine)), gradient]
+
+
+def window_prompts(config: Config, prompts: int) -> int:
+    """Prompts whose factors bookkeep holds together, of the prompts of a fold."""
+    fit = config.gradnorm.window_tokens // (config.group_size * longest_sample(config))
+    return min(prompts, max(1, fit))
+
+
+def stash_count(config: Config) -> int:
+    """Gradients that mode `stash` keeps on each rank."""
+    options = config.gradnorm
+    share = config.group_size // options.stash_spread
+    return share * (1 + options.stash_lag) if options.stash_spread > 1 else share

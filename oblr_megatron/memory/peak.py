@@ -1,0 +1,286 @@
+"""What a pass over samples holds at its fullest moments, beside weights, gradients, optimizer state. Imports no torch.
+
+n tokens of a microbatch, n' of them under sequence parallelism, V columns of the vocabulary, h hidden, f feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oblr_megatron.memory.activations import (
+    glu_bytes,
+    layer_bytes,
+    mlp_bytes,
+    recomputed_mlp_bytes,
+    recomputes,
+    score_elements,
+)
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.memory.pass_plan import Pass
+    from oblr_megatron.memory.rank_shapes import RankSizes, Tokens
+
+KEPT_BYTES = 2**29  # `two_pass.KEPT_BYTES`
+SQUARED = 2**22  # `kernels.CHUNK`: elements that are squared in fp64 at a time
+ENTROPY_ROWS = 1024  # of `model/logprobs.py`
+TILE_SIDE = {False: 512, True: 4096}  # of `products.py`, on a CPU and on a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes, by what they are for. Example: Moment("the loss", activations=2**27, logits=2**24)"""
+
+    name: str
+    activations: int = 0
+    logits: int = 0
+    norms: int = 0
+    work: int = 0
+    in_folds: bool = True  # the sum over a rank's folds is held beside; not of a pass for norms, which comes before
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.logits + self.norms + self.work
+
+
+@dataclass(frozen=True, slots=True)
+class PassOnRank:
+    """One pass on a rank of one pipeline stage."""
+
+    sizes: RankSizes
+    config: Config
+    run: Pass
+    tokens: Tokens
+    stage: int
+    on_gpu: bool
+
+    def moments(self) -> Iterator[Moment]:
+        """All that may be the fullest."""
+        held, kept = self.stored, self.waiting(self.in_flight)
+        if self.sizes.is_last:
+            yield self._loss(held, kept)
+            yield from self._head_backward(held, kept)
+        yield from self._layer_backward(held, kept)
+        if self.run.kind == "bookkeep":
+            yield self._first_layer_backward()
+        yield self._end()
+
+    # what is stored ---------------------------------------------------------------------------------------------------
+
+    @property
+    def stored(self) -> int:
+        """Activations of all microbatches in flight, and buffers that megatron-core keeps for good."""
+        sizes, tokens = self.sizes, self.tokens
+        residual = tokens.split * sizes.hidden * sizes.element
+        output = 0 if sizes.only_stage else residual
+        one = self._layers_bytes(sizes.layers // self._chunks) + output
+        scratch = tokens.count * sizes.hidden * sizes.element if sizes.sequence_parallel else 0  # gathered inputs
+        if self.config.model.attention == "local":
+            scratch += score_elements(sizes, tokens) * sizes.element + tokens.length**2  # scores; causal mask
+        rotary = tokens.length * sizes.cp * sizes.head_dim * 4
+        return one * self.in_flight + scratch + rotary
+
+    def _layers_bytes(self, layers: int) -> int:
+        sizes, tokens, parallel = self.sizes, self.tokens, self.config.parallel
+        whole = layer_bytes(sizes, tokens, self.config)
+        if parallel.recompute_granularity != "full":
+            return layers * whole
+        residual, group = tokens.split * sizes.hidden * sizes.element, parallel.recompute_num_layers
+        if parallel.recompute_method == "uniform":
+            return layers // group * residual
+        return min(group, layers) * residual + max(0, layers - group) * whole
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches, each through one chunk of layers, that wait for their backward (megatron-core's schedules)."""
+        stages, chunks = self.config.parallel.pipeline_model_parallel_size, self._chunks
+        if stages == 1:
+            return 1
+        if chunks == 1:
+            return min(self.run.microbatches, stages - self.stage)
+        filled = -(-self.run.microbatches // stages) * stages  # `model.step` fills up to a multiple
+        return min(filled * chunks, (stages - self.stage - 1) * 2 + (chunks - 1) * stages + 1)
+
+    @property
+    def _chunks(self) -> int:
+        return self.config.parallel.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def recomputed(self) -> int:
+        """Activations made again, of the layers in backward."""
+        sizes, parallel = self.sizes, self.config.parallel
+        if parallel.recompute_granularity != "full":
+            return recomputed_mlp_bytes(sizes, self.tokens, self.config)
+        group = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
+        return group * layer_bytes(sizes, self.tokens, self.config)
+
+    # what waits for the norms -----------------------------------------------------------------------------------------
+
+    def waiting(self, in_flight: int = 0) -> int:
+        """Put aside by the samples of the run, while so many microbatches still wait for their backward in a chunk."""
+        run = self.run
+        aside = self._aside() if run.kind != "gradient" else 0
+        if run.kind != "bookkeep":
+            return aside
+        done = max(0, run.samples * self._chunks - run.rows * in_flight) * self.tokens.count // run.rows
+        return aside + done * self.factor_bytes // self._chunks
+
+    @property
+    def factor_bytes(self) -> int:
+        """x and dy of every linear layer, and dy of the embedding, of one token."""
+        sizes = self.sizes
+        ends = sizes.hidden * sizes.is_first + (sizes.hidden + sizes.columns) * sizes.is_last
+        return (sizes.layers * self.layer_factors + ends) * sizes.element
+
+    @property
+    def layer_factors(self) -> int:
+        """Elements of x and dy of one layer's linear layers, of one token."""
+        sizes = self.sizes
+        h, q, f = sizes.hidden, sizes.query, sizes.ffn
+        attention = (h + sizes.qkv_weight) + (q + h)
+        routed = sizes.top_k * sizes.etp // (sizes.tp if sizes.sequence_parallel else 1)
+        return attention + ((h + 2 * f) + (f + h) if f else routed * (2 * h + 3 * sizes.expert_ffn))
+
+    def _aside(self) -> int:
+        """Summands over ranks: vectors of small parameters, rows of a tied or cut embedding (capture.py, rows.py)."""
+        sizes, run = self.sizes, self.run
+        one = (self._vectors() + self._rows()) * sizes.wide
+        samples = run.samples
+        if run.kind == "norms" and one:
+            samples = min(samples, max(1, KEPT_BYTES // (one * run.rows)) * run.rows)
+        return samples * one
+
+    def _vectors(self) -> int:
+        sizes = self.sizes
+        head_norms = 2 * sizes.head_dim * sizes.layers
+        others = (2 * sizes.hidden + sizes.experts * sizes.hidden) * sizes.layers + sizes.hidden * sizes.is_last
+        summed = (head_norms if sizes.tp > 1 else 0) + (others if sizes.sequence_parallel else 0)
+        return head_norms + others if sizes.cp > 1 else summed
+
+    def _rows(self) -> int:
+        """Elements of the rows of one sample: of all its tokens, spread evenly over the vocabulary's shards."""
+        sizes = self.sizes
+        if self.run.kind == "stash" and sizes.only_stage:
+            return 0
+        uses = (sizes.is_first + sizes.is_last) * sizes.tied or int(sizes.is_first and sizes.cp > 1)
+        length = self.tokens.length * sizes.cp
+        return uses * min(length // sizes.tp + 1, sizes.columns) * sizes.hidden
+
+    # the moments ------------------------------------------------------------------------------------------------------
+
+    def _loss(self, held: int, kept: int) -> Moment:
+        """Logits and softmax; then the entropy, some rows at a time: scores, exponentials, products."""
+        sizes, n, wide = self.sizes, self.tokens.count, self.sizes.wide
+        columns, narrow = sizes.columns, sizes.element < sizes.wide
+        softmax = n * columns * (sizes.element + wide * (2 if narrow else 1))
+        rows = 0 if self.run.kind == "norms" else min(n, ENTROPY_ROWS)
+        entropy = n * columns * (sizes.element + wide) + 3 * rows * columns * wide
+        return Moment("loss", held + self._head_bytes, max(softmax, entropy), kept)
+
+    def _head_backward(self, held: int, kept: int) -> Iterator[Moment]:
+        """The softmax turned into a gradient; its product with the weight; the last norm."""
+        sizes, n = self.sizes, self.tokens.count
+        gradient = n * sizes.columns * sizes.element
+        turned = n * sizes.columns * sizes.wide * (2 if sizes.element < sizes.wide else 1)
+        yield Moment("loss's backward", held + self._head_bytes, gradient + turned, kept)
+        work = self._linear_work(sizes.columns, sizes.hidden) + self._cross_work()
+        yield Moment("output layer's backward", held + self._head_bytes, gradient, kept, work)
+        norm = self._residual * 2 + self.tokens.split * sizes.hidden * 4 * (4 + (sizes.element < sizes.wide))
+        yield Moment("last norm's backward", held, 0, kept + self._head_kept, norm)
+
+    def _layer_backward(self, held: int, kept: int) -> Iterator[Moment]:
+        """The last layer's: its output projection, then its gated unit."""
+        sizes = self.sizes
+        held, kept = held + self.recomputed, kept + (self._head_kept if sizes.is_last else 0)
+        if sizes.ffn:
+            down = self._residual + self._linear_work(sizes.hidden, sizes.ffn)
+            yield Moment("last layer's backward", held, 0, kept, down)
+            yield Moment("last layer's backward", held, 0, kept, self._residual + glu_bytes(sizes, self.tokens))
+        if self.config.model.attention == "local":
+            scores = score_elements(sizes, self.tokens) * self._score_bytes
+            done = mlp_bytes(sizes, self.tokens, self.config)
+            yield Moment("last attention's backward", held - done, 0, kept, scores)
+
+    def _first_layer_backward(self) -> Moment:
+        """Of the last microbatch: only this layer's factors are still to come."""
+        sizes, tokens = self.sizes, self.tokens
+        missing = tokens.count * (self.layer_factors + sizes.hidden * sizes.is_first) * sizes.element
+        kept = self.waiting() - missing
+        layer = layer_bytes(sizes, tokens, self.config)
+        return Moment("first layer's backward", layer, 0, kept, self._residual + glu_bytes(sizes, tokens))
+
+    @property
+    def _score_bytes(self) -> int:
+        """Bytes that attention makes for each pair of tokens: backward in fp32, forward in half precision."""
+        sizes = self.sizes
+        if sizes.element < sizes.wide:
+            return sizes.element + sizes.wide
+        return (4 if recomputes(self.config, "core_attn") else 3) * sizes.element
+
+    def _end(self) -> Moment:
+        """Norms are finished, or the gradient's own is taken: squares in fp64, some elements at a time."""
+        sizes, run = self.sizes, self.run
+        scratch = 0 if sizes.element == 8 else 8 * min(sizes.largest_parameter, SQUARED)
+        if run.kind == "bookkeep":  # what is multiplied out is copied, where a microbatch holds several samples
+            scratch = max(scratch, 3 * self.tokens.count * sizes.hidden * sizes.element)
+        return Moment("end of a pass", 0, 0, self.waiting(), scratch)
+
+    @property
+    def _residual(self) -> int:
+        return self.tokens.split * self.sizes.hidden * self.sizes.element
+
+    @property
+    def _head_bytes(self) -> int:
+        """Input of the last norm and of the output layer."""
+        return 2 * self._residual
+
+    @property
+    def _head_kept(self) -> int:
+        sizes = self.sizes
+        if self.run.kind != "bookkeep":
+            return 0
+        return self.tokens.count * (sizes.hidden + sizes.columns) * sizes.element
+
+    def _linear_work(self, outputs: int, inputs: int) -> int:
+        """Backward of a linear layer: the gradient of its input, a gathered input, and what the sink does."""
+        sizes, n = self.sizes, self.tokens.count
+        gathered = n * inputs * sizes.element if sizes.sequence_parallel else 0
+        return n * inputs * sizes.element + gathered + self._sink_work(outputs, inputs)
+
+    def _sink_work(self, outputs: int, inputs: int) -> int:
+        sizes, n, narrow = self.sizes, self.tokens.count, self.sizes.element < self.sizes.wide
+        weight = outputs * inputs
+        if self.run.kind == "gradient":
+            return weight * sizes.element if narrow else 0  # the product, before it is added in fp32
+        widened = n * (outputs + inputs) * sizes.wide if narrow and not self.on_gpu else 0
+        if self.run.kind == "stash":
+            return widened + (weight * sizes.wide if sizes.cp > 1 else 0)
+        side = TILE_SIDE[self.on_gpu]
+        tiles = min(side * side, weight) * (sizes.wide + 8)
+        return widened + (2 * weight * sizes.wide if sizes.cp > 1 else tiles)
+
+    def _cross_work(self) -> int:
+        """Columns of dy at the tokens of a sample, and the rows that they make (`segments.product_rows`)."""
+        sizes, tokens = self.sizes, self.tokens
+        if not sizes.tied or self.run.kind not in ("norms", "bookkeep"):
+            return 0
+        rows = min(tokens.length // sizes.tp + 1, sizes.columns)
+        return rows * (tokens.length * sizes.wide + tokens.rows * sizes.hidden * sizes.wide)
+
+
+def update_moment(sizes: RankSizes, config: Config, updated: int, *, on_gpu: bool) -> Moment:
+    """The optimizer's update: square roots of second moments, of one parameter at a time, on a GPU of all.
+
+    Args:
+        sizes: of the rank.
+        config: the run.
+        updated: elements of weights that the rank updates.
+        on_gpu: whether it has a GPU.
+    """
+    if config.optimizer.name == "sgd":
+        return Moment("optimizer's update", in_folds=False)
+    one_by_one = 2 * sizes.largest_parameter + sizes.hidden * (sizes.ffn or sizes.query)
+    elements = updated if on_gpu else min(one_by_one, 3 * updated)
+    return Moment("optimizer's update", work=elements * sizes.wide, in_folds=False)

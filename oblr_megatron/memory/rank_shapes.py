@@ -1,0 +1,174 @@
+"""What one rank holds of a model, from its config.json and the layout: widths, parameters, tokens. Imports no torch.
+
+sizes = RankSizes.of(hf_config, config, stage=0)        # a rank of the first pipeline stage
+sizes.dense_parameters, sizes.expert_parameters         # elements of its weights
+sizes.tokens(rows=1, length=1024).count                 # tokens of a microbatch that it works on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oblr_megatron.checks.layout import num_experts
+from oblr_megatron.config import Config
+from oblr_megatron.config.padding import Padding, padding_of
+
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A microbatch on one rank. Example, TP2 with sequence parallelism: Tokens(rows=2, length=64, split=64)."""
+
+    rows: int  # b
+    length: int  # t of each row; 1 / cp of the padded sequence
+    split: int  # b * t, divided by tp under sequence parallelism: tokens of norms and residuals
+
+    @property
+    def count(self) -> int:
+        """b * t."""
+        return self.rows * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class RankSizes:
+    """One rank of a pipeline stage; widths are this rank's, shards where the layout cuts.
+
+    Example, Qwen3-0.6B on TP2, first of two stages:
+        RankSizes(hidden=1024, query=1024, kv=512, heads=8, groups=4, head_dim=128, ffn=1536, layers=14, ...)
+    """
+
+    hidden: int
+    query: int  # heads * head_dim
+    kv: int  # groups * head_dim
+    heads: int
+    groups: int
+    head_dim: int
+    qkv: int  # outputs of the joint projection that are kept: more than query + 2 kv where ranks share a group
+    qkv_weight: int  # outputs of this rank's part of it
+    ffn: int  # of a dense layer, 0 in a mixture
+    layers: int  # of the stage, all its chunks together
+    columns: int  # of the padded vocabulary
+    experts: int  # of all ranks; 0 in a dense model
+    local_experts: int
+    top_k: int
+    expert_ffn: int
+    tp: int
+    cp: int
+    etp: int
+    sequence_parallel: bool
+    tied: bool
+    is_first: bool  # holds the embedding
+    is_last: bool  # holds the output layer
+    only_stage: bool
+    element: int  # bytes of a weight and of an activation
+    wide: int  # bytes of what is computed in fp32, or fp64 of fp64; and of main_grad
+    fused: bool  # the gated unit is one kernel, as on a GPU
+    transformer_engine: bool
+    padding: Padding
+
+    @classmethod
+    def of(
+        cls,
+        hf_config: Mapping[str, Any],
+        config: Config,
+        stage: int,
+        *,
+        on_gpu: bool = False,
+        transformer_engine: bool = False,
+    ) -> RankSizes:
+        """The sizes of a rank of pipeline stage `stage`; the layout must have been checked (`checks.check_layout`)."""
+        parallel, hf = config.parallel, hf_config
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        etp = parallel.expert_tensor_parallel_size or tp
+        heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
+        head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+        experts = num_experts(hf)
+        outputs = (heads + 2 * groups) * head_dim
+        multiple = config.model.make_vocab_size_divisible_by * tp
+        element = ELEMENT_BYTES[config.model.dtype]
+        return cls(
+            hidden=hf["hidden_size"],
+            query=heads * head_dim // tp,
+            kv=max(1, groups // tp) * head_dim,
+            heads=heads // tp,
+            groups=max(1, groups // tp),
+            head_dim=head_dim,
+            qkv=outputs if groups < tp else outputs // tp,
+            qkv_weight=outputs // tp,
+            ffn=0 if experts else hf["intermediate_size"] // tp,
+            layers=hf["num_hidden_layers"] // pp,
+            columns=-(-hf["vocab_size"] // multiple) * multiple // tp,
+            experts=experts,
+            local_experts=experts // parallel.expert_model_parallel_size,
+            top_k=hf["num_experts_per_tok"] if experts else 0,
+            expert_ffn=hf["moe_intermediate_size"] // etp if experts else 0,
+            tp=tp,
+            cp=parallel.context_parallel_size,
+            etp=etp,
+            sequence_parallel=parallel.sequence_parallel,
+            tied=bool(hf.get("tie_word_embeddings", False)),
+            is_first=stage == 0,
+            is_last=stage == pp - 1,
+            only_stage=pp == 1,
+            element=element,
+            wide=max(element, 4),
+            fused=on_gpu,
+            transformer_engine=transformer_engine,
+            padding=padding_of(config.model, parallel),
+        )
+
+    @property
+    def matrices(self) -> list[tuple[int, int, int]]:
+        """(outputs, inputs, how many) of the stage's linear layers, experts left out."""
+        found = [(self.qkv_weight, self.hidden, self.layers), (self.hidden, self.query, self.layers)]
+        if self.ffn:
+            found += [(2 * self.ffn, self.hidden, self.layers), (self.hidden, self.ffn, self.layers)]
+        if self.is_last:
+            found.append((self.columns, self.hidden, 1))
+        return found
+
+    @property
+    def dense_parameters(self) -> int:
+        """Elements of everything but experts; an embedding tied across the pipeline is held at both ends."""
+        linear = sum(outputs * inputs * count for outputs, inputs, count in self.matrices)
+        norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + (self.hidden if self.is_last else 0)
+        router = self.layers * self.experts * self.hidden
+        own_embedding = self.is_first and not (self.tied and self.only_stage)
+        return linear + norms + router + (self.columns * self.hidden if own_embedding else 0)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Elements of this rank's experts."""
+        return self.layers * self.local_experts * 3 * self.hidden * self.expert_ffn
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all weights of this rank."""
+        return self.dense_parameters + self.expert_parameters
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of the layers' matrices: what Transformer Engine multiplies in FP8."""
+        head = self.columns * self.hidden if self.is_last else 0
+        linear = sum(outputs * inputs * count for outputs, inputs, count in self.matrices)
+        return linear - head + self.expert_parameters
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest weight."""
+        sizes = [outputs * inputs for outputs, inputs, _ in self.matrices]
+        sizes += [self.columns * self.hidden] if self.is_first else []
+        return max([*sizes, 2 * self.hidden * self.expert_ffn])
+
+    def tokens(self, rows: int, length: int) -> Tokens:
+        """A microbatch of rows of `length` tokens, padded and cut as the layout needs it."""
+        local = self.padding.rounded(length) // self.cp
+        split = rows * local // (self.tp if self.sequence_parallel else 1)
+        return Tokens(rows, local, split)
+
+    def routed(self, tokens: Tokens) -> int:
+        """Tokens that this rank's experts see of a microbatch, when every expert sees as many."""
+        return tokens.split * self.etp * self.top_k

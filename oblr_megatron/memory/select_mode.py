@@ -1,0 +1,218 @@
+"""`gradnorm.mode`: what "auto" stands for in a run, why, and what is refused before it starts. Imports no torch.
+
+Modes are compared by what they are expected to add to a plain step, in its own time. With T tokens a sample and a
+linear layer of p x d:
+
+    bookkeep    r / 3              r = min(1, T (p + d) / (2 p d)): the norm's arithmetic over that of dy^T x, which is
+                                   a third of the step's
+    stash       B beta / (6 T)     B bytes moved for each weight and sample, beta the FLOPs a machine does meanwhile
+    two_pass    (2 + r) / 3        forward and input gradients once more
+
+and each by (pp - 1) / m for the pipeline's bubble with m microbatches between flushes. The figures only rank the modes;
+docs/benchmarks.md has measured ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oblr_megatron.checks.layout import num_experts
+from oblr_megatron.config import Config
+from oblr_megatron.config.precision_checks import norms_problem
+from oblr_megatron.errors import UserError
+from oblr_megatron.formatting import size
+from oblr_megatron.memory.pass_plan import Layout, longest_sample, passes_of, stash_count
+from oblr_megatron.memory.training import MemoryEstimate, estimate
+
+MODES = ("bookkeep", "stash", "two_pass")
+BYTES_MOVED = 16  # a stashed gradient in fp32: written, squared, read again, with its share of main_grad
+FLOPS_A_BYTE = {False: 10.0, True: 140.0}  # a CPU core; an H100 in bf16 at the rate training reaches
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a run computes its norms.
+
+    Example: Choice("stash", "expected 1.01x a plain step at 2064 tokens (bookkeep 1.33x, two_pass 2.00x)", 1.01, found)
+    """
+
+    mode: str
+    reason: str  # one line
+    cost: float  # expected time of a step over that of a plain one
+    estimate: MemoryEstimate
+
+
+def resolve(
+    hf_config: Mapping[str, Any],
+    config: Config,
+    world_size: int,
+    *,
+    free_bytes: int | None = None,
+    on_gpu: bool = False,
+    transformer_engine: bool = False,
+) -> Choice:
+    """What `gradnorm.mode` comes to in this run.
+
+    Args:
+        hf_config: the model's config.json, checked against the layout (`checks.check_layout`).
+        config: the run.
+        world_size: its ranks.
+        free_bytes: memory that a rank may take; None: unknown, everything fits.
+        on_gpu: whether ranks have GPUs.
+        transformer_engine: the layers are Transformer Engine's.
+
+    Raises:
+        UserError: the mode that is asked for is impossible in this layout, or does not fit.
+    """
+    asked = config.gradnorm.mode
+    found = {
+        mode: estimate(
+            hf_config, with_mode(config, mode), world_size, on_gpu=on_gpu, transformer_engine=transformer_engine
+        )
+        for mode in (MODES if asked == "auto" else (asked,))
+    }
+    if not config.measures_norms:
+        mode = "two_pass" if asked == "auto" else asked
+        return Choice(mode, "unused: nothing in this run needs a backward pass for norms", 1.0, found[mode])
+    layout = {mode: Layout.of(hf_config, with_mode(config, mode), world_size) for mode in found}
+    problems = {
+        mode: _impossible(hf_config, with_mode(config, mode), layout[mode])
+        or _too_large(with_mode(config, mode), found[mode], free_bytes)
+        for mode in found
+    }
+    costs = {mode: _cost(hf_config, with_mode(config, mode), layout[mode], mode, on_gpu=on_gpu) for mode in found}
+    if asked != "auto":
+        problem = problems[asked]
+        if problem is not None:
+            raise UserError(f"mode {asked!r}: {problem[0]}", where="config: gradnorm.mode", mend=problem[1])
+        return Choice(asked, "as configured", costs[asked], found[asked])
+    possible = [mode for mode in MODES if problems[mode] is None]
+    smallest = problems["two_pass"]
+    if not possible and smallest is not None:
+        raise UserError(f"no mode measures norms here: {smallest[0]}", where="config: gradnorm", mend=smallest[1])
+    best = min(possible, key=costs.__getitem__)
+    return Choice(best, _reason(best, costs, problems, longest_sample(config)), costs[best], found[best])
+
+
+def free_memory(local_ranks: int) -> int | None:
+    """Memory that each of the ranks of this machine may take: the system's available one, shared; None if unknown."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 // local_ranks if found else None
+
+
+Problem = tuple[str, str]
+"""What is wrong, and the remedy."""
+
+
+def _impossible(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
+    """Why the mode cannot work in this layout; None if it can."""
+    mode = config.gradnorm.mode
+    of_fp8 = norms_problem(config, mode) or _impossible_experts(hf_config, config, layout)
+    if of_fp8 is not None or mode == "two_pass":
+        return of_fp8
+    if config.algo.token_wise or config.algo.kl_coefficient:
+        what = "tokens have coefficients of their own" if config.algo.token_wise else "a KL penalty has a gradient too"
+        return f"{what}, and one pass weighs whole samples by A", 'set gradnorm.mode to "two_pass" (or "auto")'
+    if config.model.router_losses:
+        return "the gradient of router losses would enter the norms", 'set gradnorm.mode to "two_pass" (or "auto")'
+    if num_experts(hf_config) and layout.block > 1:
+        return (
+            f"{layout.block} replicas share experts, whose gradients then mix samples of all of them",
+            'set gradnorm.mode to "two_pass" (or "auto")',
+        )
+    return _impossible_stash(config, layout) if mode == "stash" else None
+
+
+def _impossible_experts(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
+    """In FP8, samples that meet in an expert cannot be told apart."""
+    if config.model.fp8 == "none" or not num_experts(hf_config) or layout.block == 1:
+        return None
+    return (
+        f"{layout.block} replicas share experts, and FP8 layers hand out no factors to tell their samples apart",
+        'set model.fp8 to "none", or lower parallel.expert_model_parallel_size',
+    )
+
+
+def _impossible_stash(config: Config, layout: Layout) -> Problem | None:
+    """What else may keep gradients from being stashed."""
+    spread = config.gradnorm.stash_spread
+    if config.gradnorm.source == "sketch":
+        return "stash has the exact norms for nothing", 'set gradnorm.source to "exact", or mode to "bookkeep"'
+    if config.group_size % spread or layout.replicas % spread:
+        return (
+            f"stash_spread {spread} divides not both group_size {config.group_size} and the data-parallel size "
+            f"{layout.replicas}",
+            "set gradnorm.stash_spread to a divisor of both",
+        )
+    if spread > 1 and config.algo.snr.estimator == "prompts":
+        return (
+            "with stash_spread above 1 a prompt's gradient is spread over replicas",
+            'set algo.snr.estimator to "folds", or gradnorm.stash_spread to 1',
+        )
+    return None
+
+
+def _too_large(config: Config, found: MemoryEstimate, free_bytes: int | None) -> Problem | None:
+    """Why the mode does not fit into memory; None if it does, if nothing is known, and for `two_pass`, the smallest."""
+    mode = config.gradnorm.mode
+    if free_bytes is None or found.total <= free_bytes or mode == "two_pass":
+        return None
+    what = f"a rank takes {size(found.total)}, and {size(free_bytes)} are free; "
+    if mode == "stash":
+        return (
+            what + f"{stash_count(config)} stashed gradients are {size(found.norms)} of it",
+            "raise gradnorm.stash_spread, set stash_dtype or stash_offload, or use mode two_pass",
+        )
+    return (
+        what + f"the factors of {config.gradnorm.window_tokens} tokens (at least one prompt's) are {size(found.norms)}",
+        "lower gradnorm.window_tokens, or use mode two_pass",
+    )
+
+
+def _cost(hf_config: Mapping[str, Any], config: Config, layout: Layout, mode: str, *, on_gpu: bool) -> float:
+    """The expected time of a step, that of a plain one without pipeline being 1."""
+    tokens = longest_sample(config)
+    run = passes_of(hf_config, config, layout, norms=True, transformer_engine=False)[0]
+    bubble = (config.parallel.pipeline_model_parallel_size - 1) / run.microbatches
+    ratio = norm_over_product(hf_config, tokens)
+    added = {
+        "bookkeep": ratio / 3,
+        "stash": BYTES_MOVED * FLOPS_A_BYTE[on_gpu] / (6 * tokens),
+        "two_pass": (2 + ratio) / 3,
+    }[mode]
+    return 1 + added + bubble * (2 if mode == "two_pass" else 1)
+
+
+def norm_over_product(hf_config: Mapping[str, Any], tokens: int) -> float:
+    """r over the linear layers of a transformer layer, weighted by their size; an expert's count as one wide layer."""
+    hidden, head = hf_config["hidden_size"], hf_config.get("head_dim") or 128
+    queries = hf_config["num_attention_heads"] * head
+    keys = hf_config["num_key_value_heads"] * head
+    ffn = hf_config["intermediate_size"]
+    if num_experts(hf_config):
+        ffn = hf_config["moe_intermediate_size"] * hf_config["num_experts_per_tok"]
+    shapes = [(queries + 2 * keys, hidden), (hidden, queries), (2 * ffn, hidden), (hidden, ffn)]
+    parts = [(p * d, min(1.0, tokens * (p + d) / (2 * p * d))) for p, d in shapes]
+    return sum(weight * ratio for weight, ratio in parts) / sum(weight for weight, _ in parts)
+
+
+def _reason(best: str, costs: Mapping[str, float], problems: Mapping[str, Problem | None], tokens: int) -> str:
+    others = ", ".join(
+        f"{mode} {cost:.2f}x" + (f", but {problem[0]}" if (problem := problems[mode]) else "")
+        for mode, cost in costs.items()
+        if mode != best
+    )
+    return f"expected {costs[best]:.2f}x a plain step at {tokens} tokens a sample ({others})"
+
+
+def with_mode(config: Config, mode: str) -> Config:
+    """The run with its mode decided."""
+    return config.model_copy(update={"gradnorm": config.gradnorm.model_copy(update={"mode": mode})})

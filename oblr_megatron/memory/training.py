@@ -1,0 +1,250 @@
+"""How much memory a training step takes, before it is taken: the fullest rank, at its fullest moment. Imports no torch.
+
+    found = estimate(hf_config, config, world_size)
+    found.total, found.table()
+
+Held for the whole step: weights, `main_grad`, the optimizer's state, the buffers of mode `stash`. On top comes what a
+moment of the step holds, and the largest counts: the loss, the output layer's backward, the backward of the last layer,
+what waits at the end of a pass, the optimizer's update. Between steps the buffers of `stash` are given back where
+engines take turns with the trainer's GPUs. Samples are taken to be as long as the configuration allows. The distributed
+optimizer's state is divided by the ranks that hold copies of a weight. Weights in FP8 take two bytes: each is kept
+beside its transpose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from oblr_megatron.config import Config
+from oblr_megatron.formatting import size
+from oblr_megatron.memory.pass_plan import (
+    Layout,
+    folds_of_a_rank,
+    longest_sample,
+    passes_of,
+    stash_count,
+)
+from oblr_megatron.memory.peak import Moment, PassOnRank, update_moment
+from oblr_megatron.memory.rank_shapes import RankSizes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes of the fullest rank, when it holds most.
+
+    Example, two layers of Qwen3-0.6B in fp32 with 512 tokens, in MiB:
+        MemoryEstimate(weights=136, main_grad=136, second_gradient=0, optimizer=272, activations=118, logits=20,
+                       norms=544, work=34, checkpoint=0, fixed=474, stage=0, moment="last layer's backward")
+    """
+
+    weights: int  # with the reference's of a run with a KL penalty, and with copies in FP8
+    main_grad: int
+    second_gradient: int  # the sum over folds, where a rank has several
+    optimizer: int  # moments, the gradients' average of the "momentum" estimator, fp32 masters of bf16 weights
+    activations: int  # of the microbatches in flight
+    logits: int  # with softmax and their gradient
+    norms: int  # gradients, factors or partials that wait for the norms
+    work: int  # memory that the moment takes and gives back
+    checkpoint: int  # a copy of what an earlier step left, while it is written; on a GPU it is in host memory
+    fixed: int  # the process without a model
+    stage: int  # of the pipeline
+    moment: str
+    between_steps: int = 0  # what stays between steps, while samples are made; of all stages, on the rank with most
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(num_bytes for _, num_bytes in self.rows())
+
+    def rows(self) -> list[tuple[str, int]]:
+        """(what, bytes), in the order of the fields."""
+        names = (
+            "weights",
+            "main_grad",
+            "second_gradient",
+            "optimizer",
+            "activations",
+            "logits",
+            "norms",
+            "work",
+            "checkpoint",
+            "fixed",
+        )
+        return [(name.replace("_", " "), getattr(self, name)) for name in names]
+
+    def table(self) -> str:
+        """One line, e.g. "1.7 GiB on the fullest rank, at the loss: weights 136 MiB, main grad 136 MiB, ..."."""
+        parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in self.rows() if num_bytes)
+        return f"{size(self.total)} on the fullest rank, at the {self.moment}: {parts}"
+
+
+def estimate(
+    hf_config: Mapping[str, Any],
+    config: Config,
+    world_size: int,
+    *,
+    on_gpu: bool = False,
+    transformer_engine: bool = False,
+    fixed_bytes: int | None = None,
+) -> MemoryEstimate:
+    """The memory of a training step on its fullest rank.
+
+    Args:
+        hf_config: the model's config.json, checked against the layout (`checks.check_layout`).
+        config: the run; `gradnorm.mode` "auto" counts as "two_pass".
+        world_size: ranks of the run.
+        on_gpu: kernels are CUDA's, and memory is what its allocator gives out.
+        transformer_engine: the layers are Transformer Engine's.
+        fixed_bytes: of the process without a model; by default what is resident now, on a GPU none.
+    """
+    if fixed_bytes is None:
+        fixed_bytes = 0 if on_gpu else resident_bytes()
+    stages = [
+        estimate_stage(
+            hf_config,
+            config,
+            world_size,
+            stage,
+            on_gpu=on_gpu,
+            transformer_engine=transformer_engine,
+            fixed_bytes=fixed_bytes,
+        )
+        for stage in range(config.parallel.pipeline_model_parallel_size)
+    ]
+    fullest = max(stages, key=lambda candidate: candidate.total)
+    return replace(fullest, between_steps=max(candidate.between_steps for candidate in stages))
+
+
+def estimate_stage(
+    hf_config: Mapping[str, Any],
+    config: Config,
+    world_size: int,
+    stage: int,
+    *,
+    on_gpu: bool,
+    transformer_engine: bool,
+    fixed_bytes: int,
+) -> MemoryEstimate:
+    """The same of a rank of one pipeline stage."""
+    layout = Layout.of(hf_config, config, world_size)
+    sizes = RankSizes.of(hf_config, config, stage, on_gpu=on_gpu, transformer_engine=transformer_engine)
+    updated = updated_elements(sizes, config, world_size)
+    several = folds_of_a_rank(config, layout) > 1
+    held = _Held.of(sizes, config, updated, several_folds=several, on_gpu=on_gpu)
+    moments = [update_moment(sizes, config, updated, on_gpu=on_gpu)]
+    for run in passes_of(hf_config, config, layout, norms=config.measures_norms, transformer_engine=transformer_engine):
+        tokens = sizes.tokens(run.rows, longest_sample(config))
+        on_rank = PassOnRank(sizes, config, run, tokens, stage, on_gpu)
+        moments += [replace(moment, in_folds=run.kind != "norms") for moment in on_rank.moments()]
+    return max((held.at(moment, stage, fixed_bytes) for moment in moments), key=lambda candidate: candidate.total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Bytes that a rank holds for the whole step."""
+
+    weights: int
+    main_grad: int
+    second_gradient: int
+    optimizer: int
+    stash: int
+    stash_between_steps: int
+    checkpoint: int
+
+    @classmethod
+    def of(cls, sizes: RankSizes, config: Config, updated: int, *, several_folds: bool, on_gpu: bool) -> _Held:
+        main_grad = sizes.parameters * sizes.wide
+        stashes = config.gradnorm.mode == "stash" and config.measures_norms
+        weights, optimizer = sizes.parameters * sizes.element, optimizer_bytes(sizes, config, updated)
+        stash = stash_bytes(sizes, config, on_gpu=on_gpu) if stashes else 0
+        return cls(
+            weights=weights * (2 if config.algo.kl_coefficient else 1) + fp8_bytes(sizes, config),
+            main_grad=main_grad,
+            second_gradient=main_grad if several_folds else 0,
+            optimizer=optimizer,
+            checkpoint=weights + optimizer if copies_for_checkpoint(config) and not on_gpu else 0,
+            stash=stash,
+            stash_between_steps=0 if on_gpu and config.rollout.takes_turns else stash,
+        )
+
+    def at(self, moment: Moment, stage: int, fixed: int) -> MemoryEstimate:
+        return MemoryEstimate(
+            weights=self.weights,
+            main_grad=self.main_grad,
+            second_gradient=self.second_gradient if moment.in_folds else 0,
+            optimizer=self.optimizer,
+            activations=moment.activations,
+            logits=moment.logits,
+            norms=moment.norms + self.stash,
+            work=moment.work,
+            checkpoint=self.checkpoint,
+            fixed=fixed,
+            stage=stage,
+            moment=moment.name,
+            between_steps=self.weights + self.main_grad + self.optimizer + self.stash_between_steps + fixed,
+        )
+
+
+def copies_for_checkpoint(config: Config) -> bool:
+    """Whether a step goes on while a copy of the state before it is written; data-parallel ranks share the writing."""
+    options = config.checkpoint
+    return options.async_save and 0 < options.every_steps < config.num_steps
+
+
+def updated_elements(sizes: RankSizes, config: Config, world_size: int) -> int:
+    """Elements of weights whose optimizer state a rank holds: all of its own, or its share of them.
+
+    The distributed optimizer deals a weight to the data- and context-parallel ranks that hold it, an expert to fewer.
+    """
+    parallel = config.parallel
+    if not parallel.use_distributed_optimizer:
+        return sizes.parameters
+    stage = world_size // parallel.pipeline_model_parallel_size
+    holders = stage // sizes.tp
+    of_expert = max(1, stage // (parallel.expert_model_parallel_size * sizes.etp))
+    return -(-sizes.dense_parameters // holders) + -(-sizes.expert_parameters // of_expert)
+
+
+def optimizer_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
+    """Two moments of Adam, the momentum of SGD if it has one; and masters of weights in half precision.
+
+    And the average of gradients that the "momentum" estimator of the signal keeps, of all weights.
+    """
+    options = config.optimizer
+    copies = 2 if options.name == "adam" else int(options.sgd_momentum > 0)
+    masters = int(sizes.element < sizes.wide)
+    average = sizes.parameters * (config.algo.snr.estimator == "momentum")
+    return (updated * (copies + masters) + average) * sizes.wide
+
+
+def fp8_bytes(sizes: RankSizes, config: Config) -> int:
+    """FP8 copies of the layers' matrices, each with its transpose; weights held in FP8 take no more than bf16's two."""
+    if config.model.fp8 == "none":
+        return 0
+    return 2 * sizes.layer_weights
+
+
+def stash_bytes(sizes: RankSizes, config: Config, *, on_gpu: bool = False) -> int:
+    """The gradients that mode `stash` keeps, and the one in which they are made, if it rounds them or moves them.
+
+    On a GPU those in host memory do not count.
+    """
+    options, count = config.gradnorm, stash_count(config)
+    rounds = options.stash_dtype == "bfloat16" and sizes.element < 8
+    moves = on_gpu and options.stash_offload
+    kept = 0 if moves else count * (2 if rounds else sizes.wide)
+    return sizes.parameters * (kept + (sizes.wide if rounds or moves else 0))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, where the system states it (Linux); else 0."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0

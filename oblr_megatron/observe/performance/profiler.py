@@ -1,0 +1,171 @@
+"""Profiles of chosen steps on chosen ranks, with the phases of a step as named ranges (`log.profile`).
+
+    torch  a trace a rank, RUN_DIR/profile/rank_N.json.gz: open it at https://ui.perfetto.dev, or in chrome://tracing
+    nsys   NVTX ranges, and cudaProfilerStart/Stop around the steps, for a job started under
+           nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop --output=... COMMAND
+
+A profiled step is all that happens from its first sampling until its figures are taken; the push of its weights and an
+evaluation are part of it, saving is not, unless the next step is profiled as well. The profiler hangs on the phase
+timer (timing.py). A range is named "oblr/<phase>".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from oblr_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.config.log import LogConfig
+
+PROFILES = "profile"  # directory in the run's
+
+
+class Backend(Protocol):
+    """What records: torch's profiler, or nsys from outside."""
+
+    def start(self) -> None:
+        """From here on everything is recorded."""
+
+    def stop(self) -> str:
+        """Keep what was recorded, and tell where it is; "" where there is nothing to say."""
+        ...
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """A named stretch of the record."""
+        ...
+
+
+class TorchProfile:
+    """torch.profiler of CPU operators and, with CUDA, of kernels; written as one compressed Chrome trace."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._profile: Any = None
+
+    def start(self) -> None:
+        """Begin; one trace at a time."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profile.start()
+
+    def stop(self) -> str:
+        """Write the trace, over an earlier one of the same rank; a full disk costs the trace and not the run."""
+        profile, self._profile = self._profile, None
+        profile.stop()
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(self._file))
+        except OSError as error:
+            return f"profile: {self._file} could not be written: {error}"
+        return f"profile: {self._file}; open it at https://ui.perfetto.dev"
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """A user annotation of the trace."""
+        return torch.profiler.record_function(name)
+
+
+class NsysProfile:
+    """Marks for `nsys profile`, which records from outside."""
+
+    def start(self) -> None:
+        """cudaProfilerStart: what --capture-range=cudaProfilerApi waits for."""
+        torch.cuda.profiler.start()
+
+    def stop(self) -> str:
+        """cudaProfilerStop; nsys writes its report by itself."""
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+        return "profile: the steps are marked for nsys, which writes to the file named by --output"
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """An NVTX range."""
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+
+class Profiler:
+    """A step observer that profiles steps `start` to `end` - 1, counted from 0; without a backend it does nothing.
+
+    A run that goes on in the middle of these steps is profiled from there.
+    """
+
+    def __init__(self, backend: Backend | None, start: int, end: int, say: Callable[[str], None]) -> None:
+        self._backend, self._start, self._end, self._say = backend, start, end, say
+        self._step = 0
+        self._recording = False
+
+    def begin_step(self, step: int) -> None:
+        """Start recording when the step is one of those."""
+        self._step = step
+        if self._backend is not None and not self._recording and self._start <= step < self._end:
+            self._recording = True
+            self._backend.start()
+
+    def end_step(self) -> None:
+        """Stop recording after the last of them."""
+        if self._step + 1 >= self._end:
+            self.close()
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """A range of the record."""
+        if self._backend is None or not self._recording:
+            return nullcontext()
+        return self._backend.range(f"oblr/{name}")
+
+    def close(self) -> None:
+        """Stop recording, if that was not done: a run that ends or breaks off in the middle keeps what there is."""
+        if self._backend is not None and self._recording:
+            self._recording = False
+            said = self._backend.stop()
+            self._say(said)
+
+
+@contextmanager
+def open_profiler(config: Config, rank: int, say: Callable[[str], None]) -> Iterator[Profiler]:
+    """The profiler that log.profile asks for; one that does nothing on ranks that log.profile_ranks does not name."""
+    log = config.log
+    backend: Backend | None = None
+    if log.profile != "none" and rank in log.profile_ranks:
+        file = config.run_dir / PROFILES / f"rank_{rank}.json.gz"
+        backend = TorchProfile(file) if log.profile == "torch" else NsysProfile()
+    profiler = Profiler(backend, log.profile_step_start, log.profile_step_end, say)
+    try:
+        yield profiler
+    finally:
+        profiler.close()
+
+
+def check_profile(log: LogConfig, world_size: int, *, on_gpu: bool) -> None:
+    """Refuse a profile that this machine or this many ranks cannot make.
+
+    Raises:
+        UserError: nsys without CUDA; a rank that there is not.
+    """
+    if log.profile == "none":
+        return
+    if log.profile == "nsys" and not on_gpu:
+        raise UserError(
+            'log.profile is "nsys", which records CUDA, and there is no GPU here',
+            where="log.profile",
+            mend='set log.profile to "torch"',
+        )
+    beyond = [rank for rank in log.profile_ranks if not 0 <= rank < world_size]
+    if beyond:
+        raise UserError(
+            f"log.profile_ranks names rank {beyond[0]}, and the run has {world_size} ranks, 0 to {world_size - 1}",
+            where="log.profile_ranks",
+            mend="name ranks that there are",
+        )

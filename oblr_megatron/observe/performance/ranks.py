@@ -1,0 +1,201 @@
+"""What every rank takes of a step, in seconds and memory, gathered on rank 0: one small exchange a step.
+
+Ranks that compute together wait for each other inside a phase, so that their times by the clock are nearly the same and
+do not say who is slow. What a rank does by itself does:
+
+    own seconds    of a phase: on a CPU the time that the rank's thread computed, which stands still while it waits in a
+                   collective or for an engine; on a GPU, whose kernels wait as busily as they work, the clock's time
+    pace           on a CPU the own seconds of gradnorm, gradient and optimizer; on a GPU the seconds of a fixed matrix
+                   product that each rank makes alone when the step is over (17 MB, 0.55 TFLOPs)
+
+Rank 0 writes everything to RUN_DIR/logs/ranks.jsonl, one line a step with a list over ranks for each value, and logs
+the extremes (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from oblr_megatron.memory.training import resident_bytes
+from oblr_megatron.metrics import RANKS_FILE
+from oblr_megatron.observe.performance.utilization import TRAINING
+from oblr_megatron.timing import PHASES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+PROBE_SIDE = 2048  # of the square matrices of the fixed product
+PROBE_REPEATS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of one rank's process. Example: Memory(allocated=6.1e9, reserved=7.0e9, peak=6.8e9)."""
+
+    allocated: float  # bytes: of tensors on the GPU; on a CPU resident
+    reserved: float  # bytes: that the GPU's allocator holds; on a CPU the same as allocated
+    peak: float  # bytes: the largest so far; of tensors on the GPU, on a CPU resident
+
+    @classmethod
+    def now(cls) -> Memory:
+        """Of this process."""
+        if torch.cuda.is_available():
+            return cls(torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated())
+        resident = resident_bytes()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
+        return cls(resident, resident, max(peak, resident))
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One rank's share of a step. Example: RankStep({"gradient": 1.2}, {"gradient": 0.9}, Memory(...), pace_s=0.9)."""
+
+    wall_s: Mapping[str, float]  # by phase, by the clock
+    own_s: Mapping[str, float]  # by phase, without waiting
+    memory: Memory
+    pace_s: float
+
+    def row(self) -> Tensor:
+        """fp64 [2 * phases + 4], what travels; a phase that was not entered is NaN."""
+        seconds = [times.get(phase, float("nan")) for times in (self.wall_s, self.own_s) for phase in PHASES]
+        memory = asdict(self.memory).values()
+        return torch.tensor([*seconds, *memory, self.pace_s], dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    """The same of all ranks, each value a list over ranks."""
+
+    wall_s: dict[str, list[float]]
+    own_s: dict[str, list[float]]
+    memory: dict[str, list[float]]  # allocated, reserved, peak
+    pace_s: list[float]
+
+    @classmethod
+    def of(cls, rows: Sequence[Tensor]) -> RankTable:
+        """From what each rank sent, in the order of ranks; phases that no rank entered are left out."""
+        columns = torch.stack(list(rows)).T.nan_to_num(0.0).tolist()
+        entered = (~torch.stack(list(rows)).isnan().all(0)).tolist()
+        count = len(PHASES)
+        wall = {phase: columns[n] for n, phase in enumerate(PHASES) if entered[n]}
+        own = {phase: columns[count + n] for n, phase in enumerate(PHASES) if entered[n]}
+        allocated, reserved, peak, pace = columns[2 * count :]
+        return cls(wall, own, {"allocated": allocated, "reserved": reserved, "peak": peak}, pace)
+
+    def figures(self) -> dict[str, float]:
+        """What is logged of it; of a single rank its memory alone."""
+        peaks = self.memory["peak"]
+        found: dict[str, float] = {"perf/peak_memory_bytes": int(max(peaks))}
+        if len(peaks) == 1:
+            return found
+        found["perf/peak_memory_rank"] = peaks.index(max(peaks))
+        for phase, seconds in self.own_s.items():
+            found |= {
+                f"perf/ranks/{phase}/max_s": max(seconds),
+                f"perf/ranks/{phase}/min_s": min(seconds),
+                f"perf/ranks/{phase}/slowest": seconds.index(max(seconds)),
+            }
+        slowest, usual = max(self.pace_s), statistics.median(self.pace_s)
+        if usual > 0:
+            found["perf/slowest_rank"] = self.pace_s.index(slowest)
+            found["perf/slowest_rank_ratio"] = slowest / usual
+        return found
+
+    def line(self, step: int) -> str:
+        """JSON of ranks.jsonl; seconds to four digits, whole bytes."""
+        table = {
+            "step": step,
+            "wall_s": {phase: _rounded(seconds) for phase, seconds in self.wall_s.items()},
+            "own_s": {phase: _rounded(seconds) for phase, seconds in self.own_s.items()},
+            "memory_bytes": {name: [int(value) for value in values] for name, values in self.memory.items()},
+            "pace_s": _rounded(self.pace_s),
+        }
+        return json.dumps(table) + "\n"
+
+
+def _rounded(seconds: Sequence[float]) -> list[float]:
+    return [float(f"{value:.4g}") for value in seconds]
+
+
+class RankLog:
+    """Gathers every step's figures and, on rank 0, writes RUN_DIR/logs/ranks.jsonl.
+
+    Args:
+        run_dir: of the run.
+        group: of all ranks, on the CPU; its deadline bounds the exchange.
+        keep_until: the step whose line is the last to be kept of an earlier file; None: a new file.
+    """
+
+    def __init__(self, run_dir: Path, group: ProcessGroup, keep_until: int | None = None) -> None:
+        self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._path = run_dir / RANKS_FILE
+        if self._rank == 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            kept = "" if keep_until is None else _lines_until(self._path, keep_until)
+            self._path.write_text(kept, encoding="utf-8")
+
+    def take(self, step: int, timing: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
+        """Of a step that is over, its figures; on rank 0, elsewhere none. Collective.
+
+        Args:
+            step: as it is logged, from 1.
+            timing: "timing_s/<phase>" of this rank.
+            own: this rank's own seconds by phase.
+        """
+        wall = {name.removeprefix("timing_s/"): seconds for name, seconds in timing.items()}
+        row = RankStep(wall, own, Memory.now(), pace_s(own)).row()
+        rows = [torch.empty_like(row) for _ in range(self._size)] if self._rank == 0 else None
+        dist.gather(row, rows, dst=0, group=self._group)
+        if rows is None:
+            return {}
+        table = RankTable.of(rows)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(table.line(step))
+        return table.figures()
+
+
+def _lines_until(path: Path, step: int) -> str:
+    """The lines of steps up to `step`; what was cut when a run was killed is dropped."""
+    kept = ""
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
+        try:
+            kept += line if json.loads(line)["step"] <= step else ""
+        except (ValueError, LookupError, TypeError):
+            continue
+    return kept
+
+
+def pace_s(own: Mapping[str, float]) -> float:
+    """Seconds by which ranks are compared: see above; 0 in a step that trained nothing, on a CPU."""
+    if torch.cuda.is_available():
+        return probe_s(torch.device("cuda", torch.cuda.current_device()))
+    return sum(own.get(phase, 0.0) for phase in TRAINING)
+
+
+def probe_s(device: torch.device, side: int = PROBE_SIDE, repeats: int = PROBE_REPEATS) -> float:
+    """Seconds of `repeats` products of two bf16 matrices [side, side] on a device that does nothing else."""
+    left = torch.ones(side, side, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(left)
+    torch.mm(left, left, out=out)  # loads the kernel
+    _drain(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        torch.mm(left, left, out=out)
+    _drain(device)
+    return time.perf_counter() - start
+
+
+def _drain(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,92 @@
+"""How well a step used its devices: MFU of the training, tokens a second and device. Pure arithmetic on records.
+
+    perf/mfu/actor       training FLOPs of the samples that have a gradient / (T * ranks * peak)
+    perf/mfu/with_norms  the same with a pass of their own for the norms counted as needed: twice the FLOPs
+    perf/throughput      prompt and response tokens / (time of the step without evaluation * ranks)
+
+T is the time of the phases gradnorm, gradient and optimizer together; docs/performance.md compares with verl's figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from oblr_megatron.algo.baseline import active_groups
+from oblr_megatron.observe.performance.flops import training_flops
+from oblr_megatron.observe.performance.hardware import Device, this_device
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.types import Judged, Sample
+
+TRAINING = ("gradnorm", "gradient", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Utilization:
+    """What a run's steps are measured by.
+
+    Example: Utilization(hf_config, config, world_size=8, peak_flops=989.4e12)
+    """
+
+    hf_config: Mapping[str, Any]
+    config: Config
+    world_size: int
+    peak_flops: float | None  # of one device, FLOP/s in the training's precision; None: unknown, and there is no MFU
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any], config: Config, world_size: int) -> Utilization:
+        """Of this process's device, unless log.peak_tflops says what it can do."""
+        return cls(hf_config, config, world_size, peak_flops(config, this_device()))
+
+    def figures(self, samples: Sequence[Sample], judged: Judged, timing: Mapping[str, float]) -> dict[str, float]:
+        """Of one step.
+
+        Args:
+            samples: [Q * G], prompt-major.
+            judged: their rewards [Q, G].
+            timing: "timing_s/<phase>" of the step, and "timing_s/step".
+        """
+        tokens = sum(_length(sample) for sample in samples)
+        found = {"perf/throughput": tokens / (working_s(timing) * self.world_size)}
+        seconds = sum(timing.get(f"timing_s/{phase}", 0.0) for phase in TRAINING)
+        if self.peak_flops is None or not seconds:
+            return found
+        flops = training_flops(self.hf_config, self._trained(samples, judged))
+        found["perf/mfu/actor"] = flops / (seconds * self.world_size * self.peak_flops)
+        found["perf/mfu/with_norms"] = found["perf/mfu/actor"] * (2 if self._norms_apart else 1)
+        return found
+
+    def _trained(self, samples: Sequence[Sample], judged: Judged) -> list[int]:
+        """Tokens of the samples that went through a backward pass."""
+        if self.config.algo.kl_coefficient:  # the penalty has a gradient whatever the advantage is
+            return [_length(sample) for sample in samples]
+        active = active_groups(self.config.algo.baseline, judged.rewards).tolist()
+        group = judged.rewards.shape[1]
+        return [_length(sample) for n, sample in enumerate(samples) if active[n // group]]
+
+    @property
+    def _norms_apart(self) -> bool:
+        """Whether norms take a forward and a backward pass of their own."""
+        return self.config.measures_norms and self.config.gradnorm.mode not in ("stash", "bookkeep")
+
+
+def peak_flops(config: Config, device: Device | None) -> float | None:
+    """FLOP/s of one device in the training's precision; None where that is unknown."""
+    if config.log.peak_tflops is not None:
+        return config.log.peak_tflops * 1e12
+    if device is None or config.model.dtype != "bfloat16":
+        return None
+    tflops = device.bf16_tflops if config.model.fp8 == "none" else device.fp8_tflops
+    return None if tflops is None else tflops * 1e12
+
+
+def working_s(timing: Mapping[str, float]) -> float:
+    """Seconds of a step without its evaluation."""
+    return max(timing["timing_s/step"] - timing.get("timing_s/evaluate", 0.0), 1e-9)
+
+
+def _length(sample: Sample) -> int:
+    return len(sample.prompt_ids) + len(sample.response_ids)

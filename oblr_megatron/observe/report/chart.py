@@ -1,0 +1,251 @@
+"""Marks: a panel of curves, or a stack of layers, as inline SVG with HTML labels.
+
+The SVG holds shapes alone and stretches to its box; labels are HTML, placed in percent, so that text keeps its size at
+any width. Colours are CSS classes (s1, s2, ...), so that the page's theme decides them. No script is needed to read a
+chart; `data-*` attributes carry what the pointer's read-out shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from oblr_megatron.formatting import number, scientific
+from oblr_megatron.observe.report.axes import Axis, linear_axis, log_axis
+from oblr_megatron.observe.report.history import Array, smooth, thin_line, thin_points
+
+CANVAS = 1000.0  # the SVG's own units, both ways
+MOST_STRETCHES = 50  # of a stack
+
+Kind = Literal["cloud", "average", "dots", "line", "marks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A series of a panel.
+
+    cloud: single steps as faint points with a running average; average: that alone, where curves are many; dots: the
+    points alone, for what must not be averaged; line: as logged; marks: a line with a mark a value.
+    """
+
+    label: str
+    steps: Array  # [n]
+    values: Array  # [n], finite
+    kind: Kind = "cloud"
+    colour: int = 1  # palette position
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A horizontal line of reference; drawn where the axis reaches it, or always if `forced`."""
+
+    value: float
+    label: str
+    forced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Curves that share a vertical axis."""
+
+    unit: str
+    curves: Sequence[Curve]
+    log: bool = False
+    include: tuple[float, ...] = ()  # values the axis must reach
+    rules: Sequence[Rule] = ()
+    short: bool = False  # a strip below the main panel
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The two axes of a plot."""
+
+    horizontal: Axis
+    vertical: Axis
+
+    def path(self, steps: Array, values: Array) -> str:
+        """A line through the points, in SVG's own language."""
+        return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in self._places(steps, values))
+
+    def dots(self, steps: Array, values: Array) -> str:
+        """The points one by one: strokes too short to be seen but for their round ends."""
+        return "".join(f"M{x:.0f} {y:.0f}h.01" for x, y in self._places(steps, values))
+
+    def across(self, value: float) -> str:
+        """A horizontal line from end to end."""
+        return f"M0 {10 * self.top(value):.1f}H{CANVAS:g}"
+
+    def top(self, value: float) -> float:
+        """Distance from the upper edge in percent."""
+        return float(100 * (1 - self.vertical.place(np.array([value]))[0]))
+
+    def _places(self, steps: Array, values: Array) -> list[tuple[float, float]]:
+        x, y = self.horizontal.place(steps) * CANVAS, (1 - self.vertical.place(values)) * CANVAS
+        return [(float(a), float(b)) for a, b in zip(x, y, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A legend entry: its key, the value it shows at rest, and those it shows under the pointer."""
+
+    label: str
+    key: str  # CSS classes
+    resting: str
+    steps: Array
+    texts: list[str]
+
+
+def draw_panel(panel: Panel, horizontal: Axis, step_labels: bool) -> str:
+    """Legend and plot of one panel.
+
+    Args:
+        panel: at least one of its curves has a value.
+        horizontal: from step_axis.
+        step_labels: whether the steps are written below; on the lowest panel of a figure.
+    """
+    frame = Frame(horizontal, _vertical_axis(panel))
+    rules = [rule for rule in panel.rules if frame.vertical.low <= rule.value <= frame.vertical.high]
+    shapes = _grid(frame) + "".join(f'<path class="rule" d="{frame.across(rule.value)}"/>' for rule in rules)
+    shapes += "".join(_cloud(curve, frame, panel.log) for curve in panel.curves if curve.kind in ("cloud", "dots"))
+    entries = []
+    for curve in panel.curves:
+        steps, values = thin_line(*_line_of(curve, panel.log), limit=100 if curve.kind == "average" else 400)
+        shapes += _line(curve, steps, values, frame) if curve.kind != "dots" else ""
+        texts = [number(float(value)) for value in values]
+        key = f"{'dot' if curve.kind in ('marks', 'dots') else 'stroke'} s{curve.colour}"
+        entries.append(Entry(curve.label, key, texts[-1], steps, texts))
+    labels = _value_labels(frame) + "".join(_rule_label(rule, frame) for rule in rules)
+    labels += _step_labels(horizontal) if step_labels else ""
+    classes = "plot" + (" short" if panel.short else "") + (" labelled" if step_labels else "")
+    return _assemble(classes, panel.unit, entries, shapes, labels, horizontal=horizontal)
+
+
+def draw_stack(
+    labels: Sequence[str],
+    steps: Array,
+    layers: Array,
+    horizontal: Axis,
+    *,
+    show: Callable[[float], str],
+    step_labels: bool = True,
+) -> str:
+    """Layers on top of each other, averaged over stretches of steps.
+
+    Args:
+        labels: one a layer; its colour is its position.
+        steps: [n] rising.
+        layers: [layers, n] seconds, not negative.
+        horizontal: from step_axis.
+        show: writes read-outs.
+        step_labels: whether the steps are written below.
+    """
+    edges = np.linspace(0, len(steps), min(len(steps), MOST_STRETCHES) + 1).round().astype(int)
+    means = np.stack([layers[:, start:end].mean(axis=1) for start, end in pairwise(edges)], axis=1)
+    rights = steps[edges[1:] - 1]
+    sides = np.stack((np.concatenate(([steps[0] - 1], rights[:-1])), rights), axis=1).ravel()
+    tops = np.vstack((np.zeros(means.shape[1]), np.cumsum(means, axis=0))).repeat(2, axis=1)
+    frame = Frame(horizontal, linear_axis(0.0, float(tops.max()), 5))
+    shapes, entries = _grid(frame), []
+    for index, label in enumerate(labels):
+        outline = frame.path(np.append(sides, sides[::-1]), np.append(tops[index + 1], tops[index][::-1]))
+        shapes += f'<path class="layer s{index + 1}" d="{outline}Z"/>'
+        average = show(float(layers[index].mean()))
+        entries.append(Entry(label, f"block s{index + 1}", average, rights, [show(float(v)) for v in means[index]]))
+    text = _value_labels(frame) + (_step_labels(horizontal) if step_labels else "")
+    return _assemble("plot" + (" labelled" if step_labels else ""), "s", entries, shapes, text, horizontal=horizontal)
+
+
+def _line_of(curve: Curve, log: bool) -> tuple[Array, Array]:
+    """The curve's line: the running average, or the values; on a logarithmic axis only where it is positive."""
+    values = smooth(curve.values) if curve.kind in ("cloud", "average") else curve.values
+    drawn = values > 0 if log else np.isfinite(values)
+    return curve.steps[drawn], values[drawn]
+
+
+def _vertical_axis(panel: Panel) -> Axis:
+    """From end to end of the data, without points so far out that they would flatten all the rest."""
+    ends: list[float] = [*panel.include, *(rule.value for rule in panel.rules if rule.forced)]
+    for curve in panel.curves:
+        values = _line_of(curve, panel.log)[1]
+        if curve.kind == "dots":
+            values = _without_outliers(values)
+        elif curve.kind == "cloud":
+            values = np.append(values, _without_outliers(curve.values[curve.values > 0] if panel.log else curve.values))
+        ends += [float(values.min()), float(values.max())]
+    make, intervals = (log_axis if panel.log else linear_axis), (2 if panel.short else 5)
+    return make(min(ends), max(ends), intervals)
+
+
+def _without_outliers(values: Array) -> Array:
+    """[n] -> [m] the middle 96 percent, and what lies no farther from it than it is wide."""
+    if len(values) == 0:
+        return values
+    low, high = np.quantile(values, (0.02, 0.98))
+    return values[(values >= low - (high - low)) & (values <= high + (high - low))]
+
+
+def _grid(frame: Frame) -> str:
+    return '<path class="grid" d="' + "".join(frame.across(tick) for tick in frame.vertical.ticks) + '"/>'
+
+
+def _cloud(curve: Curve, frame: Frame, log: bool) -> str:
+    drawn = curve.values > 0 if log else np.isfinite(curve.values)
+    steps, values = thin_points(curve.steps[drawn], curve.values[drawn])
+    return f'<path class="cloud s{curve.colour}" d="{frame.dots(steps, values)}"/>'
+
+
+def _line(curve: Curve, steps: Array, values: Array, frame: Frame) -> str:
+    """The line, with marks where they are asked for or where a single value would otherwise be invisible."""
+    shapes = f'<path class="line s{curve.colour}" d="{frame.path(steps, values)}"/>'
+    if curve.kind == "marks" or len(steps) == 1:
+        shapes += f'<path class="mark s{curve.colour}" d="{frame.dots(steps, values)}"/>'
+    return shapes
+
+
+def _value_labels(frame: Frame) -> str:
+    ticks = [float(f"{tick:.9g}") for tick in frame.vertical.ticks]  # 0.30000000000000004 -> 0.3
+    texts = [number(tick) for tick in ticks]
+    if any("e-" in text for text in texts):  # one notation on one axis
+        texts = [scientific(tick, 3) for tick in ticks]
+    places = [frame.top(tick) for tick in ticks]
+    return "".join(
+        f'<span class="y" style="top:{top:.2f}%">{text}</span>' for top, text in zip(places, texts, strict=True)
+    )
+
+
+def _step_labels(horizontal: Axis) -> str:
+    lefts = 100 * horizontal.place(np.array(horizontal.ticks))
+    return "".join(
+        f'<span class="x" style="left:{left:.2f}%">{tick:,.0f}</span>'
+        for left, tick in zip(lefts, horizontal.ticks, strict=True)
+    )
+
+
+def _rule_label(rule: Rule, frame: Frame) -> str:
+    top = frame.top(rule.value)
+    side = "under" if top < 12 else "over"
+    return f'<span class="rule-label {side}" style="top:{top:.2f}%">{escape(rule.label)}</span>'
+
+
+def _assemble(classes: str, unit: str, entries: Sequence[Entry], shapes: str, labels: str, *, horizontal: Axis) -> str:
+    """Legend above plot."""
+    legend = "".join(
+        f'<span class="entry"><i class="key {entry.key}"></i>{escape(entry.label)} '
+        f"<b>{escape(entry.resting)}</b></span>"
+        for entry in entries
+    )
+    readout = [{"x": [int(step) for step in entry.steps], "y": entry.texts} for entry in entries]
+    data = escape(json.dumps(readout, ensure_ascii=False, separators=(",", ":")))
+    name = escape(", ".join(entry.label for entry in entries))
+    return (
+        f'<div class="panel"><div class="legend">{legend}<span class="unit">{escape(unit)}</span></div>'
+        f'<div class="{classes}" data-last="{horizontal.high:g}" data-curves="{data}">'
+        f'<svg viewBox="0 0 {CANVAS:g} {CANVAS:g}" preserveAspectRatio="none" role="img" aria-label="{name}">'
+        f"{shapes}</svg>{labels}</div></div>"
+    )

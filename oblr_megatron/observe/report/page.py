@@ -1,0 +1,233 @@
+"""The page: header, headline figures, alarms, sections of figures, the last step and the config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from oblr_megatron.formatting import MISSING, duration, fixed, flatten, quantity
+from oblr_megatron.metrics import describe
+from oblr_megatron.observe.alarms import Alarm, Watch
+from oblr_megatron.observe.report.axes import step_axis
+from oblr_megatron.observe.report.history import Array, History, load_history
+from oblr_megatron.observe.report.sections import FigureSpec, draw_figure, sections
+
+HERE = Path(__file__).parent
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write RUN_DIR/report.html: one file without outside resources, for a run that is finished, running or broken off.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        UserError: the run has logged no step, or its files cannot be read.
+    """
+    history = load_history(Path(run_dir))
+    path = Path(run_dir) / "report.html"
+    draft = path.with_name("report.html.new")
+    draft.write_text(render(history), encoding="utf-8")
+    os.replace(draft, path)  # a browser that reloads during the write sees the old report or the new one
+    return path
+
+
+def render(history: History) -> str:
+    """The report's HTML."""
+    figures, missing = _figures(history)
+    return Template(_resource("page.html")).substitute(
+        style=_resource("page.css"),
+        script=_resource("page.js"),
+        title=escape(history.directory.name),
+        subtitle=escape(" · ".join(_subtitle(history))),
+        headlines=_headlines(history),
+        alarms=_alarms(history),
+        facts="".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in _facts(history)),
+        figures=figures,
+        missing=_missing(missing),
+        last_step=f"{history.last_step:,}",
+        metrics=_metrics_rows(history),
+        config=_config_tables(history.config),
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def _resource(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def _subtitle(history: History) -> Iterable[str]:
+    """Model, arm and seed; what the config does not say is left out."""
+    model = history.setting("model.path")
+    yield Path(model).name if model else "model not recorded"
+    if baseline := history.setting("algo.baseline"):
+        yield f"{baseline} baseline"
+    if schedule := history.setting("algo.schedule"):
+        yield f"{schedule} schedule"
+    if (seed := history.setting("seed")) is not None:
+        yield f"seed {seed}"
+
+
+def _headlines(history: History) -> str:
+    """Tiles: accuracy before and after, reward, steps, time."""
+    tiles = []
+    for name in history.evaluation_sets():
+        for metric, label in (("accuracy", "greedy accuracy"), ("mean_at_k", "sampled accuracy")):
+            values = history.points(f"eval/{name}/{metric}")[1]
+            if len(values):
+                tiles.append(_tile(f"{name}: {label}", _change(values), _gain(values)))
+    rewards = history.points("reward/mean")[1]
+    if len(rewards) >= 20:
+        tenth = len(rewards) // 10
+        ends = np.array([rewards[:tenth].mean(), rewards[-tenth:].mean()])
+        tiles.append(_tile("training reward", _change(ends), "first and last tenth"))
+    elif len(rewards):
+        tiles.append(_tile("training reward", _change(rewards), "first and last step"))
+    planned = history.setting("num_steps")
+    state = "finished" if history.last_step == planned else "so far"
+    tiles.append(_tile("steps", f"{history.last_step:,}", f"of {planned:,}, {state}" if planned else state))
+    step_time = history.points("timing_s/step")[1]
+    per_step = f"{duration(float(np.median(step_time)))} a step in the middle" if len(step_time) else ""
+    tiles.append(_tile("time", duration(history.total("timing_s/step")) if len(step_time) else MISSING, per_step))
+    return "".join(tiles)
+
+
+def _tile(label: str, figure: str, note: str) -> str:
+    """`figure` is HTML already."""
+    return f'<div class="tile"><span>{escape(label)}</span><strong>{figure}</strong><small>{escape(note)}</small></div>'
+
+
+def _change(values: Array) -> str:
+    """First and last value; one alone if there is no more."""
+    if len(values) == 1:
+        return fixed(values[0], 2)
+    return f'<em>{fixed(values[0], 2)}</em><span class="arrow">→</span>{fixed(values[-1], 2)}'
+
+
+def _gain(values: Array) -> str:
+    return f"{100 * (values[-1] - values[0]):+.1f} points" if len(values) > 1 else "evaluated once"
+
+
+def _alarms(history: History) -> str:
+    """All that went off in the run, with the step at which each did first."""
+    floor = history.setting("algo.snr.floor")
+    watch = Watch(floor if history.setting("algo.schedule") == "snr" and isinstance(floor, float) else None)
+    for record in history.records:
+        watch.take(record)
+    if not watch.all():
+        return '<p class="sound">No alarm: the automatic checks found nothing to look at.</p>'
+    return f'<ul class="alarms">{"".join(_alarm(alarm) for alarm in watch.all())}</ul>'
+
+
+def _alarm(alarm: Alarm) -> str:
+    return f'<li>{escape(alarm.text)} <span class="since">first at step {alarm.step:,}</span></li>'
+
+
+def _facts(history: History) -> Iterable[tuple[str, str]]:
+    """What was run, where and with what; one line each, left out where it is not recorded."""
+    setting, environment = history.setting, history.environment
+    if setting("model.path"):
+        yield "model", f"{setting('model.path')} ({setting('model.dtype')})"
+    if setting("parallel"):
+        yield "layout", _layout(history)
+    if setting("num_prompts"):
+        yield "batch", f"{setting('num_prompts')} prompts x {setting('group_size')} responses"
+    if setting("rollout"):
+        yield (
+            "sampling",
+            f"temperature {setting('rollout.temperature')}, {setting('rollout.max_response_tokens')} tokens at most",
+        )
+    if setting("optimizer"):
+        yield (
+            "optimizer",
+            f"{setting('optimizer.name')}, lr {setting('optimizer.lr')}, clip {setting('optimizer.clip_grad')}",
+        )
+    if setting("data.train"):
+        yield "data", ", ".join(source["path"] for source in setting("data.train"))
+    if environment.get("started"):
+        yield "started", str(environment["started"]).replace("T", " ").replace("+00:00", " UTC")
+    if environment.get("device"):
+        yield "device", str(environment["device"])
+    if versions := environment.get("versions"):
+        yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _layout(history: History) -> str:
+    """ "TP 2 x PP 1 x DP 2, 4 ranks"; the data-parallel size needs the recorded number of ranks."""
+    tensor = history.setting("parallel.tensor_model_parallel_size", 1)
+    pipeline = history.setting("parallel.pipeline_model_parallel_size", 1)
+    sequence = ", sequence parallel" if history.setting("parallel.sequence_parallel") else ""
+    ranks = history.environment.get("world_size")
+    data = f" x DP {ranks // (tensor * pipeline)}, {ranks} rank{'s' if ranks > 1 else ''}" if ranks else ""
+    return f"TP {tensor} x PP {pipeline}{data}{sequence}"
+
+
+def _figures(history: History) -> tuple[str, list[str]]:
+    """All sections, and the titles of the figures for which nothing was logged."""
+    horizontal = step_axis(history.last_step)
+    html, missing = "", []
+    for section in sections(history):
+        drawn = ""
+        for spec in section.figures:
+            plot = draw_figure(spec, history, horizontal)
+            if plot:
+                drawn += _figure(spec, plot)
+            else:
+                missing.append(spec.title)
+        if drawn:
+            html += f'<section><h2>{escape(section.title)}</h2><div class="figures">{drawn}</div></section>'
+    return html, missing
+
+
+def _figure(spec: FigureSpec, plot: str) -> str:
+    return (
+        f"<figure><h3>{escape(spec.title)}</h3>{plot}<figcaption>{escape(spec.caption)} "
+        f'<span class="alarming"><b>Alarming:</b> {escape(spec.alarming)}</span></figcaption></figure>'
+    )
+
+
+def _missing(titles: list[str]) -> str:
+    return f'<p class="missing">Not logged in this run: {escape(", ".join(titles))}.</p>' if titles else ""
+
+
+def _metrics_rows(history: History) -> str:
+    """The last record, a row a metric."""
+    rows = ""
+    for name, value in history.records[-1].items():
+        try:
+            metric = describe(name)
+        except KeyError:  # written by another version
+            rows += f"<tr><th>{escape(name)}</th><td>{quantity(value, '')}</td><td></td><td></td></tr>"
+            continue
+        unit = "" if metric.unit in ("s", "bytes") else metric.unit
+        rows += (
+            f"<tr><th>{escape(name)}</th><td>{quantity(value, metric.unit)}</td>"
+            f"<td>{escape(unit)}</td><td>{escape(metric.meaning)}</td></tr>"
+        )
+    return rows
+
+
+def _config_tables(config: dict[str, Any]) -> str:
+    """The resolved config, a table a section; top-level values first."""
+    top = {key: value for key, value in config.items() if not isinstance(value, dict)}
+    named = [("run", top)] + [(key, flatten(value)) for key, value in config.items() if isinstance(value, dict)]
+    return "".join(
+        f"<table><caption>{escape(name)}</caption><tbody>"
+        + "".join(f"<tr><th>{escape(key)}</th><td>{escape(_text(value))}</td></tr>" for key, value in table.items())
+        + "</tbody></table>"
+        for name, table in named
+        if table
+    )
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return MISSING
+    return str(value).lower() if isinstance(value, bool) else str(value)

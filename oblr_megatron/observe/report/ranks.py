@@ -1,0 +1,41 @@
+"""Memory of every rank, from RUN_DIR/logs/ranks.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oblr_megatron.metrics import RANKS_FILE
+from oblr_megatron.observe.report.chart import Curve, Panel
+
+MOST_RANKS = 8  # that are drawn: those that held most in the last step
+
+
+def memory_of_ranks(run_dir: Path) -> Panel:
+    """A strip with a line a rank; without a curve where there is no table of ranks, or one rank."""
+    table = [(line["step"], line["memory_bytes"]["allocated"]) for line in _lines(run_dir / RANKS_FILE)]
+    ranks = len(table[-1][1]) if table else 0
+    table = [(step, values) for step, values in table if len(values) == ranks]  # a resumed run may have others
+    curves = []
+    if ranks > 1:
+        steps = np.array([step for step, _ in table], dtype=np.float64)
+        values = np.array([values for _, values in table], dtype=np.float64) / 2**30  # [steps, ranks]
+        fullest = sorted(np.argsort(-values[-1], kind="stable")[:MOST_RANKS].tolist())
+        curves = [
+            Curve(f"rank {rank}", steps, values[:, rank], "average", colour)
+            for colour, rank in enumerate(fullest, start=1)
+        ]
+    return Panel("GiB held after the step", curves, include=(0.0,), short=True)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The table's lines; one that was cut when the run was killed is passed over."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue

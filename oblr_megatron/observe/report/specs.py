@@ -1,0 +1,49 @@
+"""What a figure of the report is made of, before the values of a run are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from oblr_megatron.observe.report.chart import Kind, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class CurveSpec:
+    """A curve before its values are known."""
+
+    metric: str
+    label: str
+    kind: Kind = "cloud"
+    colour: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PanelSpec:
+    """A panel before its values are known; left out when none of its curves was logged."""
+
+    unit: str
+    curves: Sequence[CurveSpec]
+    log: bool = False
+    include: tuple[float, ...] = ()
+    rules: Sequence[Rule | tuple[str, str]] = ()  # a Rule, or (config key, label)
+    short: bool = False
+    scale: float = 1.0  # from the metric's unit to the panel's
+
+
+@dataclass(frozen=True, slots=True)
+class FigureSpec:
+    """A figure: what it shows, and what in it would be a reason to look closer."""
+
+    title: str
+    caption: str
+    alarming: str
+    panels: Sequence[PanelSpec] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Figures under a heading."""
+
+    title: str
+    figures: Sequence[FigureSpec]

@@ -1,0 +1,111 @@
+"""What the planner predicts and for which run: settings, phases, predictions. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oblr_megatron.config import Config
+from oblr_megatron.memory.pass_plan import longest_sample
+from oblr_megatron.observe.performance.flops import training_flops
+from oblr_megatron.planner.constants import Machine
+from oblr_megatron.planner.stage import Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A run on a machine.
+
+    Example: Setting(published("Qwen3-8B"), config, 64, Machine(device_named("h100")), mean_response_tokens=2048)
+    """
+
+    hf_config: Mapping[str, Any]
+    config: Config  # gradnorm.mode resolved; "auto" counts as "two_pass"
+    world_size: int
+    machine: Machine
+    prompt_tokens: int | None = None  # mean; by default data.max_prompt_tokens
+    mean_response_tokens: int | None = None  # by default rollout.max_response_tokens
+    transformer_engine: bool = False
+
+    @property
+    def typical(self) -> Config:
+        """The run with samples no longer than the mean one."""
+        config = self.config
+        prompt = self.prompt_tokens or config.data.max_prompt_tokens
+        response = self.mean_response_tokens or config.rollout.max_response_tokens
+        return config.model_copy(
+            update={
+                "data": config.data.model_copy(update={"max_prompt_tokens": prompt}),
+                "rollout": config.rollout.model_copy(update={"max_response_tokens": response}),
+            }
+        )
+
+    @property
+    def samples(self) -> int:
+        """Responses of a step."""
+        return self.config.num_prompts * self.config.group_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step's samples."""
+        return self.samples * longest_sample(self.typical)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Seconds of one phase. Example: Phase({"products": 3.1, "tensor": 0.4, "pipeline": 0.8})."""
+
+    terms: Terms
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self.terms.values())
+
+    @property
+    def bound_by(self) -> str:
+        """The largest term."""
+        return max(self.terms, key=self.terms.__getitem__) if self.terms else "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A step, phase by phase, in the order in which they come."""
+
+    phases: dict[str, Phase]
+    tokens: int  # of all samples
+    model_flops: float  # of a plain gradient of all samples, and nothing else
+    devices: int
+    peak_flops: float  # of a device, 1/s
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return sum(phase.seconds for phase in self.phases.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of samples a second and device, over the whole step."""
+        return self.tokens / self.seconds / self.devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of the gradient over what the devices could do in the phases that make it, norms included."""
+        training = sum(self.phases[name].seconds for name in ("norms", "gradient", "optimizer"))
+        return self.model_flops / (training * self.devices * self.peak_flops)
+
+    @property
+    def bound_by(self) -> str:
+        """The largest term of the longest phase, e.g. "gradient: products"."""
+        name = max(self.phases, key=lambda each: self.phases[each].seconds)
+        return f"{name}: {self.phases[name].bound_by}"
+
+
+def prediction_of(setting: Setting, phases: dict[str, Phase]) -> Prediction:
+    """The record of a step's phases."""
+    device = setting.machine.device
+    fp8 = setting.config.model.fp8 != "none" and device.fp8_tflops is not None
+    flops = training_flops(setting.hf_config, [longest_sample(setting.typical)]) * setting.samples
+    peak = (device.fp8_tflops if fp8 and device.fp8_tflops else device.bf16_tflops) * 1e12
+    return Prediction(phases, setting.tokens, flops, setting.world_size, peak)

@@ -1,0 +1,123 @@
+"""The command's options, and everything about them that can be found wrong before the model is read."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oblr_megatron.errors import EXIT_OK, UserError
+
+if TYPE_CHECKING:
+    from oblr_megatron.checkpoint.hf_dir import HFDir
+    from oblr_megatron.quantize.pipeline import Engine, Task
+
+FORMATS = ("fp8",)
+ENGINES = ("auto", "vllm", "transformers")
+NUM_SAMPLES = 512
+MODELOPT = "0.47"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("source", type=Path, metavar="SRC", help="Hugging Face directory")
+    parser.add_argument("target", type=Path, metavar="DST", help="directory to write; must not exist")
+    parser.add_argument("--format", default="fp8", metavar="FORMAT", help=f"one of: {', '.join(FORMATS)}")
+    parser.add_argument(
+        "--calibration", metavar="[NAME=]PATH", help="rows to calibrate on; by default the config's data.train"
+    )
+    parser.add_argument("--num-samples", type=int, default=NUM_SAMPLES, metavar="N", help="rows to calibrate on")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="L", help="longer rows are skipped; by default data.max_prompt_tokens"
+    )
+    parser.add_argument(
+        "--accuracy", nargs="+", default=[], metavar="[NAME=]PATH", help="sets to answer before and after"
+    )
+    parser.add_argument(
+        "--accuracy-engine", choices=ENGINES, default="auto", help="who answers; auto: vLLM on a GPU that has FP8"
+    )
+    parser.add_argument(
+        "--config", type=Path, help="TOML file of a run, for its template, reward and sampling settings"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
+    parser.set_defaults(function=quantize)
+
+
+def quantize(options: argparse.Namespace) -> int:
+    """Write DST and print the report.
+
+    Raises:
+        UserError: something about the arguments, the model or the data; nothing was written.
+        RunError: the model could not be calibrated, written or answered with; nothing was written.
+    """
+    task = _check(options)
+    from rich.console import Console
+
+    from oblr_megatron.quantize.pipeline import run
+
+    Console().print(run(task).table())
+    return EXIT_OK
+
+
+def _check(options: argparse.Namespace) -> Task:
+    from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+
+    if options.format not in FORMATS:
+        raise UserError(f"unknown format {options.format!r}", where="--format", mend=f"known: {', '.join(FORMATS)}")
+    for option, value in (("--num-samples", options.num_samples), ("--max-tokens", options.max_tokens)):
+        if value is not None and value < 1:
+            raise UserError(f"{value} is too few", where=option, mend="give 1 or more")
+    source = check_hf_dir(options.source)
+    if options.target.exists() or options.target.is_symlink():
+        raise UserError("the target exists", where=str(options.target), mend="name a new directory, or remove it")
+    _check_modelopt()
+    return _check_data(options, source)
+
+
+def _check_modelopt() -> None:
+    """Whether nvidia-modelopt is there, in the version whose quantizers and exporter `fp8` knows."""
+    try:
+        installed = version("nvidia-modelopt")
+    except PackageNotFoundError:
+        installed = None
+    if installed is None or not installed.startswith(f"{MODELOPT}."):
+        found = "not installed" if installed is None else f"installed in version {installed}"
+        raise UserError(
+            f"nvidia-modelopt is {found}, {MODELOPT} is needed", mend=f'pip install "nvidia-modelopt=={MODELOPT}.*"'
+        )
+
+
+def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
+    from oblr_megatron.checkpoint.store import check_space
+    from oblr_megatron.checks.lengths import check_positions
+    from oblr_megatron.data.sources import named_source
+    from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets
+    from oblr_megatron.quantize.calibration import read_rows
+    from oblr_megatron.quantize.pipeline import Task
+    from oblr_megatron.rewards.registry import check_reward
+
+    if options.calibration is None and options.config is None:
+        raise UserError("no rows to calibrate on", where="--calibration", mend="give a data set, or a run's --config")
+    calibration = named_source(options.calibration)[1] if options.calibration else None
+    config = config_of(options, source, {"data.train": calibration.path} if calibration else {})
+    check_positions(config, source.config)
+    changes: dict[str, object] = {} if calibration is None else {"train": (calibration,)}
+    if options.max_tokens is not None:
+        changes["max_prompt_tokens"] = options.max_tokens
+    tokenizer = source.tokenizer()
+    rows = read_rows(config.data.model_copy(update=changes), tokenizer, options.num_samples)
+    sets = load_sets(named_sets(options.accuracy, "--accuracy"), config, tokenizer)
+    if sets:
+        check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+    check_space(options.target.parent, source.num_bytes)
+    engine = _engine(options.accuracy_engine)
+    return Task(source, options.target, options.format, rows, config, tokenizer, sets, engine)
+
+
+def _engine(asked: str) -> Engine:
+    from oblr_megatron.quantize.accuracy import vllm_computes_fp8
+
+    if asked == "auto":
+        return "vllm" if vllm_computes_fp8() else "transformers"
+    return "vllm" if asked == "vllm" else "transformers"

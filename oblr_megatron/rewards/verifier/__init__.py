@@ -1,0 +1,1 @@
+"""Exact comparison of mathematical answers."""

@@ -1,0 +1,216 @@
+r"""Are two answers equal? Exact: no tolerance, no rounding; lists and sets ignore order, tuples and matrices keep it.
+
+The gold answer is trusted, the prediction is not. Everything that needs computer algebra goes through the `symbolic`
+argument: in a worker process it is the real thing, elsewhere `unsettled`, which ends the comparison with `Unsettled`.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import NoReturn
+
+from oblr_megatron.rewards.verifier.leaf import Symbolic, equal_leaves, has_variable
+from oblr_megatron.rewards.verifier.normalize import compact, normalize
+from oblr_megatron.rewards.verifier.structure import Group, Leaf, Named, Node, Relation, has_grouping, parse
+
+MAX_REMEMBERED_CHARS = 200  # longer texts are rare, and what is read in them takes memory
+MAX_INLINE_ITEMS = 32  # longer lists are compared in a worker, under its deadline
+
+_NUMBER = re.compile(r"\s*(-?[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*")
+_CHOICE = re.compile(r"(?:\\text\{\s*)?\(?([A-J])\)?\s*\}?")
+_LABEL = re.compile(
+    r"(?:\\text\{\s*)?(?:(?i:option|choice)\s*)?\(?([A-J])[.)]\s*(?:\}\s*)?((?![\s},;]).*)"
+    r"|(?:\\text\{\s*)?(?i:option|choice) ([A-J])\}?"
+)
+_LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
+
+
+class Unsettled(Exception):
+    """The comparison needs computer algebra."""
+
+
+def unsettled(gold: str, prediction: str) -> NoReturn:
+    """Stands for computer algebra where there is none."""
+    raise Unsettled
+
+
+def equal_answers(prediction: str, gold: str, symbolic: Symbolic) -> bool:
+    r"""Whether an extracted answer equals the gold one.
+
+    Examples: ("0.5", r"\frac12") True; ("0.33", r"\frac13") False; ("3,1", "1, 3") True; ("(3,1)", "(1,3)") False;
+    ("5", r"5\text{ cm}") True; ("1,234", "1234") True; ("3 or 5", "3") False; ("52_7", "52_8") False.
+    """
+    numbers = plain_number(gold), plain_number(prediction)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    expected, given = canonical(gold), canonical(prediction)
+    if not given or expected == given:
+        return bool(given)
+    if label := _LABEL.fullmatch(normalize(prediction)):
+        letter, beside = label.group(1) or label.group(3), label.group(2) or ""
+        if not (_LABEL.search(beside) or _CHOICE.fullmatch(beside)):
+            if choice := _CHOICE.fullmatch(normalize(gold)):
+                return choice.group(1) == letter
+            prediction = beside or prediction
+    return _equal_in_some_reading(_read(gold)[1], _read(prediction)[1], symbolic)
+
+
+def plain_number(answer: str) -> Fraction | None:
+    """The value of digits with at most a sign and a point; None of anything else."""
+    match = _NUMBER.fullmatch(answer)
+    return Fraction(match.group(1)) if match else None
+
+
+def canonical(answer: str) -> str:
+    """An answer's one spelling, without spaces: two answers with the same one say the same."""
+    return _read(answer)[0]
+
+
+def _read(answer: str) -> tuple[str, tuple[Node, ...]]:
+    """Canonical text and form; forms, where commas may group digits: without grouping and with."""
+    return (_remembered if len(answer) <= MAX_REMEMBERED_CHARS else _parsed)(answer)
+
+
+def _parsed(answer: str) -> tuple[str, tuple[Node, ...]]:
+    text = normalize(answer)
+    forms = (parse(text), parse(text, grouped=True)) if has_grouping(text) else (parse(text),)
+    return compact(text), forms
+
+
+_remembered = lru_cache(maxsize=2048)(_parsed)  # a group's responses share the gold answer, and often theirs
+
+
+def _equal_in_some_reading(gold: tuple[Node, ...], given: tuple[Node, ...], symbolic: Symbolic) -> bool:
+    undecided = False
+    for reading in range(max(len(gold), len(given))):
+        try:
+            if _equal(gold[min(reading, len(gold) - 1)], given[min(reading, len(given) - 1)], symbolic):
+                return True
+        except Unsettled:
+            undecided = True
+    if undecided:
+        raise Unsettled
+    return False
+
+
+def _equal(gold: Node, given: Node, symbolic: Symbolic) -> bool:
+    if compact(gold.text) == compact(given.text) != "":
+        return True
+    if isinstance(gold, Named) or isinstance(given, Named):
+        return _equal_named(gold, given, symbolic)
+    if isinstance(gold, Relation) or isinstance(given, Relation):
+        return _equal_relation(gold, given, symbolic)
+    if isinstance(gold, Group) and isinstance(given, Group):
+        return _equal_groups(gold, given, symbolic)
+    if isinstance(gold, Leaf) and isinstance(given, Leaf):
+        return equal_leaves(gold.text, given.text, symbolic)
+    return _algebra_of_sets(gold) and _algebra_of_sets(given) and symbolic(gold.text, given.text)
+
+
+def _equal_named(gold: Node, given: Node, symbolic: Symbolic) -> bool:
+    if isinstance(gold, Named) and isinstance(given, Named):
+        if _names_agree(gold.name, given.name):
+            return _equal(gold.value, _with_argument(gold.name, given), symbolic)
+        lines = all(isinstance(side.value, Leaf) and "(" not in side.name for side in (gold, given))
+        return lines and symbolic(gold.text, given.text)  # x = (y - 3)/2 is y = 2x + 3
+    if isinstance(gold, Named):
+        if isinstance(given, Relation):
+            return symbolic(gold.text, given.text)
+        return _equal(gold.value, given, symbolic)
+    assert isinstance(given, Named)
+    if isinstance(gold, Relation):
+        return symbolic(gold.text, given.text)
+    return _equal(gold, given.value, symbolic)
+
+
+def _names_agree(gold: str, given: str) -> bool:
+    """Whether two names may stand for the same thing: words and angles always do, y may be a function's value."""
+    if any(name.startswith(("\\text", "\\angle")) for name in (gold, given)):
+        return True
+    heads = [re.split(r"[(]", name, maxsplit=1)[0] for name in (gold, given)]
+    if "y" in heads and any("(" in name for name in (gold, given)):
+        return True
+    if not all("_" in head for head in heads):
+        heads = [head.split("_")[0] for head in heads]
+    return heads[0] == heads[1]
+
+
+def _with_argument(gold_name: str, given: Named) -> Node:
+    """A function's value with its argument renamed to the gold's: f(t) = t + 1 is f(x) = x + 1."""
+    names = [re.fullmatch(r"[^(]*\(([A-Za-z])\)", name) for name in (gold_name, given.name)]
+    if not (names[0] and names[1] and isinstance(given.value, Leaf)):
+        return given.value
+    new, old = names[0].group(1), names[1].group(1)
+    text = given.value.text
+    if new == old or any(match.group() == new for match in _LETTER.finditer(text)):
+        return given.value
+    return Leaf(_LETTER.sub(lambda match: new if match.group() == old else match.group(), text))
+
+
+def _equal_relation(gold: Node, given: Node, symbolic: Symbolic) -> bool:
+    if isinstance(gold, Relation):
+        return isinstance(given, Relation) and symbolic(gold.text, given.text)
+    assert isinstance(given, Relation)
+    if set(given.signs) != {"="} or not isinstance(gold, Leaf) or has_variable(gold.text):
+        return False
+    stated = [part for part in given.parts[:-1] if not has_variable(part)]  # "2 + 3 = 5" states its left side too
+    return all(equal_leaves(gold.text, part, symbolic) for part in (given.parts[-1], *stated))
+
+
+def _equal_groups(gold: Group, given: Group, symbolic: Symbolic) -> bool:
+    if gold.kind == "union" and given.kind == "list" and all(isinstance(item, Named) for item in given.items):
+        given = Group(given.text, "union", given.items)  # x < 2 or x > 3
+    kinds = {gold.kind, given.kind}
+    column = next((group for group in (gold, given) if group.kind == "matrix" and _is_column(group)), None)
+    if kinds == {"()", "list"} and (named := _tuple_of_named(gold if gold.kind == "list" else given)) is not None:
+        return _equal_groups(*((named, given) if gold.kind == "list" else (gold, named)), symbolic)
+    if column is not None and kinds == {"matrix", "()"}:
+        return _equal_groups(_flat(gold), _flat(given), symbolic)
+    if "union" in kinds and "list" not in kinds:
+        return _unordered(gold, given, symbolic) or symbolic(gold.text, given.text)
+    if len(kinds) > 1 or len(gold.items) != len(given.items):
+        return False
+    if symbolic is unsettled and len(gold.items) > MAX_INLINE_ITEMS:
+        raise Unsettled
+    if gold.kind in ("list", "union"):
+        return _unordered(gold, given, symbolic)
+    return all(_equal(a, b, symbolic) for a, b in zip(gold.items, given.items, strict=True))
+
+
+def _unordered(gold: Group, given: Group, symbolic: Symbolic) -> bool:
+    """Every item has its own partner; equality is transitive, so the first free partner will do."""
+    if gold.kind != given.kind or len(gold.items) != len(given.items):
+        return False
+    free = list(given.items)
+    for item in gold.items:
+        partner = next((other for other in free if _equal(item, other, symbolic)), None)
+        if partner is None:
+            return False
+        free.remove(partner)
+    return True
+
+
+def _tuple_of_named(group: Group) -> Group | None:
+    """The point (1, 2) of "y = 2, x = 1": values in the order of their names, if those are different letters."""
+    values = {item.name: item.value for item in group.items if isinstance(item, Named) and len(item.name) == 1}
+    if len(values) != len(group.items):
+        return None
+    return Group(group.text, "()", tuple(values[name] for name in sorted(values)))
+
+
+def _is_column(group: Group) -> bool:
+    return all(isinstance(row, Group) and len(row.items) == 1 for row in group.items)
+
+
+def _flat(group: Group) -> Group:
+    rows = group.items if group.kind == "matrix" else ()
+    entries = tuple(row.items[0] for row in rows if isinstance(row, Group))
+    return Group(group.text, "()", entries) if rows else group
+
+
+def _algebra_of_sets(node: Node) -> bool:
+    """Whether computer algebra can read this node as a set or matrix although the forms differ."""
+    signs = ("\\cup", "\\cap", "\\setminus", "\\infty", "\\mathbb", "matrix")
+    return isinstance(node, (Group, Leaf)) and any(sign in node.text for sign in signs)

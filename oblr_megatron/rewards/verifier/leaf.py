@@ -1,0 +1,131 @@
+r"""Are two expressions without outer form equal? Words, numbers with units, bases; the rest is computer algebra's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from oblr_megatron.rewards.verifier.normalize import compact
+from oblr_megatron.rewards.verifier.quantity import E_NOTATION, Quantity, read_base, read_marks, read_number
+
+Symbolic = Callable[[str, str], bool]  # (gold, prediction) -> equal, by computer algebra
+
+_OPERATORS = re.compile(
+    r"\\(sum|prod|coprod|i{0,3}nt|oint|lim|limsup|liminf|gcd|lcm|max|min|sup|inf|det|dim|deg|b?mod|pmod|pod|bigcup|bigcap|ldots)"
+    r"(?![A-Za-z])|\\text\{\s*(lcm|gcd|max|min|mod|rank|tr|det|lim|sum|prod|gdc|hcf)\s*\}"
+    r"|(?<![A-Za-z\\])(gcd|lcm|max|min|sum|prod|mod|lim|int|det|hcf)(?![A-Za-z])"
+    r"|\\begin\{(v)matrix\}|\\frac\s*\{\s*(?:d|\\partial)[^{}]{0,40}\}\s*\{\s*(d|\\partial)"
+)
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_TEXT_LETTER = re.compile(r"\\text\{\s*[A-Za-z]\s*\}")
+_WORD = re.compile(r"[A-Za-z][A-Za-z .'-]*")
+_LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
+_CONSTANTS = {"e", "i"}
+_PLAIN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all"}
+_TIME = re.compile(r"([0-9]{1,2}:[0-9]{2})\s*([ap])\.?\s*m")
+_LETTER_UNIT = re.compile(r"(?<=[0-9}]) [msghNCJWVKLTA]$")  # after a space: "5 N" for 5, but "5N" may be a product
+_APART = re.compile(r"(?<![_^0-9.])(?<!frac )[0-9.]+ [0-9.]")  # two numbers with nothing between them
+
+
+def equal_leaves(gold: str, given: str, symbolic: Symbolic) -> bool:
+    """Whether two normalised expressions are equal; may raise what `symbolic` raises."""
+    if compact(gold) == compact(given):
+        return True
+    for rule in (_by_time, _by_words, _by_base, _by_number):
+        verdict = rule(gold, given)
+        if verdict is not None:
+            return verdict
+    expected, found = read_marks(gold), read_marks(given)
+    if _APART.search(found.core) or not _operators(found.core) <= _operators(expected.core):
+        return False
+    return _equal_expressions(expected, found, symbolic)
+
+
+def has_variable(text: str) -> bool:
+    """Whether letters other than constants occur, outside of units and words."""
+    letters = (match.group(1) for match in _LETTER.finditer(_TEXT.sub("", read_marks(text).core)))
+    return any(letter and letter not in _CONSTANTS for letter in letters)
+
+
+def _by_time(gold: str, given: str) -> bool | None:
+    """The verdict where the gold is a time of day with its half, else None."""
+    if ":" not in gold:
+        return None
+    expected, found = (_TIME.match(_TEXT.sub(r" \1", text).strip().lower()) for text in (gold, given))
+    return expected and (found is not None and expected.groups() == found.groups())
+
+
+def _by_words(gold: str, given: str) -> bool | None:
+    """The verdict where either side is words, else None."""
+    if (word := _as_word(gold)) is not None:
+        return word == (_as_word(given) or _word_form(given))
+    return False if _TEXT.fullmatch(given) and not _TEXT_LETTER.fullmatch(given) else None
+
+
+def _by_base(gold: str, given: str) -> bool | None:
+    """A gold in a base wants that base; a plain gold takes the value."""
+    expected, found = read_base(gold), read_base(given)
+    if expected is not None:
+        return found is not None and found[1] == expected[1] and int(*found) == int(*expected)
+    if found is None:
+        return None
+    value = read_number(read_marks(gold).core)
+    return value is not None and int(*found) == value
+
+
+def _by_number(gold: str, given: str) -> bool | None:
+    """The verdict where both are numbers, else None."""
+    pairs = number_pairs(gold, given)
+    return None if pairs is None else any(a == b for a, b in pairs)
+
+
+def number_pairs(gold: str, given: str) -> list[tuple[Fraction, Fraction]] | None:
+    """(gold, given) as they stand and, where there are percent signs, at their value; None unless both are numbers."""
+    expected, found = read_marks(gold), read_marks(given)
+    a = read_number(expected.core)
+    if a is None:
+        return None
+    b = read_number(_LETTER_UNIT.sub("", found.core))
+    if b is None:
+        return None
+    a, b = a * expected.scale, b * found.scale
+    if not (expected.percent or found.percent):
+        return [(a, b)]
+    return [(a, b), (a / 100 if expected.percent else a, b / 100 if found.percent else b)]
+
+
+def _equal_expressions(gold: Quantity, given: Quantity, symbolic: Symbolic) -> bool:
+    a, b = map(_expression, (gold, given))
+    if symbolic(a, b):
+        return True
+    if gold.degree != given.degree and "\\pi" in a + b:  # one in degrees, the other in radians
+        a, b = (f"\\frac{{\\pi}}{{180}}({c})" if q.degree else c for q, c in ((gold, a), (given, b)))
+        return symbolic(a, b)
+    return False
+
+
+def _expression(quantity: Quantity) -> str:
+    """The core in LaTeX: e-notation, which the grammar would read with Euler's number, and scale words written out."""
+    core = E_NOTATION.sub(r"\1 \\cdot 10^{\2}", quantity.core) if E_NOTATION.fullmatch(quantity.core) else quantity.core
+    return core if quantity.scale == 1 else f"{quantity.scale}({core})"
+
+
+def _operators(text: str) -> set[str]:
+    """Operators that would make an unevaluated expression score as its value."""
+    return {next(name for name in match.groups() if name) for match in _OPERATORS.finditer(text)}
+
+
+def _as_word(text: str) -> str | None:
+    r"""The word an answer consists of, or None: all of it in \text, or letters that can be no product of variables."""
+    if match := _TEXT.fullmatch(text):
+        return _word_form(match.group(1))
+    if _WORD.fullmatch(text) and (len(text) >= 4 or text.casefold() in _PLAIN_WORDS):
+        return _word_form(text)
+    return None
+
+
+def _word_form(text: str) -> str:
+    """Case is ignored from two letters on; brackets around an option letter, too."""
+    text = " ".join(_TEXT.sub(r"\1", text).strip(" ().'\"").split())
+    return text.casefold() if len(text) > 1 else text

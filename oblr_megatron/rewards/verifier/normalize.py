@@ -1,0 +1,100 @@
+r"""One spelling for what mathematical answers write in several ways: Unicode, spacing, fractions, text, degrees.
+
+The result is still LaTeX. Meaning is kept: case, brackets, commas, bases and decimals stay as they are. Two marks are
+introduced: `°` for every way to write a degree, and plain `%` for percent.
+"""
+
+from __future__ import annotations
+
+import re
+
+from oblr_megatron.rewards.verifier.characters import SPACES, to_ascii
+from oblr_megatron.rewards.verifier.trimmings import trim
+
+_GROUP_MARK = re.compile(r"(?<=[0-9])(?:\{,\}|,\s*\\!|\\,|\\!|\\ |~)\s*(?=[0-9]{3}(?![0-9]))")
+_TEXT = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph|operatorname\*?)\s*\{")
+_UPRIGHT_LETTER = re.compile(r"\\mathrm\s*\{\s*([dei])\s*\}")
+_UPRIGHT = re.compile(r"\\mathrm\s*\{")
+_FACE = re.compile(r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm|mathnormal)\s*(?=\{)")
+_ROMAN_SWITCH = re.compile(r"\{\s*\\(?:rm|bf|it)\s+([A-Za-z ]+)\}")
+_TEXT_NUMBER = re.compile(r"\\text\{\s*([+-]?[0-9][0-9.,/]*)\s*\}")
+_AND_OR_TEXT = re.compile(r"\s*\\text\{\s*,?\s*(?:and|or|或|和)\s*\}\s*")
+_AND_OR = re.compile(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[或和]|\\l?or(?![A-Za-z])|\\vee(?![A-Za-z])")
+_DEGREE = re.compile(
+    r"\^\s*\{\s*(?:\\circ|°)\s*\}|\^\s*(?:\\circ(?![A-Za-z])|°)|\\degree(?![A-Za-z])"
+    r"|\\text\{\s*deg(?:rees?)?\.?\s*\}|(?<![A-Za-z\\])deg(?:rees?)?(?![A-Za-z])"
+)
+_PERCENT = re.compile(r"\\%|\\text\{\s*(?:percent|\\?%)\s*\}|(?<![A-Za-z\\])percent(?![A-Za-z])")
+_DELIMITER = re.compile(r"(?<!\\)\\[()\[\]]|(?<!\\)\\\$|\$")
+_DROPPED = re.compile(
+    r"\\(?:left|right|middle)\s*\."
+    r"|\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|boxed|thinspace|strut"
+    r"|mathstrut|hfill)(?![A-Za-z])|\\!|(?<!\\)\\[,;:>]"
+)
+_SPACE = re.compile(r"\\(?:quad|qquad|enspace)(?![A-Za-z])|(?<!\\)\\ |~|\s")
+_RENAMED = {
+    r"[dtc]frac": r"\\frac", r"[dt]binom": r"\\binom", "leq(?:slant)?": r"\\le", "geq(?:slant)?": r"\\ge",
+    "[cd]?dots[bcimo]?": r"\\ldots",
+    "neq": r"\\ne", "lt": "<", "gt": ">", "lbrace": r"\\{", "rbrace": r"\\}", "lbrack": "[", "rbrack": "]",
+    "[lr]?vert": "|", "infin": r"\\infty", "varnothing": r"\\emptyset", "lg": r"\\log_{10}", "land": r"\\wedge",
+    "(?:euro|pounds|yen)": "", "backslash": r"\\setminus", "cdotp": r"\\cdot", "i(?:math)": "i", "space": " ",
+}  # fmt: skip
+_RENAMES = [(re.compile(rf"\\{name}(?![A-Za-z])"), new) for name, new in _RENAMED.items()]
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_EXPONENT = re.compile(r"(?:\^|\*\*)\s*([+-]?[0-9]{2,}|[+-][0-9])")  # 10^-19 as it is meant, not as TeX sets it
+_EMPTY_SET = re.compile(r"\\\{\s*\\\}")
+_APART = re.compile(r"(?<=[0-9}])\s*(?:\\q?quad(?![A-Za-z])|\n)\s*(?=[0-9])")  # two numbers, not one
+_CURRENCY = re.compile(r"[€£¥₹₽]")
+
+
+def normalize(text: str) -> str:
+    r"""The canonical spelling of an answer.
+
+    Examples: "$\dfrac{1}{2}$." -> r"\frac{1}{2}";  r"10,\!080" -> "10080";  "x² ≤ 4" -> r"x^{2} \le 4";
+    r"30^{\circ}" -> "30°";  r"\mbox{ cm}^2" -> r"\text{ cm}^2".
+    """
+    text = trim(to_ascii(text))
+    text = _APART.sub(" ; ", text)
+    text = _CURRENCY.sub("", _DELIMITER.sub("", text))
+    text = _GROUP_MARK.sub("", text)
+    text = _EMPTY_SET.sub(r"\\emptyset", _DROPPED.sub("", text))
+    text = _EXPONENT.sub(r"^{\1}", text).replace("**", "^")
+    for pattern, new in _RENAMES:
+        text = pattern.sub(new, text)
+    text = _UPRIGHT_LETTER.sub(r"\1", text)
+    text = _UPRIGHT.sub(r"\\text{", _TEXT.sub(r"\\text{", _FACE.sub("", text)))
+    text = _ROMAN_SWITCH.sub(r"\\text{\1}", text)
+    text = _PERCENT.sub("%", _DEGREE.sub("°", text))
+    text = _AND_OR.sub(" ; ", _AND_OR_TEXT.sub(" ; ", text)) if not _is_text(text) else text
+    text = _TEXT_NUMBER.sub(r"\1", SPACES.sub(" ", _SPACE.sub(" ", text)).strip())
+    return _bare(text)
+
+
+def compact(text: str) -> str:
+    """Without the spaces that separate nothing: two texts with the same compact form say the same."""
+    return re.sub(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", "", text)
+
+
+def _is_text(text: str) -> bool:
+    return text.startswith("\\text{") and text.find("}") == len(text.rstrip()) - 1
+
+
+def _bare(text: str) -> str:
+    """Without braces around the whole, and full stops at its end; an ellipsis stays: what it stands for is unsaid."""
+    while True:
+        if text.startswith("{") and _closing_brace(text) == len(text) - 1:
+            text = text[1:-1].strip()
+        elif text.endswith((".", ",", ";", ":")) and not text.endswith(".."):
+            text = text[:-1].rstrip().removesuffix("\\")
+        else:
+            return text
+
+
+def _closing_brace(text: str) -> int:
+    """Where the brace that opens the text is closed; -1 if nowhere."""
+    depth = 0
+    for match in _BRACE.finditer(text):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0:
+            return match.start()
+    return -1

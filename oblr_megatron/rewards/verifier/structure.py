@@ -1,0 +1,228 @@
+r"""The outer form of an answer: a list, a set, a tuple, an interval, a matrix, a relation, a named value, or a leaf.
+
+Only brackets, separators and relation signs are read here; what stands between them stays text. Round brackets around
+two entries may be a point or an open interval: both are a `Group` of kind "()" and compare alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from oblr_megatron.rewards.verifier.normalize import compact
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An expression. Example: Leaf(r"2\\sqrt{3}")."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Several entries. `kind`: "list" and "union" ignore order; "()", "[]", "(]", "[)" and "matrix" keep it.
+
+    A matrix's items are its rows, each a Group "()". Example, "(1, 2]": Group("(1, 2]", "(]", (Leaf("1"), Leaf("2"))).
+    """
+
+    text: str
+    kind: str
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A value with its name. Example, "f(x) = x + 1": Named("f(x) = x + 1", "f(x)", Leaf("x + 1"))."""
+
+    text: str
+    name: str
+    value: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """Expressions joined by =, <, ... Example, "x + y = 1": Relation("x + y = 1", ("=",), ("x + y", "1"))."""
+
+    text: str
+    signs: tuple[str, ...]
+    parts: tuple[str, ...]
+
+
+Node = Leaf | Group | Named | Relation
+
+_TOKEN = re.compile(
+    r"\\begin\s*\{[A-Za-z]+\*?\}|\\end\s*\{[A-Za-z]+\*?\}|\\[A-Za-z]+|\\.|[()\[\]{},;&=<>]|[^\\()\[\]{},;&=<>]+",
+    re.DOTALL,
+)
+_OPEN = {"(", "[", "{", "\\{", "\\langle"}
+_CLOSE = {")": "(", "]": "[", "}": "{", "\\}": "\\{", "\\rangle": "\\langle"}
+_RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\in", "\\approx", "\\equiv"}
+_FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
+_NAME = re.compile(
+    r"(?:\\(?!pi|frac|sqrt|sin|cos|tan|log|ln|infty|left|text)[A-Za-z]+|[A-Za-z])(?:_(?:[A-Za-z0-9]|\{[^{}=]*\}))?'*"
+    r"(?:\s*\(\s*[A-Za-z0-9]\s*(?:,\s*[A-Za-z]\s*)*\))?"
+    r"|\\angle\s*[A-Za-z0-9_{} ]+|\\text\{[^{}]*\}|\(\s*[A-Za-z](?:_[0-9])?\s*(?:,\s*[A-Za-z](?:_[0-9])?\s*)+\)"
+)
+_MATRIX = re.compile(
+    r"\\begin\{([pbvBV]?|small)matrix\}(.*)\\end\{\1matrix\}|\\begin\{(array)\}\{[lcr|]*\}(.*)\\end\{array\}", re.S
+)
+_DOMAIN = re.compile(r"[A-Za-z] \\in \\mathbb\{[A-Z]\}")
+_SUCH_THAT = re.compile(r"[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|\||:)")
+_GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,)")
+
+
+def has_grouping(text: str) -> bool:
+    """Whether commas between digits may be thousands separators as well as separators of a list."""
+    return _GROUPED.search(text) is not None
+
+
+def parse(text: str, *, grouped: bool = False) -> Node:
+    r"""Read a normalised answer; `grouped` takes commas between groups of three digits as part of the number.
+
+    Examples: "1, 2" -> list of two; "1,234" with grouped -> Leaf("1234"); r"x \in [1, 2)" -> Named "x", Group "[)".
+    """
+    if grouped:
+        text = _GROUPED.sub(lambda match: match.group().replace(",", ""), text)
+    items = [item for part in _split(text, {",", ";"}) if (item := part.strip())]
+    items = [item for item in items if not _DOMAIN.fullmatch(item)] or items
+    items = [sign for item in items for sign in _both_signs(item)]
+    if len(items) == 1:
+        return _parse_one(items[0])
+    return Group(text, "list", tuple(_parse_one(item) for item in items))
+
+
+def _parse_one(text: str) -> Node:
+    text = text.strip()
+    parts, signs = _relation(text)
+    if signs:
+        return _parse_relation(text, parts, signs)
+    if len(members := _split(text, {"\\cup"})) > 1:
+        return Group(text, "union", tuple(_parse_one(member) for member in members))
+    if matrix := _MATRIX.fullmatch(text):
+        return _parse_matrix(text, matrix.group(2) or matrix.group(4) or "")
+    return _parse_bracket(text)
+
+
+def _parse_bracket(text: str) -> Node:
+    first, last = _first_token(text), _enclosing(text)
+    if last is None:
+        return Leaf(text)
+    inner = text[len(first) : len(text) - len(last)].strip()
+    if first == "{":
+        return _parse_one(inner) if inner else Leaf(text)
+    if first == "\\{":
+        if match := _SUCH_THAT.match(inner):
+            return _parse_one(inner[match.end() :])
+        items = parse(inner)
+        members = items.items if isinstance(items, Group) and items.kind == "list" else (items,)
+        return members[0] if len(members) == 1 else Group(text, "list", members)
+    entries = [_parse_one(entry) for entry in _split(inner, {",", ";"}) if entry.strip()]
+    if len(entries) == 1:
+        matrix = isinstance(entries[0], Group) and entries[0].kind == "matrix"
+        return entries[0] if first == "(" or matrix else Leaf(text)
+    square = first == "[" and last == "]"
+    kind = "()" if first == "\\langle" or (square and len(entries) != 2) else first + last
+    return Group(text, kind, tuple(entries))
+
+
+def _parse_matrix(text: str, body: str) -> Node:
+    if text.startswith(("\\begin{v", "\\begin{V")):
+        return Leaf(text)  # a determinant or a norm
+    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", body) if row.strip()]
+    cells = [[cell.strip() for cell in _split(row, {"&"})] for row in rows]
+    return Group(text, "matrix", tuple(Group("", "()", tuple(_parse_one(cell) for cell in row)) for row in cells))
+
+
+def _parse_relation(text: str, parts: list[str], signs: list[str]) -> Node:
+    """A named value, an interval written as an inequality, or a plain relation."""
+    if "\\approx" in signs:  # an exact value with its approximation, or a name with an approximate one
+        exact = parts[0] if not _NAME.fullmatch(parts[0]) else parts[1]
+        return _parse_one(exact) if exact.strip() else Leaf(text)
+    if signs[0] in ("=", "\\in") and _NAME.fullmatch(parts[0]):
+        if len(parts) == 2:
+            return Named(text, compact(parts[0]), _parse_one(parts[1]))
+        rest = text[text.index(signs[0]) + len(signs[0]) :].strip()
+        return Named(text, compact(parts[0]), _parse_one(rest))
+    return _interval(text, parts, signs) or Relation(text, tuple(signs), tuple(parts))
+
+
+def _interval(text: str, parts: list[str], signs: list[str]) -> Named | None:
+    r"""a < x \le b and x > a as the interval they describe."""
+    if any(sign not in _FLIPPED for sign in signs):
+        return None
+    if len(parts) == 2 and _NAME.fullmatch(parts[1]):
+        parts, signs = parts[::-1], [_FLIPPED[signs[0]]]
+    elif len(parts) == 3 and signs[0] in (">", "\\ge"):
+        parts, signs = parts[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
+    if len(parts) == 2 and _NAME.fullmatch(parts[0]):
+        above = signs[0] in (">", "\\ge")
+        parts = [parts[1], parts[0], "\\infty"] if above else ["-\\infty", parts[0], parts[1]]
+        signs = [_FLIPPED[signs[0]], "<"] if above else ["<", signs[0]]
+    if len(parts) != 3 or not _NAME.fullmatch(parts[1]) or not all(sign in ("<", "\\le") for sign in signs):
+        return None
+    kind = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+    return Named(text, compact(parts[1]), Group(text, kind, (_parse_one(parts[0]), _parse_one(parts[2]))))
+
+
+def _tokens(text: str) -> Iterator[tuple[str, int, int]]:
+    r"""(token, position, depth): depth 0 is outside of all brackets and environments; ( closes with ) or ]."""
+    depth = 0
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        closing = token in _CLOSE or token.startswith("\\end")
+        depth -= closing
+        yield token, match.start(), depth
+        depth += token in _OPEN or token.startswith("\\begin")
+
+
+def _split(text: str, separators: set[str]) -> list[str]:
+    """Cut at the separators outside of brackets; text whose brackets do not balance stays whole."""
+    parts, start, level = [], 0, 0
+    for token, position, depth in _tokens(text):
+        level = depth
+        if depth < 0:
+            return [text]
+        if depth == 0 and token in separators:
+            parts.append(text[start:position])
+            start = position + len(token)
+    return [text] if level > 0 else [*parts, text[start:]]
+
+
+def _relation(text: str) -> tuple[list[str], list[str]]:
+    """The parts and the relation signs between them."""
+    parts, signs, start = [], [], 0
+    for token, position, depth in _tokens(text):
+        if depth == 0 and token in _RELATIONS:
+            parts.append(text[start:position].strip())
+            signs.append(token)
+            start = position + len(token)
+    return [*parts, text[start:].strip()], signs
+
+
+def _first_token(text: str) -> str:
+    match = _TOKEN.match(text)
+    return match.group() if match else ""
+
+
+def _enclosing(text: str) -> str | None:
+    """The closing token if one pair of brackets encloses the whole text."""
+    first = _first_token(text)
+    if first not in _OPEN:
+        return None
+    for token, position, depth in _tokens(text):
+        if depth == 0 and position > 0:
+            ends = token in _CLOSE and position + len(token) == len(text)
+            mixed = first in "([" and token in (")", "]")
+            return token if ends and (mixed or _CLOSE[token] == first) else None
+    return None
+
+
+def _both_signs(item: str) -> list[str]:
+    r"""Two values for one that holds \pm; all signs of an item go together. A set's own items are doubled inside it."""
+    if item.startswith("\\{") or not re.search(r"\\(?:pm|mp)(?![A-Za-z])", item):
+        return [item]
+    above = re.sub(r"\\mp(?![A-Za-z])\s*", "-", re.sub(r"\\pm(?![A-Za-z])\s*", "+", item))
+    below = re.sub(r"\\mp(?![A-Za-z])\s*", "+", re.sub(r"\\pm(?![A-Za-z])\s*", "-", item))
+    return [above, below]

@@ -1,0 +1,178 @@
+r"""Equality of expressions by computer algebra, for worker processes only: it may take for ever, or all memory.
+
+Two numbers are equal when their difference is zero to 300 digits; two expressions with variables when they agree at
+rational points, with exact arithmetic where both are rational functions. Sets that differ in form are math-verify's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import sympy
+from math_verify import verify
+from sympy import Basic, Expr, MatrixBase, Rational
+from sympy.core.relational import Relational
+
+from oblr_megatron.rewards.verifier.compare import equal_answers
+from oblr_megatron.rewards.verifier.latex import read
+
+MAX_LOG10 = 2e5  # numbers with more digits are not worked out
+DIGITS = 300
+MIN_POINTS = 3
+
+
+def judge(prediction: str, gold: str) -> float:
+    """1.0 if an extracted answer equals the gold one, else 0.0; the workers' entry."""
+    return float(equal_answers(prediction, gold, equal_expressions))
+
+
+def equal_expressions(gold: str, given: str) -> bool:
+    """Whether two normalised expressions are equal; what cannot be read equals nothing."""
+    try:
+        expected, found = read(gold), read(given)
+        return _equal(expected, found)
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except Exception:  # noqa: BLE001 - the grammar and sympy raise whatever they like on text that makes no sense
+        return False
+
+
+def _equal(gold: Any, given: Any) -> bool:
+    if isinstance(gold, MatrixBase) and isinstance(given, MatrixBase):
+        return gold.shape == given.shape and all(map(_equal, gold.flat(), given.flat()))
+    if isinstance(gold, Relational) and isinstance(given, Relational):
+        return _equal_relations(gold, given)
+    if isinstance(gold, Expr) and isinstance(given, Expr):
+        return _equal_scalars(gold, given)
+    if all(isinstance(side, Basic) and not isinstance(side, Expr) for side in (gold, given)):
+        return bool(verify(gold, given, timeout_seconds=None))  # sets of all kinds
+    return False
+
+
+def _equal_relations(gold: Relational, given: Relational) -> bool:
+    """The same relation: one difference of sides is a constant multiple (positive, for inequalities) of the other."""
+    kind = _kind(gold)
+    if kind != _kind(given):
+        return False
+    a, b = _evaluate(_difference(gold)), _evaluate(_difference(given))
+    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    for values in _points(len(symbols), integers=False):
+        at = dict(zip(symbols, values, strict=True))
+        above, below = a.subs(at), b.subs(at)
+        if _vanishes(above) or _vanishes(below):
+            continue
+        factor = above / below
+        return (kind in ("==", "!=") or bool(factor.evalf() > 0)) and _equal_scalars(a, factor * b)
+    return False
+
+
+def _kind(relation: Relational) -> str:
+    """ "==", "!=", "<" for both strict inequalities, "<=" for the others."""
+    return str(relation.rel_op).replace(">", "<")
+
+
+def _difference(relation: Relational) -> Expr:
+    """lhs - rhs for = and >, rhs - lhs for <."""
+    difference = relation.lhs - relation.rhs
+    return -difference if "<" in relation.rel_op else difference
+
+
+def _equal_scalars(gold: Expr, given: Expr) -> bool:
+    if _log10_bound(gold) > MAX_LOG10 or _log10_bound(given) > MAX_LOG10:
+        return False
+    gold, given = _evaluate(gold), _evaluate(given)
+    if gold == given:
+        return gold not in (sympy.nan, sympy.zoo)
+    if any(value.has(sympy.oo, -sympy.oo, sympy.nan, sympy.zoo) for value in (gold, given)):
+        return False
+    gold, given = _imaginary_unit(gold, given)
+    symbols = sorted(gold.free_symbols | given.free_symbols, key=str)
+    if not symbols:
+        return _vanishes(gold - given)
+    return _agree(gold, given, symbols)
+
+
+def _agree(gold: Expr, given: Expr, symbols: list[Any]) -> bool:
+    """Whether two expressions take the same values wherever the gold one is a real number."""
+    discrete = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.factorial, sympy.binomial)
+    integers = any(value.has(*discrete) for value in (gold, given))
+    compared = 0
+    for values in _points(len(symbols), integers=integers):
+        at = dict(zip(symbols, values, strict=True))
+        expected, found = gold.subs(at), given.subs(at)
+        if not _is_real_number(expected):
+            continue
+        if found.has(sympy.nan, sympy.zoo, sympy.oo) or not _vanishes(expected - found):
+            return False
+        compared += 1
+    return compared >= MIN_POINTS or sympy.simplify(gold - given) == 0
+
+
+def _points(count: int, *, integers: bool) -> list[list[Rational]]:
+    """Fixed points for `count` variables: fractions of both signs, or small positive integers of all parities."""
+    if integers:
+        return [[Rational(1 + (k * (2 * j + 3) + 5 * j) % 17) for j in range(count)] for k in range(17)]
+    positive = [[Rational(7 + 4 * k + 3 * j, 5 + (k + 2 * j) % 7) for j in range(count)] for k in range(4)]
+    whole = [[Rational(2 + k + (k + 2) * j) for j in range(count)] for k in range(3)]
+    mixed = [[(-1) ** (k >> (j % 2)) * Rational(11 + 3 * k + 5 * j, 6 + j) for j in range(count)] for k in range(4)]
+    return positive + whole + mixed
+
+
+def _is_real_number(value: Expr) -> bool:
+    if value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
+        return False
+    return bool(value.is_real) or _vanishes(sympy.im(value))
+
+
+def _vanishes(value: Expr) -> bool:
+    """Whether a number is zero: exactly for rationals, else to DIGITS significant digits of what was subtracted."""
+    if value.is_Rational:
+        return bool(value == 0)
+    number = value.evalf(15, maxn=DIGITS)
+    if not number.is_number or number.has(sympy.nan, sympy.zoo, sympy.oo):
+        return False
+    return all(part == 0 or getattr(part, "_prec", 0) == 1 for part in number.as_real_imag())
+
+
+def _evaluate(value: Expr) -> Expr:
+    """Work the expression out; odd roots of negative numbers are the real ones, as in school."""
+
+    def real_root(power: Expr) -> Expr:
+        base, exponent = power.as_base_exp()
+        sign = -1 if exponent.p % 2 else 1
+        return sign * (-base) ** exponent
+
+    def is_odd_root(power: Expr) -> bool:
+        if not power.is_Pow:
+            return False
+        base, exponent = power.as_base_exp()
+        return bool(
+            base.is_Rational and base.is_negative and exponent.is_Rational and exponent.q % 2 and exponent.q > 1
+        )
+
+    return value.doit().replace(is_odd_root, real_root)
+
+
+def _imaginary_unit(gold: Expr, given: Expr) -> tuple[Expr, Expr]:
+    """i is the imaginary unit where no other variable occurs beside it."""
+    names = {symbol.name for symbol in gold.free_symbols | given.free_symbols}
+    if names != {"i"}:
+        return gold, given
+    unit = dict.fromkeys(gold.free_symbols | given.free_symbols, sympy.I)
+    return sympy.expand(gold.subs(unit)), sympy.expand(given.subs(unit))
+
+
+def _log10_bound(value: Basic) -> float:
+    """A bound on log10 of any number that working out the expression would write down; infinite for power towers."""
+    if isinstance(value, sympy.Integer):
+        return value.p.bit_length() * 0.302
+    bounds = [_log10_bound(argument) for argument in value.args]
+    largest = max(bounds, default=0.0)
+    if largest > MAX_LOG10:
+        return math.inf
+    if isinstance(value, sympy.Pow) and not value.args[1].free_symbols:
+        return max(largest, 1.0) * (10.0 ** min(bounds[1], 12.0)) if bounds[1] > 0 else largest
+    if isinstance(value, sympy.factorial | sympy.binomial) and not value.free_symbols:
+        return 10.0 ** min(largest, 12.0) * max(largest, 1.0)
+    return sum(bounds) if isinstance(value, sympy.Mul) else largest + math.log10(len(bounds) + 1)

@@ -1,0 +1,59 @@
+"""Numbers that a benchmark lets be off: Minerva's golds and one of OlympiadBench's are stated with a tolerance."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from oblr_megatron.rewards.verifier.leaf import number_pairs
+from oblr_megatron.rewards.verifier.normalize import normalize
+from oblr_megatron.rewards.verifier.quantity import read_marks
+from oblr_megatron.rewards.verifier.structure import Leaf, Named, parse
+
+MAX_CHARS = 20  # of a tolerance: Fraction("1e999999999") would never end
+
+
+def within(prediction: str, gold: str, tolerance: str) -> bool | None:
+    r"""Whether two plain numbers are no further apart than the tolerance; None where it has nothing to say.
+
+    Exact arithmetic; the bound itself is near enough. Units, percent signs and names are ignored as they are elsewhere.
+
+    Args:
+        prediction: an extracted answer.
+        gold: the gold one.
+        tolerance: "0.1" is absolute, "1%" relative to the gold; "" and what is neither say nothing.
+
+    Examples: ("4.3", "4.2", "0.1") True; ("4.31", "4.2", "0.1") False; ("101", "100", "1%") True;
+    (r"\frac{13}{3}", "4.2", "0.1") False; ("x", "4.2", "0.1") None.
+    """
+    allowed = _read(tolerance.removesuffix("%"))
+    expected, found = _plain(gold), _plain(prediction)
+    pairs = number_pairs(expected, found) if allowed is not None and expected and found else None
+    if allowed is None or not pairs:
+        return None
+    if tolerance.endswith("%"):
+        return any(abs(a - b) <= allowed / 100 * abs(a) for a, b in pairs)
+    units = (1, 100 if read_marks(expected).percent else 1)  # of the gold as it stands, and at its value
+    return any(abs(a - b) * unit <= allowed for (a, b), unit in zip(pairs, units, strict=False))
+
+
+def _read(text: str) -> Fraction | None:
+    """A decimal number that is not negative, or None."""
+    try:
+        value = Fraction(text.strip()) if 0 < len(text) <= MAX_CHARS and not _huge(text) else None
+    except (ValueError, ZeroDivisionError):
+        return None
+    return value if value is not None and value >= 0 else None
+
+
+def _huge(text: str) -> bool:
+    """Whether the exponent has more than three digits."""
+    exponent = text.lower().partition("e")[2]
+    return len(exponent.strip("+- ")) > 3
+
+
+def _plain(text: str) -> str:
+    """The expression that an answer consists of, without a name; "" for lists, intervals and the like."""
+    node = parse(normalize(text), grouped=True)
+    while isinstance(node, Named):
+        node = node.value
+    return node.text if isinstance(node, Leaf) else ""

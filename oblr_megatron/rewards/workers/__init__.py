@@ -1,0 +1,1 @@
+"""Worker processes for rewards, with a hard deadline for every call."""

@@ -1,0 +1,139 @@
+"""The trainer's side of `oblr_nccl`: buckets from rank 0's GPU to API servers on others. Not yet run on a GPU.
+
+One communicator for each server: the trainer is rank 0, the server's workers follow. A bucket is gathered once and
+broadcast on each of them, on a stream of its own, while its server is told over HTTP to receive it; the server's answer
+is what ends the wait. A server that does not answer has its communicator aborted, which frees the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+
+from oblr_megatron.weights.device_buffer import DeviceBuffer
+from oblr_megatron.weights.manifest import Manifest
+from oblr_megatron.weights.shm import Bucket, bucket_capacity
+
+if TYPE_CHECKING:
+    from oblr_megatron.rollout.server_client import VllmServer
+    from oblr_megatron.rollout.server_push import OpenPush
+
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class _Link:
+    """The communicator with one server process."""
+
+    instance: str  # of the server; another one after a restart
+    group: Any  # vLLM's PyNcclCommunicator
+    stream: Any
+
+
+class NcclPlane:
+    """A `DataPlane` over NCCL."""
+
+    def __init__(self, bucket_bytes: int, device: torch.device) -> None:
+        """Args:
+        bucket_bytes: of one bucket; one that holds a larger tensor is as large as that.
+        device: of this rank.
+        """
+        self._bucket_bytes, self._device = bucket_bytes, device
+        self._buffer = DeviceBuffer(device)
+        self._links: dict[str, _Link] = {}
+
+    def capacity(self, manifest: Manifest) -> int:
+        """vLLM's loaders on a GPU take whole tensors, so the largest one has to fit."""
+        largest = max((spec.num_bytes for spec in manifest), default=0)
+        return bucket_capacity(manifest, max(self._bucket_bytes, largest))
+
+    def reserve(self, size: int) -> DeviceBuffer:
+        """See `DataPlane`."""
+        self._buffer.reserve(size)
+        return self._buffer
+
+    async def connect(self, server: VllmServer, open_push: OpenPush) -> None:
+        """Open a communicator with a server process that has none; both sides have to come at once."""
+        link = self._links.get(server.url)
+        if link is not None and link.instance == server.instance:
+            return
+        self.drop(server)
+        rendezvous = {
+            "master_address": _address_towards(server.url),
+            "master_port": _free_port(),
+            "world_size": 1 + server.workers,
+        }
+        joined = _in_thread(lambda: _join(rendezvous, self._device))
+        await asyncio.gather(open_push({**rendezvous, "rank_offset": 1}), joined)
+        self._links[server.url] = _Link(server.instance, joined.result(), torch.cuda.Stream(self._device))
+
+    def send(self, bucket: Bucket, servers: Sequence[VllmServer]) -> None:
+        """Broadcast to each server on its stream; returns before the bytes have gone."""
+        data = self._buffer.bytes[bucket.start : bucket.start + bucket.used]
+        for server in servers:
+            link = self._links[server.url]
+            link.stream.wait_stream(torch.cuda.current_stream(self._device))  # the bucket is complete
+            link.group.broadcast(data, src=0, stream=link.stream)
+
+    def drop(self, server: VllmServer) -> None:
+        """Abort the communicator; its kernels, which may wait for a dead peer, end."""
+        link = self._links.pop(server.url, None)
+        if link is not None:
+            link.group.destroy()
+
+    def close(self) -> None:
+        """Abort all communicators."""
+        for link in self._links.values():
+            link.group.destroy()
+        self._links.clear()
+
+
+def _join(rendezvous: dict[str, Any], device: torch.device) -> Any:
+    """Rank 0's end of the communicator."""
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+    torch.cuda.set_device(device)  # of this thread
+    return trainer_init(rendezvous)
+
+
+def _in_thread(call: Callable[[], Value]) -> asyncio.Future[Value]:
+    """Run a call in a thread that the interpreter's end does not wait for: a rendezvous may be missed for minutes."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Value] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            setter(value)
+
+    def run() -> None:
+        try:
+            value = call()
+        except Exception as error:  # noqa: BLE001  raised again where the future is awaited
+            loop.call_soon_threadsafe(settle, future.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(settle, future.set_result, value)
+
+    threading.Thread(target=run, name="nccl rendezvous", daemon=True).start()
+    return future
+
+
+def _address_towards(url: str) -> str:
+    """This machine's address, as a server sees it."""
+    parts = urlsplit(url)
+    family, kind, protocol, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # of a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

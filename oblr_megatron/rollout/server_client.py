@@ -1,0 +1,190 @@
+"""One vLLM API server, seen from the trainer: every wait ends, a dropped connection is taken up again, a death noticed.
+
+    server = VllmServer("http://10.0.0.5:8000", key)
+    info = await server.info(seconds=10)
+    groups = await server.generate(body, seconds=600)
+
+The trainer did not start the server and cannot restart it: one that is lost is left alone until it answers again, and
+then it gets all weights anew before it gets a prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
+
+import aiohttp
+from pydantic import ValidationError
+
+from oblr_megatron.engine import http_messages as http
+from oblr_megatron.engine.server_guard import HEALTH
+from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
+from oblr_megatron.runtime.http_loop import open_session
+from oblr_megatron.types import Sample
+
+RETRIES = 3
+"""How often a question is asked again after its connection dropped, before the server counts as lost."""
+BACKOFF_SECONDS = 0.2
+"""Before the first repetition; each further one waits twice as long."""
+WATCH_SECONDS = 5.0
+"""How often a server that samples is asked whether it is there."""
+
+Answer = TypeVar("Answer", bound=http.Message)
+
+
+class ServerLostError(EngineLostError):
+    """A server died, hung, failed inside, or lost its connection for good."""
+
+
+class ServerRefusedError(RunError):
+    """A server is well but in no state for what it was asked: it holds other weights, or takes no such push."""
+
+
+class VllmServer:
+    """The trainer's handle of a server; all coroutines run in one event loop."""
+
+    def __init__(self, url: str, key: str, *, owner: str = "rank 0", silence_s: float = 30.0) -> None:
+        """Args:
+        url: http://host:port.
+        key: API key; empty for none.
+        owner: who waits, in error messages.
+        silence_s: after so long without any answer a server that samples counts as hung.
+        """
+        self.name, self.owner, self.silence_s = f"server {url}", owner, silence_s
+        self.lost: str | None = None  # why it gets no prompts now
+        self.unfit = False  # lost, and to wait for it is of no use: it is there, and another than was expected
+        self.ready = False  # it holds the trainer's weights, as far as known
+        self.capacity = 1  # sequences it decodes at once
+        self.workers = 1  # processes that take weights
+        self.instance = ""  # of the server process, as it last said
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    def lose(self, reason: str, *, unfit: bool = False) -> None:
+        """Note that it is not to be asked until it was pushed to again."""
+        self.lost, self.ready, self.unfit = reason, False, unfit
+
+    async def info(self, seconds: float) -> http.Info:
+        """What it is and holds."""
+        info = await self._ask(http.INFO, None, http.Info, f"{self.name} to answer", seconds)
+        self.capacity, self.workers, self.instance = info.max_num_seqs, info.workers, info.instance
+        return info
+
+    async def generate(self, body: http.GenerateBody, seconds: float) -> list[list[Sample]]:
+        """Q prompts -> Q groups of G samples, of the weights that were asked for.
+
+        Raises:
+            ServerLostError: it died, or the deadline passed.
+            ServerRefusedError: it holds other weights.
+            RunError: it takes no such prompts, or answered something else than was asked.
+        """
+        what = f"{len(body.prompts)} x {body.group_size} samples of {self.name}"
+        answer = await self._ask(http.GENERATE, body, http.GenerateAnswer, what, seconds, RETRIES)
+        if answer.holding != body.holding:
+            raise ServerRefusedError(f"{self.name} sampled from version {answer.holding.version}")
+        sizes = [len(group) for group in answer.groups]
+        if sizes != [body.group_size] * len(body.prompts):
+            raise RunError(f"{self.name} answered with groups of {sizes} samples for {what}")
+        return answer.samples(body.prompts, body.positions)
+
+    async def digests(self, seconds: float) -> list[dict[str, str]]:
+        """What its workers hold, in the words of `weights.verify`."""
+        what = f"{self.name} to read its weights back"
+        return (await self._ask(http.DIGESTS, None, http.DigestsAnswer, what, seconds)).workers
+
+    async def tell(self, path: str, body: http.Message, what: str, seconds: float) -> None:
+        """A step of a push: told once, since a server that has heard it would refuse it the second time."""
+        await self._ask(path, body, http.Message, what, seconds)
+
+    async def watch(self) -> NoReturn:
+        """Ask for its health, for ever.
+
+        Raises:
+            ServerLostError: it has not answered for `silence_s`.
+        """
+        heard = time.monotonic()
+        while True:
+            await asyncio.sleep(min(WATCH_SECONDS, self.silence_s / 2))
+            try:
+                await self._request(HEALTH, None, "its health", self.silence_s / 2)
+                heard = time.monotonic()
+            except EngineLostError as error:
+                if time.monotonic() - heard > self.silence_s:
+                    raise ServerLostError(f"{self.name} has not answered for {self.silence_s:g} s") from error
+
+    async def close(self) -> None:
+        """Close its connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _ask(
+        self, path: str, body: http.Message | None, kind: type[Answer], what: str, seconds: float, retries: int = 0
+    ) -> Answer:
+        """A question and its parsed answer; one whose connection drops is asked again, `retries` times."""
+        deadline = time.monotonic() + seconds
+        payload = None if body is None else body.model_dump_json().encode()
+        for attempt in range(retries + 1):
+            try:
+                text = await self._request(path, payload, what, deadline - time.monotonic())
+                return kind.model_validate_json(text)
+            except DroppedError:
+                if attempt == retries:
+                    raise
+                await asyncio.sleep(BACKOFF_SECONDS * 2**attempt)
+            except ValidationError as error:
+                raise RunError(f"{self.name} answered {path} with something else than was asked: {error}") from error
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _request(self, path: str, payload: bytes | None, what: str, seconds: float) -> bytes:
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self._open_session().request(
+                    "GET" if payload is None else "POST", self.url + path, data=payload, headers=self._headers
+                ) as response,
+            ):
+                status, text = response.status, await response.read()
+        except TimeoutError:
+            raise ServerLostError(str(DeadlineError(self.owner, what, round(seconds, 1)))) from None
+        except (aiohttp.ClientError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise DroppedError(f"{self.name} was lost while {self.owner} waited for {what}: {reason}") from error
+        if status != 200:
+            self._raise(status, text, what)
+        return text
+
+    def _raise(self, status: int, text: bytes, what: str) -> NoReturn:
+        """Raises: what the status says."""
+        reason = _reason(text)
+        message = f"{self.name} answered {self.owner}, who waited for {what}, with status {status}: {reason}"
+        if status == http.REFUSED:
+            raise ServerRefusedError(f"{self.name} refused {what}: {reason}")
+        if status >= http.FAILED:
+            raise ServerLostError(message)
+        raise RunError(message)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = open_session()
+        return self._session
+
+
+class DroppedError(ServerLostError):
+    """A connection could not be made, or ended before the answer; asking again may help."""
+
+
+def _reason(text: bytes) -> str:
+    try:
+        return str(json.loads(text)["error"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200].decode(errors="replace")
+
+
+def reasons(servers: Sequence[VllmServer]) -> str:
+    """Why there is nobody to ask, a server a clause."""
+    return "; ".join(f"{server.name}: {server.lost}" for server in servers if server.lost is not None)

@@ -1,0 +1,1 @@
+"""What the processes of a run need: launcher, signals, exchange between ranks, deadlines."""

@@ -1,0 +1,75 @@
+"""What every command of the project shares: arguments of a run, overrides, and how errors become exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from oblr_megatron.errors import EXIT_RUN, EXIT_USER, RunError, UserError
+
+# torch.distributed has no exception of its own for it; the rank that was lost says more than this one can
+PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, with `overrides` on both sides of an option: argparse leaves over those that follow one."""
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command; a user's mistake ends in one line and status 2, a failed run in one line and status 1."""
+    try:
+        return command()
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the ranks of a node find the same mistake; one says so
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER
+    except RunError as error:
+        print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        return EXIT_RUN
+    except RuntimeError as error:
+        if not any(phrase in str(error) for phrase in PEER_LOST):
+            raise
+        reason = str(error).splitlines()[0].split(". ")[0]
+        print(f"error: rank {os.environ.get('RANK', '0')}: lost another rank: {reason}", file=sys.stderr)
+        return EXIT_RUN
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """What says which run it is, for the launcher and for each of its ranks."""
+    parser.add_argument("config", type=Path, help="TOML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest whole checkpoint of run_dir, if there is one"
+    )
+    samples = parser.add_mutually_exclusive_group()
+    parser.add_argument(
+        "--save-rollouts", action="store_true", help="write every step's samples and rewards to RUN_DIR/rollouts"
+    )
+    samples.add_argument("--replay", type=Path, metavar="DIR", help="train from the saved samples in DIR, without vLLM")
+    samples.add_argument(
+        "--rollout-only", action="store_true", help="sample, judge and save num_steps batches, and train nothing"
+    )
+
+
+def run_overrides(options: argparse.Namespace) -> list[str]:
+    """The overrides, with the flags as what they stand for."""
+    overrides = list(options.overrides)
+    if options.save_rollouts:
+        overrides.append("rollout.save=true")
+    if options.resume:
+        overrides.append("checkpoint.resume=newest")
+    if options.rollout_only:
+        overrides.append("rollout.only=true")
+    if options.replay is not None:
+        overrides.append(f"rollout.replay={json.dumps(str(options.replay))}")
+    return overrides

@@ -1,0 +1,234 @@
+"""Figures of a study of curves, as SVG and PNG, at the width of a README.
+
+Few arms share one panel, with their names at the ends of their curves. Many get a panel each, in which the arm stands
+before all others in grey and the reference in black: twelve bands on top of each other say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from oblr_megatron.formatting import scientific
+from studies.plotting import COLOURS, FAINT, GREY, INK, PEER, WIDTH, save, styled
+from studies.statistics import Array, t_interval
+from studies.summary import ArmSummary, TaskSummary, area
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TOGETHER = 5  # arms that share a panel
+COLUMNS = 4
+RATE_LABELS = 4
+
+
+def write_figures(tasks: Sequence[TaskSummary], out: Path) -> list[Path]:
+    """curves_, auc_ and sweep_ of every task that has something to show; their paths."""
+    paths = []
+    for task in tasks:
+        for name, draw, ready in (
+            ("curves", draw_curves, bool(task.seen)),
+            ("auc", draw_differences, _comparable(task)),
+            ("sweep", draw_sweeps, any(any(arm.sweep.values()) for arm in task.arms)),
+        ):
+            paths += save(draw(task), out / f"{name}_{task.task}") if ready else []
+    return paths
+
+
+@styled()
+def draw_curves(task: TaskSummary) -> Figure:
+    """Accuracy by step: the mean over seeds and its interval."""
+    title = f"{task.task}: held-out accuracy, mean over seeds and its 95% interval"
+    if len(task.seen) <= TOGETHER:
+        figure, axes = _single(title, height=4.2)
+        ends = []
+        for arm, colour in zip(task.seen, COLOURS, strict=False):
+            mean = _curve(axes, arm, colour, band=True)
+            ends.append((f"{arm.arm}  {mean[-1]:.3f}", float(mean[-1]), colour))
+        axes.set_xlim(0, task.seen[0].runs[0].num_steps)
+        _label_ends(axes, ends)
+        axes.set_xlabel("step")
+        return figure
+    figure, panels = _panels(f"{title}; on the right the area under the mean", len(task.seen))
+    for axes, arm in zip(panels, task.seen, strict=True):
+        for other in task.seen:
+            if other is not arm:
+                _curve(axes, other, INK if other is task.reference else FAINT, band=False)
+        _curve(axes, arm, _role(task, arm), band=True)
+        _title(axes, arm, _role(task, arm), f"{arm.of(area).mean():.3f}")
+    _key(figure, task)
+    return figure
+
+
+def _curve(axes: Axes, arm: ArmSummary, colour: str, *, band: bool) -> Array:
+    """The mean curve [n], and the interval around it."""
+    values = np.array([run.accuracy for run in arm.runs])  # [seeds, n]
+    steps, mean = arm.runs[0].steps, values.mean(axis=0)
+    axes.plot(steps, mean, color=colour, linewidth=1.8 if band else 1.0, zorder=3 if band else _depth(colour))
+    if band and len(arm.runs) > 1:
+        intervals = [t_interval(column) for column in values.T]
+        low, high = ([getattr(interval, end) for interval in intervals] for end in ("low", "high"))
+        axes.fill_between(steps, low, high, color=colour, alpha=0.16, linewidth=0, zorder=2.5)
+    return np.asarray(mean)
+
+
+def _depth(colour: str) -> float:
+    """The reference lies over the others' grey."""
+    return 2.4 if colour == INK else 2.0
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, str]]) -> None:
+    """Names at the curves' right ends, moved apart where they would lie on one another."""
+    low, high = axes.get_ylim()
+    gap = 0.055 * (high - low)
+    for (text, value, colour), place in zip(ends, apart([value for _, value, _ in ends], gap), strict=True):
+        axes.annotate(
+            text,
+            (1, value),
+            (1.02, place),
+            xycoords=axes.get_yaxis_transform(),
+            textcoords=axes.get_yaxis_transform(),
+            color=colour,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0},
+        )
+
+
+def apart(values: Sequence[float], gap: float) -> list[float]:
+    """The values, moved as little as it takes for no two to be nearer than the gap; their order is kept.
+
+    >>> apart([1.0, 1.0, 5.0], 1.0)
+    [0.5, 1.5, 5.0]
+    """
+    clusters: list[list[int]] = []  # of indices, each laid out around the mean of its members
+
+    def places(cluster: list[int]) -> list[float]:
+        centre = sum(values[i] for i in cluster) / len(cluster)
+        return [centre + gap * (place - (len(cluster) - 1) / 2) for place in range(len(cluster))]
+
+    for index in sorted(range(len(values)), key=lambda i: values[i]):
+        clusters.append([index])
+        while len(clusters) > 1 and places(clusters[-1])[0] - places(clusters[-2])[-1] < gap:
+            clusters[-2:] = [clusters[-2] + clusters[-1]]
+    found = {i: place for cluster in clusters for i, place in zip(cluster, places(cluster), strict=True)}
+    return [found[i] for i in range(len(values))]
+
+
+@styled()
+def draw_differences(task: TaskSummary) -> Figure:
+    """Each arm's area under the curve minus the reference's: mean, interval and seeds, the best on top."""
+    others = [arm for arm in task.seen if arm is not task.reference]
+    pairs = [(arm, arm.against(task.reference, area)) for arm in others]
+    pairs = sorted((pair for pair in pairs if pair[1].pairs), key=lambda pair: pair[1].interval.mean)
+    title = f"{task.task}: area under the curve minus {task.reference.arm}'s, paired by seed"
+    figure, axes = _single(title, height=1.3 + 0.32 * len(pairs))
+    axes.axvline(0, color=INK, linewidth=1)
+    for row, (arm, difference) in enumerate(pairs):
+        colour, interval = _role(task, arm), difference.interval
+        axes.plot(_paired(arm, task.reference), [row] * difference.pairs, ".", color=colour, alpha=0.35, markersize=5)
+        axes.plot([interval.low, interval.high], [row, row], color=colour, linewidth=2)
+        axes.plot([interval.mean], [row], "o", color=colour, markersize=6)
+        text = f"{interval.mean:+.3f}   p {difference.p:.3g}"
+        axes.text(1.02, row, text, transform=axes.get_yaxis_transform(), va="center", color=colour)
+    axes.set_yticks(range(len(pairs)), [arm.arm for arm, _ in pairs])
+    axes.set_ylim(-0.7, len(pairs) - 0.3)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(f"left of 0: worse than {task.reference.arm}; right: better")
+    _key(figure, task, reference=False)
+    return figure
+
+
+def _comparable(task: TaskSummary) -> bool:
+    """Whether some arm has a pair with the reference."""
+    return any(len(_paired(arm, task.reference)) for arm in task.seen if arm is not task.reference)
+
+
+def _paired(arm: ArmSummary, other: ArmSummary) -> list[float]:
+    """Differences of area, seed by seed."""
+    theirs = {run.key.seed: run.auc for run in other.runs}
+    return [run.auc - theirs[run.key.seed] for run in arm.runs if run.key.seed in theirs]
+
+
+@styled()
+def draw_sweeps(task: TaskSummary) -> Figure:
+    """Area under the curve by learning rate: mean and runs of the sweep's seeds, the chosen rate ringed."""
+    arms = [arm for arm in task.arms if any(arm.sweep.values())]
+    figure, panels = _panels(f"{task.task}: sweep, area under the curve by learning rate (chosen: ringed)", len(arms))
+    means = {
+        arm.arm: {rate: np.mean([run.auc for run in runs]) for rate, runs in arm.sweep.items() if runs} for arm in arms
+    }
+    for axes, arm in zip(panels, arms, strict=True):
+        for other in arms:
+            if other is not arm:
+                axes.plot(*_line(means[other.arm]), color=FAINT, linewidth=1, zorder=2)
+        colour, line = _role(task, arm), means[arm.arm]
+        axes.plot(*_line(line), color=colour, linewidth=1.8, zorder=3)
+        dots = [(rate, run.auc) for rate, runs in arm.sweep.items() for run in runs]
+        axes.plot(*zip(*dots, strict=True), ".", color=colour, alpha=0.5, markersize=5, zorder=3)
+        if arm.lr in line:
+            axes.plot([arm.lr], [line[arm.lr]], "o", markersize=9, fillstyle="none", color=colour, zorder=4)
+        _rate_axis(axes, sorted({rate for each in arms for rate in each.sweep}))
+        _title(axes, arm, colour, "edge of the grid" if arm.on_edge else "")
+    return figure
+
+
+def _rate_axis(axes: Axes, rates: list[float]) -> None:
+    """Ticks at the rates, as many as have room for their labels."""
+    axes.set_xscale("log")
+    axes.minorticks_off()
+    shown = rates[:: -(-len(rates) // RATE_LABELS)]
+    axes.set_xticks(shown, [scientific(rate) for rate in shown])
+
+
+def _line(means: dict[float, Any]) -> tuple[list[float], list[float]]:
+    return list(means), [float(value) for value in means.values()]
+
+
+def _role(task: TaskSummary, arm: ArmSummary) -> str:
+    """Black for the reference, one colour for peers, another for all else."""
+    if arm.arm == task.reference.arm:
+        return INK
+    return PEER if arm.peer else COLOURS[0]
+
+
+def _single(title: str, *, height: float) -> tuple[Figure, Axes]:
+    """One panel, with room for names on its right."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
+    axes.set_title(title)
+    return figure, axes
+
+
+def _panels(title: str, count: int) -> tuple[Figure, list[Axes]]:
+    """A panel each, on common axes."""
+    import matplotlib.pyplot as plt
+
+    columns = min(COLUMNS, count)
+    rows = -(-count // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(WIDTH, 0.6 + 1.9 * rows), sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
+    panels = list(grid.flat)
+    for empty in panels[count:]:
+        empty.set_visible(False)
+    for axes in panels[max(0, count - columns) : count]:  # where the panel below is missing
+        axes.tick_params(labelbottom=True)
+    return figure, panels[:count]
+
+
+def _title(axes: Axes, arm: ArmSummary, colour: str, note: str) -> None:
+    axes.set_title(arm.arm, color=colour, fontweight="bold")
+    axes.set_title(note, loc="right", color=colour, fontsize=8)
+
+
+def _key(figure: Figure, task: TaskSummary, *, reference: bool = True) -> None:
+    """What the colours mean, in one line at the foot."""
+    words = [(f"black: {task.reference.arm}, the reference", INK)] if reference else []
+    words += [("orange: peers (published methods)", PEER), ("blue: ours and controls", COLOURS[0])]
+    figure.supxlabel("      ".join(text for text, _ in words), fontsize=8, color=GREY)

@@ -1,0 +1,147 @@
+"""The gradient of a laboratory batch: the package's formulas on score rows, which `gradnorm/` never has in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.kl import kl_slope
+from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.algo.token_baseline import token_advantages
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.types import GradientStats
+from studies.policy import Drawn, LabPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Judged responses of a step: N = Q * G samples in prompt-major order, rewards [Q, G] fp64."""
+
+    samples: Sequence[Drawn]
+    rewards: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """[Q, G] int64, response tokens."""
+        return torch.tensor([len(sample.tokens) for sample in self.samples]).view(self.rewards.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a batch says: g [P], w [Q, G] fp64, and what a schedule wants to know."""
+
+    gradient: Tensor
+    norms_sq: Tensor
+    stats: GradientStats
+
+
+class Estimator:
+    """The policy gradient of one batch after another, in folds.
+
+    Args:
+        policy: as it stands when a batch is drawn.
+        algo: what is estimated.
+        reference: the policy the KL penalty is taken against; None without one.
+    """
+
+    def __init__(self, policy: LabPolicy, algo: AlgoConfig, reference: LabPolicy | None = None) -> None:
+        self._policy, self._algo, self._reference = policy, algo, reference
+        self._average = torch.zeros(policy.num_parameters, dtype=policy.model.dtype)  # of past gradients
+        self._count = 0
+
+    def __call__(self, batch: Batch) -> Estimate:
+        """g = 1/(Q G) sum_i A_i s_i (or its token-wise form), less the KL penalty's; and what its folds say."""
+        rows, logits, tokens, mask = self._policy.scored(batch.samples)  # S [N, P], [N, T, V], [N, T], [N, T]
+        norms_sq = squares(rows)
+        coefficients = self._coefficients(batch, norms_sq, logits, tokens)
+        num_folds = len(batch.rewards) if self._algo.snr.estimator == "prompts" else self._algo.snr.num_folds
+        if coefficients.dim() == 1 and self._reference is None:
+            folds = fold_gradients(rows, coefficients, num_folds)
+        else:
+            folds = self._token_wise(batch, coefficients, num_folds)
+        gradient = folds.mean(0)
+        logprobs = logits.log_softmax(-1)
+        stats = GradientStats(
+            loss=0.0,  # of no use to anyone here
+            sq_norm=float(squares(gradient[None])),
+            fold_sq_norm_mean=float(squares(folds).mean()),
+            num_folds=num_folds,
+            entropy=float(-(logprobs.exp() * logprobs).sum(-1)[mask].mean()),
+            logprob_abs_diff=0.0,
+            truncated_ratio_fraction=0.0,
+            num_tokens=int(batch.lengths.sum()),
+            momentum_dot=self._dot(gradient),
+            sample_sq_norm=float((coefficients.square() * norms_sq).sum()) if coefficients.dim() == 1 else math.nan,
+        )
+        return Estimate(gradient, norms_sq.view(batch.rewards.shape), stats)
+
+    def _coefficients(self, batch: Batch, norms_sq: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
+        """c [N], or [N, T] where each token has its own."""
+        algo, rewards, lengths = self._algo, batch.rewards, batch.lengths
+        if algo.token_wise:
+            values = token_advantages(rewards, energies(logits, tokens), lengths)
+        else:
+            values = advantages(algo.baseline, rewards, norms_sq.view(rewards.shape), lengths, algo).flatten()
+        return sample_coefficients(values, lengths.flatten(), len(rewards), rewards.shape[1], algo.aggregation)
+
+    def _token_wise(self, batch: Batch, coefficients: Tensor, num_folds: int) -> Tensor:
+        """[R, P] by a pass a fold, with a coefficient for every token."""
+        logprobs, mask = (each.detach() for each in self._policy.logprobs(batch.samples))
+        each_token = (coefficients if coefficients.dim() == 2 else coefficients[:, None]).expand(mask.shape) * mask
+        if self._reference is not None:
+            with torch.no_grad():
+                slope = kl_slope(logprobs - self._reference.logprobs(batch.samples)[0], self._algo.kl_loss) * mask
+            share = sample_coefficients(
+                torch.full((len(mask),), self._algo.kl_coefficient, dtype=torch.float64),
+                batch.lengths.flatten(),
+                *(len(batch.rewards), batch.rewards.shape[1]),
+                self._algo.aggregation,
+            )
+            each_token = each_token - share[:, None] * slope
+        size = len(batch.samples) // num_folds
+        starts = range(0, len(batch.samples), size)
+        return torch.stack(
+            [
+                num_folds * self._policy.gradient(part, each_token[at : at + size, : longest(part)])
+                for at in starts
+                for part in [batch.samples[at : at + size]]
+            ]
+        )
+
+    def _dot(self, gradient: Tensor) -> float:
+        """<g, average of the gradients before>, bias-corrected; then g joins the average."""
+        if self._algo.snr.estimator != "momentum" or not gradient.any():
+            return math.nan
+        share = 1 / self._algo.snr.momentum_horizon
+        found = float(gradient @ self._average) / (1 - (1 - share) ** self._count) if self._count else math.nan
+        self._average.lerp_(gradient, share)
+        self._count += 1
+        return found
+
+
+def energies(logits: Tensor, tokens: Tensor) -> Tensor:
+    """1 - 2 pi_t + sum_v pi_t(v)^2 [N, T]: the squared norm of each token's score at the logits."""
+    probabilities = logits.double().softmax(-1)
+    chosen = probabilities.gather(-1, tokens[..., None]).squeeze(-1)
+    return 1 - 2 * chosen + probabilities.square().sum(-1)
+
+
+def longest(samples: Sequence[Drawn]) -> int:
+    """T."""
+    return max(len(sample.tokens) for sample in samples)
+
+
+def fold_gradients(rows: Tensor, coefficients: Tensor, num_folds: int) -> Tensor:
+    """[R, P]: S [N, P], c [N] -> R c_f S_f, each fold's estimate of the whole gradient."""
+    parts = zip(rows.chunk(num_folds), coefficients.to(rows.dtype).chunk(num_folds), strict=True)
+    return torch.stack([num_folds * (weights @ scores) for scores, weights in parts])
+
+
+def squares(rows: Tensor) -> Tensor:
+    """[n] fp64: the squared norm of each row, summed in the rows' own precision over short stretches."""
+    return torch.linalg.vector_norm(rows, dim=1).double().square()

@@ -1,0 +1,187 @@
+"""`oblr-megatron study kl`: what a penalty on the divergence from the start does to the optimal baseline and the rate.
+
+With the penalty a response's term of the gradient is (r - b) s - beta k, with k = sum_t kappa_t grad log pi(o_t) as in
+algo/kl.py. Its variance is least, over constants b, at
+
+    b* = E[<s, r s - beta k>] / E[w] = E[w r] / E[w] - beta E<s, k> / E[w]
+
+and no longer at OBLR-PO's E[w r] / E[w], which `optimal` and `optimal_prior` estimate whatever beta is. Measured at
+points of a run without a penalty: that shift, what leaving it out costs in variance, how signal and noise change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from oblr_megatron.algo.kl import KLForm, kl_penalty, kl_slope
+from oblr_megatron.errors import EXIT_OK
+from studies.policy import LabPolicy
+from studies.smoothness import path, path_config
+from studies.start import load
+from studies.tasks import TASKS
+from studies.toy_trainer import Lab
+from studies.variance import deals, moments, token_products
+
+FORMS: tuple[KLForm, ...] = ("k2", "k3")
+GROUP_SIZE, BATCH = 8, 128  # G and Q of the shrink factors, the paper's
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One point and beta. Example: Line("sums", 50, "k3", 0.1, 0.8, 1.9, -0.02, 1.003, 1.4, 0.61, 0.63)."""
+
+    task: str
+    step: int
+    form: KLForm
+    beta: float
+    accuracy: float  # mean reward of the responses drawn here
+    divergence: float  # nats a response: mean over responses of sum_t k3
+    shift: float  # of b*, mean over prompts
+    cost: float  # tr(H | q) with E[w r] / E[w] over that with b*
+    noise: float  # tr(H | q) over that without a penalty, E[w r] / E[w] in both
+    shrink_without: float  # signal / (signal + noise / Q), Q prompts of G responses
+    shrink: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """n responses to each of Q prompts, and the penalty's weights."""
+
+    rewards: Tensor  # [Q, n] fp64
+    products: Tensor  # [Q, n, T, n, T] fp32, as in `variance.Pool`
+    slopes: Tensor  # [Q, n, T] fp64, kappa
+    divergence: float
+
+
+def draw(
+    policy: LabPolicy, reference: LabPolicy, lab: Lab, form: KLForm, *, prompts: int, size: int, seed: int
+) -> Drawn:
+    """Fresh responses to held-out prompts."""
+    generator, longest = torch.Generator().manual_seed(seed), lab.task.max_response_tokens
+    rewards, products, slopes, penalties = [], [], [], []
+    for row in lab.held_out[:prompts]:
+        samples = policy.sample([policy.encode(row.question)] * size, longest, generator)
+        rewards.append([lab.task.reward(policy.decode(sample.tokens), row.answer) for sample in samples])
+        products.append(token_products(policy, samples, longest))
+        with torch.no_grad():
+            difference = (policy.logprobs(samples)[0] - reference.logprobs(samples)[0]).double()
+        own = torch.zeros(size, longest, dtype=torch.float64)
+        own[:, : difference.shape[1]] = kl_slope(difference, form)
+        slopes.append(own)
+        penalties.append(float(kl_penalty(difference, "k3").sum(1).mean()))
+    return Drawn(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.stack(products),
+        torch.stack(slopes),
+        sum(penalties) / len(penalties),
+    )
+
+
+def measure(
+    lab: Lab, step: int, form: KLForm, betas: Sequence[float], *, prompts: int, size: int, seed: int
+) -> list[Line]:
+    """A line a beta where the policy stands."""
+    reference = load(lab.config.start_dir, lab.task, temperature=lab.config.temperature)
+    drawn = draw(lab.policy, reference, lab, form, prompts=prompts, size=size, seed=seed)
+    norms_sq = torch.einsum("qitiu->qi", drawn.products.double())
+    best = (norms_sq * drawn.rewards).sum(1) / norms_sq.sum(1)  # E[w r] / E[w] of each prompt
+    shift = shift_per_beta(drawn, norms_sq)
+    found = []
+    plain = spread_moments(drawn, best, 0.0, seed)
+    for beta in betas:
+        usual = spread_moments(drawn, best, beta, seed)
+        shifted = spread_moments(drawn, best + beta * shift, beta, seed)
+        found.append(
+            Line(
+                task=lab.task.name,
+                step=step,
+                form=form,
+                beta=beta,
+                accuracy=float(drawn.rewards.mean()),
+                divergence=drawn.divergence,
+                shift=beta * float(shift.mean()),
+                cost=trace(usual) / trace(shifted),
+                noise=trace(usual) / trace(plain),
+                shrink_without=shrink(plain),
+                shrink=shrink(usual),
+            )
+        )
+    return found
+
+
+def shift_per_beta(drawn: Drawn, norms_sq: Tensor) -> Tensor:
+    """[Q]: -E<s, k> / E[w], the derivative of b* with respect to beta."""
+    along = torch.einsum("qitiu,qiu->qi", drawn.products.double(), drawn.slopes)  # <s_i, k_i>
+    return -along.sum(1) / norms_sq.sum(1)
+
+
+def spread_moments(drawn: Drawn, baseline: Tensor, beta: float, seed: int) -> tuple[float, float]:
+    """(E||g_q||^2, ||E g_q||^2), means over prompts, with r - b - beta kappa_t at each token."""
+    prompts, size = drawn.rewards.shape
+    present = torch.einsum("qitit->qit", drawn.products) > 0  # tokens with a score
+    weights = ((drawn.rewards - baseline[:, None])[..., None] - beta * drawn.slopes) * present
+    (deal,) = deals(prompts, size, GROUP_SIZE, 1, seed)
+    second, signal, _ = moments(weights, weights, drawn.products, deal).mean(1).tolist()
+    return second / GROUP_SIZE**2, signal / GROUP_SIZE**2
+
+
+def trace(both: tuple[float, float]) -> float:
+    """tr(H | q)."""
+    return both[0] - both[1]
+
+
+def shrink(both: tuple[float, float]) -> float:
+    """Of a batch of BATCH prompts."""
+    return both[1] / (both[1] + trace(both) / BATCH)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `study kl`."""
+    parser.add_argument("--out", type=Path, required=True, help="directory for the table and the starts")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
+    parser.add_argument("--steps", nargs="+", type=int, default=[10, 30, 80], metavar="STEP")
+    parser.add_argument("--betas", nargs="+", type=float, default=[0.001, 0.01, 0.1], metavar="BETA")
+    parser.add_argument("--lr", type=float, default=5e-4, help="Adam's rate on the way")
+    parser.add_argument("--prompts", type=int, default=48, help="held-out prompts that are looked at")
+    parser.add_argument("--pool", type=int, default=64, help="responses drawn to each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(function=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`oblr-megatron study kl`."""
+    from oblr_megatron.observe.console import progress
+
+    torch.set_num_threads(1)
+    lines: list[Line] = []
+    with progress("kl", len(options.tasks) * len(options.steps)) as advance:
+        for name in options.tasks:
+            sizes = {"prompts": options.prompts, "size": options.pool, "seed": options.seed}
+            for step, lab in path(path_config(name, options), options.steps):
+                lines += [line for form in FORMS for line in measure(lab, step, form, options.betas, **sizes)]
+                advance(1)
+    (options.out / "kl.json").write_text(json.dumps([asdict(line) for line in lines], indent=1) + "\n")
+    text = document(lines)
+    (options.out / "kl.md").write_text(text, encoding="utf-8")
+    print(text)
+    return EXIT_OK
+
+
+def document(lines: Sequence[Line]) -> str:
+    """A line a point and beta."""
+    head = (
+        "task, step, mean reward, KL in nats, form, beta, shift of b*, cost of leaving it out, noise, shrink, with KL"
+    )
+    rows = [f"| {head.replace(', ', ' | ')} |", "|---|" + "---:|" * 10]
+    for each in lines:
+        where = f"| {each.task} | {each.step} | {each.accuracy:.2f} | {each.divergence:.2g} | {each.form} | "
+        found = f"{each.beta:g} | {each.shift:+.2g} | {each.cost:.3g} | {each.noise:.4g} | "
+        rows.append(f"{where}{found}{each.shrink_without:.2f} | {each.shrink:.2f} |")
+    return "\n".join(rows) + "\n"

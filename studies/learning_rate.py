@@ -1,0 +1,262 @@
+"""`oblr-megatron study learning_rate`: the SGD rate that OBLR-PO's Theorem 4 names, against the best one there is.
+
+    E J(theta + eta g) >= J + eta S - C/2 eta^2 (S + tr(H) / N)     g of N prompts, S = ||grad J||^2
+    best: eta = 1/C * shrink(N), shrink(N) = S / (S + tr(H) / N)    (arXiv 2511.23310, Theorem 4)
+
+At points of a training path S and tr(H) are taken from the gradients of many single prompts. Theorem 4 does not say
+what C is; 1/C is measured here as the best rate along the gradient of all those prompts together, where shrink is
+nearly 1. What is put to the test is then how the best rate moves with N and along the path. For every N, batches are
+made of the same prompts' gradients, and a line search finds the rate with the largest gain of J on average over them.
+J is the mean reward of many fresh samples, drawn with the same random numbers at every rate.
+
+Three rules are held against the rate found, by the share of its gain that they keep:
+
+    local     1/C measured at the point, times shrink: the theorem with all it asks for known
+    shrink    1/C of the first point, times shrink: what the snr schedule does with eta_0, with S and tr(H) known
+    constant  the rate found at the first point for this N
+
+RLOO's estimator, so that prompts are independent; SGD, since the theorem is about nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.errors import EXIT_OK, UserError
+from oblr_megatron.metrics import write_whole
+from studies.estimator import Batch, fold_gradients, squares
+from studies.smoothness import path
+from studies.start import prepare, task_named
+from studies.tasks import TASKS, Row, Skill, Task
+from studies.toy_trainer import LabConfig, judge
+
+if TYPE_CHECKING:
+    from studies.policy import LabPolicy
+    from studies.statistics import Array
+
+AT_ONCE = 16  # prompts whose score rows are in memory together
+RESAMPLES = 500
+OBJECTIVE_SEED = 104_729
+RATES = tuple(float(rate) for rate in 1e-4 * 1.6 ** np.arange(16))  # 1e-4 to 0.12
+LOST = -0.05  # a loss of J beyond which larger rates are not tried
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One point of the path with one batch size.
+
+    Example: Line("chain", "middle", step=0, num_prompts=16, batches=16, signal=1.2, noise=60.0, shrink=0.24,
+                  inverse_c=0.2, best=0.06, low=0.04, high=0.09, rates=[...], gains=[...])
+    """
+
+    task: str
+    skill: str
+    step: int
+    num_prompts: int  # N of a batch
+    batches: int  # the gain is a mean over so many
+    signal: float  # S
+    noise: float  # tr(H), of one prompt
+    shrink: float  # of N prompts
+    inverse_c: float  # 1/C
+    best: float  # the rate found
+    low: float  # 95% interval of it, over batches
+    high: float
+    rates: list[float]
+    gains: list[float]  # of J, at each rate, mean over batches
+
+    @property
+    def predicted(self) -> float:
+        """1/C * shrink(N)."""
+        return self.inverse_c * self.shrink
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a measurement takes.
+
+    Example: Search(group_size=8, batch_sizes=(4, 16, 64), max_batches=12, objective=1024, repeats=4, rates=RATES)
+    """
+
+    group_size: int
+    batch_sizes: tuple[int, ...]
+    max_batches: int  # of each size
+    objective: int  # prompts that J is measured on
+    repeats: int  # responses to each
+    rates: tuple[float, ...]
+    seed: int = 0
+
+
+def measure(policy: LabPolicy, task: Task, rows: Sequence[Row], search: Search, *, skill: str, step: int) -> list[Line]:
+    """A line for every batch size; none where no signal can be seen. The policy is afterwards as it was.
+
+    Args:
+        policy: at a point of the path.
+        task: whose reward is the objective.
+        rows: the last `search.objective` measure J, those before them the gradient.
+        search: see there.
+        skill: of the start, for the lines.
+        step: of the path, for the lines.
+    """
+    own, asked = rows[: -search.objective], rows[-search.objective :]
+    gradients = prompt_gradients(policy, task, own, search.group_size, search.seed)  # [M, P]
+    signal, noise = moments(gradients)
+    gain = Gain(policy, task, asked, search)
+    everything = gain.curve(gradients.mean(0))
+    if signal <= 0 or everything.max() <= 0:
+        return []
+    inverse_c = peak(search.rates, everything) / shrink(signal, noise, len(own))
+    lines = []
+    for size in search.batch_sizes:
+        batches = gradients[: len(own) // size * size].view(-1, size, gradients.shape[1]).mean(1)[: search.max_batches]
+        curves = np.stack([gain.curve(batch) for batch in batches])  # [batches, rates]
+        point = (task.name, skill, step, size, len(batches), signal, noise, shrink(signal, noise, size), inverse_c)
+        found = (peak(search.rates, curves.mean(0)), *peak_interval(search.rates, curves))
+        lines.append(Line(*point, *found, list(search.rates), curves.mean(0).tolist()))
+    return lines
+
+
+def prompt_gradients(policy: LabPolicy, task: Task, rows: Sequence[Row], group_size: int, seed: int) -> Tensor:
+    """[M, P]: RLOO's estimate of the gradient from each row's group alone."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for start in range(0, len(rows), AT_ONCE):
+        part = rows[start : start + AT_ONCE]
+        asked = [row for row in part for _ in range(group_size)]
+        samples = policy.sample([policy.encode(row.question) for row in asked], task.max_response_tokens, generator)
+        rewards = torch.tensor(judge(policy, task, asked, samples), dtype=torch.float64).view(len(part), group_size)
+        batch = Batch(samples, rewards)
+        values = advantages("rloo", rewards, torch.ones_like(rewards), batch.lengths, AlgoConfig())
+        coefficients = sample_coefficients(values.flatten(), batch.lengths.flatten(), len(part), group_size)
+        found.append(fold_gradients(policy.scores(samples), coefficients, len(part)))
+    return torch.cat(found)
+
+
+def moments(gradients: Tensor) -> tuple[float, float]:
+    """[M, P] of independent prompts -> unbiased ||grad J||^2 (may be negative) and tr(H) of one prompt."""
+    count, mean = len(gradients), gradients.mean(0)
+    noise = float(squares(gradients - mean).sum()) / (count - 1)
+    return float(squares(mean[None])) - noise / count, noise
+
+
+def shrink(signal: float, noise: float, num_prompts: int) -> float:
+    """S / (S + tr(H) / N)."""
+    return signal / (signal + noise / num_prompts)
+
+
+class Gain:
+    """J(theta + eta g) - J(theta), with the same random numbers everywhere."""
+
+    def __init__(self, policy: LabPolicy, task: Task, rows: Sequence[Row], search: Search) -> None:
+        self._policy, self._task, self._rates = policy, task, search.rates
+        self._asked = [row for row in rows for _ in range(search.repeats)]
+        self._seed = OBJECTIVE_SEED + search.seed
+        self._base = self._objective()
+
+    def curve(self, direction: Tensor) -> Array:
+        """[rates] fp64, along [P]; once J has been lost at two rates running, the second's loss for all larger ones."""
+        start, found = self._policy.vector(), list[float]()
+        for rate in self._rates:
+            lost = len(found) > 1 and max(found[-2:]) < LOST
+            if not lost:
+                self._policy.assign(start + rate * direction)
+            found.append(found[-1] if lost else self._objective() - self._base)
+        self._policy.assign(start)
+        return np.array(found)
+
+    def _objective(self) -> float:
+        """Mean reward; one random number a token and response, so that near policies draw nearly the same."""
+        generator = torch.Generator().manual_seed(self._seed)
+        prompts = [self._policy.encode(row.question) for row in self._asked]
+        samples = self._policy.sample(prompts, self._task.max_response_tokens, generator)
+        return sum(judge(self._policy, self._task, self._asked, samples)) / len(samples)
+
+
+def peak(rates: Sequence[float], gains: Array) -> float:
+    """Where a curve is highest: the top of the parabola in log eta through its highest point and those beside it."""
+    top = int(np.argmax(gains))
+    if top in (0, len(rates) - 1):
+        return rates[top]
+    left, middle, right = gains[top - 1 : top + 2]
+    bend = left - 2 * middle + right
+    shift = 0.5 * (left - right) / bend if bend < 0 else 0.0
+    logs = np.log(rates)
+    return float(np.exp(logs[top] + shift * (logs[top + 1] - logs[top - 1]) / 2))
+
+
+def peak_interval(rates: Sequence[float], curves: Array) -> tuple[float, float]:
+    """[batches, rates] -> 95% of the peaks of mean curves over resampled batches."""
+    picks = np.random.default_rng(0).integers(len(curves), size=(RESAMPLES, len(curves)))
+    low, high = np.quantile([peak(rates, curves[pick].mean(0)) for pick in picks], [0.025, 0.975])
+    return float(low), float(high)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `study learning_rate`."""
+    parser.add_argument("--out", type=Path, required=True, help="directory for table, figure and starts")
+    parser.add_argument("--tasks", nargs="+", default=["sums", "chain", "brackets"], help=f"some of {', '.join(TASKS)}")
+    parser.add_argument("--skill", default="middle", choices=get_args(Skill))
+    parser.add_argument("--points", nargs="+", type=int, default=[0, 30, 90], help="steps of the path to measure at")
+    parser.add_argument("--lr", type=float, default=3e-4, help="Adam's, of the path")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[4, 16, 64], metavar="N")
+    parser.add_argument("--batches", type=int, default=12, help="of each size, at most")
+    parser.add_argument("--prompts", type=int, default=1024, help="the gradient's")
+    parser.add_argument("--objective", type=int, default=1024, help="prompts that J is measured on")
+    parser.add_argument("--repeats", type=int, default=4, help="responses to each of these")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(function=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`oblr-megatron study learning_rate`: DIR/learning_rate.{json,md,svg,png}."""
+    from oblr_megatron.observe.console import progress
+    from studies.learning_rate_report import write
+
+    tasks = [task_named(name) for name in options.tasks]
+    if options.prompts < 2 * max(options.batch_sizes):
+        where = f"--prompts {options.prompts}"
+        raise UserError("too few for batches to differ", where=where, mend="give twice the largest batch size or more")
+    torch.set_num_threads(1)
+    search = Search(
+        group_size=8,
+        batch_sizes=tuple(options.batch_sizes),
+        max_batches=options.batches,
+        objective=options.objective,
+        repeats=options.repeats,
+        rates=RATES,
+        seed=options.seed,
+    )
+    lines: list[Line] = []
+    with progress("learning_rate", len(tasks) * len(options.points)) as advance:
+        for task in tasks:
+            for step, lab in path(_config(task.name, options), options.points):
+                rows = lab.train[-options.prompts - options.objective :]
+                found = measure(lab.policy, task, rows, search, skill=options.skill, step=step)
+                if not found:
+                    print(f"{task.name}, step {step}: no signal in {options.prompts} prompts; left out")
+                lines += found
+                text = json.dumps([asdict(line) for line in lines], indent=1) + "\n"
+                write_whole(options.out / "learning_rate.json", text)
+                advance(1)
+    if lines:
+        print(write(lines, options.out))
+    return EXIT_OK
+
+
+def _config(task: str, options: argparse.Namespace) -> LabConfig:
+    """The path's: the default recipe."""
+    start = prepare(task, options.skill, options.out / "starts")
+    table = {"task": task, "skill": options.skill, "start_dir": start, "run_dir": options.out, "seed": options.seed}
+    table |= {"num_steps": max(1, *options.points), "optimizer": {"lr": options.lr}}
+    return LabConfig.model_validate(table)

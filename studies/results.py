@@ -1,0 +1,177 @@
+"""Runs of a study as they lie on the disk: where each one is, what was asked of it, what came of it. Imports no torch.
+
+DIR/{task}/{arm}/lr{rate:g}/seed{n}/asked.json    backend and config
+                                    log.txt       what the run printed
+                                    metrics.jsonl (backend "train": in train/, which holds the whole run)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.formatting import flatten
+from oblr_megatron.metrics import METRICS_FILE, read_metrics
+from studies.plan import Plan
+from studies.statistics import Array, area_under_curve, largest_drop
+from studies.sweep import Choice, choose
+
+ASKED_FILE = "asked.json"
+PLACES = ("run_dir", "start_dir", "algo.schedule_from")  # a study that was moved is the same study
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Which run. Example: Key("sums", "rloo", 1e-3, 0)."""
+
+    task: str
+    arm: str
+    lr: float
+    seed: int
+
+    def run_dir(self, out: Path) -> Path:
+        """Its directory in the study's."""
+        return out / self.task / self.arm / f"lr{self.lr:g}" / f"seed{self.seed}"
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.arm} lr {self.lr:g} seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole run, as its curve. Accuracies are of the held-out set, between 0 and 1."""
+
+    key: Key
+    steps: Array  # [n] evaluations
+    accuracy: Array  # [n] mean of sampled responses, at the training temperature
+    greedy: Array  # [n]
+    num_steps: int
+
+    @property
+    def auc(self) -> float:
+        """Mean height of the sampled accuracy's curve."""
+        return area_under_curve(self.steps, self.accuracy, self.num_steps)
+
+    @property
+    def final(self) -> float:
+        """Sampled accuracy at the last step."""
+        return float(self.accuracy[-1])
+
+    @property
+    def final_greedy(self) -> float:
+        """Greedy accuracy at the last step."""
+        return float(self.greedy[-1])
+
+    @property
+    def drop(self) -> float:
+        """Largest fall of the sampled accuracy below its best until then."""
+        return largest_drop(self.accuracy)
+
+
+def metrics_dir(run_dir: Path, backend: str) -> Path:
+    """Where a run's metrics.jsonl is: a run of the real stack wants a directory that holds nothing else."""
+    return run_dir / "train" if backend == "train" else run_dir
+
+
+def asked_of(run_dir: Path) -> dict[str, Any] | None:
+    """{"backend": ..., "config": {...}} of a run that was begun; None where none was.
+
+    Raises:
+        UserError: the directory holds something else, which the study will not remove.
+    """
+    path = run_dir / ASKED_FILE
+    if not path.exists():
+        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+            raise UserError(f"no run of a study: {ASKED_FILE} is missing", where=str(run_dir), mend="move it away")
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise UserError(f"not a JSON object: {error}", where=str(path), mend="remove the run's directory") from error
+
+
+def is_whole(run_dir: Path, backend: str, num_steps: int) -> bool:
+    """Whether the record of the last step is there."""
+    directory = metrics_dir(run_dir, backend)
+    return (directory / METRICS_FILE).exists() and any(
+        record["step"] == num_steps for record in read_metrics(directory)
+    )
+
+
+def first_difference(asked: dict[str, Any], found: dict[str, Any]) -> str | None:
+    """The first field in which two asked.json differ, with both values; places aside."""
+    ours, theirs = _comparable(asked), _comparable(found)
+    for name in dict.fromkeys((*ours, *theirs)):
+        if name not in ours or name not in theirs or ours[name] != theirs[name]:
+            return f"{name} is {_shown(theirs, name)}, the plan asks for {_shown(ours, name)}"
+    return None
+
+
+def _comparable(asked: dict[str, Any]) -> dict[str, Any]:
+    flat = flatten({"backend": asked.get("backend"), **asked.get("config", {})})
+    return {name: value for name, value in flat.items() if name not in PLACES}
+
+
+def _shown(flat: dict[str, Any], name: str) -> str:
+    return repr(flat[name]) if name in flat else "absent"
+
+
+def read_result(key: Key, out: Path) -> Result | None:
+    """The run's curve; None as long as it is not whole.
+
+    Raises:
+        UserError: its files are damaged, or it never measured its task.
+    """
+    run_dir = key.run_dir(out)
+    asked = asked_of(run_dir)
+    if asked is None:
+        return None
+    backend, num_steps = asked["backend"], int(asked["config"]["num_steps"])
+    if not is_whole(run_dir, backend, num_steps):
+        return None
+    records = read_metrics(metrics_dir(run_dir, backend))
+    sampled, greedy = f"eval/{key.task}/mean_at_k", f"eval/{key.task}/accuracy"
+    points = [
+        (record["step"], record[sampled], record[greedy])
+        for record in records
+        if record.get(sampled) is not None and record.get(greedy) is not None
+    ]
+    if not points or points[0][0] != 0 or points[-1][0] != num_steps:
+        what = f"{sampled} or {greedy} is missing at step 0 or {num_steps}"
+        raise UserError(what, where=str(run_dir), mend="remove the run's directory and start the study again")
+    steps, accuracy, greedily = np.array(points, dtype=np.float64).T
+    return Result(key, steps, accuracy, greedily, num_steps)
+
+
+def sweep_results(plan: Plan, out: Path, task: str, arm: str) -> dict[float, list[Result]]:
+    """Whole runs of the sweep's seeds, by rate; a rate that was begun and has none stands with an empty list."""
+    rates = sorted(float(path.name.removeprefix("lr")) for path in (out / task / arm).glob("lr*"))
+    keys = {rate: [Key(task, arm, rate, seed) for seed in plan.sweep_seeds] for rate in rates}
+    return {
+        rate: [result for key in keys[rate] if (result := read_result(key, out))]
+        for rate in rates
+        if any(key.run_dir(out).exists() for key in keys[rate])
+    }
+
+
+def choice_of(plan: Plan, out: Path, task: str, arm: str, settled: Callable[[float], bool]) -> Choice:
+    """Where the sweep of an arm stands.
+
+    Args:
+        settled: whether a rate that lacks runs will have no more of them: it failed, instead of being still to do.
+    """
+    if not plan.arms[arm].sweep:
+        return choice_of(plan, out, task, plan.arms[arm].rates_of, settled)
+    means = {}
+    for rate, results in sweep_results(plan, out, task, arm).items():
+        if len(results) == len(plan.sweep_seeds):
+            means[rate] = float(np.mean([result.auc for result in results]))
+        elif settled(rate):
+            means[rate] = float("nan")
+    return choose(plan.grid(arm), plan.grid_extensions, means)

@@ -1,0 +1,243 @@
+"""`study scaling`: the planner's time and memory against measured steps of real megatron-core, on this machine's cores.
+
+    oblr-megatron study scaling --out run/study/scaling         twelve minutes on two cores, with nothing else on them
+
+Layouts of one small model on 1, 2 and 4 ranks, and model sizes at one layout (`scaling_cases.py`), each in steps
+of the trainer's own gradient and optimizer over gloo. Every number of ranks is started once a round, the cases in turn
+forwards and backwards, so that two rounds say how much a time varies. The constants of the CPU are fitted to all rows
+but one, which they then predict, for every row in turn; the ranking is that of these predictions. A time is that of the
+fastest step, since whatever else runs on a machine only adds to it.
+
+DIR/scaling.json, .md, .svg, .png; DIR/constants.json holds the constants fitted to all rows, for `plan --calibration`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from math import log
+from pathlib import Path
+from typing import Any
+
+from oblr_megatron.errors import EXIT_OK, RunError
+from oblr_megatron.planner.calibration import (
+    CPU_TRAINING,
+    Fitted,
+    Observation,
+    fit,
+    predicted_phases,
+    root_mean_square,
+    write_constants,
+)
+from oblr_megatron.planner.constants import Machine, cpu_machine
+from oblr_megatron.planner.setting import Setting
+from studies.scaling_cases import CASES, Case, case_named
+
+PHASES = ("gradient", "optimizer")  # norms are in the first
+LEAST_NOISE = 0.02  # of a log ratio: what two rounds may agree on by chance
+DEADLINE_S = 900.0  # of the ranks of one round
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case. Example: Row("tp2", 2, {"gradient": 0.9, "optimizer": 0.01}, {...}, {...}, 0.02, 82e6, 83e6)."""
+
+    name: str
+    ranks: int
+    measured: dict[str, float]  # seconds of a step's phases, of the fastest step
+    predicted: dict[str, float]  # by constants fitted to the other rows
+    fitted: dict[str, float]  # by constants fitted to all rows
+    noise: float  # |log| of the ratio of two rounds' fastest steps
+    memory: int  # bytes of the tensors alive at the fullest moment, of the fullest rank
+    estimated: int  # what the planner says of them
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.measured.values())
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured time of the whole step."""
+        return sum(self.predicted.values()) / self.seconds
+
+    @property
+    def memory_ratio(self) -> float:
+        """Estimated over counted memory."""
+        return self.estimated / self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """How well predicted times order the measured ones.
+
+    Example: Ranking(spearman=0.97, noise=0.03, layouts=21, pairs=190, right=184, distinct=9)
+    """
+
+    spearman: float
+    noise: float  # root mean square of the rows' noise
+    layouts: int
+    pairs: int  # whose measured times differ by more than twice the noise
+    right: int  # of these, those that are predicted in the order measured
+    distinct: int  # longest chain of layouts each slower than the one before by more than twice the noise
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Ranking:
+        """Of two rows or more."""
+        from scipy.stats import spearmanr
+
+        measured, predicted = [row.seconds for row in rows], [sum(row.predicted.values()) for row in rows]
+        noise = max(LEAST_NOISE, root_mean_square([row.noise for row in rows]))
+        apart = [
+            (first, second)
+            for first, second in combinations(range(len(rows)), 2)
+            if abs(log(measured[first] / measured[second])) > 2 * noise
+        ]
+        right = sum((measured[i] < measured[j]) == (predicted[i] < predicted[j]) for i, j in apart)
+        correlation = float(spearmanr(measured, predicted).statistic)
+        return cls(correlation, noise, len(rows), len(apart), right, len(chain(measured, 2 * noise)))
+
+
+def chain(seconds: Sequence[float], gap: float) -> list[float]:
+    """Times from the smallest on, each larger than the one before by more than `gap` of its logarithm."""
+    found: list[float] = []
+    for value in sorted(seconds):
+        if not found or log(value / found[-1]) > gap:
+            found.append(value)
+    return found
+
+
+def measure(
+    cases: Sequence[Case], out: Path, *, rounds: int, steps: int, advance: Callable[[int], None]
+) -> dict[str, list[dict[str, Any]]]:
+    """What the ranks say of every case, a record a round."""
+    found: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
+    for number in range(rounds):
+        for ranks, group in by_ranks(cases):
+            ordered = group[:: -1 if number % 2 else 1]
+            for record in on_ranks(ranks, ordered, out / "ranks.json", steps=steps, memory=number == 0):
+                found[record["name"]].append(record)
+            advance(len(group))
+    return found
+
+
+def by_ranks(cases: Sequence[Case]) -> Iterator[tuple[int, list[Case]]]:
+    """The cases of each number of ranks."""
+    for ranks in sorted({case.ranks for case in cases}):
+        yield ranks, [case for case in cases if case.ranks == ranks]
+
+
+def on_ranks(ranks: int, cases: Sequence[Case], file: Path, *, steps: int, memory: bool) -> list[dict[str, Any]]:
+    """Start so many ranks, which measure the cases one after another.
+
+    Raises:
+        RunError: they failed, or did not end in time.
+    """
+    launcher = ["-m", "oblr_megatron.runtime.launch", "--standalone", "--nproc-per-node", str(ranks)]
+    script = ["-m", "studies.scaling_rank", str(file), *(case.name for case in cases)]
+    options = ["--steps", str(steps), *(["--memory"] if memory else [])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    log_file = file.with_suffix(".log")
+    with log_file.open("w", encoding="utf-8") as output:
+        try:
+            subprocess.run(
+                [sys.executable, *launcher, *script, *options],
+                check=True,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=DEADLINE_S,
+            )
+        except subprocess.SubprocessError as error:
+            raise RunError(
+                f"{ranks} ranks did not measure their cases ({error}); their output is in {log_file}"
+            ) from error
+    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def rows_of(records: dict[str, list[dict[str, Any]]], machine: Machine) -> tuple[list[Row], Fitted]:
+    """A row a case, each predicted by constants fitted to the others; and the fit to all."""
+    observations = [observation(name, found, machine) for name, found in records.items()]
+    every = fit(observations, machine.constants, CPU_TRAINING)
+    rows = []
+    for position, held_out in enumerate(observations):
+        others = [*observations[:position], *observations[position + 1 :]]
+        constants = fit(others, every.constants, CPU_TRAINING).constants
+        case, found = case_named(held_out.name), records[held_out.name]
+        rows.append(
+            Row(
+                name=held_out.name,
+                ranks=case.ranks,
+                measured=dict(held_out.seconds),
+                predicted=predicted_phases(held_out, constants),
+                fitted=predicted_phases(held_out, every.constants),
+                noise=noise_of(found),
+                memory=found[0]["memory"],
+                estimated=case.estimated_bytes(),
+            )
+        )
+    return rows, every
+
+
+def observation(name: str, found: Sequence[dict[str, Any]], machine: Machine) -> Observation:
+    """The fastest step of all rounds, phase by phase."""
+    case = case_named(name)
+    seconds = {phase: min(value for one in found for value in one[phase]) for phase in PHASES}
+    return Observation(name, Setting(case.hf_config(), case.config(), case.ranks, machine), seconds)
+
+
+def noise_of(found: Sequence[dict[str, Any]]) -> float:
+    """|log| of the ratio of two rounds' fastest steps, the largest such ratio; 0 of one round."""
+    fastest = [min(sum(phases) for phases in zip(*(one[name] for name in PHASES), strict=True)) for one in found]
+    return log(max(fastest) / min(fastest))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `study scaling`."""
+    parser.add_argument("--out", type=Path, required=True, help="directory for table, figure and constants")
+    names = [case.name for case in CASES]
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="CASE",
+        help="to measure; what DIR has of others is kept",
+    )
+    parser.add_argument("--steps", type=int, default=6, help="timed of every case and round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--again", action="store_true", help="fit and write anew what DIR/measured.json holds")
+    parser.set_defaults(function=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, fit, write DIR/scaling.{json,md,svg,png} and DIR/constants.json."""
+    from oblr_megatron.checks.packages import require_scipy
+    from oblr_megatron.observe.console import progress
+    from studies.scaling_report import write
+    from studies.summary import environment
+
+    require_scipy()
+    options.out.mkdir(parents=True, exist_ok=True)
+    measured = options.out / "measured.json"
+    if not options.again:
+        cases = [case_named(name) for name in options.cases]
+        with progress("scaling", len(cases) * options.rounds) as advance:
+            records = measure(cases, options.out, rounds=options.rounds, steps=options.steps, advance=advance)
+        kept = json.loads(measured.read_text(encoding="utf-8")) if measured.exists() else {}
+        records = {case.name: (kept | records)[case.name] for case in CASES if case.name in kept | records}
+        measured.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    rows, every = rows_of(json.loads(measured.read_text(encoding="utf-8")), cpu_machine())
+    ranking = Ranking.of(rows)
+    write_constants(every, options.out / "constants.json", ["study scaling"])
+    record = environment() | {"ranking": asdict(ranking), "rows": [asdict(row) for row in rows]}
+    (options.out / "scaling.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(write(rows, ranking, every, options.out))
+    return EXIT_OK

@@ -1,0 +1,183 @@
+"""`oblr-megatron study smoothness`: how large the constants of OBLR-PO's step-size bound are along a training path.
+
+The bound (arXiv 2511.23310, Theorem 4) rests on C = B L + B^2 M, with |r - b| <= B, M a bound on E||s||^2, and L a
+Lipschitz constant of the score, ||s(theta') - s(theta)|| <= L ||theta' - theta||. eta_0 stands for 1/C. Measured here,
+at points of a run, in fp64:
+
+    M            mean of w = ||s||^2 over fresh responses
+    L            largest eigenvalue of |Hessian of log pi(o)|, by power iteration: mean and largest over responses
+    L along g    ||s(theta + e d) - s(theta)|| / e along d = g / ||g||, mean over responses: what a step really meets
+    1/C          with the means, B = 1: the rate the bound allows at full signal
+    J''          curvature of the mean reward along d, from importance-weighted responses; 1/|J''| is the SGD rate
+                 beyond which a quadratic model of J along the gradient would turn down
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from oblr_megatron.config import OptimizerConfig
+from oblr_megatron.errors import EXIT_OK
+from studies.estimator import squares
+from studies.policy import Drawn, LabPolicy
+from studies.start import load, prepare
+from studies.tasks import TASKS
+from studies.toy_trainer import Lab, LabConfig, judge
+
+SHIFT = 1e-4  # of the parameters, for differences of scores in fp64
+ITERATIONS = 12  # of the power method: the largest eigenvalue to some percent
+CURVED = 8  # responses whose Hessians are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One point of a path. Example: Point("sums", 50, 0.81, 1430.0, 310.0, 902.0, 41.0, 5.7e-4, 3.1)."""
+
+    task: str
+    step: int
+    accuracy: float  # sampled, held out
+    score_sq: float  # M
+    lipschitz_mean: float  # L
+    lipschitz_max: float
+    lipschitz_along_gradient: float
+    bound_rate: float  # 1 / (L + M), L and M means
+    curvature: float  # J'' along the normalised gradient
+
+
+def path(config: LabConfig, at: Sequence[int]) -> Iterator[tuple[int, Lab]]:
+    """A run, at the steps asked for; 0 is before training."""
+    lab, done = Lab(config), 0
+    for target in sorted(at):
+        while done < target:
+            lab.step(done)
+            done += 1
+        yield done, lab
+
+
+def path_config(task: str, options: argparse.Namespace) -> LabConfig:
+    """A run with the defaults but for the rate, as long as the last of the steps that are looked at."""
+    return LabConfig(
+        task=task,
+        start_dir=prepare(task, "low", options.out / "starts"),
+        run_dir=options.out,
+        seed=options.seed,
+        num_steps=max(1, *options.steps),
+        optimizer=OptimizerConfig(lr=options.lr, clip_grad=0.0),
+    )
+
+
+def measure(lab: Lab, step: int, *, responses: int, seed: int) -> Point:
+    """The constants where the policy stands."""
+    config, task = lab.config, lab.task
+    policy = load(config.start_dir, task, temperature=config.temperature, dtype=torch.float64)
+    policy.assign(lab.policy.vector().double())
+    samples, rewards = fresh(policy, lab, responses, seed)
+    scores = policy.scores(samples)  # S [n, P]
+    gradient = (rewards - rewards.mean()) @ scores / len(samples)
+    direction = gradient / gradient.norm()
+    here = policy.vector()
+    policy.assign(here + SHIFT * direction)
+    along = squares(policy.scores(samples) - scores).sqrt() / SHIFT
+    policy.assign(here)
+    curved = torch.tensor([top_curvature(policy, sample, seed) for sample in samples[:CURVED]])
+    mean_sq = float(squares(scores).mean())
+    return Point(
+        task=task.name,
+        step=step,
+        accuracy=lab.evaluate()[f"eval/{task.name}/mean_at_k"],
+        score_sq=mean_sq,
+        lipschitz_mean=float(curved.mean()),
+        lipschitz_max=float(curved.max()),
+        lipschitz_along_gradient=float(along.mean()),
+        bound_rate=1 / (float(curved.mean()) + mean_sq),
+        curvature=reward_curvature(policy, samples, rewards, direction),
+    )
+
+
+def fresh(policy: LabPolicy, lab: Lab, count: int, seed: int) -> tuple[list[Drawn], Tensor]:
+    """Responses to training prompts, one each, and their rewards [n] fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [lab.train[position % len(lab.train)] for position in range(count)]
+    samples = policy.sample([policy.encode(row.question) for row in rows], lab.task.max_response_tokens, generator)
+    return samples, torch.tensor(judge(policy, lab.task, rows, samples), dtype=torch.float64)
+
+
+def top_curvature(policy: LabPolicy, sample: Drawn, seed: int) -> float:
+    """|largest eigenvalue| of the Hessian of log pi(o), by power iteration on differences of gradients."""
+    here, ones = policy.vector(), torch.ones(1, dtype=torch.float64)
+    direction = torch.randn(len(here), generator=torch.Generator().manual_seed(seed), dtype=here.dtype)
+    size = 0.0
+    for _ in range(ITERATIONS):
+        direction = direction / direction.norm()
+        ends = []
+        for sign in (1, -1):
+            policy.assign(here + sign * SHIFT * direction)
+            ends.append(policy.gradient([sample], ones))
+        direction = (ends[0] - ends[1]) / (2 * SHIFT)
+        size = float(direction.norm())
+    policy.assign(here)
+    return size
+
+
+def reward_curvature(policy: LabPolicy, samples: Sequence[Drawn], rewards: Tensor, direction: Tensor) -> float:
+    """d^2/de^2 E[r] along a unit direction at e = 0: E[(r - mean) ((d.s)^2 + d.H d)] by differences of log pi."""
+    here, found = policy.vector(), []
+    for shift in (-10 * SHIFT, 0.0, 10 * SHIFT):
+        policy.assign(here + shift * direction)
+        with torch.no_grad():
+            found.append(policy.logprobs(samples)[0].sum(1))
+    policy.assign(here)
+    weights = [(each - found[1]).exp() for each in found]  # importance ratios of the same responses
+    second = (weights[0] - 2 * weights[1] + weights[2]) / (10 * SHIFT) ** 2
+    return float(((rewards - rewards.mean()) * second).mean())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `study smoothness`."""
+    parser.add_argument("--out", type=Path, required=True, help="directory for the table and the starts")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
+    parser.add_argument("--steps", nargs="+", type=int, default=[0, 10, 30, 80], metavar="STEP")
+    parser.add_argument("--lr", type=float, default=5e-4, help="Adam's rate on the way")
+    parser.add_argument("--responses", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(function=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`oblr-megatron study smoothness`."""
+    from oblr_megatron.observe.console import progress
+
+    torch.set_num_threads(1)
+    points = []
+    with progress("smoothness", len(options.tasks) * len(options.steps)) as advance:
+        for name in options.tasks:
+            for step, lab in path(path_config(name, options), options.steps):
+                points.append(measure(lab, step, responses=options.responses, seed=options.seed))
+                advance(1)
+    (options.out / "smoothness.json").write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")
+    text = document(points)
+    (options.out / "smoothness.md").write_text(text, encoding="utf-8")
+    print(text)
+    return EXIT_OK
+
+
+def document(points: Sequence[Point]) -> str:
+    """A line a point."""
+    lines = [
+        "| task | step | accuracy | M | L mean | L max | L along g | 1/C | J'' along g | 1/abs(J'') |",
+        "|---|" + "---:|" * 9,
+    ]
+    for p in points:
+        lines.append(
+            f"| {p.task} | {p.step} | {p.accuracy:.2f} | {p.score_sq:.3g} | {p.lipschitz_mean:.3g} | "
+            f"{p.lipschitz_max:.3g} | {p.lipschitz_along_gradient:.3g} | {p.bound_rate:.2g} | {p.curvature:.3g} | "
+            f"{1 / abs(p.curvature):.2g} |"
+        )
+    return "\n".join(lines) + "\n"

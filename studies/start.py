@@ -1,0 +1,167 @@
+"""Where a study's runs begin: a tiny Qwen3, warm-started on a teacher's answers of mixed quality, and its data.
+
+A start is a directory that any of the backends can take up:
+
+    model/            Hugging Face directory with a character-level tokenizer
+    train.jsonl       {"question": ..., "answer": ...} a line
+    heldout.jsonl
+    start.json        what it was made from; a start that is there already is used again
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.metrics import write_whole
+from studies.policy import END, FIRST_CHARACTER, PAD, UNKNOWN, LabPolicy
+from studies.tasks import TASKS, Row, Skill, Task
+
+HIDDEN, LAYERS = 64, 2
+BATCH, STEPS, LR = 64, 1500, 3e-3
+SHARE_LEARNING = 0.6  # of the steps, in which the teacher is always right
+WEIGHT_SEED = 0
+MAX_POSITIONS = 64
+IGNORED = -100
+
+
+def task_named(name: str) -> Task:
+    """The task.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    if name not in TASKS:
+        raise UserError(f"no task {name!r}", where="task", mend=f"name one of {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS) -> Path:
+    """DIRECTORY/TASK-SKILL, made if it is not there whole; about 20 seconds of one core.
+
+    Raises:
+        UserError: there is no such task.
+    """
+    task = task_named(task_name)
+    made_from = {"task": task.name, "skill": skill, "hidden": HIDDEN, "layers": LAYERS, "steps": steps}
+    target = directory / f"{task.name}-{skill}"
+    stamp = target / "start.json"
+    if stamp.exists() and json.loads(stamp.read_text(encoding="utf-8")) == made_from:
+        return target
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    train, held_out = task.rows()
+    for name, rows in (("train", train), ("heldout", held_out)):
+        lines = (json.dumps(asdict(row)) + "\n" for row in rows)
+        (target / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    model = build_model(task)
+    warm_start(model, task, train, skill, steps)
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(target / "model")
+    character_tokenizer(task.characters).save_pretrained(target / "model")
+    write_whole(stamp, json.dumps(made_from) + "\n")
+    return target
+
+
+def load(start: Path, task: Task, *, temperature: float = 1.0, dtype: torch.dtype = torch.float32) -> LabPolicy:
+    """The policy a run begins with.
+
+    Raises:
+        UserError: the directory holds no start.
+    """
+    if not (start / "start.json").exists():
+        raise UserError("no start of a study here", where=str(start), mend="make it with `oblr-megatron study task`")
+    transformers_logging.disable_progress_bar()
+    model = Qwen3ForCausalLM.from_pretrained(start / "model", dtype=dtype)
+    return LabPolicy(model, task.characters, temperature=temperature)
+
+
+def build_model(task: Task) -> Qwen3ForCausalLM:
+    """A randomly initialised Qwen3 in fp32: grouped queries, tied embeddings as in the family's small members."""
+    torch.manual_seed(WEIGHT_SEED)
+    config = Qwen3Config(
+        vocab_size=FIRST_CHARACTER + len(task.characters),
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.1,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=None,  # a model that knows of it keeps its embedding at zero, where a norm has no gradient
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = END, PAD
+    return model
+
+
+def warm_start(model: Qwen3ForCausalLM, task: Task, rows: Sequence[Row], skill: Skill, steps: int) -> None:
+    """Learn the task, then the teacher's habits: reinforcement lifts what a policy can do and does not prefer to.
+
+    The rate rises for a tenth of the steps and falls linearly.
+    """
+    generator, policy = random.Random(WEIGHT_SEED), LabPolicy(model, task.characters)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
+    for step in range(steps):
+        scale = min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps), 1.0)
+        optimizer.param_groups[0]["lr"] = LR * scale
+        share_right = 1.0 if step < SHARE_LEARNING * steps else task.skills[skill]
+        ids, labels = _lesson(policy, task, generator.choices(rows, k=BATCH), generator, share_right)
+        logits = model(input_ids=ids).logits[:, :-1]  # [b, t - 1, V]
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _lesson(
+    policy: LabPolicy, task: Task, rows: Sequence[Row], generator: random.Random, share_right: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids [b, t], labels [b, t]): question, answer, end token, padded on the right; only the answer is taught."""
+    answers = [task.teach(row, generator, share_right) for row in rows]
+    pairs = [(policy.encode(row.question), (*policy.encode(a), END)) for row, a in zip(rows, answers, strict=True)]
+    width = max(len(question) + len(answer) for question, answer in pairs)
+    ids, labels = torch.full((len(rows), width), PAD), torch.full((len(rows), width), IGNORED)
+    for line, (question, answer) in enumerate(pairs):
+        end = len(question) + len(answer)
+        ids[line, :end] = torch.tensor(question + answer)
+        labels[line, len(question) : end] = torch.tensor(answer)
+    return ids, labels
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """One token a character; no token is added at the start or the end."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    names = {"<pad>": PAD, "<eos>": END, "<unk>": UNKNOWN}
+    vocabulary = names | {character: FIRST_CHARACTER + index for index, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()  # without it, decoding would put a space between characters
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )

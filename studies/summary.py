@@ -1,0 +1,218 @@
+"""What a study of curves found: per task and arm level, stability and paired differences; the sweeps they rest on.
+
+summary.json   everything, with the plan            summary.md   the same as tables
+runs.csv       a line a run, the sweeps' included   *.svg, *.png figures
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oblr_megatron.checks.packages import package_versions
+from oblr_megatron.errors import UserError
+from studies.plan import Plan
+from studies.results import Key, Result, choice_of, read_result, sweep_results
+from studies.statistics import (
+    Array,
+    Difference,
+    Interval,
+    bootstrap_interval,
+    paired_difference,
+    t_interval,
+)
+
+Figure = Callable[[Result], float]
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """One arm on one task, at its rate."""
+
+    arm: str
+    backend: str
+    peer: bool
+    lr: float | None  # None: no sweep ran through yet
+    on_edge: bool  # the best rate is the grid's last, after all extensions
+    runs: list[Result]  # by seed
+    sweep: dict[float, list[Result]]  # whole runs of the sweep's seeds by rate
+
+    def of(self, figure: Figure) -> Array:
+        """[seeds] a figure of each run."""
+        return np.array([figure(run) for run in self.runs], dtype=np.float64)
+
+    def against(self, other: ArmSummary, figure: Figure) -> Difference:
+        """This arm - the other, over the seeds that both have."""
+        ours = {run.key.seed: figure(run) for run in self.runs}
+        theirs = {run.key.seed: figure(run) for run in other.runs}
+        common = sorted(ours.keys() & theirs.keys())
+        return paired_difference(
+            np.array([ours[seed] for seed in common], dtype=np.float64),
+            np.array([theirs[seed] for seed in common], dtype=np.float64),
+        )
+
+
+@dataclass(frozen=True)
+class TaskSummary:
+    """All arms on one task."""
+
+    task: str
+    arms: list[ArmSummary]
+    reference: ArmSummary
+    best_peer: ArmSummary | None  # by mean area; chosen after the fact, which favours it
+
+    @property
+    def seen(self) -> list[ArmSummary]:
+        """Arms with runs to show."""
+        return [arm for arm in self.arms if arm.runs]
+
+
+def summarise(plan: Plan, out: Path) -> list[TaskSummary]:
+    """Of all runs that are whole.
+
+    Raises:
+        UserError: there is none, or one is damaged.
+    """
+    tasks = []
+    for task in plan.tasks:
+        arms = [_arm(plan, out, task, name) for name in plan.arms]
+        peers = [arm for arm in arms if arm.peer and arm.runs]
+        best = max(peers, key=lambda arm: float(np.mean(arm.of(area))), default=None)
+        reference = next((arm for arm in arms if arm.arm == plan.reference), None)
+        tasks.append(TaskSummary(task, arms, reference or _arm(plan, out, task, plan.reference), best))
+    if not any(arm.runs or any(arm.sweep.values()) for task in tasks for arm in task.arms):
+        raise UserError("no whole run to summarise", where=str(out), mend="run the study first")
+    return tasks
+
+
+def _arm(plan: Plan, out: Path, task: str, name: str) -> ArmSummary:
+    backend, peer = (plan.arms[name].backend, plan.arms[name].peer) if name in plan.arms else ("lab", False)
+    if name not in plan.arms:  # the reference, under --only
+        return ArmSummary(name, backend, peer, None, False, [], {})
+    choice = choice_of(plan, out, task, name, lambda rate: True)
+    keys = [Key(task, name, choice.best, seed) for seed in plan.seeds] if choice.best is not None else []
+    runs = [run for key in keys if (run := read_result(key, out))]
+    return ArmSummary(name, backend, peer, choice.best, choice.on_edge, runs, sweep_results(plan, out, task, name))
+
+
+def area(run: Result) -> float:
+    """Area under the curve."""
+    return run.auc
+
+
+def final(run: Result) -> float:
+    """Sampled accuracy at the end."""
+    return run.final
+
+
+def final_greedy(run: Result) -> float:
+    """Greedy accuracy at the end."""
+    return run.final_greedy
+
+
+def drop(run: Result) -> float:
+    """Largest drop."""
+    return run.drop
+
+
+def as_json(plan: Plan, tasks: Sequence[TaskSummary]) -> dict[str, Any]:
+    """Plan, circumstances, and every figure of the tables with its values by seed."""
+    return {
+        "plan": plan.model_dump(mode="json"),
+        "environment": environment(),
+        "tasks": {task.task: _task_json(task) for task in tasks},
+    }
+
+
+def environment() -> dict[str, Any]:
+    """When and where the summary was written."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version()} | package_versions(),
+    }
+
+
+def _task_json(task: TaskSummary) -> dict[str, Any]:
+    return {
+        "reference": task.reference.arm,
+        "best_peer": task.best_peer.arm if task.best_peer else None,
+        "arms": {arm.arm: _arm_json(task, arm) for arm in task.arms},
+    }
+
+
+def _arm_json(task: TaskSummary, arm: ArmSummary) -> dict[str, Any]:
+    figures = {"area": area, "final": final, "final_greedy": final_greedy, "largest_drop": drop}
+    others = {"reference": task.reference, "best_peer": task.best_peer}
+    return {
+        "backend": arm.backend,
+        "peer": arm.peer,
+        "lr": arm.lr,
+        "lr_on_edge": arm.on_edge,
+        "seeds": [run.key.seed for run in arm.runs],
+        **{name: _level_json(arm.of(figure)) for name, figure in figures.items()},
+        "minus": {
+            to: {name: _difference_json(arm.against(other, figures[name])) for name in ("area", "final")}
+            for to, other in others.items()
+            if other is not None and other is not arm
+        },
+        "sweep": {f"{rate:g}": [_finite(area(run)) for run in runs] for rate, runs in arm.sweep.items()},
+    }
+
+
+def _level_json(values: Array) -> dict[str, Any]:
+    return {
+        "by_seed": [_finite(value) for value in values],
+        "t": _interval_json(t_interval(values)),
+        "bootstrap": _interval_json(bootstrap_interval(values)),
+        "min": _finite(values.min()) if len(values) else None,
+        "max": _finite(values.max()) if len(values) else None,
+    }
+
+
+def _difference_json(difference: Difference) -> dict[str, Any]:
+    return {**_interval_json(difference.interval), "p": _finite(difference.p), "pairs": difference.pairs}
+
+
+def _interval_json(interval: Interval) -> dict[str, float | None]:
+    return {name: _finite(value) for name, value in asdict(interval).items()}
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return float(value) if np.isfinite(value) else None
+
+
+def write_runs(tasks: Sequence[TaskSummary], path: Path) -> None:
+    """A line a run: the sweeps', then those compared."""
+    rows = []
+    for task in tasks:
+        for arm in task.arms:
+            phases = [("sweep", run) for runs in arm.sweep.values() for run in runs] + [("main", r) for r in arm.runs]
+            rows += [_run_row(phase, arm.backend, run) for phase, run in phases]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _run_row(phase: str, backend: str, run: Result) -> dict[str, Any]:
+    key = run.key
+    figures = {"area": run.auc, "final": run.final, "final_greedy": run.final_greedy, "largest_drop": run.drop}
+    return {
+        "phase": phase,
+        "task": key.task,
+        "arm": key.arm,
+        "backend": backend,
+        "lr": f"{key.lr:g}",
+        "seed": key.seed,
+        **{name: f"{value:.6f}" for name, value in figures.items()},
+    }

@@ -1,0 +1,40 @@
+"""`oblr-megatron study task NAME --out DIR`: a task of the study for the real stack, with a config to train it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import get_args
+
+from oblr_megatron.errors import EXIT_OK
+from studies.tasks import TASKS, Skill
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `study task`."""
+    parser.add_argument("name", help=f"one of {', '.join(TASKS)}")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="DIR/NAME-SKILL is written")
+    parser.add_argument("--skill", choices=get_args(Skill), default="middle", help="how good the model starts")
+    parser.set_defaults(function=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Model, data, and config.toml with the settings of the study's runs."""
+    from oblr_megatron.config import parse_config
+    from oblr_megatron.formatting import flatten
+    from studies.start import prepare
+    from studies.toy_trainer import LabConfig
+    from studies.train_backend import train_table
+
+    start = prepare(options.name, options.skill, options.out)
+    lab = LabConfig.model_validate(
+        {"task": options.name, "start_dir": start, "run_dir": start, "optimizer": {"lr": 1e-3, "clip_grad": 0.0}}
+    )
+    table = train_table(lab)
+    parse_config(json.loads(json.dumps(table)))
+    lines = [f"{key} = {json.dumps(value)}" for key, value in flatten(table).items() if value is not None]
+    config = start / "config.toml"
+    config.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"oblr-megatron train {config}")
+    return EXIT_OK

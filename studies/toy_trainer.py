@@ -1,0 +1,230 @@
+"""One run of the laboratory: `python -m studies.toy_trainer CONFIG.json`.
+
+The step is that of train.py with the package's own baselines, loss, signal-to-noise estimators and schedules; a tiny
+transformers model takes megatron-core's place and a loop of its own vLLM's. RUN_DIR/metrics.jsonl has the same names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+
+from oblr_megatron.algo.schedule import Schedule, build_schedule
+from oblr_megatron.config import LogConfig, OptimizerConfig, validated
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.section import Section
+from oblr_megatron.errors import EXIT_OK, UserError
+from oblr_megatron.metrics import MetricsWriter, write_whole
+from oblr_megatron.observe import step_metrics
+from oblr_megatron.types import Judged
+from studies.estimator import Batch, Estimate, Estimator
+from studies.policy import Drawn, LabPolicy
+from studies.start import load, task_named
+from studies.tasks import Row, Skill, Task
+
+EVALUATION_SEED = 7_919  # the same draws for every run's evaluation of a step
+
+
+class LabConfig(Section):
+    """A run of the laboratory; `algo` and `optimizer` are those of a training run."""
+
+    task: str
+    """Name of a task in study/tasks."""
+    skill: Skill = "middle"
+    """How good the start is."""
+    start_dir: Path
+    """A start of this task, see studies/start.py."""
+    run_dir: Path
+    """Directory the run writes."""
+    seed: int = Field(0, ge=0)
+    """Of prompts and samples."""
+    num_steps: int = Field(120, ge=1)
+    """Optimizer steps."""
+    num_prompts: int = Field(16, ge=1)
+    """Q, prompts a step."""
+    group_size: int = Field(8, ge=1)
+    """G, responses a prompt."""
+    temperature: float = Field(1.0, gt=0)
+    """Of sampling, in training and evaluation."""
+    evaluate_every: int = Field(10, ge=1)
+    """Steps between evaluations; the first is before training, the last after it."""
+    evaluation_samples: int = Field(4, ge=1)
+    """Responses to each held-out prompt, beside the greedy one."""
+    algo: AlgoConfig = AlgoConfig()
+    """As in a training run."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """As in a training run."""
+
+    @model_validator(mode="after")
+    def _whole_folds(self) -> Self:
+        """Folds are of whole prompts and of equal size."""
+        if self.num_prompts % self.algo.snr.num_folds:
+            raise ValueError(
+                f"num_prompts {self.num_prompts} is not a multiple of algo.snr.num_folds {self.algo.snr.num_folds}"
+            )
+        return self
+
+
+def read_config(path: Path) -> LabConfig:
+    """A LabConfig from JSON.
+
+    Raises:
+        UserError: it cannot be read, or a value is wrong.
+    """
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read: {error}", where=str(path), mend="give a JSON file") from None
+    return validated(LabConfig, table, str(path))
+
+
+class Lab:
+    """A run in the making: `step(0)`, `step(1)`, ... up to num_steps - 1, in order."""
+
+    def __init__(self, config: LabConfig) -> None:
+        self.config, self.task = config, task_named(config.task)
+        self.train, self.held_out = self.task.rows()
+        self.policy = load(config.start_dir, self.task, temperature=config.temperature)
+        penalised = config.algo.kl_coefficient > 0
+        reference = load(config.start_dir, self.task, temperature=config.temperature) if penalised else None
+        self._estimator = Estimator(self.policy, config.algo, reference)
+        self._optimizer = make_optimizer(self.policy, config.optimizer)
+        self._schedule = build_schedule(
+            config.algo, config.optimizer, num_steps=config.num_steps, num_prompts=config.num_prompts, seed=config.seed
+        )
+        self._order = prompt_order(len(self.train), config)
+
+    def step(self, step: int) -> dict[str, float]:
+        """Sample, estimate, update; the step's figures, by the names and functions of a training run."""
+        began = time.perf_counter()
+        batch = draw([self.train[row] for row in self._order[step]], self.policy, self.task, self.config, step)
+        estimate = self._estimator(batch)
+        lr = update(self.policy, self._optimizer, self._schedule, estimate, self.config.optimizer, step)
+        judged = Judged(batch.rewards, batch.lengths, failures=0)
+        return {
+            **step_metrics.of_rewards(batch.rewards),
+            **step_metrics.of_baseline(self.config.algo, judged, estimate.norms_sq),
+            **self._schedule.figures(),
+            "response_length/mean": float(batch.lengths.double().mean()),
+            "entropy": estimate.stats.entropy,
+            "grad_norm": estimate.stats.sq_norm**0.5,
+            "lr": lr,
+            "timing_s/step": time.perf_counter() - began,
+        }
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out accuracies as the policy stands."""
+        return evaluate(self.policy, self.task, self.held_out, self.config)
+
+
+def run_lab(config: LabConfig) -> None:
+    """Train, and write RUN_DIR/config.json and RUN_DIR/metrics.jsonl."""
+    lab = Lab(config)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    write_whole(config.run_dir / "config.json", config.model_dump_json(indent=2) + "\n")
+    with MetricsWriter(config.run_dir, LogConfig(tensorboard=False)) as metrics:
+        metrics.write(0, lab.evaluate())
+        for done in range(1, config.num_steps + 1):
+            record = lab.step(done - 1)
+            if done % config.evaluate_every == 0 or done == config.num_steps:
+                record |= lab.evaluate()
+            metrics.write(done, record)
+
+
+def prompt_order(num_rows: int, config: LabConfig) -> list[list[int]]:
+    """Positions of the Q prompts of every step: shuffled passes over the rows, by the seed alone."""
+    generator, order = random.Random(config.seed), list[int]()
+    while len(order) < config.num_steps * config.num_prompts:
+        rows = list(range(num_rows))
+        generator.shuffle(rows)
+        order += rows
+    size = config.num_prompts
+    return [order[step * size : (step + 1) * size] for step in range(config.num_steps)]
+
+
+def draw(rows: Sequence[Row], policy: LabPolicy, task: Task, config: LabConfig, step: int) -> Batch:
+    """G responses to each row, judged."""
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+    asked = [row for row in rows for _ in range(config.group_size)]
+    samples = policy.sample([policy.encode(row.question) for row in asked], task.max_response_tokens, generator)
+    rewards = torch.tensor(judge(policy, task, asked, samples), dtype=torch.float64)
+    return Batch(samples, rewards.view(len(rows), config.group_size))
+
+
+def judge(policy: LabPolicy, task: Task, rows: Sequence[Row], samples: Sequence[Drawn]) -> list[float]:
+    """The task's reward of each response to its row."""
+    pairs = zip(rows, samples, strict=True)
+    return [task.reward(policy.decode(sample.tokens), row.answer) for row, sample in pairs]
+
+
+def evaluate(policy: LabPolicy, task: Task, rows: Sequence[Row], config: LabConfig) -> dict[str, float]:
+    """Share of wholly right responses to held-out rows: greedy, and sampled at the training temperature."""
+    generator = torch.Generator().manual_seed(EVALUATION_SEED)
+    asked = [row for row in rows for _ in range(config.evaluation_samples)]
+    found = {}
+    for name, questions, source in (("accuracy", rows, None), ("mean_at_k", asked, generator)):
+        prompts = [policy.encode(row.question) for row in questions]
+        samples = policy.sample(prompts, task.max_response_tokens, source)
+        right = [value == 1.0 for value in judge(policy, task, questions, samples)]
+        found[f"eval/{task.name}/{name}"] = sum(right) / len(right)
+    return found
+
+
+def make_optimizer(policy: LabPolicy, options: OptimizerConfig) -> torch.optim.Optimizer:
+    """Adam with decoupled weight decay, or SGD, as megatron-core's optimizer does them."""
+    if options.name == "sgd":
+        return torch.optim.SGD(
+            policy.parameters, lr=options.lr, momentum=options.sgd_momentum, weight_decay=options.weight_decay
+        )
+    betas = (options.adam_beta1, options.adam_beta2)
+    return torch.optim.AdamW(
+        policy.parameters, lr=options.lr, betas=betas, eps=options.adam_eps, weight_decay=options.weight_decay
+    )
+
+
+def update(
+    policy: LabPolicy,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    estimate: Estimate,
+    options: OptimizerConfig,
+    step: int,
+) -> float:
+    """Clip, step at the schedule's rate, let the schedule see the gradient; returns the rate."""
+    lr, norm = schedule.rate(step), estimate.stats.sq_norm**0.5
+    if norm:
+        factor = min(1.0, options.clip_grad / norm) if options.clip_grad else 1.0
+        policy.set_gradient(-factor * estimate.gradient)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+    schedule.observe(estimate.stats)
+    return lr
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One run, in a process of its own."""
+    from oblr_megatron.runtime.command_line import guarded
+
+    parser = argparse.ArgumentParser(prog="studies.toy_trainer", description="one run of the laboratory")
+    parser.add_argument("config", type=Path, help="JSON file")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+
+    def run() -> int:
+        run_lab(read_config(options.config))
+        return EXIT_OK
+
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

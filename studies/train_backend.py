@@ -1,0 +1,61 @@
+"""A run of the study on the real stack: megatron-core trains, vLLM samples, from the same start, data and settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from studies.results import metrics_dir
+
+if TYPE_CHECKING:
+    from studies.toy_trainer import LabConfig
+
+
+def train_table(config: LabConfig) -> dict[str, Any]:
+    """The config of `oblr-megatron train` that stands for the laboratory's."""
+    from studies.start import MAX_POSITIONS, task_named
+
+    task, start = task_named(config.task), Path(config.start_dir)
+    return {
+        "run_dir": str(metrics_dir(Path(config.run_dir), "train")),
+        "num_steps": config.num_steps,
+        "seed": config.seed,
+        "num_prompts": config.num_prompts,
+        "group_size": config.group_size,
+        "model": {"path": str(start / "model"), "make_vocab_size_divisible_by": 1},
+        "data": {
+            "train": str(start / "train.jsonl"),
+            "max_prompt_tokens": MAX_POSITIONS - task.max_response_tokens,
+        },
+        "rollout": {
+            "temperature": config.temperature,
+            "max_response_tokens": task.max_response_tokens,
+            "kv_cache_gib": 0.25,
+            "num_threads": 1,
+        },
+        "reward": {"name": f"studies.rewards:{task.name}"},
+        "algo": config.algo.model_dump(mode="json", exclude={"preset"}),
+        "optimizer": config.optimizer.model_dump(mode="json"),
+        "evaluate": {
+            "data": {task.name: str(start / "heldout.jsonl")},
+            "every_steps": config.evaluate_every,
+            "samples_per_prompt": config.evaluation_samples,
+            "temperature": config.temperature,
+            "save": False,
+        },
+        "log": {"tensorboard": False, "console": "plain"},
+    }
+
+
+def run_train(config: LabConfig) -> int:
+    """`python -m oblr_megatron.train` in this process; its exit status.
+
+    Raises:
+        UserError, RunError: as there.
+    """
+    from oblr_megatron.config import parse_config
+    from oblr_megatron.train import run_training
+
+    table = json.loads(json.dumps(train_table(config)))
+    return run_training(parse_config(table, "the study's config"))

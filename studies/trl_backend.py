@@ -1,0 +1,167 @@
+"""A run of the study in TRL: `python -m studies.trl_backend CONFIG.json grpo|rloo [--loss-type NAME]`.
+
+The same start, prompts in the same order, samples a step, reward, optimizer and evaluation as the laboratory's; how a
+batch becomes a gradient is TRL's alone (see trl_trainer.py). Of `config.algo` the schedule must be "constant", and
+kl_coefficient is TRL's beta; nothing else of it has a say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
+
+from oblr_megatron.config import LogConfig
+from oblr_megatron.errors import EXIT_OK, UserError
+from oblr_megatron.metrics import MetricsWriter, write_whole
+from studies.policy import LabPolicy
+from studies.start import load, task_named
+from studies.toy_trainer import LabConfig, evaluate, prompt_order, read_config
+from studies.trl_trainer import TrainerName, open_trainer, trainer_arguments
+
+if TYPE_CHECKING:
+    from studies.tasks import Row, Task
+
+FIGURES = {  # TRL's names -> the package's
+    "reward": "reward/mean",
+    "reward_std": "reward/std",
+    "completions/mean_length": "response_length/mean",
+    "completions/clipped_ratio": "response_length/truncated_fraction",
+    "entropy": "entropy",
+    "grad_norm": "grad_norm",
+    "learning_rate": "lr",
+}
+
+
+def run_trl(config: LabConfig, trainer: TrainerName, loss_type: str | None = None) -> None:
+    """Train, and write RUN_DIR/config.json and RUN_DIR/metrics.jsonl as `run_lab` does.
+
+    Args:
+        config: the laboratory's.
+        trainer: whose.
+        loss_type: of GRPO; by default TRL's own, "dapo". With "dr_grpo" rewards are not scaled either, as its authors
+            have it.
+
+    Raises:
+        UserError: TRL is not installed, or cannot do what the config asks for.
+    """
+    arguments = _arguments(config, trainer, loss_type)
+    task = task_named(config.task)
+    train, held_out = task.rows()
+    policy = load(config.start_dir, task, temperature=config.temperature)
+    model = Qwen3ForCausalLM.from_pretrained(config.start_dir / "model", dtype=torch.float32)
+    rows = [train[row] for chosen in prompt_order(len(train), config) for row in chosen]
+
+    def judge(question: int, tokens: list[int]) -> float:
+        return task.reward(policy.decode(tokens), rows[question].answer)
+
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    write_whole(config.run_dir / "config.json", config.model_dump_json(indent=2) + "\n")
+    tokenizer = AutoTokenizer.from_pretrained(config.start_dir / "model")
+    questions = [row.question for row in rows]
+    with MetricsWriter(config.run_dir, LogConfig(tensorboard=False)) as metrics:
+        recorder = Recorder(config, metrics, policy, task, held_out)
+        open_trainer(trainer, arguments, model, tokenizer, questions, judge, [recorder]).train()
+
+
+def _arguments(config: LabConfig, trainer: TrainerName, loss_type: str | None) -> Any:
+    """TRL's, for this config."""
+    if config.algo.schedule != "constant":
+        raise UserError(
+            f"the TRL backend trains at a constant rate, not {config.algo.schedule!r}",
+            where="algo.schedule",
+            mend=f'set it to "constant", as algo.preset = "{trainer}" does',
+        )
+    own: dict[str, Any] = {}
+    if loss_type is not None:
+        if trainer != "grpo":
+            raise UserError("only GRPO has loss types", where="--loss-type", mend="leave it out")
+        own = {"loss_type": loss_type} | ({"scale_rewards": "none"} if loss_type == "dr_grpo" else {})
+    return trainer_arguments(
+        trainer,
+        output_dir=config.run_dir,
+        seed=config.seed,
+        num_steps=config.num_steps,
+        num_prompts=config.num_prompts,
+        group_size=config.group_size,
+        max_response_tokens=task_named(config.task).max_response_tokens,
+        temperature=config.temperature,
+        kl_coefficient=config.algo.kl_coefficient,
+        optimizer=config.optimizer,
+        **own,
+    )
+
+
+class Recorder(TrainerCallback):
+    """TRL's figures of every step, and the laboratory's evaluation of TRL's weights, in metrics.jsonl.
+
+    Args:
+        config: of the run.
+        metrics: open.
+        policy: a second model, which takes up the trainer's weights to be evaluated.
+        task: its reward.
+        held_out: what is evaluated on.
+    """
+
+    def __init__(
+        self, config: LabConfig, metrics: MetricsWriter, policy: LabPolicy, task: Task, held_out: Sequence[Row]
+    ) -> None:
+        self._config, self._metrics, self._policy = config, metrics, policy
+        self._task, self._held_out = task, held_out
+        self._began = self._seconds = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """The record of step 0."""
+        self._metrics.write(0, self._evaluate(rest["model"]))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Before prompts are sampled from."""
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """After the update."""
+        self._seconds = time.perf_counter() - self._began
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **rest: Any) -> None:
+        """After `on_step_end`, for every step; and once more after the last, without a step's figures."""
+        if logs is None or "reward" not in logs:
+            return
+        record = {ours: float(logs[name]) for name, ours in FIGURES.items() if logs.get(name) is not None}
+        record["groups/mixed_fraction"] = 1.0 - float(logs["frac_reward_zero_std"])
+        record["timing_s/step"] = self._seconds
+        step = int(state.global_step)
+        if step % self._config.evaluate_every == 0 or step == self._config.num_steps:
+            record |= self._evaluate(rest["model"])
+        self._metrics.write(step, record)
+
+    def _evaluate(self, model: Qwen3ForCausalLM) -> dict[str, float]:
+        self._policy.assign(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+        return evaluate(self._policy, self._task, self._held_out, self._config)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One run, in a process of its own."""
+    from oblr_megatron.runtime.command_line import guarded
+
+    parser = argparse.ArgumentParser(prog="studies.trl_backend", description="one run of the study in TRL")
+    parser.add_argument("config", type=Path, help="JSON file")
+    parser.add_argument("trainer", choices=get_args(TrainerName), help="TRL's GRPOTrainer or RLOOTrainer")
+    parser.add_argument("--loss-type", help='of GRPO, such as "grpo" or "dr_grpo"; by default TRL\'s own')
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+
+    def run() -> int:
+        run_trl(read_config(options.config), options.trainer, options.loss_type)
+        return EXIT_OK
+
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

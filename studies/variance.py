@@ -1,0 +1,281 @@
+"""`oblr-megatron study variance`: one prompt's gradient covariance under every baseline, at a fixed policy.
+
+    g_q = 1/G sum_i A_i s_i,     tr(H | q) = E||g_q||^2 - ||E g_q||^2
+
+Many responses are drawn to each prompt, and the inner products of all their scores, token by token, are computed: with
+them ||g_q||^2 of any group under any baseline, token-wise ones included, is a quadratic form of its advantages and no
+gradient is ever taken again. Groups are dealt from the pool without repeats, a deal being batches of Q prompts, as the
+priors need them; disjoint groups of one deal are independent, and so their inner product is an unbiased estimate of
+||E g_q||^2. Intervals are bootstrapped over prompts, which hold both sources of chance: the prompt and its pool.
+
+Baselines that rescale the gradient (grpo, reinforce_pp, group_mean) have another trace by that alone. The figure to
+compare by is therefore noise to signal, tr(H) / ||E g||^2, relative to rloo's; for unbiased baselines that is the ratio
+of traces. How far a baseline turns the gradient is in `alignment`, the cosine of E g_q with that under the oracle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.token_baseline import token_advantages
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.baselines import BASELINES, BaselineName
+from oblr_megatron.errors import EXIT_OK
+from oblr_megatron.metrics import write_whole
+from studies.estimator import energies
+from studies.policy import Drawn, LabPolicy
+from studies.start import load, prepare, task_named
+from studies.tasks import TASKS, Row, Skill, Task
+
+ROWS_AT_ONCE = 128  # token scores in memory together: 40 MB
+BOOTSTRAPS = 2000
+OTB, ORACLE = "otb", "oracle"
+PROXIES = {"optimal_prior[logit]": "logit", "optimal_prior[length]": "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """All that is known of n responses to each of Q prompts."""
+
+    rewards: Tensor  # [Q, n] fp64
+    lengths: Tensor  # [Q, n]
+    products: Tensor  # [Q, n, T, n, T] fp32: <s_it, s_ju>, the scores of single tokens; 0 past the end
+    energies: Tensor  # [Q, n, T] fp64, of each token's score at the logits
+
+    @property
+    def norms_sq(self) -> Tensor:
+        """w [Q, n]: the sums of the blocks on the diagonal."""
+        return torch.einsum("qitiu->qi", self.products.double())
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One line of the table. Example: Cell("chain", "low", 8, "optimal_prior", 31.2, 0.4, 1.0, 0.91, 0.86, 0.96)."""
+
+    task: str
+    skill: str
+    group_size: int
+    baseline: str
+    trace: float  # tr(H | q), mean over prompts
+    signal: float  # ||E g_q||^2, mean over prompts
+    alignment: float  # cosine of E g_q with the unbiased one, over all prompts; 1 but for chance where unbiased
+    ratio: float  # of tr / signal to rloo's; of tr alone for unbiased baselines
+    low: float  # 95% interval of `ratio`
+    high: float
+
+
+def draw_pool(policy: LabPolicy, task: Task, rows: Sequence[Row], size: int, seed: int) -> Pool:
+    """n = `size` responses to each row, with the inner products of their token scores."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = task.max_response_tokens
+    rewards, lengths, products, energy = [], [], [], []
+    for row in rows:
+        samples = policy.sample([policy.encode(row.question)] * size, longest, generator)
+        rewards.append([task.reward(policy.decode(sample.tokens), row.answer) for sample in samples])
+        lengths.append([len(sample.tokens) for sample in samples])
+        products.append(token_products(policy, samples, longest))
+        with torch.no_grad():
+            logits, tokens, mask = policy.logits(samples)
+        own = torch.zeros(size, longest, dtype=torch.float64)
+        own[:, : mask.shape[1]] = energies(logits, tokens).masked_fill(~mask, 0.0)
+        energy.append(own)
+    return Pool(
+        torch.tensor(rewards, dtype=torch.float64), torch.tensor(lengths), torch.stack(products), torch.stack(energy)
+    )
+
+
+def token_products(policy: LabPolicy, samples: Sequence[Drawn], longest: int) -> Tensor:
+    """<s_it, s_ju> [n, T, n, T] fp32; a response that was drawn more than once is computed once."""
+    distinct = list({sample.tokens: sample for sample in samples}.values())
+    slots = {sample.tokens: position for position, sample in enumerate(distinct)}
+    which = torch.tensor([slots[sample.tokens] for sample in samples])
+    tokens = [(sample, place) for sample in distinct for place in range(len(sample.tokens))]
+    scores = torch.cat(
+        [_token_scores(policy, tokens[at : at + ROWS_AT_ONCE]) for at in range(0, len(tokens), ROWS_AT_ONCE)]
+    )
+    at = torch.tensor([slots[sample.tokens] * longest + place for sample, place in tokens])
+    whole = torch.zeros(len(distinct) * longest, len(distinct) * longest)
+    whole[at[:, None], at] = scores @ scores.T
+    whole = whole.view(len(distinct), longest, len(distinct), longest)
+    return whole[which][:, :, which]
+
+
+def _token_scores(policy: LabPolicy, tokens: Sequence[tuple[Drawn, int]]) -> Tensor:
+    """[k, P], a row for each (sample, place of a token)."""
+    samples = [sample for sample, _ in tokens]
+    weights = torch.zeros(len(tokens), max(len(sample.tokens) for sample in samples))
+    weights[range(len(tokens)), [place for _, place in tokens]] = 1.0
+    return policy.scores(samples, weights)
+
+
+def deals(num_prompts: int, pool_size: int, group_size: int, count: int, seed: int) -> list[Tensor]:
+    """`count` times [m, Q, G]: m disjoint groups of each prompt's pool."""
+    generator = torch.Generator().manual_seed(seed)
+    used = pool_size - pool_size % group_size
+    found = []
+    for _ in range(count):
+        order = torch.rand(num_prompts, pool_size, generator=generator).argsort(-1)[:, :used]
+        found.append(order.view(num_prompts, -1, group_size).transpose(0, 1))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One batch of a deal: the members' figures, [Q, G] each."""
+
+    rewards: Tensor
+    norms_sq: Tensor
+    lengths: Tensor
+    energies: Tensor  # [Q, G, T]
+    best: Tensor  # [Q, 1]: E[w r] / E[w] from the rest of the pool
+
+
+def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
+    """A [Q, G, T] of a baseline; the same for every token but under otb."""
+    shape = group.energies.shape
+    if name == OTB:
+        return token_advantages(group.rewards, group.energies.flatten(0, 1), group.lengths).view(shape)
+    if name == ORACLE:
+        values = group.rewards - group.best
+    else:
+        proxy = PROXIES.get(name)
+        norms = {None: group.norms_sq, "logit": group.energies.sum(-1), "length": group.lengths.double()}[proxy]
+        baseline = cast("BaselineName", name.partition("[")[0])
+        values = advantages(baseline, group.rewards, norms, group.lengths, algo)
+    return values[..., None].expand(shape)
+
+
+def measure(pool: Pool, group_size: int, *, num_deals: int, seed: int) -> dict[str, Tensor]:
+    """Of each baseline [3, Q] fp64: E||g_q||^2, ||E g_q||^2, and <E g_q, E g_q of the oracle>; all unbiased."""
+    num_prompts, size = pool.rewards.shape
+    names = [*BASELINES, ORACLE, *PROXIES]
+    algo, norms_sq = AlgoConfig(), pool.norms_sq
+    sums = {name: torch.zeros(3, num_prompts, dtype=torch.float64) for name in names}
+    prompts = torch.arange(num_prompts)[:, None]
+    for deal in deals(num_prompts, size, group_size, num_deals, seed):
+        spread = {name: torch.zeros_like(pool.energies) for name in names}  # A, each at its place in the pool
+        for members in deal:
+            outside = torch.ones_like(norms_sq).scatter(1, members, 0.0) * norms_sq
+            best = (outside * pool.rewards).sum(1, keepdim=True) / outside.sum(1, keepdim=True)
+            group = Group(
+                rewards=pool.rewards.gather(1, members),
+                norms_sq=norms_sq.gather(1, members),
+                lengths=pool.lengths.gather(1, members),
+                energies=pool.energies[prompts, members],
+                best=best,
+            )
+            for name in names:
+                spread[name][prompts, members] = token_wise(name, group, algo)
+        for name in names:
+            found = moments(spread[name], spread[ORACLE], pool.products, deal)
+            sums[name] += found / (group_size**2 * num_deals)
+    return sums
+
+
+def moments(spread: Tensor, reference: Tensor, products: Tensor, deal: Tensor) -> Tensor:
+    """[3, Q]: mean of ||G g||^2 over the groups of a deal, of <G g, G g'> over pairs of different groups, and of the
+    same with g' under the reference's advantages.
+
+    Args:
+        spread: [Q, n, T] advantages.
+        reference: [Q, n, T] advantages of another baseline.
+        products: [Q, n, T, n, T].
+        deal: [m, Q, G] members of each group.
+    """
+    count = len(deal)
+    member = torch.zeros(*spread.shape[:2], count, dtype=torch.float64)  # [Q, n, m]
+    for number, members in enumerate(deal):
+        member[:, :, number].scatter_(1, members, 1.0)
+    half = torch.einsum("qit,qitju->qiju", spread, products.double())
+    found = []
+    for other in (spread, reference):
+        between = torch.einsum("qiju,qju->qij", half, other)  # [Q, n, n]
+        blocks = torch.einsum("qim,qij,qjk->qmk", member, between, member)  # [Q, m, m]
+        own = blocks.diagonal(dim1=1, dim2=2).sum(-1)
+        found += [own / count, (blocks.sum((1, 2)) - own) / (count * (count - 1))]
+    return torch.stack([found[0], found[1], found[3]])
+
+
+def cells(task: str, skill: str, group_size: int, found: dict[str, Tensor], seed: int) -> list[Cell]:
+    """A line for every baseline, with an interval over prompts."""
+    num_prompts = found["rloo"].shape[1]
+    picks = np.random.default_rng(seed).integers(0, num_prompts, (BOOTSTRAPS, num_prompts))
+    reference = _noise_to_signal(found["rloo"], picks)
+    truth = float(found[ORACLE][1].mean())
+    result = []
+    for name, figures in found.items():
+        values = _noise_to_signal(figures, picks) / reference
+        low, high = np.quantile(values[1:], [0.025, 0.975])
+        second, signal, cross = figures.mean(1).tolist()
+        aligned = cross / (signal * truth) ** 0.5 if min(signal, truth) > 0 else float("nan")
+        own = (second - signal, signal, aligned, float(values[0]), float(low), float(high))
+        result.append(Cell(task, skill, group_size, name, *own))
+    return result
+
+
+def _noise_to_signal(figures: Tensor, picks: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[1 + bootstraps]: of all prompts, then of each resampled set."""
+    both = torch.stack([figures[0] - figures[1], figures[1]]).numpy()  # [2, Q]
+    means = np.concatenate([both.mean(1, keepdims=True), both[:, picks].mean(-1)], axis=1)
+    ratio: NDArray[np.float64] = means[0] / means[1]
+    return ratio
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `study variance`."""
+    parser.add_argument("--out", type=Path, required=True, help="the same command again goes on here")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
+    parser.add_argument("--skills", nargs="+", default=list(get_args(Skill)), choices=get_args(Skill))
+    parser.add_argument("--group-sizes", nargs="+", type=int, default=[2, 4, 8, 16], metavar="G")
+    parser.add_argument("--prompts", type=int, default=64, help="Q, prompts of a batch")
+    parser.add_argument("--pool", type=int, default=64, help="responses drawn to each prompt")
+    parser.add_argument("--deals", type=int, default=8, help="times a pool is dealt into groups")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(function=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`oblr-megatron study variance`."""
+    from oblr_megatron.observe.console import progress
+    from studies.variance_report import write
+
+    tasks = [task_named(name) for name in options.tasks]
+    torch.set_num_threads(1)
+    file = options.out / "variance.json"
+    lines = read_cells(file)
+    wanted = [(task, skill) for task in tasks for skill in options.skills]
+    with progress("variance", len(wanted)) as advance:
+        for task, skill in wanted:
+            if (task.name, skill) not in {(line.task, line.skill) for line in lines}:
+                lines += cells_of(task, skill, options)
+                write_whole(file, json.dumps([asdict(line) for line in lines], indent=1) + "\n")
+            advance(1)
+    print(write(lines, options.out))
+    return EXIT_OK
+
+
+def read_cells(file: Path) -> list[Cell]:
+    """What an earlier call has measured; a task at a skill is there whole or not at all."""
+    return [Cell(**line) for line in json.loads(file.read_text(encoding="utf-8"))] if file.exists() else []
+
+
+def cells_of(task: Task, skill: Skill, options: argparse.Namespace) -> list[Cell]:
+    """All group sizes and baselines of one task at one skill."""
+    policy = load(prepare(task.name, skill, options.out / "starts"), task)
+    pool = draw_pool(policy, task, task.rows()[1][: options.prompts], options.pool, options.seed)
+    lines = []
+    for group_size in options.group_sizes:
+        found = measure(pool, group_size, num_deals=options.deals, seed=options.seed)
+        lines += cells(task.name, skill, group_size, found, options.seed)
+    return lines

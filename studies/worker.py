@@ -1,0 +1,55 @@
+"""One run of a study in this process: `python -m studies.worker RUN_DIR/asked.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oblr_megatron.errors import EXIT_OK, UserError
+from oblr_megatron.runtime.stopping import die_with
+
+if TYPE_CHECKING:
+    from studies.toy_trainer import LabConfig
+
+
+def run(backend: str, config: LabConfig) -> int:
+    """The run; its exit status.
+
+    Raises:
+        UserError: the backend is unknown.
+    """
+    match backend:
+        case "lab":
+            from studies.toy_trainer import run_lab
+
+            run_lab(config)
+        case "trl_grpo" | "trl_rloo":
+            from studies.trl_backend import run_trl
+
+            run_trl(config, "grpo" if backend == "trl_grpo" else "rloo")
+        case "train":
+            from studies.train_backend import run_train
+
+            return run_train(config)
+        case _:
+            raise UserError(f"unknown backend {backend!r}", mend="use lab, train, trl_grpo or trl_rloo")
+    return EXIT_OK
+
+
+def main(arguments: list[str]) -> int:
+    """Read what is asked, do it."""
+    from oblr_megatron.config import validated
+    from oblr_megatron.runtime.command_line import guarded
+    from studies.toy_trainer import LabConfig
+
+    (path,) = arguments
+    asked = json.loads(Path(path).read_text(encoding="utf-8"))
+    return guarded(lambda: run(asked["backend"], validated(LabConfig, asked["config"], path)))
+
+
+if __name__ == "__main__":
+    die_with(os.getppid())  # the study; a run that outlived it would write beside the run that is done again
+    sys.exit(main(sys.argv[1:]))

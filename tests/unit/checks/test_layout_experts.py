@@ -1,0 +1,101 @@
+"""Mixtures of experts that do not fit a layout are refused with the numbers and the remedy; those that fit pass.
+
+Does not cover: that what passes runs (tests/distributed/test_moe.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from oblr_megatron.checks.layout import check_layout, num_experts
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.errors import UserError
+
+MODEL: dict[str, Any] = {  # of Qwen3-30B-A3B's config.json, smaller
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 6,
+    "intermediate_size": 25,  # of no layer
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def config(tp: int, ep: int, etp: int | None = None, **parallel: Any) -> Config:
+    sizes = {
+        "tensor_model_parallel_size": tp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+        "sequence_parallel": tp > 1,
+    }
+    return parse_config(
+        {"run_dir": "run", "model": {"path": "moe"}, "data": {"train": "t.jsonl"}, "parallel": sizes | parallel}
+    )
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "etp", "world_size"), [(1, 1, None, 1), (1, 6, None, 12), (2, 3, 2, 6), (4, 2, 1, 8), (2, 4, 1, 4)]
+)
+def test_layouts_that_divide_pass(tp: int, ep: int, etp: int | None, world_size: int) -> None:
+    check_layout(MODEL, config(tp, ep, etp), world_size)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "changes", "message"),
+    [
+        ({"tp": 1, "ep": 8}, {}, "num_experts 12 is not a multiple of expert_model_parallel_size 8"),
+        ({"tp": 1, "ep": 2}, {"num_experts": 0}, "expert_model_parallel_size 2, .* for a model without experts"),
+        ({"tp": 1, "ep": 1, "etp": 2}, {"num_experts": 0}, "tensor_parallel_size 2 for a model without experts"),
+        ({"tp": 2, "ep": 1, "sequence_parallel": False}, {}, "tensor_model_parallel_size 2 without sequence_parallel"),
+        ({"tp": 2, "ep": 3, "etp": 1}, {}, "3 x expert_tensor_parallel_size 1 = 3 and the 2 ranks that share a sample"),
+        ({"tp": 4, "ep": 1}, {"moe_intermediate_size": 18}, "18 is not a multiple of expert_tensor_parallel_size 4"),
+        ({"tp": 1, "ep": 1}, {"mlp_only_layers": [0]}, "dense layers among layers of experts"),
+        ({"tp": 1, "ep": 1}, {"decoder_sparse_step": 2}, "dense layers among layers of experts"),
+        ({"tp": 1, "ep": 1}, {"num_experts_per_tok": 13}, "num_experts_per_tok 13 is more than the 12 experts"),
+        ({"tp": 1, "ep": 1}, {"num_experts_per_tok": None}, "num_experts_per_tok = None in config.json"),
+        ({"tp": 1, "ep": 1}, {"moe_intermediate_size": None}, "moe_intermediate_size = None in config.json"),
+    ],
+)
+def test_what_does_not_fit_is_refused(parallel: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        check_layout(MODEL | changes, config(**parallel), 24)
+    assert caught.value.where
+    assert caught.value.mend
+
+
+def test_experts_are_counted_under_either_key() -> None:
+    """Published checkpoints have the first; transformers writes the second."""
+    assert num_experts({"num_experts": 128}) == 128
+    assert num_experts({"num_local_experts": 128}) == 128
+    assert num_experts({}) == 0
+
+
+AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3}
+
+
+def run_with(model: dict[str, Any], mode: str) -> Config:
+    tables: dict[str, Any] = {"run_dir": "run", "data": {"train": "t.jsonl"}, "gradnorm": {"mode": mode}}
+    return parse_config(tables | {"model": {"path": "moe"} | model})
+
+
+@pytest.mark.parametrize("losses", [AUX, {"moe_z_loss_coeff": 1e-4}])
+def test_router_losses_need_a_mixture_and_a_pass_of_their_own(losses: dict[str, Any]) -> None:
+    check_layout(MODEL, run_with(losses, "two_pass"), 1)
+    with pytest.raises(UserError, match="the model has no experts"):
+        check_layout(MODEL | {"num_experts": 0}, run_with(losses, "auto"), 1)
+    for mode in ("stash", "bookkeep"):
+        with pytest.raises(UserError, match=f"a router loss .* which gradnorm.mode '{mode}' cannot do"):
+            run_with(losses, mode)
+
+
+@pytest.mark.parametrize("half", [{"moe_aux_loss_coeff": 1e-3}, {"moe_router_load_balancing_type": "aux_loss"}])
+def test_an_auxiliary_loss_has_a_name_and_a_weight(half: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"moe_router_load_balancing_type '.*' with moe_aux_loss_coeff"):
+        run_with(half, "auto")

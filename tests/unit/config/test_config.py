@@ -1,0 +1,237 @@
+"""Configuration: every way to get it wrong ends in one line that names the key, the value and what to do.
+
+Also that each field is documented, and read by the package: an option that nothing reads would silently do nothing. Not
+covered: what a field does, which is tested beside the code that reads it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import oblr_megatron
+from oblr_megatron.config import Config, load_config, parse_config
+from oblr_megatron.config.baselines import BASELINES
+from oblr_megatron.config.checks import EVALUATED
+from oblr_megatron.config.section import Section, is_section, section_in
+from oblr_megatron.errors import UserError
+from oblr_megatron.evaluation.accuracy import Grade, Grades, figures
+
+LEAVE_ONE_OUT = [name for name, facts in BASELINES.items() if facts.leave_one_out]
+
+MINIMAL = {"run_dir": "run", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+TOML = 'run_dir = "run"\n[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n'
+PACKAGE = Path(oblr_megatron.__file__).parent
+
+
+def refused(overrides: list[str], table: dict[str, Any] | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        parse_config(json.loads(json.dumps(table or MINIMAL)), "here", overrides)
+    assert "\n" not in str(caught.value) and caught.value.mend
+    return str(caught.value)
+
+
+def test_the_minimal_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(TOML)
+    config = load_config(path, ["optimizer.lr=3e-4", "rollout.num_engines=2", "reward.name=math", "algo.snr.horizon=9"])
+    assert config.run_dir == Path("run") and [source.path for source in config.data.train] == ["t.jsonl"]
+    assert (config.optimizer.lr, config.rollout.num_engines) == (3e-4, 2)
+    assert (config.reward.name, config.algo.snr.horizon) == ("math", 9)
+
+
+def test_what_is_saved_can_be_read_again() -> None:
+    config = parse_config(MINIMAL, overrides=["evaluate.data={gsm8k = 'g.jsonl'}", "group_size=4"])
+    assert parse_config(json.loads(json.dumps(config.model_dump(mode="json")))) == config
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse_config(MINIMAL).num_steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("algo.baselin=rloo", ["'algo.baselin'", "did you mean 'baseline'?"]),
+        ("algo.snr.zzz=1", ["'algo.snr.zzz'", "known keys here: estimator"]),
+        ("optimiser.lr=1", ["'optimiser'", "did you mean 'optimizer'?"]),
+        ("num_steps=many", ["num_steps = 'many'"]),
+        ("num_steps=1.5", ["num_steps = 1.5"]),
+        ("num_steps=0", ["num_steps = 0", "greater than or equal to 1"]),
+        ("optimizer.lr=0", ["optimizer.lr = 0", "greater than 0"]),
+        ("rollout.top_p=1.5", ["rollout.top_p = 1.5", "less than or equal to 1"]),
+        ("algo.baseline=best", ["algo.baseline = 'best'", "'optimal'"]),
+        ("algo.snr.max_change=1", ["algo.snr.max_change = 1"]),
+        ("rollout.num_engines=0", ["rollout.num_engines = 0"]),
+        ("log.tensorboard=perhaps", ["log.tensorboard = 'perhaps'"]),
+        ("evaluate.data.set=5", ["evaluate.data.set = 5"]),
+        ("model=5", ["model = 5"]),
+        ("num_steps", ["'num_steps' is not section.key=value"]),
+        ("=5", ["'=5' is not section.key=value"]),
+        ("run_dir.x=5", ["'run_dir' is a value, not a section"]),
+    ],
+)
+def test_bad_values(override: str, named: list[str]) -> None:
+    message = refused([override])
+    assert all(part in message for part in named), message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["parallel.sequence_parallel=true"], "sequence_parallel needs tensor_model_parallel_size of 2 or more"),
+        (["num_prompts=6", "algo.snr.num_folds=4"], "num_prompts 6 "),
+        (["num_prompts=1", "algo.snr.num_folds=1"], "optimal_prior"),
+        (["data.template=Q:"], "'Q:' has no {question}"),
+        (["rollout.push_timeout_s=60", "parallel.distributed_timeout_s=60"], "rollout.push_timeout_s 60 is not below"),
+        (["checkpoint.resume=nowhere"], "checkpoint.resume 'nowhere' is no directory"),
+        (["checkpoint.best_metric=eval/a/accuracy"], "is no figure of a set in evaluate.data"),
+        (["checkpoint.best_metric=eval/a/loss", "evaluate.data.a=a.jsonl"], "eval/a/accuracy, eval/a/mean_at_k, eval"),
+        (["checkpoint.best_metric=eval/a/pass_at_k", "evaluate.data.a=a.jsonl"], "but evaluate.every_steps is 0"),
+        *[([f"algo.baseline={name}", "group_size=1"], f"baseline '{name}'") for name in LEAVE_ONE_OUT],
+    ],
+)
+def test_values_that_do_not_go_together(overrides: list[str], named: str) -> None:
+    assert named in refused(overrides)
+
+
+def test_what_a_run_goes_on_from_and_which_figure_is_best(tmp_path: Path) -> None:
+    best = ["evaluate.data.a=a.jsonl", "evaluate.every_steps=1", "checkpoint.best_metric=eval/a/mean_at_k"]
+    for resume in ("none", "newest", str(tmp_path)):
+        config = parse_config(json.loads(json.dumps(MINIMAL)), overrides=[f"checkpoint.resume={resume}", *best])
+        assert config.checkpoint.resume == resume
+
+
+def test_every_figure_of_a_set_may_say_which_is_best() -> None:
+    grade = Grade(verdict=1.0, answer="4", tokens=1, truncated=False)
+    assert [*figures(Grades([grade], [grade], 1))][: len(EVALUATED)] == [*EVALUATED]
+
+
+@pytest.mark.parametrize("baseline", ["none", "group_mean", "grpo", "opo"])
+def test_baselines_that_need_no_other_response(baseline: str) -> None:
+    assert parse_config(MINIMAL, overrides=[f"algo.baseline={baseline}", "group_size=1"]).group_size == 1
+
+
+def test_the_template_is_the_user_turn_of_a_chat_too() -> None:
+    assert "no {question}" in refused(["data.template=Q:", "data.chat_template=true"])
+
+
+def test_a_held_out_set_follows_the_convention_of_its_name() -> None:
+    sets = parse_config(MINIMAL, overrides=["evaluate.data={gsm8k='a.jsonl', own='b.jsonl'}"]).evaluate.data
+    assert (sets["gsm8k"].convention, sets["own"].convention) == ("gsm8k", "")
+    other = parse_config(MINIMAL, overrides=["evaluate.data={gsm8k={path='a.jsonl', convention='math'}}"])
+    assert other.evaluate.data["gsm8k"].convention == "math"
+
+
+def test_a_mixture_has_all_its_weights_or_none() -> None:
+    sources = "data.train=[{path='a.jsonl', weight=2.0}, {path='b.jsonl'}]"
+    assert "'b.jsonl' has no weight" in refused([sources])
+    assert len(parse_config(MINIMAL, overrides=[sources.replace(", weight=2.0", "")]).data.train) == 2
+
+
+@pytest.mark.parametrize("key", ["run_dir", "model", "data"])
+def test_missing_keys(key: str) -> None:
+    assert f"{key!r} is missing" in refused([], {name: value for name, value in MINIMAL.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    ("content", "named"), [(None, "cannot read"), (b"run_dir = ", "not a TOML file"), (b"\xff", "TOML")]
+)
+def test_files_that_cannot_be_read(content: bytes | None, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=named) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_overrides_are_toml_and_plain_text_where_that_fails() -> None:
+    config = parse_config(MINIMAL, overrides=["run_dir=/a b/c", "data.template='{question} ='", "num_steps = 7"])
+    assert (str(config.run_dir), config.data.template, config.num_steps) == ("/a b/c", "{question} =", 7)
+
+
+def fields(section: type[Section], path: str = "config") -> Iterator[tuple[type[Section], str, str]]:
+    """(section class, section's own name, field's name) of everything but the sections themselves."""
+    for name, field in section.model_fields.items():
+        inner = section_in(field.annotation)
+        if inner is not None:
+            yield from fields(inner, name)
+        if not is_section(field.annotation):
+            yield section, path, name
+
+
+def test_every_field_is_documented() -> None:
+    undocumented = [(path, name) for owner, path, name in fields(Config) if not owner.model_fields[name].description]
+    assert undocumented == []
+    assert len(list(fields(Config))) > 60
+
+
+def reads(tree: ast.Module) -> set[tuple[str, str]]:
+    """(section's name or class, attribute) of every attribute that a file reads from a section of the config.
+
+    A section is known by its name (`config.reward`, `self._config`), by a parameter's or field's annotation
+    (`options: RewardConfig`), or by an assignment (`rollout = self._config.rollout`, also of several at once).
+    """
+    aliases: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation is not None:
+            name = node.arg if isinstance(node, ast.arg) else tail(node.target)
+            aliases.setdefault(name, set()).update(re.findall(r"\w*Config\b", ast.unparse(node.annotation)))
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                pairs = zip(target.elts, node.value.elts, strict=True) if several else [(target, node.value)]
+                for left, right in pairs:
+                    aliases.setdefault(tail(left), set()).add(tail(right))
+    return {
+        (owner, node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        for owner in {tail(node.value), *aliases.get(tail(node.value), ())}
+    }
+
+
+def tail(node: ast.expr) -> str:
+    """The last name of an expression: "rollout" for self._config.rollout, "config" for self._config."""
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name.lstrip("_")
+
+
+def test_every_field_is_read() -> None:
+    """By the package, from the section it belongs to, outside of where it is declared."""
+    found: set[tuple[str, str]] = set()
+    for path in PACKAGE.rglob("*.py"):
+        if not path.name.startswith("config"):
+            found |= reads(ast.parse(path.read_text(encoding="utf-8")))
+    unread = [
+        f"{path}.{name}" for owner, path, name in fields(Config) if not {(path, name), (owner.__name__, name)} & found
+    ]
+    assert unread == []
+
+
+def test_the_search_for_readers_finds_an_unread_field() -> None:
+    tree = ast.parse(
+        "def f(options: RewardConfig, config):\n    r = config.rollout\n    return options.name, r.top_p, x.lr"
+    )
+    found = reads(tree)
+    assert {("RewardConfig", "name"), ("rollout", "top_p"), ("config", "rollout")} <= found
+    assert ("optimizer", "lr") not in found and ("OptimizerConfig", "lr") not in found
+
+
+@pytest.mark.parametrize(
+    "override",
+    ['group_size="8"', "num_steps=true", "optimizer.lr=inf", "rollout.temperature=0.001", "data.shuffle=1", "seed=nan"],
+)
+def test_a_value_is_not_converted_or_stretched(override: str) -> None:
+    """Numbers in quotes, truth values for numbers, infinities, and temperatures that vLLM does not sample at."""
+    table = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
+    with pytest.raises(UserError, match=override.split("=", maxsplit=1)[0]):
+        parse_config(table, "test", [override])

@@ -1,0 +1,67 @@
+"""The layout presets of slurm/configs: each divides and fits, at its own size and at 1,024 ranks, and says so itself.
+
+Models are built at a preset's own size, of 235B-A22B only in the slow part. Not covered: a run of any of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.config import load_config
+from oblr_megatron.dryrun.checking import check_fits, check_run, model_of
+from oblr_megatron.dryrun.device_memory import rank_memory
+from oblr_megatron.model.published import NAMES
+from oblr_megatron.observe.performance.flops import total_parameters
+from tools.dry_run_presets import DEVICE, PER_NODE, PRESETS, at_size, examined, nodes_of
+
+ALL = sorted(path.stem for path in PRESETS.glob("*.toml"))
+LARGE = "qwen3_235b_a22b"
+NODES = 128
+
+
+def preset(name: str) -> Path:
+    return PRESETS / f"{name}.toml"
+
+
+def test_there_is_one_for_every_size() -> None:
+    assert sorted(f"qwen3_{name.lower().replace('-', '_')}" for name in NAMES) == ALL
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_its_first_lines_say_how_to_run_and_check_it(name: str) -> None:
+    first, second, *_ = preset(name).read_text(encoding="utf-8").splitlines()
+    assert first.endswith(f": sbatch slurm/oblr_{name}.sh")
+    assert second.endswith(
+        f"oblr-megatron train slurm/configs/{name}.toml --dry-run --nnodes {nodes_of(preset(name))} "
+        f"--nproc-per-node {PER_NODE} --gpu-memory-gb 80"
+    )
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("nodes", [0, NODES])
+def test_it_fits(name: str, nodes: int) -> None:
+    """At its own size (as it stands, without larger folds) and on 128 nodes."""
+    own = nodes_of(preset(name))
+    config = at_size(preset(name), nodes) if nodes else load_config(preset(name))
+    hf_config, _ = model_of(config.model.path)
+    decided = check_run(hf_config, config, (nodes or own) * PER_NODE, PER_NODE, DEVICE)
+    check_fits(rank_memory(hf_config, decided, (nodes or own) * PER_NODE, DEVICE), decided, DEVICE)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != LARGE])
+def test_its_ranks_hold_the_model(name: str) -> None:
+    check_models(name, nodes_of(preset(name)))
+
+
+@pytest.mark.slow
+def test_the_largest_at_1024_ranks() -> None:
+    check_models(LARGE, NODES)
+
+
+def check_models(name: str, nodes: int) -> None:
+    found = examined(preset(name), nodes).found
+    hf_config, _ = model_of(found.config.model.path)
+    assert found.models.total == total_parameters(hf_config)
+    assert sorted(rank for held in found.models.holdings for rank in held.ranks) == list(range(nodes * PER_NODE))

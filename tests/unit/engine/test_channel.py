@@ -1,0 +1,72 @@
+"""Framed messages over a real socket pair: round trip, deadlines, death of the peer.
+
+Does not cover the processes at its ends (tests/e2e/test_rollout_failures.py).
+"""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from oblr_megatron.engine.channel import Call, Channel, PeerGone, Reply
+
+
+@pytest.fixture
+def ends():
+    pair = [Channel(sock) for sock in socket.socketpair()]
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def test_messages_arrive_whole_and_in_order(ends):
+    left, right = ends
+    large = Call("generate", {"prompts": [tuple(range(1000))] * 400})  # far larger than the socket's buffer
+    writer = threading.Thread(target=lambda: [left.send(message) for message in (large, Reply(value=3))])
+    writer.start()
+    assert right.receive() == large
+    assert right.receive(time.monotonic() + 5) == Reply(value=3)
+    writer.join()
+
+
+def test_a_receiver_gives_up_at_its_deadline(ends):
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError):
+        ends[0].receive(begin + 0.3, alive=lambda: True)
+    assert 0.3 <= time.monotonic() - begin < 2
+
+
+def test_an_answer_that_came_in_time_is_read_after_the_deadline(ends):
+    """An engine that was ready long before its trainer asked is not late."""
+    ends[1].send(Reply(value="ready"))
+    assert ends[0].receive(time.monotonic() - 100, alive=lambda: True) == Reply(value="ready")
+
+
+def test_a_sender_gives_up_when_nobody_reads(ends):
+    with pytest.raises(TimeoutError):
+        ends[0].send(bytes(2**24), time.monotonic() + 0.3)
+
+
+def test_half_a_message_is_no_message():
+    left, right = socket.socketpair()
+    left.sendall(b"\0" * 7 + b"\x09" + b"four")
+    with right, pytest.raises(TimeoutError):
+        Channel(right).receive(time.monotonic() + 0.3)
+    left.close()
+
+
+def test_a_closed_peer_is_noticed_on_both_paths(ends):
+    left, right = ends
+    right.close()
+    with pytest.raises(PeerGone):
+        left.receive()
+    with pytest.raises(PeerGone):
+        left.send(Reply())
+
+
+def test_a_dead_peer_is_noticed_although_its_socket_is_open(ends):
+    begin = time.monotonic()
+    with pytest.raises(PeerGone, match="not alive"):
+        ends[0].receive(alive=lambda: False)
+    assert time.monotonic() - begin < 1

@@ -1,0 +1,186 @@
+"""Who may reach an API server, and with which options it is started.
+
+Not covered: a real server (tests/e2e/test_servers.py).
+"""
+
+import argparse
+import asyncio
+import json
+import socket
+from importlib.metadata import entry_points
+
+import pytest
+
+from oblr_megatron.cli import main
+from oblr_megatron.engine import http_messages as http
+from oblr_megatron.engine.serve_command import (
+    PLUGIN,
+    PLUGIN_GROUPS,
+    add_arguments,
+    check_address,
+    check_exposure,
+    command,
+    server_environment,
+    spec_of,
+)
+from oblr_megatron.engine.server_guard import KEY_VARIABLE, PATHS, Guard, is_loopback, refuse
+from oblr_megatron.errors import UserError
+
+KEY = "0123456789abcdef"
+
+
+def scope(path: str, kind: str = "http", **headers: str) -> dict:
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return {"type": kind, "path": path, "headers": pairs}
+
+
+@pytest.mark.parametrize("path", sorted(PATHS - {"/health"}))
+def test_every_path_but_health_asks_for_the_key(path):
+    assert refuse(scope(path, authorization=f"Bearer {KEY}"), KEY) is None
+    for given in ("", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"bearer  {KEY}", "Bearer "):
+        assert refuse(scope(path, authorization=given), KEY) == (401, "the API key is missing or wrong")
+    assert refuse(scope(path), KEY) == (401, "the API key is missing or wrong")
+    assert refuse(scope("/health"), KEY) is None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/collective_rpc",
+        "/update_weights",
+        "/oblr/infox",
+        "/oblr",
+        "/oblr/push/start/",
+        "//oblr/info",
+        "/",
+        "",
+        "/sleep",
+    ],
+)
+def test_other_paths_are_refused_with_the_key_too(path):
+    assert refuse(scope(path, authorization=f"Bearer {KEY}"), KEY) == (403, f"{path} is not served here")
+    assert refuse(scope(path, host="localhost:8000"), "")[0] == 403
+    assert refuse(scope(path), KEY)[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "let_in"),
+    [
+        ({"host": "127.0.0.1:8000"}, True),
+        ({"host": "localhost"}, True),
+        ({"host": "[::1]:8000"}, True),
+        ({"host": "evil.example:8000"}, False),  # a name that was made to point to 127.0.0.1
+        ({}, False),
+        ({"host": "127.0.0.1:8000", "origin": "http://evil.example"}, False),
+        ({"host": "localhost", "Origin": "null"}, False),
+    ],
+)
+def test_without_a_key_a_browsers_requests_are_refused(headers, let_in):
+    assert (refuse(scope(http.INFO, **headers), "") is None) == let_in
+
+
+def test_websockets_are_closed_and_the_lifespan_passes(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    passed, sent = [], []
+
+    async def app(scope_, receive, send):
+        passed.append(scope_["type"])
+
+    async def send(message):
+        sent.append(message)
+
+    guard = Guard(app)
+    for kind in ("lifespan", "websocket"):
+        asyncio.run(guard(scope(http.INFO, kind, authorization=f"Bearer {KEY}"), None, send))
+    assert passed == ["lifespan"]
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+    sent.clear()
+    asyncio.run(guard(scope(http.INFO), None, send))
+    assert sent[0]["status"] == 401 and json.loads(sent[1]["body"])["error"] == "the API key is missing or wrong"
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.5", False),
+        ("localhost.evil.example", False),
+        ("0.0.0.0", False),
+        ("", False),
+        ("host", False),
+    ],
+)
+def test_loopback(host, loopback):
+    assert is_loopback(host) == loopback
+
+
+def test_a_server_that_others_can_reach_needs_a_key():
+    check_exposure("127.0.0.1", "", "NAME")
+    check_exposure("10.0.0.5", KEY, "NAME")
+    with pytest.raises(UserError, match="put a key into the environment variable NAME"):
+        check_exposure("10.0.0.5", "", "NAME")
+    for key in (KEY, ""):
+        for host in ("0.0.0.0", "::", ""):
+            with pytest.raises(UserError, match="every interface"):
+                check_exposure(host, key, "NAME")
+    for key in ("short", "x" * 15, "with a space in it ....", "ümläut" * 4, "line\nbreak-0123456789"):
+        with pytest.raises(UserError, match="16 or more printable characters"):
+            check_exposure("127.0.0.1", key, "NAME")
+
+
+def test_a_taken_port_is_found():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1"):
+            check_address("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1"):
+        check_address("192.0.2.1", 8000)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_server_opens_no_development_mode_and_takes_no_pickles(tmp_path, device):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    spec = spec_of(parser.parse_args(["--model", str(tmp_path)]), device)
+    inherited = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_API_KEY": "x",
+        "OBLR_API_KEY": KEY,
+        "PATH": "/bin",
+    }
+    environment = server_environment(inherited, spec, KEY, own_key_variable="OBLR_API_KEY")
+    assert not {"VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"} & set(environment)
+    assert environment["PATH"] == "/bin" and environment["VLLM_PLUGINS"] == PLUGIN
+    assert [name for name, value in environment.items() if value == KEY] == [KEY_VARIABLE]
+    assert KEY_VARIABLE not in server_environment({KEY_VARIABLE: "old"}, spec, "")
+    words = command(spec, "127.0.0.1", 8000)
+    assert KEY not in words, "every user of the machine can read a command line"
+    assert words[words.index("--middleware") + 1] == "oblr_megatron.engine.server_guard.Guard"
+    assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
+    backend = json.loads(words[words.index("--weight-transfer-config") + 1])["backend"]
+    assert backend == {"cpu": "oblr_server_shm", "cuda": "oblr_nccl"}[device]
+    assert ("--enforce-eager" in words) == (device == "cpu")
+
+
+def test_the_installation_names_the_plugins():
+    for group in PLUGIN_GROUPS:
+        assert PLUGIN in entry_points(group=group).names
+
+
+def test_the_command_refuses_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("OBLR_API_KEY", raising=False)
+    assert main(["serve", "--model", str(tmp_path), "--host", "10.0.0.5"]) == 2
+    assert "error: 10.0.0.5 can be reached from other machines" in capsys.readouterr().err
+    assert main(["serve", "--model", str(tmp_path / "none")]) == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_shapes_tell_models_apart():
+    shapes = {"a": (2, 3), "b": (4,)}
+    assert http.shapes_digest(shapes) == http.shapes_digest(dict(reversed(shapes.items())))
+    assert len({http.shapes_digest(one) for one in (shapes, {"a": (3, 2), "b": (4,)}, {"a": (2, 3)})}) == 3

@@ -1,0 +1,333 @@
+"""The demo's parts and the recipes: sums and teacher, tokenizer, warm start, export check, demo script, configs.
+
+Oracles: arithmetic itself, a hand-written greedy loop on single unpadded prompts, the model's own probabilities.
+Not covered: that reinforcement learning lifts the accuracy (the demo shows it), vLLM reading the tokenizer (tests/e2e),
+and the recipes for real weights, which need GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from oblr_megatron.checks.layout import check_layout
+from oblr_megatron.config import load_config
+from oblr_megatron.dryrun.device_memory import Device, rank_memory
+from oblr_megatron.model.published import published
+from oblr_megatron.preflight import write_config
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "examples" / "tiny_cpu"))  # scripts import their neighbours by name
+sys.path.insert(0, str(ROOT / "tools"))
+
+import check_export  # noqa: E402
+import demo  # noqa: E402
+import prepare  # noqa: E402
+import recipe_cost  # noqa: E402
+from accuracy import accuracy, read_rows  # noqa: E402
+from sums import Row, lowest_first, make_row, mixed_answer, split_rows  # noqa: E402
+from tiny_model import CHARACTERS, build_model, build_tokenizer  # noqa: E402
+
+CONFIGS = [
+    "examples/tiny_cpu/config.toml",
+    "examples/gsm8k_qwen3_0.6b/config.toml",
+    "tools/smoke.toml",
+    "examples/tiny_moe_cpu/config.toml",
+]
+RECIPES = {"gsm8k_qwen3_0.6b": "0.6B", "gsm8k_qwen3_1.7b": "1.7B", "math_qwen3_4b": "4B", "math_qwen3_8b": "8B"}
+NUMBERS = re.compile(r"(\d+)\+(\d+)=")
+
+
+def numbers(row: Row) -> tuple[int, int]:
+    found = NUMBERS.fullmatch(row.question)
+    assert found, row.question
+    return int(found[1]), int(found[2])
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What prepare.py writes, after three supervised steps."""
+    out = tmp_path_factory.mktemp("tiny")
+    run_prepare(out)
+    return out
+
+
+def run_prepare(out: Path, *options: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["prepare.py", "--out", str(out), "--steps", "3", "--threads", "1", *options])
+        prepare.main()
+
+
+def test_every_sum_is_right_and_split_once() -> None:
+    train, heldout = split_rows(256, seed=0)
+    for row in [*train, *heldout]:
+        assert int(row.answer[::-1]) == sum(numbers(row))
+    unordered = [{frozenset(numbers(row)) for row in rows} for rows in (train, heldout)]
+    assert not unordered[0] & unordered[1], "a + b was seen as b + a"
+    assert len(heldout) == len(unordered[1]) == 256
+    assert len({row.id for row in train}) == len(train)
+    assert unordered[0] | unordered[1] == {frozenset((a, b)) for a in range(10, 100) for b in range(10, 100)}
+    assert split_rows(256, seed=0) == (train, heldout) != split_rows(256, seed=1)
+
+
+def test_lowest_digit_first_keeps_zeros() -> None:
+    assert [lowest_first(number) for number in (81, 120, 100, 198)] == ["18", "021", "001", "891"]
+
+
+def test_teacher_is_right_a_third_of_the_time_and_wrong_in_two_ways() -> None:
+    """Over 64+87 (two carries): shares within 5 standard deviations; every wrong answer is one of the two mistakes."""
+    row, generator = make_row(64, 87), random.Random(0)
+    answers = [mixed_answer(row, generator) for _ in range(4000)]
+    right, forgotten = answers.count("151") / 4000, answers.count("14") / 4000
+    assert right == pytest.approx(0.35, abs=0.04)
+    assert forgotten == pytest.approx(0.30, abs=0.04)
+    slipped = {answer for answer in answers if answer not in ("151", "14")}
+    assert all(len(answer) == 3 and sum(x != y for x, y in zip(answer, "151", strict=True)) == 1 for answer in slipped)
+    assert len(slipped) == 27, "every slip of every digit occurs"
+
+
+def test_forgotten_carries_are_right_where_nothing_is_carried() -> None:
+    generator = random.Random(1)
+    answers = [mixed_answer(make_row(23, 45), generator) for _ in range(4000)]
+    assert answers.count("86") / 4000 == pytest.approx(0.65, abs=0.04)
+
+
+def test_tokenizer_survives_saving(prepared: Path) -> None:
+    """A character is a token, decoding puts nothing between them, and AutoTokenizer reads it back the same."""
+    fresh, loaded = build_tokenizer(), AutoTokenizer.from_pretrained(prepared / "model")
+    config = json.loads((prepared / "model" / "config.json").read_text())
+    for tokenizer in (fresh, loaded):
+        ids = tokenizer.encode("64+87=151")
+        assert len(ids) == 9 and tokenizer.decode(ids) == "64+87=151"
+        assert len(set(tokenizer.encode(CHARACTERS))) == len(CHARACTERS)
+        assert len(tokenizer) == config["vocab_size"]
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "64+87=151"
+        assert tokenizer.encode("?") == [tokenizer.unk_token_id]
+    assert loaded.eos_token_id == fresh.eos_token_id == config["eos_token_id"]
+    generation = json.loads((prepared / "model" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == fresh.eos_token_id
+
+
+def test_prepare_is_deterministic(prepared: Path, tmp_path: Path) -> None:
+    """The same seed writes the same bytes, another seed other ones."""
+    names = ("train.jsonl", "heldout.jsonl", "model/model.safetensors", "model/tokenizer.json", "model/config.json")
+    run_prepare(tmp_path / "again")
+    for name in names:
+        assert (tmp_path / "again" / name).read_bytes() == (prepared / name).read_bytes(), name
+    run_prepare(tmp_path / "other", "--seed", "1")
+    for name in names[:3]:
+        assert (tmp_path / "other" / name).read_bytes() != (prepared / name).read_bytes(), name
+
+
+def test_teacher_batch_teaches_the_answer_alone() -> None:
+    tokenizer = build_tokenizer()
+    rows = [make_row(10, 10), make_row(99, 99)]
+    input_ids, labels = prepare.teacher_batch(tokenizer, rows, random.Random(0))
+    assert (labels[:, :6] == prepare.IGNORED).all()
+    for line, row in enumerate(rows):
+        taught = labels[line] != prepare.IGNORED
+        assert torch.equal(input_ids[line][taught], labels[line][taught])
+        assert input_ids[line][taught][-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(input_ids[line][:6]) == row.question
+        assert (input_ids[line][6:][~taught[6:]] == tokenizer.pad_token_id).all()
+
+
+def test_greedy_accuracy_matches_an_unpadded_loop() -> None:
+    """Batched generation with left padding, on prompts of unequal length, answers as an argmax loop does."""
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, hidden=64, layers=2, seed=3).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # decisive logits
+    questions = ["1+2=", "64+87=", "5=", "12+34=", "9+99="]
+    answers = [argmax_answer(model, tokenizer, question) for question in questions]
+    rows = [{"question": question, "answer": answer} for question, answer in zip(questions, answers, strict=True)]
+    assert accuracy(model, tokenizer, rows, batch_size=2) == 1.0
+    rows[1]["answer"] += "0"
+    assert accuracy(model, tokenizer, rows) == 0.8
+
+
+def argmax_answer(model: torch.nn.Module, tokenizer, question: str, limit: int = 6) -> str:
+    ids = tokenizer.encode(question)
+    length = len(ids)
+    while len(ids) < length + limit and ids[-1] != tokenizer.eos_token_id:
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return tokenizer.decode(ids[length:], skip_special_tokens=True)
+
+
+def test_sampled_accuracy_is_the_model_s_probability() -> None:
+    """The share of right samples agrees with exp(log pi(answer)) within 4 standard deviations."""
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, hidden=64, layers=2, seed=0).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    row = {"question": "64+87=", "answer": argmax_answer(model, tokenizer, "64+87=", limit=1)}
+    prompt = tokenizer.encode(row["question"])
+    ids = torch.tensor([[*prompt, *tokenizer.encode(row["answer"])]])
+    with torch.no_grad():
+        logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
+    answer = ids[0, len(prompt) :].tolist()
+    expected = float(torch.stack([logprobs[len(prompt) - 1 + k, token] for k, token in enumerate(answer)]).sum().exp())
+    count = 4000
+    measured = accuracy(model, tokenizer, [row], samples=count, seed=0, max_new_tokens=len(answer))
+    assert 0.01 < expected < 0.99
+    assert abs(measured - expected) < 4 * (expected * (1 - expected) / count) ** 0.5
+    assert measured == accuracy(model, tokenizer, [row], samples=count, seed=0, max_new_tokens=len(answer))
+
+
+@pytest.mark.parametrize(("tp", "pp", "ranks"), [(1, 1, 2), (2, 2, 4), (2, 1, 2), (1, 2, 2)])
+def test_tiny_model_fits_the_layouts(prepared: Path, tp: int, pp: int, ranks: int) -> None:
+    overrides = [f"parallel.tensor_model_parallel_size={tp}", f"parallel.pipeline_model_parallel_size={pp}"]
+    config = load_config(ROOT / CONFIGS[0], overrides)
+    hf_config = json.loads((prepared / "model" / "config.json").read_text())
+    check_layout(hf_config, config, ranks)
+    assert hf_config["num_key_value_heads"] < hf_config["num_attention_heads"]
+    assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= hf_config["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_configs_are_valid(path: str) -> None:
+    config = load_config(ROOT / path)
+    assert config.model.path.name, path
+    assert "{question}" in config.data.template
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_its_model_and_says_what_it_costs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On one node of 8 GPUs; the README's figures are those of the command it names."""
+    size, folder = RECIPES[name], ROOT / "examples" / name
+    config = load_config(folder / "config.toml")
+    model = published(size)
+    check_layout(model, config, 8)
+    assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= model["max_position_embeddings"]
+    device = Device(on_gpu=True, num_bytes=80 * 10**9, transformer_engine=True)
+    assert max(one.peak for one in rank_memory(model, config, 8, device)) < 0.95 * device.num_bytes
+    readme = (folder / "README.md").read_text()
+    command = re.search(r"`python tools/recipe_cost\.py ([^`]*)`", readme)
+    assert command and f"{name}/config.toml" in command[1]
+    monkeypatch.setattr(sys, "argv", ["recipe_cost.py", *command[1].split()])
+    monkeypatch.chdir(ROOT)
+    recipe_cost.main()
+    rows = dict(re.findall(r"│ (.*?) +│ (.*?) +│", capsys.readouterr().out))
+    memory, hours = rows["memory of the fullest rank"], float(rows["GPU hours"])
+    assert f"{float(memory.split()[0]):.0f} GiB" in readme and f"{rows[f'{config.num_steps} steps']}" in readme
+    assert f"{hours:.1f} GPU hours" in readme or f"{hours:.0f} GPU hours" in readme
+
+
+def test_the_models_of_the_paper_have_its_batch() -> None:
+    for name in ("math_qwen3_4b", "math_qwen3_8b"):
+        config = load_config(ROOT / "examples" / name / "config.toml")
+        assert (config.num_prompts, config.group_size) == (128, 8)
+        assert r"within \boxed{}." in config.data.template and not config.data.chat_template
+
+
+def test_gsm8k_template_asks_for_a_box() -> None:
+    """One backslash reaches the model, not TOML's two, and generation starts after Qwen3's empty thought."""
+    template = load_config(ROOT / CONFIGS[1]).data.template
+    assert r"within \boxed{}." in template and r"\\boxed" not in template
+    assert template.startswith("<|im_start|>user\n{question}")
+    assert template.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+@pytest.fixture
+def finished(prepared: Path, tmp_path: Path) -> Path:
+    """A run directory whose last evaluation is the export's true accuracy on rows made so that it is not 0."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    model = AutoModelForCausalLM.from_pretrained(prepared / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "model")
+    model.save_pretrained(run_dir / "hf")
+    tokenizer.save_pretrained(run_dir / "hf")
+    rows = read_rows(prepared / "heldout.jsonl")[:50]
+    for row in rows[:30]:
+        row["answer"] = argmax_answer(model, tokenizer, row["question"])
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"model.path={prepared / 'model'}", f"evaluate.data.heldout={heldout}", "evaluate.samples_per_prompt=2"]
+    write_config(load_config(ROOT / CONFIGS[0], [f"run_dir={run_dir}", *keys]))
+    return run_dir
+
+
+def write_metrics(run_dir: Path, greedy: float) -> None:
+    records = [
+        {"step": 0, "eval/heldout/accuracy": 0.1, "eval/heldout/mean_at_k": 0.2},
+        {"step": 1, "reward/mean": 0.5},
+        {"step": 2, "eval/heldout/accuracy": greedy, "eval/heldout/mean_at_k": 0.4},
+        {"step": 3, "reward/mean": 0.5},
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize(("recorded", "status"), [(0.60, 0), (0.61, 0), (0.64, 1), (0.56, 1)])
+def test_check_export_compares_greedy_accuracies(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, recorded: float, status: int
+) -> None:
+    """30 of 50 answers are the model's own, 0.60; more than two points away is an error."""
+    write_metrics(finished, recorded)
+    monkeypatch.setattr(sys, "argv", ["check_export.py", str(finished)])
+    assert check_export.main() == status
+
+
+def test_check_export_needs_an_evaluation(finished: Path) -> None:
+    (finished / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    with pytest.raises(SystemExit, match="no evaluation"):
+        check_export.last_evaluation(finished)
+
+
+def test_demo_summary(finished: Path) -> None:
+    write_metrics(finished, 0.6)
+    line, lift = demo.summary(finished, 12.3)
+    assert line == "demo: accuracy 20.0% -> 40.0% in 3 steps, 12 s"
+    assert lift == pytest.approx(0.2)
+
+
+def test_demo_clears_only_its_own_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert demo.clear_run(run_dir) is None, "nothing there"
+    run_dir.mkdir()
+    assert demo.clear_run(run_dir) is None and run_dir.exists(), "an empty directory"
+    (run_dir / "thesis.txt").write_text("precious")
+    for config in (None, "{", "[]", '{"model": {"path": "elsewhere/model"}}'):
+        if config is not None:
+            (run_dir / "config.json").write_text(config)
+        assert "left alone" in (demo.clear_run(run_dir) or ""), config
+        assert (run_dir / "thesis.txt").read_text() == "precious"
+    (run_dir / "config.json").write_text(json.dumps({"model": {"path": str(tmp_path / "model")}}))
+    assert demo.clear_run(run_dir) is None and not run_dir.exists()
+
+
+def test_demo_stops_at_the_first_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A part's status is the demo's own, and nothing runs after it."""
+    exits = {"prepare": 0, "train": 3, "report": 0}
+    made = [
+        (name, [sys.executable, "-c", f"print('ran {name}'); raise SystemExit({code})"]) for name, code in exits.items()
+    ]
+    monkeypatch.setattr(demo, "parts", lambda *_: made)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path)])
+    assert demo.main() == 3
+    out, err = capfd.readouterr()
+    assert "ran train" in out and "ran report" not in out
+    assert err.splitlines()[-1] == "error: demo stopped: train ended with status 3"
+
+
+def test_demo_s_commands_parse(tmp_path: Path) -> None:
+    """Moved elsewhere, the demo's overrides name fields that exist and point all paths there."""
+    train = dict(demo.parts(tmp_path, 2, ["num_steps=2"]))["train"]
+    overrides = [argument for argument in train if re.fullmatch(r"[a-z_.]+=.*", argument)]
+    config = load_config(ROOT / CONFIGS[0], overrides)
+    assert config.num_steps == 2
+    sources = [*config.data.train, *config.evaluate.data.values()]
+    paths = [config.run_dir, config.model.path, *(source.path for source in sources)]
+    assert all(Path(path).is_relative_to(tmp_path) for path in paths)

@@ -1,0 +1,113 @@
+"""What one rank takes down of each sample: what it squares, what it puts aside, what that takes.
+
+The gradients are random and no backward is run; tests/distributed does that. Not covered: CUDA.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from oblr_megatron.config import ModelConfig, ParallelConfig
+from oblr_megatron.data.packing import one_per_microbatch
+from oblr_megatron.gradnorm.accumulate import Capture, bytes_put_aside
+from oblr_megatron.gradnorm.embedding_rows import touched_rows
+from oblr_megatron.gradnorm.reduce import Reducer
+from oblr_megatron.gradnorm.rules import Kind, Rule, classify
+from oblr_megatron.model.parallel import initialize, shutdown
+from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.types import MicroBatch, Sample
+from tests.tiny import tiny_config
+
+SAMPLES = [Sample(0, ids, (), (), "", "stop", 0) for ids in ((9, 3, 9, 15), (36, 5))]
+
+
+@pytest.fixture
+def policy() -> Iterator[Policy]:
+    parallel = initialize(ParallelConfig())
+    config = ModelConfig(path=".", make_vocab_size_divisible_by=8)
+    yield build_policy(tiny_config(tie_word_embeddings=True), config, parallel)
+    shutdown()
+
+
+def on_tp_rank(policy: Policy, tp_rank: int) -> tuple[list[Rule], Capture, list[MicroBatch]]:
+    """As on a rank of TP 2: shards, copies and partials all occur."""
+    parallel = replace(policy.parallel, tp_size=2, tp_rank=tp_rank)
+    rules = classify(replace(policy, parallel=parallel))
+    batches = one_per_microbatch(SAMPLES, (0, 1))
+    return rules, Capture(rules, batches, Reducer(parallel)), batches
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_each_gradient_goes_where_its_rule_says(policy: Policy, tp_rank: int) -> None:
+    rules, capture, _ = on_tp_rank(policy, tp_rank)
+    generator = torch.Generator().manual_seed(0)
+    counted, partials = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for slot in (1, 0):  # samples may end in any order
+        for rule in rules:
+            grad = torch.randn(rule.param.shape, generator=generator)
+            capture.matrix(rule, slot, grad)
+            if rule.kind is Kind.PARTIAL:
+                partials[slot] += grad.double().square().sum()
+            elif rule.kind is Kind.SHARD or tp_rank == 0:
+                counted[slot] += grad.double().square().sum()
+    torch.testing.assert_close(capture.own, counted, rtol=1e-12, atol=0)
+    aside = capture.vectors[Kind.PARTIAL].values.double().square().sum(1)
+    torch.testing.assert_close(aside, partials, rtol=1e-12, atol=0)
+
+
+def test_several_samples_vectors_are_taken_down_at_once(policy: Policy) -> None:
+    rules, capture, _ = on_tp_rank(policy, 0)
+    copy = next(rule for rule in rules if rule.kind is Kind.COPY)
+    grads = torch.randn(2, *copy.param.shape, generator=torch.Generator().manual_seed(1))
+    capture.vector(copy, 0, grads)
+    torch.testing.assert_close(capture.own, grads.double().square().sum(1), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_bytes_put_aside_are_what_is_held(policy: Policy, tp_rank: int) -> None:
+    rules, capture, batches = on_tp_rank(policy, tp_rank)
+    assert capture.rows is not None
+    rows = [part for part in (capture.rows.embedding, capture.rows.head) if part is not None]
+    held = capture.vectors[Kind.PARTIAL].values.nbytes + sum(part.nbytes for part in rows)
+    assert len(rows) == 2  # embedding and output layer in one
+    assert sum(bytes_put_aside(rules, batch, capture.parallel) for batch in batches) == held
+
+
+def test_rows_are_found_by_sample_and_row(policy: Policy) -> None:
+    _, capture, _ = on_tp_rank(policy, 0)
+    rows = capture.rows
+    assert rows is not None and rows.embedding is not None
+    assert list(zip(rows.sample.tolist(), rows.row.tolist(), strict=True)) == [
+        (0, 0),
+        (0, 3),
+        (0, 9),
+        (0, 15),
+        (1, 0),
+        (1, 5),
+        (1, 36),
+    ]
+    assert rows.span(1, 2) == slice(4, 7)
+    rows.add_embedding(torch.tensor([1, 0]), torch.tensor([36, 9]), torch.ones(2, 48))
+    assert rows.embedding.sum(1).tolist() == [0, 0, 48, 0, 0, 0, 48]
+    with pytest.raises(AssertionError, match="no sample"):
+        rows.add_embedding(torch.tensor([1]), torch.tensor([9]), torch.ones(1, 48))
+
+
+def test_touched_rows() -> None:
+    ids = torch.tensor([9, 3, 9, 15])
+    assert touched_rows(ids, 8, 0).tolist() == [0, 3]  # 0 pads
+    assert touched_rows(ids, 8, 1).tolist() == [1, 7]
+    assert touched_rows(ids, 8, 2).tolist() == []
+    assert touched_rows(ids[:0], 8, 0).tolist() == [0]
+
+
+@pytest.mark.parametrize("module", ["reference", "segments", "kernels", "sketch", "products"])
+def test_the_pure_parts_load_neither_megatron_nor_vllm(module: str) -> None:
+    code = f"import sys, oblr_megatron.gradnorm.{module}; sys.exit(any(m in sys.modules for m in ('megatron', 'vllm')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

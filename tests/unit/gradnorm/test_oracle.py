@@ -1,0 +1,167 @@
+"""The oracle itself, against transformers' Qwen3ForCausalLM: logits, log-probs and per-sample gradient norms.
+
+transformers computes RMSNorm in fp32 whatever the model's dtype; for the fp64 comparisons its norm modules are replaced
+by torch.nn.RMSNorm. The stock modules are compared in fp32. Not covered: attention biases, sliding windows, rope
+scaling (no Qwen3 checkpoint this package trains uses them).
+"""
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from oblr_megatron.gradnorm.oracle import (
+    reference_gradient,
+    reference_logits,
+    reference_logprobs,
+    reference_sq_norms,
+)
+from oblr_megatron.types import Sample
+
+LENGTHS = ((1, 1), (3, 5), (6, 2), (4, 9))
+
+
+def config_of(*, tied, groups=2):
+    return Qwen3Config(
+        vocab_size=23,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=groups,
+        head_dim=8,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        attn_implementation="sdpa",
+    )
+
+
+def transformers_model(config, dtype, *, seed=0):
+    """A Qwen3ForCausalLM whose norms are not all ones, so that a forgotten factor shows."""
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    if dtype == torch.float64:
+        replace_norms(model)
+    return model
+
+
+def replace_norms(model):
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__ == "Qwen3RMSNorm":
+                norm = torch.nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+
+
+def weights_of(model):
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def sample_of(prompt, response, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = tuple(torch.randint(0, 23, (prompt + response,), generator=generator).tolist())
+    return Sample(
+        group=0,
+        prompt_ids=ids[:prompt],
+        response_ids=ids[prompt:],
+        logprobs=(0.0,) * response,
+        text="",
+        finish_reason="stop",
+        version=0,
+    )
+
+
+def transformers_logprobs(model, sample, temperature):
+    ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+    logprobs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
+    return logprobs.gather(1, ids[0, 1:, None])[len(sample.prompt_ids) - 1 :, 0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_logits_equal_transformers_in_fp64(tied, groups):
+    config = config_of(tied=tied, groups=groups)
+    model = transformers_model(config, torch.float64)
+    tokens = torch.tensor([3, 3, 7, 0, 22, 3, 1])
+    ours = reference_logits(weights_of(model), config, tokens)
+    with torch.no_grad():
+        theirs = model(tokens[None]).logits[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_logits_equal_stock_transformers_in_fp32():
+    config = config_of(tied=True)
+    model = transformers_model(config, torch.float32)
+    tokens = torch.tensor([3, 3, 7, 0, 22, 3, 1])
+    ours = reference_logits(weights_of(model), config, tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(ours, model(tokens[None]).logits[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_norms_equal_transformers_autograd(tied, temperature):
+    config = config_of(tied=tied)
+    model = transformers_model(config, torch.float64)
+    samples = [sample_of(*lengths, seed=n) for n, lengths in enumerate(LENGTHS)]
+    theirs = torch.zeros(len(samples), dtype=torch.float64)
+    for n, sample in enumerate(samples):
+        model.zero_grad()
+        transformers_logprobs(model, sample, temperature).sum().backward()
+        theirs[n] = sum(parameter.grad.square().sum() for parameter in model.parameters())
+    ours = reference_sq_norms(weights_of(model), config, samples, temperature)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
+def test_gradient_equals_transformers_parameter_by_parameter():
+    config = config_of(tied=True)
+    model = transformers_model(config, torch.float64)
+    sample = sample_of(4, 9)
+    transformers_logprobs(model, sample, 1.0).sum().backward()
+    ours = reference_gradient(weights_of(model), config, sample)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-11, atol=1e-12)
+
+
+def test_gradient_equals_a_finite_difference():
+    config = config_of(tied=True)
+    weights = weights_of(transformers_model(config, torch.float64))
+    sample = sample_of(4, 6)
+    gradient = reference_gradient(weights, config, sample)
+    generator = torch.Generator().manual_seed(5)
+    direction = {
+        name: torch.randn(weight.shape, generator=generator, dtype=torch.float64) for name, weight in weights.items()
+    }
+    step = 1e-5
+    ends = [
+        reference_logprobs({n: w + sign * step * direction[n] for n, w in weights.items()}, config, sample).sum()
+        for sign in (1, -1)
+    ]
+    slope = sum((gradient[name] * direction[name]).sum() for name in weights)
+    torch.testing.assert_close((ends[0] - ends[1]) / (2 * step), slope, rtol=1e-6, atol=0)
+
+
+def test_ratios_scale_the_score_of_each_token():
+    config = config_of(tied=False)
+    weights = weights_of(transformers_model(config, torch.float64))
+    sample = sample_of(3, 4)
+    ones = reference_sq_norms(weights, config, [sample], ratios=[torch.ones(4, dtype=torch.float64)])
+    assert torch.equal(ones, reference_sq_norms(weights, config, [sample]))
+    doubled = reference_sq_norms(weights, config, [sample], ratios=[torch.full((4,), 2.0, dtype=torch.float64)])
+    torch.testing.assert_close(doubled, 4 * ones, rtol=1e-13, atol=0)
+    ratio = torch.tensor([0.0, 2.0, 0.5, 1.0], dtype=torch.float64)
+    parts = [reference_gradient(weights, config, sample, ratio=torch.eye(4, dtype=torch.float64)[t]) for t in range(4)]
+    whole = reference_gradient(weights, config, sample, ratio=ratio)
+    for name, grad in whole.items():
+        torch.testing.assert_close(
+            grad, sum(r * part[name] for r, part in zip(ratio, parts, strict=True)), rtol=1e-11, atol=1e-14
+        )
+
+
+def test_an_empty_response_has_norm_zero():
+    config = config_of(tied=True)
+    weights = weights_of(transformers_model(config, torch.float64))
+    assert reference_sq_norms(weights, config, [sample_of(4, 0)]).tolist() == [0.0]

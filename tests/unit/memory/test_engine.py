@@ -1,0 +1,79 @@
+"""What an engine is expected to take: weights against transformers' own count, the cache against vLLM's own figure.
+
+Not covered: an engine on a GPU; its working memory and what it holds asleep are a model, and looked at for sense alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.memory.engine import EngineMemory, engine_bytes
+from oblr_megatron.model.published import published
+
+GPU = 80 * 10**9
+
+
+def run(**rollout: Any) -> Config:
+    return parse_config(
+        {
+            "run_dir": "unused",
+            "model": {"path": "unused", "dtype": "bfloat16"},
+            "data": {"train": "unused"},
+            "rollout": rollout,
+        }
+    )
+
+
+def whole_model(name: str) -> dict[str, int]:
+    """Elements of every weight as transformers has it, by name."""
+    config = published(name)
+    kind = Qwen3MoeConfig if config.get("num_experts") else Qwen3Config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(kind.from_dict(config))
+    return {name: weight.numel() for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["0.6B", "8B", "30B-A3B"])
+def test_weights_on_one_device_are_the_models(name: str) -> None:
+    weights = whole_model(name)
+    assert engine_bytes(published(name), run(), device_bytes=10**15).weights == 2 * sum(weights.values())
+    matrices = sum(size for name, size in weights.items() if "proj" in name)
+    rounded = engine_bytes(published(name), run(quantization="fp8"), device_bytes=10**15).weights
+    assert rounded == 2 * sum(weights.values()) - matrices
+
+
+@pytest.mark.parametrize(("width", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_a_token_takes_what_vllm_says(width: int, heads: int) -> None:
+    """Qwen3-30B-A3B has four heads of keys: eight devices hold a copy each."""
+    config = published("30B-A3B")
+    found = engine_bytes(config, run(tensor_parallel_size=width), device_bytes=GPU)
+    layer = FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=128, dtype=torch.bfloat16)
+    assert found.kv_bytes_per_token == layer.page_size_bytes * config["num_hidden_layers"] // 16
+
+
+def test_copied_heads_are_counted_among_the_weights() -> None:
+    config = published("30B-A3B")
+    four, eight = (engine_bytes(config, run(tensor_parallel_size=n), device_bytes=10**15).weights * n for n in (4, 8))
+    copies = 2 * 4 * config["head_dim"] * config["hidden_size"] * config["num_hidden_layers"] * 2  # k and v, bf16
+    norms = 2 * (4 * 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 4 * 2048)  # norms and routers are whole on every device
+    assert eight - four == copies + norms
+
+
+def test_the_cache_is_what_is_left_of_the_share() -> None:
+    found = engine_bytes(published("8B"), run(gpu_memory_utilization=0.5), device_bytes=GPU)
+    assert found.total == GPU // 2 and found.kv_cache == GPU // 2 - found.weights - found.other > 0
+    assert engine_bytes(published("32B"), run(), device_bytes=GPU).kv_cache == 0
+    on_cpu = engine_bytes(published("0.6B"), run(kv_cache_gib=0.25), device_bytes=None)
+    assert on_cpu.kv_cache == 2**28 and on_cpu.total == on_cpu.weights + 2**28 + on_cpu.other
+
+
+def test_what_stays_asleep() -> None:
+    found = EngineMemory(weights=10**10, kv_cache=10**10, other=5 * 10**9, kv_bytes_per_token=100)
+    assert found.asleep(0) == found.total == 25 * 10**9 and found.asleep(1) == found.asleep(2) == 2 * 2**30
+    assert found.kv_tokens == 10**8

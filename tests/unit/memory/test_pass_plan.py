@@ -1,0 +1,55 @@
+"""Which replicas of a step work on how many samples, and what is said where some wait for others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.memory.pass_plan import Layout, idle_replicas, samples_of_a_rank
+
+PROMPTS, GROUP = 12, 4
+
+
+def config_of(folds: int, **gradnorm: Any) -> Config:
+    return parse_config(
+        {
+            "run_dir": "unused",
+            "num_prompts": PROMPTS,
+            "group_size": GROUP,
+            "model": {"path": "unused"},
+            "data": {"train": "unused"},
+            "algo": {"snr": {"num_folds": folds}},
+            "gradnorm": {"mode": "two_pass"} | gradnorm,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("folds", "replicas", "sharing", "prompts_of_the_first", "share"),
+    [
+        (12, 2, 2, 12, "50%"),  # one prompt a fold: the second replica never has one
+        (4, 4, 2, 4, "25%"),  # 3 prompts for two
+        (4, 2, 2, 8, "25%"),
+        (2, 4, 4, 4, "25%"),  # 6 for four: 2, 2, 1, 1
+        (6, 2, 2, 6, None),
+        (4, 4, 1, 3, None),
+    ],
+)
+def test_uneven_prompts_are_said(
+    folds: int, replicas: int, sharing: int, prompts_of_the_first: int, share: str | None
+) -> None:
+    config, layout = config_of(folds), Layout(replicas=replicas, block=sharing, spread=1)
+    assert samples_of_a_rank(config, layout) == prompts_of_the_first * GROUP
+    line = idle_replicas(config, layout)
+    if share is None:
+        assert line is None
+    else:
+        assert line is not None and line.startswith(f"replicas idle {share} of the gradient: ")
+        assert line.endswith(f"a multiple of {sharing}")
+
+
+def test_responses_that_are_dealt_leave_nobody_idle() -> None:
+    config = config_of(12, mode="stash", stash_spread=2)
+    assert idle_replicas(config, Layout(replicas=2, block=1, spread=2)) is None

@@ -1,0 +1,157 @@
+"""The estimated memory of a step is that of the tensors which are alive at its fullest moment, counted one by one.
+
+Sizes are small but far from degenerate. Not covered: what an allocator holds beyond the tensors (tools/bench/memory.py
+measures whole processes), parallel layouts (tests/distributed/test_memory.py), GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from oblr_megatron.config import ParallelConfig
+from oblr_megatron.memory.rank_shapes import RankSizes
+from oblr_megatron.memory.training import MemoryEstimate, estimate, resident_bytes, stash_bytes
+from oblr_megatron.model.parallel import Parallel, initialize, shutdown
+from tests.live import WatchedSteps, peak_of_step, step_config
+from tests.tiny import tiny_config, tiny_moe_config
+
+TOKENS = 100
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "vocab_size": 128}
+
+
+@pytest.fixture
+def parallel() -> Iterator[Parallel]:
+    yield initialize(ParallelConfig())
+    shutdown()
+
+
+def mode(name: str, **options: Any) -> dict[str, Any]:
+    return {"gradnorm": {"mode": name, **options}}
+
+
+def recompute(granularity: str) -> dict[str, Any]:
+    return {"parallel": {"recompute_granularity": granularity}}
+
+
+LARGE, TIED = {"vocab_size": 2000}, {"vocab_size": 1000, "tie_word_embeddings": True}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "no norms": ({"algo": {"baseline": "rloo"}}, {}),
+    "two_pass": (mode("two_pass"), {}),
+    "two_pass, rows, folds": (mode("two_pass") | {"rows": 2, "prompts": 2}, {}),
+    "two_pass, packed": (mode("two_pass") | {"rows": 2, "parallel": {"packing": "packed"}}, {}),
+    "two_pass, tied": (mode("two_pass"), TIED),
+    "bookkeep": (mode("bookkeep"), {}),
+    "bookkeep, rows": (mode("bookkeep") | {"rows": 2}, {}),
+    "bookkeep, windows": (mode("bookkeep", window_tokens=100) | {"prompts": 2, "algo": {"snr": {"num_folds": 1}}}, {}),
+    "bookkeep, large vocabulary": (mode("bookkeep"), LARGE),
+    "bookkeep, full recomputation": (mode("bookkeep") | recompute("full"), {"num_hidden_layers": 4}),
+    "stash": (mode("stash"), {}),
+    "stash, bf16": (mode("stash", stash_dtype="bfloat16"), {}),
+    "large vocabulary": (mode("two_pass"), LARGE),
+    "full recomputation": (mode("two_pass") | recompute("full"), {}),
+    "selective recomputation": (mode("two_pass") | recompute("selective"), {}),
+    "megatron's attention": (mode("two_pass") | {"model": {"attention": "local"}}, {"num_key_value_heads": 4}),
+    "weights in bf16": (mode("two_pass") | {"model": {"dtype": "bfloat16"}}, LARGE),
+    "weights in fp64": (mode("stash") | {"model": {"dtype": "float64"}}, {}),
+    "a reference": (mode("two_pass") | {"algo": {"kl_coefficient": 0.1}}, LARGE),
+    "an average of gradients": (
+        mode("two_pass") | {"algo": {"snr": {"estimator": "momentum", "num_folds": 1}}},
+        {"hidden_size": 128},
+    ),
+    "sgd": (mode("two_pass") | {"optimizer": {"name": "sgd"}}, {}),
+    "experts": (mode("two_pass"), {"num_experts": 4, "moe_intermediate_size": 96}),
+    "experts, bookkeep": (mode("bookkeep"), {"num_experts": 4, "moe_intermediate_size": 96}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_estimate_is_what_is_alive(case: str, parallel: Parallel) -> None:
+    options, sizes = CASES[case]
+    make = tiny_moe_config if "num_experts" in sizes else tiny_config
+    hf_config, config = make(**SIZES | sizes), step_config(TOKENS, **options)
+    found = estimate(hf_config.to_dict(), config, 1, fixed_bytes=0)
+    measured = peak_of_step(hf_config, config, parallel)
+    assert found.total == pytest.approx(measured, rel=0.05), found.table()
+
+
+def test_a_row_for_everything_that_is_held() -> None:
+    found = MemoryEstimate(1, 2, 0, 3, 4, 5, 6, 7, checkpoint=9, fixed=8, stage=0, moment="loss")
+    assert found.total == 45 and [num_bytes for _, num_bytes in found.rows()] == [1, 2, 0, 3, 4, 5, 6, 7, 9, 8]
+    assert found.table().startswith("45 B on the fullest rank, at the loss: weights 1 B, main grad 2 B, optimizer 3 B")
+
+
+def test_a_process_counts_without_a_model_on_a_cpu_only() -> None:
+    config = step_config(TOKENS)
+    sizes = tiny_config(**SIZES).to_dict()
+    assert 0.9 < estimate(sizes, config, 1).fixed / resident_bytes() < 1.1
+    assert estimate(sizes, config, 1, on_gpu=True).fixed == 0
+
+
+def test_the_longest_samples_are_expected() -> None:
+    sizes = tiny_config(**SIZES).to_dict()
+    short, long = (estimate(sizes, step_config(tokens), 1, fixed_bytes=0) for tokens in (TOKENS, 2 * TOKENS))
+    assert 1.9 < long.activations / short.activations < 2.1 and long.weights == short.weights
+
+
+def test_what_half_precision_and_offloading_spare() -> None:
+    """On a CPU the host's memory is the device's."""
+    sizes = tiny_config(**SIZES).to_dict()
+    whole, half, host, gpu = (
+        estimate(sizes, step_config(TOKENS, **mode("stash", **options)), 1, on_gpu=on_gpu, fixed_bytes=0).norms
+        for options, on_gpu in [
+            ({}, False),
+            ({"stash_dtype": "bfloat16"}, False),
+            ({"stash_offload": True}, False),
+            ({"stash_offload": True}, True),
+        ]
+    )
+    assert half == whole * 3 // 4 and host == whole and gpu == whole // 4  # of 4: 2 and one to work in; 4; that one
+
+
+@pytest.mark.parametrize("options", [{}, {"stash_dtype": "bfloat16"}])
+def test_buffers_that_are_given_back_are_gone_and_come_back(options: dict[str, Any], parallel: Parallel) -> None:
+    """The next step takes them again, and its gradient is that of a step which found them."""
+    hf_config, config = tiny_config(**SIZES), step_config(TOKENS, **mode("stash", **options))
+    steps = WatchedSteps(hf_config, config, parallel)
+    steps.take(lr=0.0)
+    steps.take(lr=0.0)
+    kept, peak = steps.live.now, steps.live.peak
+    grads = [parameter.main_grad.clone() for _, parameter in steps.policy.named_parameters()]
+    steps.gradients.release()
+    sizes = RankSizes.of(hf_config.to_dict(), config, 0, on_gpu=False, transformer_engine=False)
+    assert kept - steps.live.now == pytest.approx(stash_bytes(sizes, config), rel=0.01)
+    steps.take(lr=0.0)
+    assert (steps.live.now, steps.live.peak) == (kept, peak)
+    for (name, parameter), grad in zip(steps.policy.named_parameters(), grads, strict=True):
+        assert torch.equal(parameter.main_grad, grad) and grad.any(), name
+
+
+def test_what_is_kept_between_steps_where_engines_take_turns() -> None:
+    """The buffers of `stash` are on a GPU only while it trains, but where its engine never sleeps or is elsewhere."""
+    sizes = tiny_config(**SIZES).to_dict()
+
+    def kept(rollout: dict[str, Any], *, on_gpu: bool = True) -> int:
+        config = step_config(TOKENS, **mode("stash"), rollout=rollout)
+        return estimate(sizes, config, 1, on_gpu=on_gpu, fixed_bytes=0).between_steps
+
+    config = step_config(TOKENS, **mode("stash"))
+    stash = stash_bytes(RankSizes.of(sizes, config, 0, on_gpu=True, transformer_engine=False), config, on_gpu=True)
+    assert kept({"sleep_level": 0}) == kept({"servers": ["http://localhost:1"]}) == kept({}) + stash
+    assert kept({}, on_gpu=False) == kept({"sleep_level": 0}, on_gpu=False)
+
+
+def test_a_checkpoint_in_the_background_is_counted() -> None:
+    """A copy of weights and moments where a step goes on beside it on a CPU; on a GPU it is in host memory."""
+    hf_config = tiny_config(**SIZES).to_dict()
+
+    def copied(every_steps: int, *, on_gpu: bool = False, **options: bool) -> int:
+        config = step_config(TOKENS, checkpoint={"every_steps": every_steps, **options})
+        return estimate(hf_config, config, 1, on_gpu=on_gpu, fixed_bytes=0).checkpoint
+
+    found = estimate(hf_config, step_config(TOKENS), 1, fixed_bytes=0)
+    assert copied(50) == found.weights + found.optimizer > 0
+    assert [copied(0), copied(100), copied(50, async_save=False), copied(50, on_gpu=True)] == [0, 0, 0, 0]

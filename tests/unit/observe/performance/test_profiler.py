@@ -1,0 +1,114 @@
+"""When the profiler records, and what it refuses. Not covered: torch's trace (test_rank_timers.py), nsys."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oblr_megatron.config import Config, LogConfig, parse_config
+from oblr_megatron.errors import UserError
+from oblr_megatron.observe.performance.profiler import Profiler, TorchProfile, check_profile, open_profiler
+from oblr_megatron.timing import PhaseTimer
+
+
+class Diary:
+    """In place of a recording backend: what was asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def start(self) -> None:
+        self.asked.append("start")
+
+    def stop(self) -> str:
+        self.asked.append("stop")
+        return "there it is"
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        self.asked.append(name)
+        return nullcontext()
+
+
+def asked_in(steps: range, start: int, end: int) -> list[str]:
+    """Of a run of these steps, after the weights' first push; each step has one phase, and a save at its end."""
+    diary, said = Diary(), list[str]()
+    profiler = Profiler(diary, start, end, said.append)
+    timer = PhaseTimer(observer=profiler)
+    with timer("push"):
+        pass
+    timer.finish_step()
+    for step in steps:
+        timer.begin_step(step)
+        diary.asked.append(str(step))
+        with timer("gradient"):
+            pass
+        timer.finish_step()
+        with timer("checkpoint"):
+            pass
+    profiler.close()
+    assert said == ["there it is"] * diary.asked.count("stop")
+    return diary.asked
+
+
+def test_the_steps_asked_for_are_recorded() -> None:
+    gradient = "oblr/gradient"
+    assert asked_in(range(4), 1, 3) == ["0", "start", "1", gradient, "oblr/checkpoint", "2", gradient, "stop", "3"]
+    assert asked_in(range(2), 0, 1) == ["start", "0", gradient, "stop", "1"]
+
+
+def test_a_run_that_begins_or_ends_among_them_records_what_there_is() -> None:
+    gradient = "oblr/gradient"
+    assert asked_in(range(2, 4), 1, 3) == ["start", "2", gradient, "stop", "3"]
+    assert asked_in(range(5, 7), 1, 3) == ["5", "6"]
+    assert asked_in(range(2), 1, 9) == ["0", "start", "1", gradient, "oblr/checkpoint", "stop"]
+
+
+def config_of(tmp_path: Path, *overrides: str) -> Config:
+    table: dict[str, Any] = {"run_dir": tmp_path, "num_steps": 10, "model": {"path": "m"}, "data": {"train": "t"}}
+    return parse_config(table, overrides=list(overrides))
+
+
+def test_a_rank_that_is_not_named_has_nothing_to_record(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "log.profile=torch", "log.profile_step_start=0")
+    for rank, files in ((1, 0), (0, 1)):
+        with open_profiler(config, rank, lambda _: None) as profiler:
+            profiler.begin_step(0)
+            with profiler.phase("gradient"):
+                pass
+        assert len(list(tmp_path.glob("profile/*"))) == files
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("a file where the directory should be")
+    profile = TorchProfile(tmp_path / "profile" / "rank_0.json.gz")
+    profile.start()
+    assert "could not be written" in profile.stop()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("log.profile_step_start=5",), r"profile_step_end 5 is not beyond log.profile_step_start 5"),
+        (("log.profile_step_end=11",), r"profile_step_end 11 is beyond num_steps 10"),
+        (("log.profile_ranks=[]",), r"profile_ranks"),
+    ],
+)
+def test_steps_that_are_not_there_are_refused_by_the_config(
+    tmp_path: Path, overrides: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        config_of(tmp_path, "log.profile=torch", *overrides)
+
+
+def test_what_this_machine_cannot_profile_is_refused_before_the_run() -> None:
+    with pytest.raises(UserError, match=r'"nsys".*no GPU.*"torch"'):
+        check_profile(LogConfig(profile="nsys"), 1, on_gpu=False)
+    with pytest.raises(UserError, match="names rank 4, and the run has 4 ranks, 0 to 3"):
+        check_profile(LogConfig(profile="torch", profile_ranks=(0, 4)), 4, on_gpu=False)
+    with pytest.raises(UserError, match="names rank -1"):
+        check_profile(LogConfig(profile="torch", profile_ranks=(-1,)), 4, on_gpu=False)
+    check_profile(LogConfig(profile="nsys"), 1, on_gpu=True)
+    check_profile(LogConfig(profile="none", profile_ranks=(9,)), 1, on_gpu=False)

@@ -1,0 +1,88 @@
+"""The table of all ranks, from what they sent to what is logged; memory and the probe of this process.
+
+Not covered: the exchange and real ranks (tests/distributed/test_rank_timers.py); memory and probe on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from oblr_megatron.metrics import describe
+from oblr_megatron.observe.performance.ranks import Memory, RankStep, RankTable, probe_s
+
+
+def table() -> RankTable:
+    """Three ranks, of which the last is slow; rank 0 alone has a "reward" phase."""
+    steps = [
+        RankStep({"gradient": 3.0, "reward": 0.5}, {"gradient": 1.0, "reward": 0.25}, Memory(10, 20, 31), 1.0),
+        RankStep({"gradient": 3.0}, {"gradient": 1.5}, Memory(11, 21, 40), 2.0),
+        RankStep({"gradient": 3.0}, {"gradient": 2.5}, Memory(12, 22, 32), 3.0),
+    ]
+    return RankTable.of([step.row() for step in steps])
+
+
+def test_each_value_is_found_under_its_rank() -> None:
+    line = json.loads(table().line(step=7))
+    assert line == {
+        "step": 7,
+        "wall_s": {"reward": [0.5, 0.0, 0.0], "gradient": [3.0, 3.0, 3.0]},
+        "own_s": {"reward": [0.25, 0.0, 0.0], "gradient": [1.0, 1.5, 2.5]},
+        "memory_bytes": {"allocated": [10, 11, 12], "reserved": [20, 21, 22], "peak": [31, 40, 32]},
+        "pace_s": [1.0, 2.0, 3.0],
+    }
+
+
+def test_what_is_logged_names_the_ranks() -> None:
+    found = table().figures()
+    assert found == {
+        "perf/peak_memory_bytes": 40,
+        "perf/peak_memory_rank": 1,
+        "perf/ranks/reward/max_s": 0.25,
+        "perf/ranks/reward/min_s": 0.0,
+        "perf/ranks/reward/slowest": 0,
+        "perf/ranks/gradient/max_s": 2.5,
+        "perf/ranks/gradient/min_s": 1.0,
+        "perf/ranks/gradient/slowest": 2,
+        "perf/slowest_rank": 2,
+        "perf/slowest_rank_ratio": 1.5,
+    }
+    assert all(describe(name) for name in found)
+
+
+def test_one_rank_is_compared_with_none() -> None:
+    row = RankStep({"gradient": 3.0}, {"gradient": 1.0}, Memory(10, 20, 31), 1.0).row()
+    assert RankTable.of([row]).figures() == {"perf/peak_memory_bytes": 31}
+
+
+def test_ranks_that_trained_nothing_have_no_pace() -> None:
+    row = RankStep({"rollout": 3.0}, {"rollout": 1.0}, Memory(10, 20, 31), 0.0).row()
+    assert "perf/slowest_rank" not in RankTable.of([row, row]).figures()
+
+
+def test_seconds_are_written_to_four_digits() -> None:
+    row = RankStep({"push": 0.123456789}, {"push": 0.0}, Memory(1, 1, 1), 12345.678).row()
+    line = json.loads(RankTable.of([row]).line(1))
+    assert line["wall_s"]["push"] == [0.1235] and line["pace_s"] == [12350.0]
+
+
+def test_memory_of_this_process_grows_with_what_it_holds() -> None:
+    before = Memory.now()
+    held = torch.ones(2**24)  # 64 MiB
+    after = Memory.now()
+    assert after.allocated - before.allocated > 0.9 * held.nbytes
+    assert after.peak >= after.allocated and after.peak >= before.peak
+
+
+def test_the_probe_takes_longer_for_more() -> None:
+    """Eight times the work of a product twice as wide, and 16 times as many: no clock is so far off."""
+    assert probe_s(torch.device("cpu"), side=256, repeats=64) > probe_s(torch.device("cpu"), side=32, repeats=1) > 0
+
+
+@pytest.mark.parametrize("phase", ["rollout", "checkpoint"])
+def test_a_phase_travels_under_its_own_name(phase: str) -> None:
+    row = RankStep({phase: 2.0}, {phase: 1.0}, Memory(1, 2, 3), 0.5).row()
+    found = RankTable.of([row])
+    assert found.wall_s == {phase: [2.0]} and found.own_s == {phase: [1.0]} and found.pace_s == [0.5]

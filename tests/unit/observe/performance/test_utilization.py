@@ -1,0 +1,92 @@
+"""MFU and throughput of steps made by hand. Not covered: whether the phases' times are right (test_metrics.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.observe.performance.flops import training_flops
+from oblr_megatron.observe.performance.hardware import device_named
+from oblr_megatron.observe.performance.utilization import Utilization, peak_flops
+from oblr_megatron.types import Judged, Sample
+from tests.tiny import tiny_config
+
+HF = tiny_config().to_dict()
+PEAK = 1e12
+TIMING = {
+    "timing_s/rollout": 1.0,
+    "timing_s/gradnorm": 0.5,
+    "timing_s/gradient": 1.25,
+    "timing_s/optimizer": 0.25,
+    "timing_s/evaluate": 2.0,
+    "timing_s/step": 6.0,
+}
+LENGTHS = [5, 7, 6, 9]  # of two groups; each prompt has 3 tokens
+
+
+def config_of(*overrides: str) -> Config:
+    table: dict[str, Any] = {"run_dir": "r", "num_prompts": 2, "group_size": 2, "model": {"path": "m"}}
+    table |= {"data": {"train": "t"}, "algo": {"baseline": "optimal", "snr": {"num_folds": 2}}}
+    return parse_config(table, overrides=list(overrides))
+
+
+def figures(*overrides: str, peak: float | None = PEAK, timing: dict[str, float] = TIMING) -> dict[str, float]:
+    """Of a step whose first group has equal rewards, on 4 ranks."""
+    samples = [
+        Sample(n // 2, (1, 2, 3), (4,) * (length - 3), (), "", "stop", version=0) for n, length in enumerate(LENGTHS)
+    ]
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    judged = Judged(rewards, torch.tensor(LENGTHS).view(2, 2) - 3, 0)
+    return Utilization(HF, config_of(*overrides), 4, peak).figures(samples, judged, timing)
+
+
+def test_throughput_is_of_all_tokens_over_the_step_without_evaluation() -> None:
+    assert figures()["perf/throughput"] == sum(LENGTHS) / (4.0 * 4)
+
+
+def test_mfu_counts_the_samples_that_are_trained_on() -> None:
+    """Responses of equal rewards have no gradient, and none of their passes is made."""
+    expected = training_flops(HF, [6, 9]) / (2.0 * 4 * PEAK)
+    assert figures()["perf/mfu/actor"] == pytest.approx(expected, rel=1e-12)
+    every = training_flops(HF, LENGTHS) / (2.0 * 4 * PEAK)
+    assert figures("algo.baseline=none")["perf/mfu/actor"] == pytest.approx(every, rel=1e-12)
+    penalised = figures("algo.kl_coefficient=0.1")
+    assert penalised["perf/mfu/actor"] == pytest.approx(every, rel=1e-12), "the penalty has a gradient everywhere"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "passes"),
+    [
+        (("gradnorm.mode=two_pass",), 2),
+        (("gradnorm.mode=two_pass", "gradnorm.source=sketch"), 2),
+        (("gradnorm.mode=two_pass", "gradnorm.source=length"), 1),
+        (("gradnorm.mode=stash",), 1),
+        (("gradnorm.mode=bookkeep",), 1),
+        (("gradnorm.mode=two_pass", "algo.baseline=rloo"), 1),
+        (("gradnorm.mode=two_pass", "algo.baseline=rloo", "gradnorm.always=true"), 2),
+    ],
+)
+def test_norms_count_where_they_take_a_pass_of_their_own(overrides: tuple[str, ...], passes: int) -> None:
+    found = figures(*overrides)
+    assert found["perf/mfu/with_norms"] == pytest.approx(passes * found["perf/mfu/actor"])
+
+
+def test_without_a_peak_or_a_training_there_is_no_mfu() -> None:
+    assert figures(peak=None).keys() == {"perf/throughput"}
+    assert figures(timing={"timing_s/rollout": 1.0, "timing_s/step": 2.0}).keys() == {"perf/throughput"}
+
+
+def test_the_peak_is_that_of_the_training_s_precision() -> None:
+    h100, a100 = device_named("h100"), device_named("a100")
+    bf16 = "model.dtype=bfloat16"
+    assert peak_flops(config_of(bf16), h100) == pytest.approx(989.4e12)
+    assert peak_flops(config_of(), h100) is None, "of float32, nothing is in the table"
+    assert peak_flops(config_of(bf16), None) is None
+    assert peak_flops(config_of(bf16, "log.peak_tflops=300"), a100) == 300e12
+    config = config_of(bf16)
+    in_fp8 = config.model_copy(update={"model": config.model.model_copy(update={"fp8": "hybrid"})})
+    assert peak_flops(in_fp8, h100) == pytest.approx(1978.9e12)
+    assert peak_flops(in_fp8, a100) is None

@@ -1,0 +1,179 @@
+"""Alarms: each goes off in a run that deserves it, once, in the run and in its report alike, and in no sound one.
+
+Not covered: a run with ranks and engines that says them (tests/distributed/test_alarms.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.metrics import Record
+from oblr_megatron.observe.alarms import ALARMS_FILE, CHECKS, EDGE, Alarm, Course, LiveAlarms, Watch, floor_of
+from tests.unit.synthetic_run import synthetic_records
+
+FLOOR = 0.1
+STEPS = 200
+LATER = STEPS // 2
+
+
+def records_with(name: str, course: Callable[[int], float | None], num_steps: int = STEPS) -> list[Record]:
+    """A sound run but for one figure."""
+    return [record | {name: course(int(record["step"]))} for record in synthetic_records(num_steps, evaluate_every=0)]
+
+
+def set_off(records: Iterable[Record], floor: float | None = FLOOR) -> list[Alarm]:
+    """Every time an alarm goes off."""
+    watch = Watch(floor)
+    return [alarm for record in records for alarm in watch.take(record)]
+
+
+def rising(low: float, high: float) -> Callable[[int], float]:
+    return lambda step: low if step <= LATER else high
+
+
+CASES: dict[str, tuple[str, Callable[[int], float | None], str]] = {
+    "nonfinite": ("grad_norm", lambda step: None if step == 9 else 1.0, "Not finite: grad_norm x1;"),
+    "mismatch": ("rollout/logprob_abs_diff", lambda step: 2e-4 * 1.03**step, "Trainer and vLLM differ by "),
+    "gradnorm": ("gradnorm/nonfinite", lambda step: int(step == 7), "1 response gradient was found without a finite"),
+    "failures": ("reward/failures", lambda step: 2 * int(step == 7), "2 responses were not judged, and scored 0;"),
+    "reward": ("reward/mean", rising(0.8, 0.5), "The reward fell from 0.8 to "),
+    "rate": ("snr/shrink_ema", rising(0.4, FLOOR), "The learning rate has collapsed: the shrink factor has been "),
+    "spread": ("baseline/spread", rising(0.2, 3.0), "The baseline spreads by "),
+    "self_dependence": ("baseline/self_dependence", lambda _: 0.125, "A response's baseline moves by 0.12 with each"),
+    "entropy": ("entropy", rising(2.0, 0.01), "Entropy fell from 2 to "),
+    "truncation": ("response_length/truncated_fraction", rising(0.02, 0.4), "Truncated responses rose from 2% to "),
+    "mixed": ("groups/mixed_fraction", rising(0.6, 0.01), "Only "),
+    "slow_rank": ("perf/slowest_rank_ratio", rising(1.1, 1.5), "Rank 1 has taken 1.5 times as long as the median "),
+}
+
+
+def test_every_check_has_a_case() -> None:
+    assert CASES.keys() == CHECKS.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_alarm_goes_off_once_and_says_figure_and_remedy(name: str) -> None:
+    metric, course, says = CASES[name]
+    found = set_off(records_with(metric, course))
+    assert [alarm.name for alarm in found] == [name]
+    assert found[0].text.startswith(says) and ";" in found[0].text and "\n" not in found[0].text
+    at_once = {"nonfinite": 9, "gradnorm": 7, "failures": 7, "self_dependence": 1}
+    if name in at_once:
+        assert found[0].step == at_once[name]
+    else:
+        assert {"rate": LATER + 30, "mismatch": 2 * EDGE}.get(name, LATER) <= found[0].step <= LATER + 40
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("num_steps", [1, 61, 400])
+def test_a_sound_run_sets_off_none(seed: int, num_steps: int) -> None:
+    """Whose reward, entropy, lengths and rates move as they do in training, with noise."""
+    assert set_off(synthetic_records(num_steps, seed=seed)) == []
+
+
+def test_a_flat_reward_sets_off_none_however_long_the_run() -> None:
+    """Every step asks again whether it fell."""
+    draw = np.random.default_rng(0)
+    assert set_off({"step": step, "reward/mean": 0.5 + draw.normal(0, 0.05)} for step in range(20_000)) == []
+
+
+def test_what_is_no_reason_for_an_alarm() -> None:
+    for name, course in (
+        ("snr/shrink_ema", lambda step: FLOOR if step % 40 > 15 else 0.2),  # rests, and rises again
+        ("rollout/logprob_abs_diff", lambda step: 1e-6 * 1.03**step),  # of rounding's size
+        ("entropy", lambda step: 0.6 if step < LATER else 0.04),  # with a reward that rises
+        ("response_length/truncated_fraction", lambda _: 0.3),  # no more than at the start
+        ("baseline/self_dependence", lambda _: 1e-12),
+        ("gradnorm/length_corr", lambda _: None),
+    ):
+        assert set_off(records_with(name, course)) == [], name
+    assert set_off(records_with("snr/shrink_ema", lambda _: FLOOR), floor=None) == [], "the rate does not follow it"
+    assert floor_of(AlgoConfig(schedule="cosine")) is None and floor_of(AlgoConfig()) == 0.1
+
+
+def test_entropy_that_is_lost_without_a_gain_is_a_collapse() -> None:
+    records = records_with("entropy", lambda step: 0.6 if step < LATER else 0.04)
+    assert [alarm.name for alarm in set_off(record | {"reward/mean": 0.3} for record in records)] == ["entropy"]
+
+
+def test_the_report_has_the_figures_of_now() -> None:
+    """And of then, where it is over."""
+    watch = Watch(FLOOR)
+    for record in records_with("reward/failures", lambda step: 1):
+        watch.take(record)
+    assert [(alarm.step, alarm.text[:18]) for alarm in watch.all()] == [(1, f"{STEPS} responses were")]
+    watch = Watch(FLOOR)
+    for record in records_with("baseline/self_dependence", lambda step: 0.5 if step == 3 else 0.0):
+        watch.take(record)
+    assert [(alarm.step, "moves by 0.5" in alarm.text) for alarm in watch.all()] == [(3, True)]
+
+
+def test_what_is_kept_does_not_grow() -> None:
+    course = Course()
+    for value in range(10_000):
+        course.add(float(value))
+    assert course.early == list(range(EDGE)) and list(course.recent) == list(range(10_000 - EDGE, 10_000))
+    assert course.ends == (9.5, 9989.5) and course.risen > 1000
+    assert math.isclose(Course([1.0] * EDGE, course.recent, 2 * EDGE).ends[0], 1.0)  # type: ignore[index]
+
+
+def live(run_dir: Path, said: list[str], past: list[Record] | None = None) -> LiveAlarms:
+    return LiveAlarms(run_dir, FLOOR, said.append, past or [])
+
+
+def test_a_run_says_an_alarm_once_and_keeps_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    alarms = live(tmp_path, said)
+    records = records_with(*CASES["truncation"][:2])
+    for record in records:
+        alarms.take(record)
+    (found,) = set_off(records)
+    assert said == [f"alarm at step {found.step}: {found.text}"]
+    kept = [json.loads(line) for line in (tmp_path / ALARMS_FILE).read_text().splitlines()]
+    assert kept == [{"name": "truncation", "step": found.step, "text": found.text}]
+
+
+@pytest.mark.parametrize("resumed_at", [100, 150])
+def test_a_resumed_run_does_not_repeat_an_alarm(tmp_path: Path, resumed_at: int) -> None:
+    """It went off at step 111: before the checkpoint, or after it, in steps that are done again."""
+    said: list[str] = []
+    records = records_with(*CASES["truncation"][:2])
+    for path in (tmp_path, tmp_path / "other"):
+        path.mkdir(exist_ok=True)
+        alarms = live(path, said)
+        for record in records[:160]:
+            alarms.take(record)
+        with (path / ALARMS_FILE).open("a") as file:
+            file.write('{"name": "entr')  # it was killed in the middle of a line
+        alarms = live(path, said, records[:resumed_at])
+        for record in records[resumed_at:]:
+            alarms.take(record)
+        assert len(said) == 1, said
+        said.clear()
+
+
+def test_a_run_that_begins_anew_forgets(tmp_path: Path) -> None:
+    (tmp_path / ALARMS_FILE).write_text('{"name": "failures", "step": 1, "text": ""}\n')
+    said: list[str] = []
+    live(tmp_path, said).take({"step": 1, "reward/failures": 1})
+    assert len(said) == 1
+
+
+def test_the_docs_list_every_alarm() -> None:
+    docs = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    table = docs.partition("| name | goes off when |")[2]
+    assert re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE) == list(CHECKS)
+
+
+def test_weights_that_did_not_arrive_are_noticed_within_three_steps() -> None:
+    """However long the run has been: most of the last five steps differ by whole nats."""
+    (found,) = set_off(records_with("rollout/logprob_abs_diff", lambda step: 1e-6 if step <= LATER else 2.0))
+    assert (found.name, found.step) == ("mismatch", LATER + 3)

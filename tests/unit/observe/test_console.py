@@ -1,0 +1,151 @@
+"""The plain lines and the live display.
+
+Not covered: how a real terminal looks; the live display is rendered to a file that claims to be one.
+"""
+
+from __future__ import annotations
+
+import doctest
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from oblr_megatron.config import LogConfig
+from oblr_megatron.observe import console as console_module
+from oblr_megatron.observe.console import (
+    Display,
+    LiveDisplay,
+    PlainDisplay,
+    evaluation_line,
+    open_display,
+    step_line,
+    trend,
+)
+
+STEP = {
+    "reward/mean": 0.5312,
+    "response_length/mean": 6.12,
+    "lr": 8.1e-4,
+    "snr/shrink_ema": 0.4203,
+    "snr/critical_batch_size": 309.7,
+    "grad_norm": 0.3098,
+    "rollout/logprob_abs_diff": 2.04e-6,
+    "timing_s/step": 2.13,
+    "entropy": 1.0,
+}
+EVALUATION = {"eval/sums/accuracy": 0.814, "eval/sums/mean_at_k": 0.79, "eval/other/pass_at_k": 0.9}
+LINE = "step 12/150  reward 0.53  len 6.1  lr 8.1e-4  shrink 0.42  crit 310  grad 0.31  diff 2e-6  2.1 s"
+
+
+def terminal(force: bool = True) -> Console:
+    return Console(file=io.StringIO(), force_terminal=force, width=110, record=True)
+
+
+def test_plain_line():
+    assert step_line(12, 150, STEP) == LINE
+
+
+def test_plain_line_leaves_out_what_was_not_measured_and_shows_what_is_not_finite():
+    assert step_line(3, 9, {"reward/mean": 1.0}) == "step 3/9  reward 1.00"
+    assert step_line(3, 9, {"reward/mean": None, "lr": float("nan")}) == "step 3/9  reward –  lr nan"  # noqa: RUF001
+
+
+def test_evaluation_line_names_each_set_once():
+    assert evaluation_line(50, EVALUATION) == "eval at step 50  sums accuracy 0.81  mean@k 0.79  other pass@k 0.90"
+
+
+def test_plain_display_writes_steps_evaluations_and_a_summary(capsys):
+    with open_display(LogConfig(console="plain"), 150) as display:
+        display.step(0, {"eval/sums/accuracy": 0.45})
+        display.phase("rollout")
+        display.step(12, STEP)
+        display.message("alarm: [bold]entropy[/bold]")
+        display.step(150, {"reward/mean": 0.9, "eval/sums/accuracy": 0.93})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:5] == [
+        "eval at step 0  sums accuracy 0.45",
+        LINE,
+        "alarm: [bold]entropy[/bold]",
+        "step 150/150  reward 0.90",
+        "eval at step 150  sums accuracy 0.93",
+    ]
+    assert re.fullmatch(r"finished 150 of 150 steps in \d+ m?s  sums accuracy 0\.45 -> 0\.93", lines[5])
+
+
+def test_other_ranks_are_silent(capsys):
+    with open_display(LogConfig(console="live"), 10, rank=3) as display:
+        display.phase("rollout")
+        display.step(1, STEP)
+        display.message("hello")
+    assert type(display) is Display
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_terminal", "kind"),
+    [
+        ("auto", True, LiveDisplay),
+        ("auto", False, PlainDisplay),
+        ("plain", True, PlainDisplay),
+        ("live", False, LiveDisplay),
+    ],
+)
+def test_the_config_chooses_the_display(choice, is_terminal, kind):
+    assert type(open_display(LogConfig(console=choice), 10, console=terminal(is_terminal))) is kind
+
+
+def test_live_display_shows_progress_phase_figures_and_evaluations():
+    screen = terminal()
+    with open_display(LogConfig(console="live"), 150, console=screen) as display:
+        display.step(0, {"eval/sums/accuracy": 0.45})
+        for step in range(1, 13):
+            display.step(step, STEP | {"reward/mean": step / 12})
+        display.step(13, STEP | {"eval/sums/accuracy": 0.62})
+        display.phase("gradient")
+        now = terminal()
+        now.print(display._render())
+    text = now.export_text()
+    assert re.search(r"step +13/150 ", text)
+    assert "gradient" in text.splitlines()[0]
+    assert re.search(r"learning rate +8\.1e-4 +→ +▁+", text)
+    assert re.search(r"reward +0\.53 +\S +▁▂▂▃▄▄▅▅▆▇▇█▄", text)
+    assert re.search(r"sums accuracy +0\.62 +from 0\.45", text)
+    log = screen.export_text()
+    assert "eval at step 13  sums accuracy 0.62" in log
+    assert "finished 13 of 150 steps" in log
+
+
+def test_an_exception_restores_the_terminal_and_passes():
+    screen = terminal()
+    display = open_display(LogConfig(console="live"), 150, console=screen)
+    with pytest.raises(RuntimeError, match="engine died"), display:
+        display.step(7, STEP)
+        display.phase("rollout")
+        raise RuntimeError("engine died")
+    written = screen.file.getvalue()
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")  # the cursor is shown again
+    assert not display._live.is_started
+    assert re.search(r"stopped by RuntimeError after 7 of 150 steps in .+; last phase rollout", screen.export_text())
+
+
+def test_sparkline_examples_hold():
+    assert doctest.testmod(console_module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "arrow"),
+    [
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], "↑"),
+        ([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], "↓"),
+        ([1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0], "→"),
+        ([2.04e-6] * 13, "→"),
+        ([1.0, 9.0], " "),
+        ([None, None], " "),
+        ([], " "),
+    ],
+)
+def test_trend(values, arrow):
+    assert trend(values) == arrow

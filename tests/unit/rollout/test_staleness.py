@@ -1,0 +1,55 @@
+"""How old a sample may be. Not covered: what an old sample does to the gradient (test_correction.py)."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from oblr_megatron.config import parse_config
+from oblr_megatron.errors import RunError
+from oblr_megatron.rollout.replay import ReplayEngine
+from oblr_megatron.rollout.staleness import staleness
+from oblr_megatron.rollout.step_file import SavedStep, write_step
+from oblr_megatron.sampling import Sampling
+from oblr_megatron.timing import PhaseTimer
+from oblr_megatron.types import Prompt, Sample
+
+
+def test_age_of_the_oldest():
+    assert staleness([], current=5, limit=0) == 0
+    assert staleness([5, 5], current=5, limit=0) == 0
+    assert staleness([5, 3, 4], current=5, limit=2) == 2
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_older_ones_are_refused(limit):
+    with pytest.raises(
+        RunError, match=r"weights 3, 2 updates before the trainer's version 5; .*max_staleness is"
+    ) as it:
+        staleness([5, 3], current=5, limit=limit)
+    assert "\n" not in str(it.value)
+
+
+def test_newer_ones_are_refused_whatever_the_limit():
+    with pytest.raises(RunError, match="weights 6, but the trainer is at version 5"):
+        staleness([5, 6], current=5, limit=100)
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_step_checks_its_samples(tmp_path: Path, limit: int) -> None:
+    """Saved samples of version 0 under a trainer that has made one update."""
+    prompts = [Prompt(0, "0", "", (3,), "", "")]
+    samples = [Sample(0, (3,), (4, 5), (-1.0, -1.0), "", "stop", version=0)]
+    write_step(tmp_path, SavedStep(1, 1.0, 0, 0, prompts, samples, [0.0]))
+    table: dict[str, Any] = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "group_size": 1}
+    table |= {"algo": {"baseline": "none"}, "rollout": {"replay": str(tmp_path), "max_staleness": limit}}
+    config = parse_config(table)
+    engine = ReplayEngine(config, SimpleNamespace(rank=0))  # type: ignore[arg-type]
+    parts: Any = SimpleNamespace(config=config, engines=engine, timer=PhaseTimer(), version=1, record={})
+    if limit == 0:
+        with pytest.raises(RunError, match="weights 0, 1 updates before"):
+            Sampling.rollout(parts, engine.take(1), step=1)
+    else:
+        assert Sampling.rollout(parts, engine.take(1), step=1) == samples
+        assert parts.record == {"rollout/staleness_max": 1}

@@ -1,0 +1,93 @@
+"""For tests of studies: runs as a backend leaves them, and a backend of the tests' own that takes no time.
+
+It imports no torch: a process of a test's own is there at once.
+
+`WORKER` writes real files as a real process; what it "learns" is a formula, so no figure of it means anything.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from studies.jobs import Ended, Job, run_jobs, to_do
+from studies.results import ASKED_FILE, Key
+
+WORKER = '''
+"""Learns log10(lr) + 3 = 0 best; the file $ORDERS, if there, says at which step to fail, stop or wait."""
+import json, math, os, signal, sys, time
+from pathlib import Path
+from oblr_megatron.runtime.stopping import die_with
+
+die_with(os.getppid())
+config = json.loads(Path(sys.argv[1]).read_text())["config"]
+run_dir, task = Path(config["run_dir"]), config["task"]
+orders = json.loads(Path(os.environ.get("ORDERS", os.devnull)).read_text() or "{}").get(run_dir.name, {})
+source = config["algo"].get("schedule_from")
+if source:
+    assert '"step": %d' % config["num_steps"] in (Path(source) / "metrics.jsonl").read_text(), "its source is not whole"
+best = max(0.0, 0.5 - 0.2 * abs(math.log10(config["optimizer"]["lr"]) + 3))
+with (run_dir / "metrics.jsonl").open("w") as file:
+    for step in range(config["num_steps"] + 1):
+        if step == orders.get("fail"):
+            print("error: it diverged")
+            sys.exit(1)
+        if step == orders.get("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == orders.get("wait"):
+            time.sleep(600)
+        accuracy = 0.2 + best * step / config["num_steps"] + 0.001 * (config["seed"] % 7)
+        record = {"step": step, f"eval/{task}/mean_at_k": accuracy, f"eval/{task}/accuracy": accuracy + 0.1}
+        file.write(json.dumps(record) + "\\n")
+        file.flush()
+'''
+
+
+def worker(directory: Path) -> list[str]:
+    """The command of that backend."""
+    script = directory / "worker.py"
+    script.write_text(WORKER)
+    return [sys.executable, str(script)]
+
+
+def config_of(key: Key, out: Path, num_steps: int = 4) -> dict:
+    """As much of a LabConfig as the files need."""
+    return {
+        "task": key.task,
+        "run_dir": str(key.run_dir(out)),
+        "start_dir": str(out / "start"),
+        "seed": key.seed,
+        "num_steps": num_steps,
+        "algo": {"baseline": "rloo"},
+        "optimizer": {"lr": key.lr},
+    }
+
+
+def job_of(tmp_path: Path, seed: int, needs: Job | None = None, **config: object) -> Job:
+    """A run of that backend; one that needs another takes its learning rates."""
+    key = Key("sums", "control" if needs else "rloo", 1e-3, seed)
+    table = config_of(key, tmp_path) | config
+    if needs:
+        table["algo"] = {"schedule_from": str(needs.run_dir)}
+    return Job(key, key.run_dir(tmp_path), "lab", table, needs, worker(tmp_path))
+
+
+def run(jobs: list[Job], deadline_s: float = 60.0) -> tuple[list[Ended], list[Ended]]:
+    """(all that ended, those that failed)."""
+    ended: list[Ended] = []
+    return ended, run_jobs(to_do(jobs), processes=2, deadline_s=deadline_s, report=ended.append)
+
+
+def write_run(out: Path, key: Key, accuracy: Sequence[float], *, cut: bool = False) -> Path:
+    """A lab run with an evaluation a step; the last record is missing if it was cut."""
+    run_dir, num_steps = key.run_dir(out), len(accuracy) - 1
+    run_dir.mkdir(parents=True)
+    config = config_of(key, out, num_steps)
+    (run_dir / ASKED_FILE).write_text(json.dumps({"backend": "lab", "config": config}))
+    names = f"eval/{key.task}/mean_at_k", f"eval/{key.task}/accuracy"
+    records = [{"step": step, names[0]: value, names[1]: value + 0.05} for step, value in enumerate(accuracy)]
+    lines = [json.dumps(record) + "\n" for record in (records[:-1] if cut else records)]
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
+    return run_dir

@@ -1,0 +1,219 @@
+"""`oblr-megatron study curves` from the plan to the tables: both phases, again, with another plan; real lab runs once.
+
+The larger studies run on the backend of tests/unit/studies/runs.py, as real processes. Not covered here: TRL
+(test_trl.py), and a whole run of the backend "train", whose config alone is checked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.cli import main
+from oblr_megatron.config import parse_config
+from oblr_megatron.errors import UserError
+from studies.curves import Curves
+from studies.plan import load_plan
+from studies.results import Key, read_result
+from studies.study_command import STUDIES
+from studies.summary import summarise
+from studies.tasks import TASKS
+from tests.unit.studies.runs import worker
+from tests.unit.test_imports import loaded_by
+
+PLAN = """
+tasks = ["sums"]
+seeds = 2
+sweep_seeds = [10]
+num_steps = 2
+num_prompts = 4
+group_size = 2
+evaluate_every = 1
+reference = "ours"
+learning_rates = [0.1, 0.01]
+[arms.ours]
+algo.snr.warmup_steps = 1
+[arms.rloo]
+peer = true
+algo.preset = "rloo"
+learning_rates = [0.002]
+[arms.shuffled]
+rates_of = "ours"
+sweep = false
+algo.schedule = "shuffled"
+[arms.decay]
+rates_of = "ours"
+algo.schedule = "matched_decay"
+learning_rates = [0.02]
+"""
+
+
+def plan_at(tmp_path: Path, text: str = PLAN) -> Path:
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    return path
+
+
+def study_of(tmp_path: Path, text: str = PLAN) -> Curves:
+    plan, out = load_plan(plan_at(tmp_path, text)), tmp_path / "out"
+    return Curves(plan, out, dict.fromkeys(plan.tasks, out / "start"), processes=2, worker=worker(tmp_path))
+
+
+def runs_of(out: Path) -> set[str]:
+    return {str(path.parent.relative_to(out)) for path in out.rglob("asked.json")}
+
+
+def test_both_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The backend is best at 1e-3: the grid grows towards it, as far as it may."""
+    study = study_of(tmp_path)
+    study.run()
+    assert not study.failed
+    assert runs_of(study.out) == {
+        *(f"sums/ours/lr{rate}/seed10" for rate in ("0.1", "0.01", "0.001", "0.0001")),
+        *(f"sums/ours/lr0.001/seed{seed}" for seed in (0, 1)),
+        *(f"sums/shuffled/lr0.001/seed{seed}" for seed in (0, 1)),  # at the rate chosen for ours
+        *(f"sums/rloo/lr0.002/seed{seed}" for seed in (0, 1)),  # one rate: no sweep
+        *(f"sums/decay/lr0.02/seed{seed}" for seed in (0, 1)),
+        *(f"sums/ours/lr0.02/seed{seed}" for seed in (0, 1)),  # whose rates the control takes
+    }
+    (task,) = summarise(study.plan, study.out)
+    assert {arm.arm: (arm.lr, arm.on_edge, len(arm.runs)) for arm in task.arms} == {
+        "ours": (0.001, False, 2),
+        "rloo": (0.002, False, 2),
+        "shuffled": (0.001, False, 2),
+        "decay": (0.02, False, 2),
+    }
+    printed = capsys.readouterr().out
+    assert "sums ours lr 0.001 seed 0  area 0.450  final 0.700" in printed and "main 10/10" in printed
+    study.run()
+    assert capsys.readouterr().out.splitlines() == ["sweep: 0 runs, 4 asked for", "main: 0 runs, 8 asked for"]
+
+
+def test_a_control_is_told_where_its_rates_are(tmp_path: Path) -> None:
+    text = PLAN.replace("warmup_steps = 1", 'warmup_steps = 1\nbackend = "train"')
+    job = study_of(tmp_path, text).job(Key("sums", "shuffled", 0.01, 1))
+    source = tmp_path / "out/sums/ours/lr0.01/seed1"
+    assert job.needs is not None and job.needs.run_dir == source
+    assert job.config["algo"]["schedule_from"] == str(source / "train")  # where that backend keeps its run
+    assert job.config["seed"] == 1 and job.config["optimizer"]["lr"] == 0.01 and job.config["num_steps"] == 2
+
+
+def test_an_arm_whose_rates_all_fail_has_no_main_phase_and_ends_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = tmp_path / "orders.json"
+    orders.write_text(json.dumps({"seed10": {"fail": 1}}))
+    monkeypatch.setenv("ORDERS", str(orders))
+    study = study_of(tmp_path)
+    study.run()
+    assert {str(each.job.key) for each in study.failed} == {f"sums ours lr {rate} seed 10" for rate in ("0.01", "0.1")}
+    assert read_result(Key("sums", "rloo", 0.002, 1), study.out) is not None
+    orders.write_text("{}")
+    again = study_of(tmp_path)
+    again.run()
+    assert not again.failed and read_result(Key("sums", "shuffled", 0.001, 1), study.out) is not None
+
+
+def test_the_same_directory_with_another_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study_of(tmp_path).run()
+    changed = PLAN.replace("warmup_steps = 1", "warmup_steps = 2")
+    with pytest.raises(UserError, match=r"algo\.snr\.warmup_steps is 1, the plan asks for 2"):
+        study_of(tmp_path, changed).run()
+    assert main(["study", "curves", str(plan_at(tmp_path, changed)), "--out", str(tmp_path / "out"), "--summary"]) == 2
+    assert "algo.snr.warmup_steps is 1" in capsys.readouterr().err
+    assert main(["study", "curves", str(plan_at(tmp_path)), "--out", str(tmp_path / "out"), "--summary"]) == 0
+    assert str(tmp_path / "out/summary.md") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--jobs", "0"], "--jobs 0"),
+        (["--only", "grop"], "unknown arm 'grop'"),
+        (["--summary"], "no whole run"),
+    ],
+)
+def test_bad_options_end_in_one_line(
+    tmp_path: Path, options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["study", "curves", str(plan_at(tmp_path)), "--out", str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err
+    assert named in error and error.count("\n") == 1
+
+
+def test_two_studies_do_not_share_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["study", "curves", str(plan_at(tmp_path)), "--out", str(tmp_path / "out")]) == 2
+    assert "a study is at work here" in capsys.readouterr().err
+
+
+def test_the_command_line_needs_no_torch() -> None:
+    names = [f"studies.{name}" for name in ("command", "curves", "jobs", "plan", "summary", "figures")]
+    assert loaded_by(names, ("torch", "transformers", "matplotlib", "scipy", "vllm")) == []
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_every_study_says_what_it_takes(study: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["study", study, "--help"])
+    assert ended.value.code == 0 and "--out" in capsys.readouterr().out
+
+
+def test_real_runs_of_the_laboratory(tmp_path: Path) -> None:
+    """A source and the control that takes its rates, through worker.py and lab.py."""
+    from studies.start import prepare
+
+    start = prepare("sums", "middle", tmp_path / "start", steps=3)
+    text = PLAN.replace("seeds = 2", "seeds = 1").replace("[0.1, 0.01]", "[1e-3]")
+    plan = load_plan(plan_at(tmp_path, text)).only(["shuffled"])
+    study = Curves(plan, tmp_path / "out", {"sums": start}, processes=2)
+    study.run()
+    logs = [path.read_text() for path in study.out.rglob("log.txt")]
+    assert not study.failed, [each.fault for each in study.failed] + logs
+    (task,) = summarise(plan, study.out)
+    assert [(arm.arm, len(arm.runs)) for arm in task.arms] == [("ours", 1), ("shuffled", 1)]
+    rates = {
+        arm: sorted(
+            json.loads(line)["lr"]
+            for line in (Key("sums", arm, 1e-3, 0).run_dir(study.out) / "metrics.jsonl").read_text().splitlines()[1:]
+        )
+        for arm in ("ours", "shuffled")
+    }
+    assert rates["shuffled"] == pytest.approx(rates["ours"]) and len(rates["ours"]) == 2
+    study.run()
+    assert not study.failed and len(runs_of(study.out)) == 2
+
+
+def test_the_real_stacks_config_is_the_laboratorys(tmp_path: Path) -> None:
+    from studies.toy_trainer import LabConfig
+    from studies.train_backend import train_table
+
+    job = study_of(tmp_path, PLAN.replace("peer = true", 'peer = true\nbackend = "train"')).job(
+        Key("sums", "rloo", 0.002, 1)
+    )
+    lab = LabConfig.model_validate(job.config)
+    config = parse_config(json.loads(json.dumps(train_table(lab))))
+    assert (config.seed, config.num_steps, config.num_prompts, config.group_size) == (1, 2, 4, 2)
+    assert config.algo.model_dump(exclude={"preset"}) == lab.algo.model_dump(exclude={"preset"})
+    assert config.optimizer == lab.optimizer and config.optimizer.lr == 0.002
+    assert config.run_dir == job.run_dir / "train" and list(config.evaluate.data) == ["sums"]
+    assert config.evaluate.samples_per_prompt == lab.evaluation_samples
+
+
+def test_rewards_by_name_are_the_tasks() -> None:
+    from studies import rewards as judge
+
+    for name, task in TASKS.items():
+        generator, rows = random.Random(0), task.rows(num_train=20, num_held_out=1)[0]
+        answers = [(task.teach(row, generator, 0.5), row) for row in rows]
+        found = [getattr(judge, name)(answer, row.answer, row.question) for answer, row in answers]
+        assert found == [task.reward(answer, row.answer) for answer, row in answers]
+        assert min(found) < 1.0 == max(found)
+    with pytest.raises(AttributeError):
+        _ = judge.unheard_of

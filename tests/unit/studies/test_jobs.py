@@ -1,0 +1,191 @@
+"""Runs as processes: whole ones reused, cut ones done again, failures named; what a killed study leaves behind.
+
+The processes are real; their work is that of tests/unit/studies/runs.py. Real lab runs are in test_command.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.errors import UserError
+from studies.jobs import Job, to_do
+from studies.results import Key, is_whole, read_result
+from studies.start import prepare
+from studies.toy_trainer import LabConfig
+from tests.unit.studies.runs import job_of, run, write_run
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that tells runs how to go wrong, by the name of their directory."""
+    path = tmp_path / "orders.json"
+    path.write_text("{}")
+    monkeypatch.setenv("ORDERS", str(path))
+    return path
+
+
+def test_runs_are_done_once_and_after_those_they_need(tmp_path: Path) -> None:
+    sources = [job_of(tmp_path, seed) for seed in range(3)]
+    controls = [job_of(tmp_path, source.key.seed, needs=source) for source in sources]
+    ended, failed = run([*controls, *sources])
+    assert not failed and len(ended) == 6  # a control that began too early would have failed
+    result = read_result(Key("sums", "rloo", 1e-3, 2), tmp_path)
+    assert result is not None and result.final == pytest.approx(0.702) and result.auc == pytest.approx(0.452)
+    assert to_do([*controls, *sources]) == []
+
+
+def test_a_whole_run_is_left_alone_and_a_cut_one_done_again(tmp_path: Path) -> None:
+    whole = write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5)
+    cut = write_run(tmp_path, Key("sums", "rloo", 1e-3, 1), [0.1] * 5, cut=True)
+    (cut / "leftover").touch()
+    ended, failed = run([job_of(tmp_path, seed) for seed in (0, 1)])
+    assert [each.job.key.seed for each in ended] == [1] and not failed
+    assert not (cut / "leftover").exists() and is_whole(cut, "lab", 4)
+    assert "0.1," in (whole / "metrics.jsonl").read_text()
+
+
+def test_a_last_line_that_was_cut_is_no_last_step(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5)
+    text = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").write_text(text[:-20])
+    assert not is_whole(run_dir, "lab", 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"optimizer": {"lr": 2e-3}}, "optimizer.lr is 0.001, the plan asks for 0.002"),
+        ({"num_prompts": 8}, "num_prompts is absent, the plan asks for 8"),
+        ({"algo": {}}, "algo.baseline is 'rloo', the plan asks for absent"),
+    ],
+)
+def test_a_whole_run_of_another_config_stops_the_study(tmp_path: Path, change: dict, named: str) -> None:
+    write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5)
+    with pytest.raises(UserError) as caught:
+        to_do([job_of(tmp_path, 0, **change)])
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_cut_run_of_another_config_does_not(tmp_path: Path) -> None:
+    write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5, cut=True)
+    assert len(to_do([job_of(tmp_path, 0, optimizer={"lr": 2e-3})])) == 1
+
+
+def test_a_study_that_was_moved_is_the_same(tmp_path: Path) -> None:
+    write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5)
+    moved = tmp_path.with_name(tmp_path.name + "-moved")
+    tmp_path.rename(moved)
+    assert to_do([job_of(moved, 0)]) == []
+
+
+def test_a_directory_that_holds_something_else_is_not_removed(tmp_path: Path) -> None:
+    run_dir = Key("sums", "rloo", 1e-3, 0).run_dir(tmp_path)
+    run_dir.mkdir(parents=True)
+    (run_dir / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"asked\.json is missing"):
+        to_do([job_of(tmp_path, 0)])
+    assert (run_dir / "thesis.tex").exists()
+
+
+def test_failures_are_named_and_the_others_go_on(tmp_path: Path, orders: Path) -> None:
+    orders.write_text(json.dumps({"seed0": {"fail": 2}, "seed1": {"die": 3}, "seed2": {"wait": 1}}))
+    jobs = [job_of(tmp_path, seed) for seed in range(4)]
+    control = job_of(tmp_path, 0, needs=jobs[0])
+    ended, failed = run([*jobs, control], deadline_s=8.0)
+    faults = {str(each.job.key): each.fault for each in failed}
+    assert faults == {
+        "sums rloo lr 0.001 seed 0": "status 1: error: it diverged",
+        "sums rloo lr 0.001 seed 1": "SIGKILL: it printed nothing",
+        "sums rloo lr 0.001 seed 2": "ran past its deadline of 8 s",
+        "sums control lr 0.001 seed 0": "not run: sums rloo lr 0.001 seed 0 failed, whose learning rates it takes",
+    }
+    assert [each.job.key.seed for each in ended if not each.fault] == [3]
+    orders.write_text("{}")
+    ended, failed = run([*jobs, control])
+    assert len(ended) == 4 and not failed
+
+
+STUDY = """
+import signal
+import sys
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background has it ignored
+sys.path.insert(0, sys.argv[2])
+from tests.unit.studies.runs import job_of, run
+run([job_of(Path(sys.argv[1]), seed) for seed in (0, 1)])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_study_that_is_ended_takes_its_runs_along_and_leaves_the_finished(
+    tmp_path: Path, orders: Path, number: signal.Signals
+) -> None:
+    orders.write_text(json.dumps({"seed1": {"wait": 2}}))
+    first, second = (Key("sums", "rloo", 1e-3, seed).run_dir(tmp_path) for seed in (0, 1))
+    study = subprocess.Popen([sys.executable, "-c", STUDY, str(tmp_path), str(ROOT)], stderr=subprocess.DEVNULL)
+    until(lambda: is_whole(first, "lab", 4) and '"step": 1' in read(second / "metrics.jsonl"))
+    os.kill(study.pid, number)
+    assert study.wait(20) != 0
+    until(lambda: not processes_in(second))
+    assert is_whole(first, "lab", 4) and not is_whole(second, "lab", 4)
+    orders.write_text("{}")
+    ended, failed = run([job_of(tmp_path, seed) for seed in (0, 1)])
+    assert [each.job.key.seed for each in ended] == [1] and not failed
+
+
+def until(condition: object, patience_s: float = 30.0) -> None:
+    end = time.monotonic() + patience_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.05)
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def processes_in(run_dir: Path) -> list[str]:
+    """Command lines that name the run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes().decode(errors="replace"))
+        except OSError:  # it ended since
+            continue
+    return [line for line in found if str(run_dir) in line]
+
+
+def test_runs_of_the_laboratory_are_forks_with_logs_and_deadlines(tmp_path: Path) -> None:
+    """Two ways to end: whole, and past a deadline; a third run is refused by the laboratory itself.
+
+    The run that is never done comes last: what it is forked from has imported the laboratory by then.
+    """
+    start = prepare("brackets", "middle", tmp_path / "starts", steps=2)
+    whole, endless, wrong = (lab_job(tmp_path, start, seed, steps) for seed, steps in ((0, 1), (1, 10_000), (2, 1)))
+    wrong.config["num_prompts"] = 3
+    ended, _ = run([whole, wrong])
+    (late,), _ = run([endless], deadline_s=4.0)
+    faults = {each.job.key.seed: each.fault for each in ended}
+    assert faults[0] == "" and is_whole(whole.run_dir, "lab", 1)
+    assert late.fault == "ran past its deadline of 4 s" and not processes_in(endless.run_dir)
+    assert (endless.run_dir / "log.txt").exists(), "it was there"
+    assert faults[2].startswith("status 2: error: ") and "num_prompts 3 is not a multiple" in faults[2]
+
+
+def lab_job(out: Path, start: Path, seed: int, num_steps: int) -> Job:
+    """As a study asks for it."""
+    key = Key("brackets", "rloo", 1e-3, seed)
+    config = LabConfig(
+        task="brackets", start_dir=start, run_dir=key.run_dir(out), num_steps=num_steps, num_prompts=4, group_size=2
+    )
+    return Job(key, key.run_dir(out), "lab", config.model_dump(mode="json"))

@@ -1,0 +1,138 @@
+"""Plans: what they may say, what they mean, and that every mistake ends in one line. Sweeps: which rate is next.
+
+Not covered: that an arm's settings make a run that learns.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.errors import UserError
+from studies.plan import Plan, load_plan
+from studies.sweep import choose
+
+EXAMPLES = Path(__file__).parents[3] / "examples/study"
+HEAD = """
+tasks = ["sums"]
+num_steps = 100
+evaluate_every = 10
+learning_rates = [1e-2, 1e-3]
+reference = "ours"
+"""
+ARMS = """
+[defaults]
+algo.snr.horizon = 30
+[arms.ours]
+algo.preset = "oblr_po"
+[arms.paper]
+algo.preset = "oblr_po_paper"
+"algo.snr.warmup_steps" = 3
+optimizer.name = "sgd"
+[arms.control]
+rates_of = "ours"
+algo.schedule = "shuffled"
+[arms.rloo]
+peer = true
+algo.preset = "rloo"
+learning_rates = [1e-4]
+"""
+
+
+def plan_of(text: str, tmp_path: Path) -> Plan:
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    return load_plan(path)
+
+
+def test_what_a_plan_means(tmp_path: Path) -> None:
+    plan = plan_of(f"seeds = 3\n{HEAD}{ARMS}", tmp_path)
+    assert plan.seeds == (0, 1, 2)
+    assert plan.grid("ours") == (1e-3, 1e-2) and plan.grid("rloo") == (1e-4,)
+    assert [plan.swept(arm) for arm in plan.arms] == [True, True, True, False]
+    assert plan.algo("ours")["snr"] == {"horizon": 30}
+    paper = AlgoConfig.model_validate(plan.algo("paper"))
+    assert (paper.baseline, paper.snr.estimator, paper.snr.horizon) == ("optimal", "plugin", 1.0)  # over [defaults]
+    assert paper.snr.warmup_steps == 3  # its own over its preset's
+    assert plan.optimizer("paper") == {"name": "sgd"} and plan.optimizer("rloo") == {}
+
+
+def test_some_arms_come_with_those_whose_rates_they_take(tmp_path: Path) -> None:
+    plan = plan_of(HEAD + ARMS, tmp_path)
+    assert list(plan.only(["control"]).arms) == ["ours", "control"]
+    assert list(plan.only(["rloo"]).arms) == ["rloo"]
+    with pytest.raises(UserError, match="unknown arm 'roo'"):
+        plan.only(["roo"])
+
+
+def test_the_examples_are_plans_that_ask_for_the_same_samples() -> None:
+    plans = {path.stem: load_plan(path) for path in EXAMPLES.glob("*.toml")}
+    curves, peers = plans["curves"], {name for name, arm in plans["curves"].arms.items() if arm.peer}
+    assert peers == {"grpo", "rloo", "opo", "reinforce_pp", "otb"}
+    assert {arm.backend for arm in plans["trl"].arms.values()} == {"lab", "trl_grpo", "trl_rloo"}
+    for plan in plans.values():
+        assert plan.model_copy(update={"tasks": curves.tasks, "arms": curves.arms}) == curves
+        assert not set(plan.seeds) & set(plan.sweep_seeds) and len(plan.seeds) >= 5
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (HEAD + ARMS + "pear = true", ["unknown key 'arms.rloo.pear'", "did you mean 'peer'?"]),
+        (HEAD + ARMS + "algo.baselin = 'rloo'", ["unknown key 'baselin'", "arms.rloo.algo", "did you mean 'baseline'"]),
+        (HEAD + ARMS + "optimizer.lr = 1.0", ["optimizer.lr", "arms.rloo", "learning_rates"]),
+        (HEAD + ARMS + "algo.schedule_from = 'x'", ["algo.schedule_from", "rates_of"]),
+        (HEAD + ARMS + "algo.snr.num_folds = 3", ["num_prompts 16", "num_folds 3"]),
+        (HEAD + ARMS + "rates_of = 'ours'", ["algo.schedule 'constant' with rates_of 'ours'"]),
+        (HEAD + ARMS + "sweep = false", ["sweep = false without rates_of"]),
+        (HEAD + ARMS + "[arms.x]\nalgo.schedule = 'shuffled'", ["'shuffled' with rates_of ''"]),
+        (HEAD + ARMS + "[arms.x]\nalgo.schedule = 'shuffled'\nrates_of = 'control'", ["rates_of 'control'"]),
+        (HEAD, ["'arms' is missing"]),
+        (HEAD.replace("ours", "his") + ARMS, ["reference 'his' is no arm", "ours, paper"]),
+        (HEAD.replace("= 10\n", "= 30\n") + ARMS, ["num_steps 100", "evaluate_every 30"]),
+        ("seeds = [0, 1]\nsweep_seeds = [1, 2]" + HEAD + ARMS, ["seed 1 is in seeds and in sweep_seeds"]),
+        ("seeds = [1, 1]" + HEAD + ARMS, ["seeds", "twice"]),
+        ("seeds = 0" + HEAD + ARMS, ["seeds"]),
+        ("seeds = '5'" + HEAD + ARMS, ["seeds"]),
+        ("tasks = ", ["not a TOML file"]),
+    ],
+)
+def test_mistakes_end_in_one_line(text: str, named: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        plan_of(text, tmp_path)
+    assert "\n" not in str(caught.value) and caught.value.mend
+    assert all(part in str(caught.value) for part in named), caught.value
+
+
+def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the plan"):
+        load_plan(tmp_path / "none.toml")
+
+
+def test_a_best_rate_inside_the_grid_is_taken() -> None:
+    choice = choose((1.0, 2.0, 4.0), 2, {1.0: 0.1, 2.0: 0.3, 4.0: 0.2})
+    assert (choice.best, choice.on_edge, choice.missing) == (2.0, False, ())
+
+
+def test_a_grid_grows_where_its_best_lies_on_the_edge_and_no_farther_than_it_may() -> None:
+    means = {1.0: 0.1, 2.0: 0.3}
+    assert choose((1.0, 2.0), 2, means).missing == (4.0,)
+    assert choose((1.0, 2.0), 2, means | {4.0: 0.2}).best == 2.0
+    assert choose((1.0, 2.0), 2, means | {4.0: 0.4}).missing == (8.0,)
+    last = choose((1.0, 2.0), 2, means | {4.0: 0.4, 8.0: 0.5})
+    assert (last.best, last.on_edge, last.rates) == (8.0, True, (1.0, 2.0, 4.0, 8.0))
+    assert choose((1.0, 2.0), 1, {1.0: 0.3, 2.0: 0.1}).missing == (0.5,)
+    assert choose((1.0, 2.0), 0, means).best == 2.0 and choose((1.0, 2.0), 0, means).on_edge
+
+
+def test_a_rate_that_failed_is_never_the_best_and_bounds_the_grid() -> None:
+    nan = float("nan")
+    choice = choose((1.0, 2.0, 4.0), 2, {1.0: 0.1, 2.0: 0.3, 4.0: nan})
+    assert choice.best == 2.0 and not choice.on_edge
+    assert choose((1.0, 2.0), 2, {1.0: nan, 2.0: nan}).best is None
+
+
+def test_a_grid_of_one_is_no_sweep() -> None:
+    assert choose((3.0,), 2, {}).best == 3.0

@@ -1,0 +1,102 @@
+"""Intervals, tests and figures of a curve: against scipy, known cases, and their promised coverage in simulation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from studies.statistics import (
+    area_under_curve,
+    bootstrap_interval,
+    largest_drop,
+    paired_difference,
+    sign_flip_p,
+    t_interval,
+)
+
+
+@pytest.mark.parametrize("count", [2, 5, 30])
+def test_the_t_interval_is_scipys(count: int) -> None:
+    values = np.random.default_rng(count).normal(0.6, 0.1, count)
+    found = t_interval(values, 0.9)
+    wanted = stats.t.interval(0.9, count - 1, loc=values.mean(), scale=stats.sem(values))
+    assert (found.low, found.high) == pytest.approx(wanted, rel=1e-12)
+    assert found.mean == pytest.approx(values.mean())
+
+
+def test_the_bootstrap_is_scipys_percentile_one() -> None:
+    values = np.random.default_rng(1).exponential(1.0, 20)
+    found = bootstrap_interval(values)
+    wanted = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(2))
+    interval = wanted.confidence_interval
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=0.03)
+    assert bootstrap_interval(values) == found  # the same figures every time
+
+
+def test_the_t_interval_covers_as_often_as_it_says_and_the_bootstrap_less() -> None:
+    draw, runs = np.random.default_rng(3), 2000
+    samples = draw.normal(0.0, 1.0, (runs, 5))
+    by_t = np.mean([t_interval(sample).low <= 0 <= t_interval(sample).high for sample in samples])
+    boots = [bootstrap_interval(sample, resamples=400) for sample in samples[:600]]
+    by_bootstrap = np.mean([boot.low <= 0 <= boot.high for boot in boots])
+    assert abs(by_t - 0.95) < 4 * (0.95 * 0.05 / runs) ** 0.5
+    assert 0.7 < by_bootstrap < 0.9
+
+
+def test_one_value_has_a_mean_and_no_interval() -> None:
+    for interval in (t_interval(np.array([0.5])), bootstrap_interval(np.array([0.5]))):
+        assert interval.mean == 0.5 and np.isnan(interval.low) and np.isnan(interval.high)
+    assert np.isnan(t_interval(np.array([])).mean)
+
+
+@pytest.mark.parametrize("count", [4, 9])
+def test_sign_flips_are_scipys_permutation_test(count: int) -> None:
+    values = np.random.default_rng(count).normal(0.5, 1.0, count)
+    wanted = stats.permutation_test(
+        (values,), lambda x: abs(np.mean(x)), permutation_type="samples", alternative="greater", n_resamples=np.inf
+    )
+    assert sign_flip_p(values) == pytest.approx(wanted.pvalue)
+
+
+def test_sign_flips_in_known_cases() -> None:
+    assert sign_flip_p(np.array([1.0, 2.0, 3.0, 4.0, 5.0])) == 2 / 2**5
+    assert sign_flip_p(np.array([1.0, -1.0])) == 1.0
+    assert sign_flip_p(np.zeros(3)) == 1.0
+    assert np.isnan(sign_flip_p(np.array([])))
+
+
+def test_random_flips_of_many_pairs_agree_with_the_t_test() -> None:
+    values = np.random.default_rng(5).normal(0.3, 1.0, 40)
+    assert sign_flip_p(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue, abs=0.01)
+
+
+def test_false_alarms_are_as_rare_as_the_level_says() -> None:
+    samples = np.random.default_rng(6).normal(0.0, 1.0, (1500, 8))
+    share = np.mean([sign_flip_p(sample) <= 0.05 for sample in samples])
+    assert share <= 0.05 + 4 * (0.05 * 0.95 / 1500) ** 0.5
+    assert share > 0.02  # and the test is not one that never speaks
+
+
+def test_pairing_takes_out_what_seeds_have_in_common() -> None:
+    draw = np.random.default_rng(7)
+    common = draw.normal(0.0, 1.0, 6)
+    ours, theirs = common + 0.1 + draw.normal(0, 0.01, 6), common + draw.normal(0, 0.01, 6)
+    difference = paired_difference(ours, theirs)
+    assert difference.pairs == 6 and difference.p == 2 / 2**6
+    assert 0 < difference.interval.low < 0.1 < difference.interval.high < 0.2
+    unpaired = stats.ttest_ind(ours, theirs).pvalue
+    assert unpaired > 0.5
+
+
+def test_the_area_is_the_mean_height() -> None:
+    assert area_under_curve(np.array([0.0, 5, 10]), np.array([0.4, 0.4, 0.4]), 10) == pytest.approx(0.4)
+    assert area_under_curve(np.array([0.0, 10]), np.array([0.0, 1.0]), 10) == pytest.approx(0.5)
+    uneven = area_under_curve(np.array([0.0, 2, 10]), np.array([0.0, 1.0, 1.0]), 10)
+    assert uneven == pytest.approx((1.0 + 8.0) / 10)
+
+
+def test_the_largest_drop_is_from_the_best_so_far() -> None:
+    assert largest_drop(np.array([0.1, 0.5, 0.3, 0.6, 0.55])) == pytest.approx(0.2)
+    assert largest_drop(np.array([0.1, 0.2, 0.2, 0.9])) == 0.0
+    assert largest_drop(np.array([0.9, 0.5, 0.7, 0.2])) == pytest.approx(0.7)

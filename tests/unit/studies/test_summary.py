@@ -1,0 +1,145 @@
+"""What a summary says of runs whose figures are known: levels, pairs, sweeps, and of runs that are not there.
+
+Statistics themselves are in test_statistics.py.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oblr_megatron.errors import UserError
+from studies.plan import Plan
+from studies.results import Key
+from studies.summary import area, drop, final, summarise
+from studies.tables import document
+from studies.write_summary import write_summary
+from tests.unit.studies.runs import write_run
+
+RATES = (1e-3, 1e-2, 1e-1)
+ARMS = ("ours", "good", "bad")
+
+
+def plan_of(**changes: object) -> Plan:
+    table = {
+        "tasks": ["sums"],
+        "seeds": 3,
+        "sweep_seeds": [10, 11],
+        "num_steps": 4,
+        "evaluate_every": 1,
+        "learning_rates": list(RATES),
+        "reference": "ours",
+        "arms": {"ours": {}, "good": {"peer": True}, "bad": {"peer": True}},
+    }
+    return Plan.model_validate(table | changes)
+
+
+def curve(height: float) -> list[float]:
+    """Its area is `height`, its largest drop 0.2, its end height - 0.1."""
+    return [height - 0.1, height, height + 0.1, height, height - 0.1]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A whole study: all choose 1e-2; `good` is 0.02 below `ours` for each seed, `bad` far below."""
+    for arm, level in zip(ARMS, (0.5, 0.48, 0.3), strict=True):
+        for rate, less in zip(RATES, (0.05, 0.0, 0.1), strict=True):
+            for seed in (10, 11):
+                write_run(tmp_path, Key("sums", arm, rate, seed), curve(level - less))
+        for seed in range(3):
+            write_run(tmp_path, Key("sums", arm, 1e-2, seed), curve(level + 0.03 * seed))
+    return tmp_path
+
+
+def test_levels_and_pairs(out: Path) -> None:
+    (task,) = summarise(plan_of(), out)
+    ours, good, bad = task.arms
+    assert [arm.lr for arm in task.arms] == [1e-2] * 3 and not ours.on_edge
+    assert ours.of(area) == pytest.approx(np.array([0.5, 0.53, 0.56]))
+    assert ours.of(final) == pytest.approx(np.array([0.4, 0.43, 0.46]))
+    assert bad.of(drop) == pytest.approx(np.array([0.2] * 3))
+    difference = good.against(ours, area)
+    assert difference.interval.mean == pytest.approx(-0.02) and difference.pairs == 3
+    assert difference.interval.high - difference.interval.low == pytest.approx(0, abs=1e-9)  # seeds move both alike
+    assert difference.p == 2 / 2**3
+    assert task.best_peer is good
+
+
+def test_a_run_of_the_sweep_is_none_that_is_compared(out: Path) -> None:
+    (task,) = summarise(plan_of(), out)
+    assert {run.key.seed for arm in task.arms for run in arm.runs} == {0, 1, 2}
+    assert {run.key.seed for runs in task.arms[0].sweep.values() for run in runs} == {10, 11}
+
+
+def test_only_common_seeds_are_paired(out: Path) -> None:
+    (Key("sums", "good", 1e-2, 1).run_dir(out) / "metrics.jsonl").unlink()
+    (task,) = summarise(plan_of(), out)
+    assert task.arms[1].against(task.reference, area).pairs == 2 and len(task.arms[1].runs) == 2
+
+
+def test_a_rate_with_a_run_missing_is_not_chosen(out: Path) -> None:
+    (Key("sums", "good", 1e-2, 11).run_dir(out) / "metrics.jsonl").unlink()
+    (task,) = summarise(plan_of(grid_extensions=0), out)
+    assert task.arms[1].lr == 1e-3 and task.arms[1].on_edge and not task.arms[1].runs
+    assert task.best_peer is task.arms[2]
+
+
+def test_a_best_rate_on_the_edge_is_said(out: Path) -> None:
+    for seed in (10, 11):
+        write_run(out, Key("sums", "bad", 1e-4, seed), curve(0.4))
+    for seed in range(3):
+        write_run(out, Key("sums", "bad", 1e-4, seed), curve(0.4))
+    plan = plan_of(learning_rates=[1e-4, 1e-3, 1e-2], grid_extensions=0)
+    (task,) = summarise(plan, out)
+    assert (task.arms[2].lr, task.arms[2].on_edge) == (1e-4, True)
+    assert "| bad (peer) | 0.0001 (edge) | 3 |" in document(plan, [task])
+
+
+def test_the_files(out: Path) -> None:
+    written = write_summary(plan_of(), out)
+    names = {path.name for path in written}
+    assert {"summary.md", "summary.json", "runs.csv", "curves_sums.svg", "auc_sums.png", "sweep_sums.svg"} <= names
+    found = json.loads((out / "summary.json").read_text(), parse_constant=pytest.fail)
+    good = found["tasks"]["sums"]["arms"]["good"]
+    assert good["minus"]["reference"]["area"]["mean"] == pytest.approx(-0.02)
+    assert good["area"]["by_seed"] == pytest.approx([0.48, 0.51, 0.54]) and good["area"]["min"] == pytest.approx(0.48)
+    assert good["sweep"] == {
+        "0.001": [pytest.approx(0.43)] * 2,
+        "0.01": [pytest.approx(0.48)] * 2,
+        "0.1": [pytest.approx(0.38)] * 2,
+    }
+    assert found["tasks"]["sums"]["best_peer"] == "good" and found["plan"]["seeds"] == [0, 1, 2]
+    rows = list(csv.DictReader((out / "runs.csv").open()))
+    assert len(rows) == 3 * (3 * 2 + 3) and sum(row["phase"] == "main" for row in rows) == 9
+    assert float(rows[-1]["area"]) == pytest.approx(0.36)
+    text = (out / "summary.md").read_text()
+    assert "| ours | 0.01 | 3 | 0.530 [0.455, 0.605] |" in text
+    assert "| good | -0.020 [-0.020, -0.020] | 0.25 | -0.020 [-0.020, -0.020] | 0.25 | – | – | – | – |" in text  # noqa: RUF001
+    assert "| good | 0.430 | **0.480** | 0.380 |" in text
+    first = "| sums | ours | 0.530 | 0.500 | 0.200 | good | 0.510 | 0.480 | 0.200 | +0.020 [+0.020, +0.020] | 0.25 |"
+    assert first in text
+
+
+def test_without_the_reference_the_levels_remain(out: Path) -> None:
+    written = write_summary(plan_of().only(["bad"]), out)
+    assert {path.name for path in written} >= {"curves_sums.svg"}
+    assert "auc_sums.svg" not in {path.name for path in written}
+    assert "| bad (peer) |" in (out / "summary.md").read_text()
+
+
+def test_nothing_to_summarise(tmp_path: Path) -> None:
+    write_run(tmp_path, Key("sums", "ours", 1e-2, 10), curve(0.5), cut=True)
+    with pytest.raises(UserError, match="no whole run"):
+        summarise(plan_of(), tmp_path)
+
+
+def test_a_damaged_run_is_named(out: Path) -> None:
+    path = Key("sums", "ours", 1e-2, 0).run_dir(out) / "metrics.jsonl"
+    path.write_text(path.read_text().replace("eval/sums/mean_at_k", "eval/sum/mean_at_k"))
+    with pytest.raises(UserError, match="eval/sums/mean_at_k") as caught:
+        summarise(plan_of(), out)
+    assert str(path.parent) in str(caught.value)

@@ -1,0 +1,115 @@
+"""The laboratory's runs: whole records, the same again from the same seed, errors before anything is written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.config import OptimizerConfig
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.errors import EXIT_USER, UserError
+from oblr_megatron.metrics import read_metrics
+from studies.smoothness import measure, path
+from studies.start import prepare
+from studies.toy_trainer import LabConfig, main, prompt_order, run_lab
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare("brackets", "high", tmp_path_factory.mktemp("starts"), steps=80)
+
+
+def config_of(start: Path, run_dir: Path, **algo: object) -> LabConfig:
+    return LabConfig(
+        task="brackets",
+        start_dir=start,
+        run_dir=run_dir,
+        seed=3,
+        num_steps=4,
+        num_prompts=4,
+        group_size=4,
+        evaluate_every=2,
+        evaluation_samples=1,
+        algo=AlgoConfig.model_validate(algo),
+        optimizer=OptimizerConfig(lr=1e-3),
+    )
+
+
+def untimed(run_dir: Path) -> list[dict[str, float | None]]:
+    return [{k: v for k, v in record.items() if not k.startswith("timing_s")} for record in read_metrics(run_dir)]
+
+
+@pytest.mark.parametrize(
+    "algo",
+    [{}, {"preset": "otb"}, {"preset": "grpo", "kl_coefficient": 0.1}, {"snr": {"estimator": "momentum"}}],
+    ids=["default", "otb", "grpo with KL", "momentum"],
+)
+def test_the_same_seed_gives_the_same_run(start: Path, tmp_path: Path, algo: dict[str, object]) -> None:
+    for name in ("a", "b"):
+        run_lab(config_of(start, tmp_path / name, **algo))
+    first = untimed(tmp_path / "a")
+    assert first == untimed(tmp_path / "b")
+    assert [record["step"] for record in first] == [0, 1, 2, 3, 4]
+    assert [record["step"] for record in first if "eval/brackets/mean_at_k" in record] == [0, 2, 4]
+    assert all(record["lr"] > 0 and record["entropy"] > 0 for record in first[1:])
+
+
+def test_every_preset_learns_something_else(start: Path, tmp_path: Path) -> None:
+    """From the same samples: after two updates no two recipes have the same gradient norm."""
+    norms = {}
+    for preset in ("oblr_po", "oblr_po_paper", "opo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "otb"):
+        run_lab(config_of(start, tmp_path / preset, preset=preset))
+        norms[preset] = read_metrics(tmp_path / preset)[-1]["grad_norm"]
+    assert len(set(norms.values())) == len(norms), norms
+
+
+def test_prompts_come_in_passes_by_the_seed_alone(start: Path, tmp_path: Path) -> None:
+    config = config_of(start, tmp_path)
+    order = prompt_order(8, config)
+    assert order == prompt_order(8, config.model_copy(update={"group_size": 2})) and len(order) == 4
+    assert sorted(order[0] + order[1]) == list(range(8)) == sorted(order[2] + order[3])
+    assert order != prompt_order(8, config.model_copy(update={"seed": 4}))
+
+
+def test_a_start_is_made_once_and_anew_when_it_differs(tmp_path: Path) -> None:
+    first = prepare("sums", "low", tmp_path, steps=2)
+    stamp = (first / "model" / "model.safetensors").stat().st_mtime_ns
+    assert prepare("sums", "low", tmp_path, steps=2) == first
+    assert (first / "model" / "model.safetensors").stat().st_mtime_ns == stamp
+    prepare("sums", "low", tmp_path, steps=3)
+    assert (first / "model" / "model.safetensors").stat().st_mtime_ns != stamp
+    with pytest.raises(UserError, match="no task 'sum'"):
+        prepare("sum", "low", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"task": "chess"}, "no task 'chess'"),
+        ({"num_prompts": 5}, "not a multiple"),
+        ({"temprature": 1.0}, "temprature"),
+        ({"start_dir": "/nowhere"}, "no start of a study"),
+        ({"algo": {"baseline": "best"}}, "baseline"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object], said: str
+) -> None:
+    table = json.loads(config_of(start, tmp_path / "run").model_dump_json()) | change
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(table))
+    assert main([str(file)]) == EXIT_USER
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_smoothness_measures_what_the_bound_is_made_of(start: Path, tmp_path: Path) -> None:
+    """Along the gradient the score cannot change faster than its largest curvature allows, on the same responses."""
+    config = config_of(start, tmp_path)
+    points = [measure(lab, step, responses=8, seed=0) for step, lab in path(config, [0, 2])]
+    assert [point.step for point in points] == [0, 2]
+    for point in points:
+        assert 0 < point.lipschitz_along_gradient <= point.lipschitz_max * 1.2
+        assert point.lipschitz_mean <= point.lipschitz_max and point.score_sq > 0
+        assert point.bound_rate == pytest.approx(1 / (point.lipschitz_mean + point.score_sq))

@@ -1,0 +1,132 @@
+"""The variance study's second moments against loops and against exact enumeration of a policy with few actions."""
+
+import itertools
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from oblr_megatron.cli import main
+from studies.kl import Drawn, shift_per_beta
+from studies.variance import ORACLE, Pool, cells, deals, measure, moments
+from studies.variance_report import document
+
+ACTIONS = 4
+
+
+def bandit_pool(num_prompts: int, size: int, seed: int) -> tuple[Pool, torch.Tensor, torch.Tensor]:
+    """One-token responses of a softmax policy whose logits are its parameters: s = e_a - pi. (pool, pi, rewards)"""
+    generator = torch.Generator().manual_seed(seed)
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    rewards = torch.tensor([0.0, 1.0, 0.2, 1.0], dtype=torch.float64)
+    actions = torch.multinomial(probabilities, num_prompts * size, replacement=True, generator=generator)
+    scores = torch.eye(ACTIONS, dtype=torch.float64)[actions] - probabilities
+    scores = scores.view(num_prompts, size, ACTIONS)
+    products = torch.einsum("qip,qjp->qij", scores, scores)
+    pool = Pool(
+        rewards=rewards[actions].view(num_prompts, size),
+        lengths=torch.ones(num_prompts, size, dtype=torch.int64),
+        products=products[:, :, None, :, None].float(),
+        energies=products.diagonal(dim1=1, dim2=2)[..., None],
+    )
+    return pool, probabilities, rewards
+
+
+def exact(probabilities: torch.Tensor, rewards: torch.Tensor, baseline: str) -> tuple[float, float]:
+    """(E||g||^2, ||E g||^2) of a group of two, over all pairs of actions."""
+    scores = torch.eye(ACTIONS, dtype=torch.float64) - probabilities
+    second, mean = 0.0, torch.zeros(ACTIONS, dtype=torch.float64)
+    for a, b in itertools.product(range(ACTIONS), repeat=2):
+        chance = float(probabilities[a] * probabilities[b])
+        first, other = rewards[a], rewards[b]
+        if baseline != "none":  # the other's reward, or the mean of both
+            share = 1.0 if baseline == "rloo" else 0.5
+            first, other = share * (first - other), share * (other - first)
+        g = (first * scores[a] + other * scores[b]) / 2
+        second += chance * float(g @ g)
+        mean += chance * g
+    return second, float(mean @ mean)
+
+
+@pytest.mark.parametrize("baseline", ["none", "rloo", "group_mean"])
+def test_moments_are_those_of_all_pairs(baseline: str) -> None:
+    """60 pools of 64: the estimates' own scatter gives the bound, four standard errors."""
+    pool, probabilities, rewards = bandit_pool(60, 64, seed=0)
+    found = measure(pool, 2, num_deals=4, seed=0)[baseline]
+    expected = exact(probabilities, rewards, baseline)
+    for values, truth in zip(found, expected, strict=False):
+        error = float(values.std()) / len(values) ** 0.5
+        assert abs(float(values.mean()) - truth) < 4 * error
+        assert error < 0.2 * truth + 0.01  # a bound that could not fail would say nothing
+
+
+def test_moments_against_loops() -> None:
+    generator = torch.Generator().manual_seed(1)
+    prompts, size, length, group = 2, 7, 3, 3
+    scores = torch.randn(prompts, size, length, 5, generator=generator, dtype=torch.float64)
+    products = torch.einsum("qitp,qjup->qitju", scores, scores)
+    spread, other = torch.randn(2, prompts, size, length, generator=generator, dtype=torch.float64)
+    deal = deals(prompts, size, group, 1, 0)[0]
+    found = moments(spread, other, products, deal)
+    for q in range(prompts):
+        sums = [
+            [sum(weights[q, i] @ scores[q, i] for i in members[q].tolist()) for members in deal]
+            for weights in (spread, other)
+        ]
+        own = sum(g @ g for g in sums[0]) / len(deal)
+        pairs = list(itertools.permutations(range(len(deal)), 2))
+        across = sum(sums[0][k] @ sums[0][m] for k, m in pairs) / len(pairs)
+        against = sum(sums[0][k] @ sums[1][m] for k, m in pairs) / len(pairs)
+        torch.testing.assert_close(found[:, q], torch.stack([own, across, against]))
+
+
+def test_deals_are_disjoint_groups() -> None:
+    for deal in deals(3, 10, 4, 2, 0):
+        assert deal.shape == (2, 3, 4)
+        assert all(len(set(deal[:, q].flatten().tolist())) == 8 for q in range(3))
+
+
+def test_table_has_every_baseline_and_an_interval_that_holds_its_value() -> None:
+    pool, _, _ = bandit_pool(30, 32, seed=2)
+    lines = cells("bandit", "low", 4, measure(pool, 4, num_deals=2, seed=0), seed=0)
+    by_name = {line.baseline: line for line in lines}
+    assert by_name["rloo"].ratio == 1.0 and by_name["optimal"].ratio > by_name[ORACLE].ratio
+    assert all(line.low <= line.ratio <= line.high for line in lines)
+    text = document(lines)
+    assert all(f"| {name} |" in text for name in by_name)
+
+
+def test_the_kl_shift_is_where_the_variance_is_least() -> None:
+    """b* moves by -beta E<s, k> / E[w]: on one prompt no other constant baseline has less second moment."""
+    generator = torch.Generator().manual_seed(4)
+    scores = torch.randn(1, 40, 2, 6, generator=generator, dtype=torch.float64)
+    drawn = Drawn(
+        rewards=torch.rand(1, 40, generator=generator, dtype=torch.float64),
+        products=torch.einsum("qitp,qjup->qitju", scores, scores),
+        slopes=torch.randn(1, 40, 2, generator=generator, dtype=torch.float64),
+        divergence=0.0,
+    )
+    norms_sq = torch.einsum("qitiu->qi", drawn.products)
+    beta, best = 0.7, (norms_sq * drawn.rewards).sum(1) / norms_sq.sum(1)
+    shifted = best + beta * shift_per_beta(drawn, norms_sq)
+
+    def own_second_moment(baseline: torch.Tensor) -> float:
+        weights = (drawn.rewards - baseline)[..., None] - beta * drawn.slopes
+        return float(torch.einsum("qit,qitp->qip", weights, scores).square().sum())
+
+    assert all(own_second_moment(shifted) < own_second_moment(shifted + move) for move in (-0.01, 0.01))
+    assert own_second_moment(shifted) < own_second_moment(best)
+
+
+def test_a_study_that_was_done_is_only_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Table and figure come from variance.json; nothing is measured, and so no start is made."""
+    pool, _, _ = bandit_pool(20, 16, seed=3)
+    lines = [
+        line for size in (2, 4) for line in cells("sums", "low", size, measure(pool, size, num_deals=1, seed=0), 0)
+    ]
+    (tmp_path / "variance.json").write_text(json.dumps([asdict(line) for line in lines]))
+    assert main(["study", "variance", "--out", str(tmp_path), "--tasks", "sums", "--skills", "low"]) == 0
+    assert "| optimal_prior |" in capsys.readouterr().out and "G = 4" in (tmp_path / "variance.md").read_text()
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".svg", ".png"}
