@@ -290,8 +290,8 @@ def main(settings: Settings) -> None:
         rewards = rewards.view(settings.num_prompts, settings.group_size)
         result = oblr_po_step(model, optimizer, learning_rate, step, samples, rewards, settings)
         if step % 10 == 9:
-            figures = f"|g| {result.sq_norm**0.5:.2f}  shrink {learning_rate.shrink:.2f}  lr {result.lr:.1e}"
-            print(f"step {step + 1}: reward {rewards.mean():.2f}  {figures}  {time.perf_counter() - begin:.0f} s")
+            metrics = f"|g| {result.sq_norm**0.5:.2f}  shrink {learning_rate.shrink:.2f}  lr {result.lr:.1e}"
+            print(f"step {step + 1}: reward {rewards.mean():.2f}  {metrics}  {time.perf_counter() - begin:.0f} s")
     print(f"accuracy {before:.1%} -> {accuracy(model, held_out):.1%} (held-out sums, sampled at temperature 1)")
 
 

@@ -76,10 +76,10 @@ def _train(options: argparse.Namespace) -> int:
         raise UserError(
             "--nnodes and --gpu-memory-gb go with --dry-run alone",
             where="command line",
-            mend="start a run of several nodes by slurm/",
+            fix="start a run of several nodes by slurm/",
         )
     if options.nproc_per_node < 1:
-        raise UserError(f"--nproc-per-node {options.nproc_per_node} is not a number of ranks", mend="give 1 or more")
+        raise UserError(f"--nproc-per-node {options.nproc_per_node} is not a number of ranks", fix="give 1 or more")
     if options.nproc_per_node == 1:
         from oblr_megatron.train import run_training
 
@@ -107,7 +107,7 @@ def check_devices(ranks: int) -> None:
 
     devices = torch.cuda.device_count()
     if torch.cuda.is_available() and ranks > devices:
-        raise UserError(f"{ranks} ranks on {devices} GPUs", where="--nproc-per-node", mend=f"give {devices} or fewer")
+        raise UserError(f"{ranks} ranks on {devices} GPUs", where="--nproc-per-node", fix=f"give {devices} or fewer")
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -21,13 +21,13 @@ class UserError(ValueError):
             where="config: group_size",
             mend="set group_size to 2 or more, or algo.baseline to 'none'",
         )
-        -> "error: group_size is 1, but ... [config: group_size]; set group_size to 2 or more, or ..."
+        -> "error: group_size is 1, but ... [config: group_size]. Fix: set group_size to 2 or more, or ..."
     """
 
-    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
-        self.what, self.where, self.mend = what, where, mend
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = what, where, fix
         place = f" [{where}]" if where else ""
-        remedy = f"; {mend}" if mend else ""
+        remedy = f". Fix: {fix}" if fix else ""
         super().__init__(f"{what}{place}{remedy}")
 
 

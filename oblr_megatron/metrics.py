@@ -74,7 +74,7 @@ METRICS: tuple[Metric, ...] = (
         "nats",
         "mean |trainer's log-prob - vLLM's| over tokens with an advantage",
     ),
-    Metric("rollout/truncated_ratio_fraction", "", "share of those tokens' ratios cut at rollout.correction_cap"),
+    Metric("rollout/truncated_ratio_fraction", "", "share of those tokens' ratios cut at rollout.importance_cap"),
     Metric(
         "rollout/dynamic_batches", "", "batches that dynamic sampling drew for the step; 1 when nothing was missing"
     ),
@@ -249,7 +249,7 @@ class _JsonLines:
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         path = run_dir / METRICS_FILE
         if path.exists() and resume_step is None:
-            raise UserError("the run directory holds metrics already", where=str(path), mend="name a new run_dir")
+            raise UserError("the run directory holds metrics already", where=str(path), fix="name a new run_dir")
         if path.exists():
             kept = [record for record in read_metrics(run_dir) if (record["step"] or 0) <= (resume_step or 0)]
             write_whole(path, "".join(_line(record) for record in kept))
@@ -306,9 +306,9 @@ def read_metrics(run_dir: Path) -> list[Record]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError("no metrics here", where=str(path), mend="give the run_dir of a run that has begun") from None
+        raise UserError("no metrics here", where=str(path), fix="give the run_dir of a run that has begun") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the metrics: {error}", where=str(path), mend="give a readable file") from error
+        raise UserError(f"cannot read the metrics: {error}", where=str(path), fix="give a readable file") from error
     *lines, rest = text.split("\n")
     records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     return records + _parse_unfinished(rest, path)
@@ -320,10 +320,10 @@ def _parse(line: str, where: str) -> Record:
         record = json.loads(line, parse_constant=_refuse_constant)
     except ValueError as error:
         raise UserError(
-            f"not a line of JSON: {error}", where=where, mend="remove the line or restore the file"
+            f"not a line of JSON: {error}", where=where, fix="remove the line or restore the file"
         ) from None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise UserError('not an object with an integer "step"', where=where, mend="remove the line or restore the file")
+        raise UserError('not an object with an integer "step"', where=where, fix="remove the line or restore the file")
     return record
 
 

@@ -30,7 +30,7 @@ from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.setup import load_sets
 from oblr_megatron.memory.pass_plan import Layout, num_folds
-from oblr_megatron.memory.select_mode import Choice, free_memory, resolve, with_mode
+from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.observe.performance.profiler import check_profile
 from oblr_megatron.rewards.registry import check_reward
@@ -53,7 +53,7 @@ class Inputs:
     """What a run reads, opened and found usable."""
 
     model: HFDir
-    norms: Choice | None  # how gradients' norms are computed, and what a step takes; None where nothing is trained
+    norms: ModeChoice | None  # how gradients' norms are computed, and what a step takes; None where nothing is trained
     stream: PromptStream | None  # of training prompts; None where saved ones are replayed
     held_out: dict[str, list[Prompt]]  # evaluation sets by name; empty where none is evaluated
     checkpoints: list[Checkpoint]  # that the run may go on from, the best choice first; empty: it begins anew
@@ -110,13 +110,13 @@ def check_settings(hf_config: Mapping[str, Any], config: Config, world_size: int
     check_positions(config, hf_config)
 
 
-def check_gradient(model: HFDir, config: Config, world_size: int) -> Choice:
+def check_gradient(model: HFDir, config: Config, world_size: int) -> ModeChoice:
     """How the gradient's norms are computed, with folds that divide among the ranks.
 
     Raises:
         UserError: see `choose_norms`; or the folds do not divide.
     """
-    norms = choose_norms(model, config, world_size)
+    norms = select_mode(model, config, world_size)
     check_dealing(model.config, with_mode(config, norms.mode), world_size)
     return norms
 
@@ -131,7 +131,7 @@ def check_dealing(hf_config: Mapping[str, Any], config: Config, world_size: int)
     check_folds(config.num_prompts, num_folds(config), layout.replicas // layout.sharing)
 
 
-def choose_norms(model: HFDir, config: Config, world_size: int) -> Choice:
+def select_mode(model: HFDir, config: Config, world_size: int) -> ModeChoice:
     """What `gradnorm.mode` comes to, by the memory there is; ranks may differ in that, so that one of them decides.
 
     Raises:
@@ -166,28 +166,28 @@ def check_room(config: Config, model: HFDir) -> None:
         check_space(config.run_dir / CHECKPOINTS, checkpoint_bytes(model, config))
     except NoSpaceError as error:
         raise UserError(
-            str(error), where="run_dir", mend="name a run_dir with more space, or set checkpoint.every_steps to 0"
+            str(error), where="run_dir", fix="name a run_dir with more space, or set checkpoint.every_steps to 0"
         ) from error
 
 
 def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
     """Refuse to write into a directory that holds something else; `holds_run`: a run to go on with is welcome."""
     if run_dir.exists() and not run_dir.is_dir():
-        raise UserError("run_dir is a file", where=str(run_dir), mend="name a directory")
+        raise UserError("run_dir is a file", where=str(run_dir), fix="name a directory")
     if run_dir.is_dir() and any(run_dir.iterdir()) and not (holds_run and (run_dir / CONFIG_FILE).exists()):
         what = "run_dir holds something else than a run" if holds_run else "run_dir is not empty"
-        mend = "name a new directory, remove this one, or go on with the run in it: --resume"
-        raise UserError(what, where=str(run_dir), mend=mend)
+        fix = "name a new directory, remove this one, or go on with the run in it: --resume"
+        raise UserError(what, where=str(run_dir), fix=fix)
     present = next(place for place in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(place))
     if not present.is_dir() or not os.access(present, os.W_OK | os.X_OK):
         raise UserError(
             f"run_dir cannot be made: {present} is no directory that can be written to",
             where=str(run_dir),
-            mend="name a directory of your own",
+            fix="name a directory of your own",
         )
 
 
-def _open_inputs(config: Config, model: HFDir, norms: Choice | None, checkpoints: list[Checkpoint]) -> Inputs:
+def _open_inputs(config: Config, model: HFDir, norms: ModeChoice | None, checkpoints: list[Checkpoint]) -> Inputs:
     """Tokenize the training and evaluation rows: only then is it known whether any of them can be used."""
     if config.rollout.replay is not None:
         return Inputs(model, norms, None, {}, checkpoints)

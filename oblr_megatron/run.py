@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.algo.advantage import AdvantageRule, usual
 from oblr_megatron.algo.schedule import Schedule, build_schedule
-from oblr_megatron.algo.weighing import Weighing, usual
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.checkpoint.saver import Best, Facts, Saved, Saver
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.config import Config
-    from oblr_megatron.types import GradientStats, Judged, Sample
+    from oblr_megatron.types import GradientStats, Sample, Scored
 
 MAX_NONFINITE = 3  # norms of a step; with more of them it is the model that is broken, and the run stops
 
@@ -48,7 +48,7 @@ class Run(Sampling):
     momentum: GradientMomentum | None = None  # of the estimator of this name
     usual_norm: float = 0.0  # mean w of the steps so far
     boundary: Facts = field(default_factory=dict)  # what a checkpoint says, as it was when the step began
-    unlogged: tuple[list[Sample], Judged, GradientStats] | None = None  # of a step whose update was done
+    unlogged: tuple[list[Sample], Scored, GradientStats] | None = None  # of a step whose update was done
 
     def begin(self) -> None:
         """Push the weights; before the first step of all, evaluate them, as the record of step 0."""
@@ -67,18 +67,18 @@ class Run(Sampling):
         with self.timer("rollout"):
             self.engines.sleep(self.config.rollout.sleep_level)
 
-    def gradient(self, samples: list[Sample], judged: Judged, active: Tensor, step: int) -> GradientStats:
+    def gradient(self, samples: list[Sample], scored: Scored, active: Tensor, step: int) -> GradientStats:
         """Leave the policy gradient in main_grad, summed over all ranks: w, A = r - b(w) and g, in one pass or two.
 
         Raises:
             RunError: more than a few of the norms are not finite (MAX_NONFINITE); the samples are written down first.
         """
         config = self.config
-        weighing = Weighing(judged, config, self.usual_norm)
+        advantage = AdvantageRule(scored, config, self.usual_norm)
         wanted = config.uses_norms
         exact = self._check(samples, active, step) if wanted else None
         found = self.gradients(
-            samples, weighing, active, norms_wanted=wanted, weigh_tokens=weighing.of_tokens, timer=self.timer
+            samples, advantage, active, norms_wanted=wanted, token_coefficients_of=advantage.of_tokens, timer=self.timer
         )
         norms_sq = found.norms_sq.view(len(active), -1)
         if exact is not None:
@@ -87,15 +87,15 @@ class Run(Sampling):
         if wanted:
             self._refuse_broken(norms_sq, samples)
             self.usual_norm = usual(norms_sq, self.usual_norm)
-        self.record |= step_metrics.of_baseline(config.algo, judged, norms_sq, exact=config.measures_norms)
-        stats = self._for_estimator(found.stats, weighing, norms_sq)
-        self.unlogged = samples, judged, stats
+        self.record |= step_metrics.of_baseline(config.algo, scored, norms_sq, exact=config.measures_norms)
+        stats = self._for_estimator(found.stats, advantage, norms_sq)
+        self.unlogged = samples, scored, stats
         return stats
 
-    def _for_estimator(self, stats: GradientStats, weighing: Weighing, norms_sq: Tensor) -> GradientStats:
+    def _for_estimator(self, stats: GradientStats, advantage: AdvantageRule, norms_sq: Tensor) -> GradientStats:
         """The stats with what the configured estimator of the signal wants to know of the gradient in main_grad."""
         if self.config.algo.snr.estimator == "samples":
-            coefficients = weighing(range(len(norms_sq)), norms_sq)
+            coefficients = advantage(range(len(norms_sq)), norms_sq)
             stats = replace(stats, sample_sq_norm=float((coefficients**2 * norms_sq.nan_to_num(posinf=0.0)).sum()))
         if self.momentum is not None:
             with self.timer("gradient"):
@@ -135,7 +135,7 @@ class Run(Sampling):
                 self.optimizer.clip(stats.sq_norm)
                 self.optimizer.step(lr)
             self.schedule.observe(stats)
-        self.record |= {"lr": lr, **self.schedule.figures()}
+        self.record |= {"lr": lr, **self.schedule.metrics()}
 
     def push(self, version: int) -> None:
         """Send the weights to the engines under a new version number, that of the updates so far."""

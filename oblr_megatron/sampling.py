@@ -19,11 +19,11 @@ import torch.distributed as dist
 from oblr_megatron.checkpoint.resume import Checkpoint, changes, choose
 from oblr_megatron.checks.layout import check_port
 from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest
-from oblr_megatron.evaluation.accuracy import figures as accuracies
+from oblr_megatron.evaluation.accuracy import metrics as accuracies
 from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.items import RunItems
 from oblr_megatron.memory.pass_plan import Layout, idle_replicas
-from oblr_megatron.memory.select_mode import Choice, with_mode
+from oblr_megatron.memory.select_mode import ModeChoice, with_mode
 from oblr_megatron.metrics import MetricsWriter, Record, read_metrics
 from oblr_megatron.model import parallel as layout
 from oblr_megatron.observe import step_metrics
@@ -43,7 +43,7 @@ from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
 from oblr_megatron.runtime.stopping import StopRequest
 from oblr_megatron.timing import PhaseTimer
-from oblr_megatron.types import Judged
+from oblr_megatron.types import Scored
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -135,21 +135,21 @@ class Sampling:
         self.record["rollout/staleness_max"] = max(age, self.record.get("rollout/staleness_max", 0))
         return samples
 
-    def judge(self, prompts: list[Prompt], samples: list[Sample]) -> Judged:
+    def score_batch(self, prompts: list[Prompt], samples: list[Sample]) -> Scored:
         """Rewards [Q, G] of a step's samples, on every rank."""
         group = self.config.group_size
         with self.timer("reward"):
             result = self.reward.score(prompts, samples)
         self.results.append(result)
-        return Judged(
+        return Scored(
             rewards=torch.tensor(result.rewards, dtype=torch.float64).view(-1, group),
             lengths=torch.tensor([len(sample.response_ids) for sample in samples]).view(-1, group),
             failures=result.failures + result.timeouts,
         )
 
     def refill(
-        self, prompts: list[Prompt], samples: list[Sample], judged: Judged, step: int
-    ) -> tuple[list[Prompt], list[Sample], Judged]:
+        self, prompts: list[Prompt], samples: list[Sample], scored: Scored, step: int
+    ) -> tuple[list[Prompt], list[Sample], Scored]:
         """With rollout.dynamic_sampling, further groups in the place of those whose rewards are all equal.
 
         Rewards are reported of everything that was sampled, not of what is left. Saved steps are taken as they were
@@ -157,23 +157,23 @@ class Sampling:
         """
         rollout = self.config.rollout
         if not rollout.dynamic_sampling or rollout.replay is not None:
-            return prompts, samples, judged
+            return prompts, samples, scored
 
         def draw(count: int, batch: int) -> Batch:
             further = self.stream.take(count)
             responses = self.rollout(further, step, batch)
-            return Batch(further, responses, self.judge(further, responses))
+            return Batch(further, responses, self.score_batch(further, responses))
 
         refilled = refill(
-            Batch(prompts, samples, judged),
+            Batch(prompts, samples, scored),
             draw,
             max_batches=rollout.dynamic_sampling_max_batches,
             seed=call_seed(self.config.seed, step),
         )
-        self.record |= refilled.figures() | step_metrics.of_rewards(refilled.rewards)
-        return refilled.step.prompts, refilled.step.samples, refilled.step.judged
+        self.record |= refilled.metrics() | step_metrics.of_rewards(refilled.rewards)
+        return refilled.step.prompts, refilled.step.samples, refilled.step.scored
 
-    def save(self, prompts: list[Prompt], samples: list[Sample], judged: Judged, step: int) -> None:
+    def save(self, prompts: list[Prompt], samples: list[Sample], scored: Scored, step: int) -> None:
         """Write the step's samples and rewards to RUN_DIR/rollouts if the config asks for it; rank 0 writes."""
         rollout = self.config.rollout
         if self.parallel.rank == 0 and (rollout.save or rollout.only):
@@ -184,7 +184,7 @@ class Sampling:
                 skipped=self.stream.num_skipped,
                 prompts=prompts,
                 samples=samples,
-                rewards=judged.rewards.flatten().tolist(),
+                rewards=scored.rewards.flatten().tolist(),
             )
             write_step(self.config.run_dir / "rollouts", saved)
 
@@ -200,13 +200,13 @@ class Sampling:
                 grades = evaluate(name, self.engines, prompts, self.reward, self.config, sink=sink)
                 self.record |= {f"eval/{name}/{figure}": value for figure, value in accuracies(grades).items()}
 
-    def log(self, step: int, samples: list[Sample], judged: Judged, stats: GradientStats | None = None) -> None:
+    def log(self, step: int, samples: list[Sample], scored: Scored, stats: GradientStats | None = None) -> None:
         """Write the step's record: metrics.jsonl, tensorboard, console."""
         timing = self.timer.finish_step()
         self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"])
-        found = step_metrics.of_step(samples, judged, stats, timing) | step_metrics.of_judging(self.results)
-        found |= self.utilization.figures(samples, judged, timing) | self.ranks.take(step, timing, self.timer.own)
-        self.record = found | self.record | self.engines.figures()
+        found = step_metrics.of_step(samples, scored, stats, timing) | step_metrics.of_scoring(self.results)
+        found |= self.utilization.metrics(samples, scored, timing) | self.ranks.take(step, timing, self.timer.own)
+        self.record = found | self.record | self.engines.metrics()
         self.record |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
         self.write(step)
 
@@ -252,8 +252,8 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         dist.barrier()  # the run directory exists
         first = parallel.tp_rank == parallel.pp_rank == parallel.cp_rank == 0  # of the ranks of a replica
         share = parallel.dp_rank if first else None
-        judging = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
-        reward = stack.enter_context(SharedReward(judging, share, parallel.dp_size))
+        scoring = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+        reward = stack.enter_context(SharedReward(scoring, share, parallel.dp_size))
         engines = open_engines(config, parallel)
         stack.callback(engines.close)
         display = stack.enter_context(open_display(config.log, config.num_steps, rank=parallel.rank))
@@ -314,7 +314,7 @@ def _prompt_source(inputs: Inputs, engines: RolloutEngine) -> PromptSource:
 
 
 def _opening_lines(
-    config: Config, hf_config: Mapping[str, Any], world_size: int, norms: Choice | None, resumed: Checkpoint | None
+    config: Config, hf_config: Mapping[str, Any], world_size: int, norms: ModeChoice | None, resumed: Checkpoint | None
 ) -> Iterator[str]:
     """What a run says about itself before it begins."""
     if resumed is not None:
@@ -337,7 +337,7 @@ def _opening_lines(
         yield f"samples are those of {config.rollout.replay}: nothing is sampled, and no evaluation is made"
 
 
-def _of_first_rank(norms: Choice | None) -> Choice | None:
+def _of_first_rank(norms: ModeChoice | None) -> ModeChoice | None:
     """Ranks may see different amounts of free memory: the first one's choice holds for all."""
     shared = [norms]
     dist.broadcast_object_list(shared, src=0)

@@ -38,16 +38,16 @@ def train(run: Run) -> None:
     for step in range(run.start, config.num_steps):
         prompts = run.stream.take(config.num_prompts)  # Q
         samples = run.rollout(prompts, step)  # N = Q * G responses with log-probs
-        judged = run.judge(prompts, samples)  # rewards [Q, G]
-        prompts, samples, judged = run.refill(prompts, samples, judged, step)  # only with rollout.dynamic_sampling
-        run.save(prompts, samples, judged, step)  # only with rollout.save
+        scored = run.score_batch(prompts, samples)  # rewards [Q, G]
+        prompts, samples, scored = run.refill(prompts, samples, scored, step)  # only with rollout.dynamic_sampling
+        run.save(prompts, samples, scored, step)  # only with rollout.save
         run.release()  # engines on the trainer's own GPUs give their memory back until the push
-        active = active_groups(config.algo.baseline, judged.rewards)  # [Q]: the others have A = 0
-        stats = run.gradient(samples, judged, active, step)  # w, exact; A = r - b(w); g in main_grad
+        active = active_groups(config.algo.baseline, scored.rewards)  # [Q]: the others have A = 0
+        stats = run.gradient(samples, scored, active, step)  # w, exact; A = r - b(w); g in main_grad
         run.update(stats, step)  # clip, optimizer step at the lagged SNR rate
         run.push(version=step + 1)
         run.evaluate(step + 1)
-        run.log(step + 1, samples, judged, stats)
+        run.log(step + 1, samples, scored, stats)
         if run.checkpoint(step + 1):  # saves when due; true when the run is to stop here
             return
     run.export()
@@ -58,10 +58,10 @@ def sample(run: Sampling) -> None:
     for step in range(run.config.num_steps):
         prompts = run.stream.take(run.config.num_prompts)
         samples = run.rollout(prompts, step)
-        judged = run.judge(prompts, samples)
-        prompts, samples, judged = run.refill(prompts, samples, judged, step)
-        run.save(prompts, samples, judged, step)
-        run.log(step + 1, samples, judged)
+        scored = run.score_batch(prompts, samples)
+        prompts, samples, scored = run.refill(prompts, samples, scored, step)
+        run.save(prompts, samples, scored, step)
+        run.log(step + 1, samples, scored)
         if run.stopped(step + 1):
             return
 

@@ -52,7 +52,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Judged:
+class Scored:
     """A step's rewards, on every rank.
 
     Example for Q = 1, G = 2: Judged(rewards=[[1., 0.]], lengths=[[5, 7]], failures=0)
@@ -112,7 +112,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterFigures:
+class RouterMetrics:
     """What a mixture's routers did with the tokens of the policy-gradient pass, mean over tokens and layers.
 
     Example: RouterFigures(aux_loss=1.02, z_loss=3.1, max_load=1.9)
@@ -142,7 +142,7 @@ class GradientStats:
     kl: float | None = None  # mean over them of k3 (algo/kl.py), nats: KL(pi || pi_ref); None without a penalty
     momentum_dot: float = math.nan  # <g, m>, m the average of earlier raw gradients; NaN where none is kept, or is yet
     sample_sq_norm: float = math.nan  # sum_n coefficient_n^2 w_n; NaN where norms are not measured
-    routers: RouterFigures | None = None  # of a mixture, whose gradient had a pass of its own
+    routers: RouterMetrics | None = None  # of a mixture, whose gradient had a pass of its own
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ def study_curves(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     plan = plan.only(options.only) if options.only else plan
     if options.jobs < 1:
-        raise UserError(f"--jobs {options.jobs} is no number of processes", mend="give 1 or more")
+        raise UserError(f"--jobs {options.jobs} is no number of processes", fix="give 1 or more")
     out = options.out.resolve()
     with claimed(out):
         starts = dict.fromkeys(plan.tasks, out / "start") if options.summary else prepared(plan, out)
@@ -80,7 +80,7 @@ def claimed(out: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(
-                "a study is at work here", where=str(out), mend="wait for it, or give another --out"
+                "a study is at work here", where=str(out), fix="wait for it, or give another --out"
             ) from None
         yield
 
@@ -161,7 +161,7 @@ class Curves:
     def _config(self, key: Key, run_dir: Path, schedule_from: Path | None) -> dict[str, Any]:
         """The LabConfig, whole, as JSON."""
         from oblr_megatron.config import validated
-        from studies.toy_trainer import LabConfig
+        from studies.toy_trainer import ToyConfig
 
         plan = self.plan
         rates = {"schedule_from": str(schedule_from)} if schedule_from else {}
@@ -179,7 +179,7 @@ class Curves:
             "algo": merged(plan.algo(key.arm), rates),
             "optimizer": merged(plan.optimizer(key.arm), {"lr": key.lr}),
         }
-        return validated(LabConfig, table, f"plan: arms.{key.arm}").model_dump(mode="json")
+        return validated(ToyConfig, table, f"plan: arms.{key.arm}").model_dump(mode="json")
 
     def _sweep_rates(self, done: set[tuple[str, str, float]]) -> Iterator[tuple[str, str, float]]:
         """Task, arm and rate of all that the sweeps ask for so far."""

@@ -15,7 +15,7 @@ from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.algo.token_baseline import token_advantages
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.types import GradientStats
-from studies.policy import Drawn, LabPolicy
+from studies.policy import Drawn, ToyPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Estimator:
         reference: the policy the KL penalty is taken against; None without one.
     """
 
-    def __init__(self, policy: LabPolicy, algo: AlgoConfig, reference: LabPolicy | None = None) -> None:
+    def __init__(self, policy: ToyPolicy, algo: AlgoConfig, reference: ToyPolicy | None = None) -> None:
         self._policy, self._algo, self._reference = policy, algo, reference
         self._average = torch.zeros(policy.num_parameters, dtype=policy.model.dtype)  # of past gradients
         self._count = 0

@@ -28,7 +28,7 @@ from studies.results import ASKED_FILE, Key, asked_of, first_difference, is_whol
 LOG_FILE = "log.txt"
 POLL_S = 0.05
 WORKER = (sys.executable, "-m", "studies.worker")
-FORKED = ("lab", "trl_grpo", "trl_rloo")  # backends whose imports take as long as a short run
+FORKED = ("toy", "trl_grpo", "trl_rloo")  # backends whose imports take as long as a short run
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Job:
             return False
         difference = first_difference(self.asked, found)
         if difference:
-            mend = "restore the plan, remove the directory, or give another --out"
-            raise UserError(f"this run is of another plan: {difference}", where=str(self.run_dir), mend=mend)
+            fix = "restore the plan, remove the directory, or give another --out"
+            raise UserError(f"this run is of another plan: {difference}", where=str(self.run_dir), fix=fix)
         return True
 
 

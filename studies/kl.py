@@ -22,11 +22,11 @@ from torch import Tensor
 
 from oblr_megatron.algo.kl import KLForm, kl_penalty, kl_slope
 from oblr_megatron.errors import EXIT_OK
-from studies.policy import LabPolicy
+from studies.policy import ToyPolicy
 from studies.smoothness import path, path_config
 from studies.start import load
 from studies.tasks import TASKS
-from studies.toy_trainer import Lab
+from studies.toy_trainer import ToyRun
 from studies.variance import deals, moments, token_products
 
 FORMS: tuple[KLForm, ...] = ("k2", "k3")
@@ -61,14 +61,14 @@ class Drawn:
 
 
 def draw(
-    policy: LabPolicy, reference: LabPolicy, lab: Lab, form: KLForm, *, prompts: int, size: int, seed: int
+    policy: ToyPolicy, reference: ToyPolicy, toy: ToyRun, form: KLForm, *, prompts: int, size: int, seed: int
 ) -> Drawn:
     """Fresh responses to held-out prompts."""
-    generator, longest = torch.Generator().manual_seed(seed), lab.task.max_response_tokens
+    generator, longest = torch.Generator().manual_seed(seed), toy.task.max_response_tokens
     rewards, products, slopes, penalties = [], [], [], []
-    for row in lab.held_out[:prompts]:
+    for row in toy.held_out[:prompts]:
         samples = policy.sample([policy.encode(row.question)] * size, longest, generator)
-        rewards.append([lab.task.reward(policy.decode(sample.tokens), row.answer) for sample in samples])
+        rewards.append([toy.task.reward(policy.decode(sample.tokens), row.answer) for sample in samples])
         products.append(token_products(policy, samples, longest))
         with torch.no_grad():
             difference = (policy.logprobs(samples)[0] - reference.logprobs(samples)[0]).double()
@@ -85,11 +85,11 @@ def draw(
 
 
 def measure(
-    lab: Lab, step: int, form: KLForm, betas: Sequence[float], *, prompts: int, size: int, seed: int
+    toy: ToyRun, step: int, form: KLForm, betas: Sequence[float], *, prompts: int, size: int, seed: int
 ) -> list[Line]:
     """A line a beta where the policy stands."""
-    reference = load(lab.config.start_dir, lab.task, temperature=lab.config.temperature)
-    drawn = draw(lab.policy, reference, lab, form, prompts=prompts, size=size, seed=seed)
+    reference = load(toy.config.start_dir, toy.task, temperature=toy.config.temperature)
+    drawn = draw(toy.policy, reference, toy, form, prompts=prompts, size=size, seed=seed)
     norms_sq = torch.einsum("qitiu->qi", drawn.products.double())
     best = (norms_sq * drawn.rewards).sum(1) / norms_sq.sum(1)  # E[w r] / E[w] of each prompt
     shift = shift_per_beta(drawn, norms_sq)
@@ -100,7 +100,7 @@ def measure(
         shifted = spread_moments(drawn, best + beta * shift, beta, seed)
         found.append(
             Line(
-                task=lab.task.name,
+                task=toy.task.name,
                 step=step,
                 form=form,
                 beta=beta,
@@ -164,8 +164,8 @@ def run(options: argparse.Namespace) -> int:
     with progress("kl", len(options.tasks) * len(options.steps)) as advance:
         for name in options.tasks:
             sizes = {"prompts": options.prompts, "size": options.pool, "seed": options.seed}
-            for step, lab in path(path_config(name, options), options.steps):
-                lines += [line for form in FORMS for line in measure(lab, step, form, options.betas, **sizes)]
+            for step, toy in path(path_config(name, options), options.steps):
+                lines += [line for form in FORMS for line in measure(toy, step, form, options.betas, **sizes)]
                 advance(1)
     (options.out / "kl.json").write_text(json.dumps([asdict(line) for line in lines], indent=1) + "\n")
     text = document(lines)

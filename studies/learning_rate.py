@@ -40,10 +40,10 @@ from studies.estimator import Batch, fold_gradients, squares
 from studies.smoothness import path
 from studies.start import prepare, task_named
 from studies.tasks import TASKS, Row, Skill, Task
-from studies.toy_trainer import LabConfig, judge
+from studies.toy_trainer import ToyConfig, score_batch
 
 if TYPE_CHECKING:
-    from studies.policy import LabPolicy
+    from studies.policy import ToyPolicy
     from studies.statistics import Array
 
 AT_ONCE = 16  # prompts whose score rows are in memory together
@@ -98,7 +98,7 @@ class Search:
     seed: int = 0
 
 
-def measure(policy: LabPolicy, task: Task, rows: Sequence[Row], search: Search, *, skill: str, step: int) -> list[Line]:
+def measure(policy: ToyPolicy, task: Task, rows: Sequence[Row], search: Search, *, skill: str, step: int) -> list[Line]:
     """A line for every batch size; none where no signal can be seen. The policy is afterwards as it was.
 
     Args:
@@ -127,7 +127,7 @@ def measure(policy: LabPolicy, task: Task, rows: Sequence[Row], search: Search, 
     return lines
 
 
-def prompt_gradients(policy: LabPolicy, task: Task, rows: Sequence[Row], group_size: int, seed: int) -> Tensor:
+def prompt_gradients(policy: ToyPolicy, task: Task, rows: Sequence[Row], group_size: int, seed: int) -> Tensor:
     """[M, P]: RLOO's estimate of the gradient from each row's group alone."""
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -135,7 +135,9 @@ def prompt_gradients(policy: LabPolicy, task: Task, rows: Sequence[Row], group_s
         part = rows[start : start + AT_ONCE]
         asked = [row for row in part for _ in range(group_size)]
         samples = policy.sample([policy.encode(row.question) for row in asked], task.max_response_tokens, generator)
-        rewards = torch.tensor(judge(policy, task, asked, samples), dtype=torch.float64).view(len(part), group_size)
+        rewards = torch.tensor(score_batch(policy, task, asked, samples), dtype=torch.float64).view(
+            len(part), group_size
+        )
         batch = Batch(samples, rewards)
         values = advantages("rloo", rewards, torch.ones_like(rewards), batch.lengths, AlgoConfig())
         coefficients = sample_coefficients(values.flatten(), batch.lengths.flatten(), len(part), group_size)
@@ -158,7 +160,7 @@ def shrink(signal: float, noise: float, num_prompts: int) -> float:
 class Gain:
     """J(theta + eta g) - J(theta), with the same random numbers everywhere."""
 
-    def __init__(self, policy: LabPolicy, task: Task, rows: Sequence[Row], search: Search) -> None:
+    def __init__(self, policy: ToyPolicy, task: Task, rows: Sequence[Row], search: Search) -> None:
         self._policy, self._task, self._rates = policy, task, search.rates
         self._asked = [row for row in rows for _ in range(search.repeats)]
         self._seed = OBJECTIVE_SEED + search.seed
@@ -180,7 +182,7 @@ class Gain:
         generator = torch.Generator().manual_seed(self._seed)
         prompts = [self._policy.encode(row.question) for row in self._asked]
         samples = self._policy.sample(prompts, self._task.max_response_tokens, generator)
-        return sum(judge(self._policy, self._task, self._asked, samples)) / len(samples)
+        return sum(score_batch(self._policy, self._task, self._asked, samples)) / len(samples)
 
 
 def peak(rates: Sequence[float], gains: Array) -> float:
@@ -226,7 +228,7 @@ def run(options: argparse.Namespace) -> int:
     tasks = [task_named(name) for name in options.tasks]
     if options.prompts < 2 * max(options.batch_sizes):
         where = f"--prompts {options.prompts}"
-        raise UserError("too few for batches to differ", where=where, mend="give twice the largest batch size or more")
+        raise UserError("too few for batches to differ", where=where, fix="give twice the largest batch size or more")
     torch.set_num_threads(1)
     search = Search(
         group_size=8,
@@ -240,9 +242,9 @@ def run(options: argparse.Namespace) -> int:
     lines: list[Line] = []
     with progress("learning_rate", len(tasks) * len(options.points)) as advance:
         for task in tasks:
-            for step, lab in path(_config(task.name, options), options.points):
-                rows = lab.train[-options.prompts - options.objective :]
-                found = measure(lab.policy, task, rows, search, skill=options.skill, step=step)
+            for step, toy in path(_config(task.name, options), options.points):
+                rows = toy.train[-options.prompts - options.objective :]
+                found = measure(toy.policy, task, rows, search, skill=options.skill, step=step)
                 if not found:
                     print(f"{task.name}, step {step}: no signal in {options.prompts} prompts; left out")
                 lines += found
@@ -254,9 +256,9 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _config(task: str, options: argparse.Namespace) -> LabConfig:
+def _config(task: str, options: argparse.Namespace) -> ToyConfig:
     """The path's: the default recipe."""
     start = prepare(task, options.skill, options.out / "starts")
     table = {"task": task, "skill": options.skill, "start_dir": start, "run_dir": options.out, "seed": options.seed}
     table |= {"num_steps": max(1, *options.points), "optimizer": {"lr": options.lr}}
-    return LabConfig.model_validate(table)
+    return ToyConfig.model_validate(table)

@@ -29,7 +29,7 @@ from oblr_megatron.config.algo import PRESETS, AlgoConfig
 from oblr_megatron.config.section import Section
 from oblr_megatron.errors import UserError
 
-Backend = Literal["lab", "train", "trl_grpo", "trl_rloo"]
+Backend = Literal["toy", "train", "trl_grpo", "trl_rloo"]
 CONTROLS = ("shuffled", "matched_decay")  # schedules that take another run's rates
 
 
@@ -93,8 +93,8 @@ class Overrides(Section):
 class Arm(Overrides):
     """One contestant."""
 
-    backend: Backend = "lab"
-    """What runs it: "lab": one process (toy_trainer.py); "train", megatron-core and vLLM; "grpo", "rloo": TRL."""
+    backend: Backend = "toy"
+    """What runs it: "toy": one process (toy_trainer.py); "train", megatron-core and vLLM; "grpo", "rloo": TRL."""
     peer: bool = False
     """A published method: the best of these on each task is what all arms are compared with as well."""
     rates_of: str = ""
@@ -170,7 +170,7 @@ class Plan(Section):
         """
         for arm in arms:
             if arm not in self.arms:
-                raise UserError(f"unknown arm {arm!r}", where="--only", mend=f"name one of {', '.join(self.arms)}")
+                raise UserError(f"unknown arm {arm!r}", where="--only", fix=f"name one of {', '.join(self.arms)}")
         kept = {*arms, *(self.arms[arm].rates_of for arm in arms)}
         return self.model_copy(update={"arms": {name: arm for name, arm in self.arms.items() if name in kept}})
 
@@ -185,9 +185,9 @@ def load_plan(path: Path) -> Plan:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"cannot read the plan: {error.strerror}"
-        raise UserError(what, where=str(path), mend="give an existing TOML file") from error
+        raise UserError(what, where=str(path), fix="give an existing TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"not a TOML file: {error}", where=str(path), mend="correct the line named") from error
+        raise UserError(f"not a TOML file: {error}", where=str(path), fix="correct the line named") from error
     plan = validated(Plan, table, str(path))
     _check(plan, str(path))
     return plan
@@ -200,16 +200,16 @@ def _check(plan: Plan, where: str) -> None:
         raise UserError(
             f"seed {both[0]} is in seeds and in sweep_seeds: its runs would choose the rate they are judged at",
             where=where,
-            mend="make the two lists disjoint",
+            fix="make the two lists disjoint",
         )
     if plan.reference not in plan.arms:
-        mend = f"name one of {', '.join(plan.arms)}"
-        raise UserError(f"reference {plan.reference!r} is no arm", where=where, mend=mend)
+        fix = f"name one of {', '.join(plan.arms)}"
+        raise UserError(f"reference {plan.reference!r} is no arm", where=where, fix=fix)
     if plan.num_steps % plan.evaluate_every:
         raise UserError(
             f"num_steps {plan.num_steps} is not a multiple of evaluate_every {plan.evaluate_every}",
             where=where,
-            mend="change one of them: a curve's points are evenly spaced",
+            fix="change one of them: a curve's points are evenly spaced",
         )
     for name in plan.arms:
         _check_arm(plan, name, f"{where}: arms.{name}")
@@ -220,21 +220,21 @@ def _check_arm(plan: Plan, name: str, where: str) -> None:
     arm = plan.arms[name]
     for key, section in (("optimizer.lr", plan.optimizer(name)), ("algo.schedule_from", plan.algo(name))):
         if key.rpartition(".")[2] in section:
-            mend = "leave it out: learning_rates and rates_of say it"
-            raise UserError(f"{key} is not the arm's to set", where=where, mend=mend)
+            fix = "leave it out: learning_rates and rates_of say it"
+            raise UserError(f"{key} is not the arm's to set", where=where, fix=fix)
     algo = validated(AlgoConfig, plan.algo(name), f"{where}.algo")
     validated(OptimizerConfig, plan.optimizer(name), f"{where}.optimizer")
     if plan.num_prompts % algo.snr.num_folds:
         what = f"num_prompts {plan.num_prompts} is not a multiple of algo.snr.num_folds {algo.snr.num_folds}"
-        raise UserError(what, where=where, mend="change one of them: folds are of whole prompts and of equal size")
+        raise UserError(what, where=where, fix="change one of them: folds are of whole prompts and of equal size")
     if (algo.schedule in CONTROLS) != bool(arm.rates_of):
         raise UserError(
             f"algo.schedule {algo.schedule!r} with rates_of {arm.rates_of!r}",
             where=where,
-            mend=f"the schedules {' and '.join(CONTROLS)} need an arm to take rates from, and no other does",
+            fix=f"the schedules {' and '.join(CONTROLS)} need an arm to take rates from, and no other does",
         )
     if arm.rates_of and (arm.rates_of not in plan.arms or plan.arms[arm.rates_of].rates_of):
         what = f"rates_of {arm.rates_of!r} is no arm that sets its own rates"
-        raise UserError(what, where=where, mend="name an arm without rates_of")
+        raise UserError(what, where=where, fix="name an arm without rates_of")
     if not arm.sweep and not arm.rates_of:
-        raise UserError("sweep = false without rates_of", where=where, mend="give learning_rates = [RATE] instead")
+        raise UserError("sweep = false without rates_of", where=where, fix="give learning_rates = [RATE] instead")

@@ -30,7 +30,7 @@ class Drawn:
     logprobs: tuple[float, ...]  # of the distribution they were drawn from
 
 
-class LabPolicy:
+class ToyPolicy:
     """The model, and its parameters as one vector of P numbers.
 
     Args:

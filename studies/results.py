@@ -88,12 +88,12 @@ def asked_of(run_dir: Path) -> dict[str, Any] | None:
     path = run_dir / ASKED_FILE
     if not path.exists():
         if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-            raise UserError(f"no run of a study: {ASKED_FILE} is missing", where=str(run_dir), mend="move it away")
+            raise UserError(f"no run of a study: {ASKED_FILE} is missing", where=str(run_dir), fix="move it away")
         return None
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise UserError(f"not a JSON object: {error}", where=str(path), mend="remove the run's directory") from error
+        raise UserError(f"not a JSON object: {error}", where=str(path), fix="remove the run's directory") from error
 
 
 def is_whole(run_dir: Path, backend: str, num_steps: int) -> bool:
@@ -144,7 +144,7 @@ def read_result(key: Key, out: Path) -> Result | None:
     ]
     if not points or points[0][0] != 0 or points[-1][0] != num_steps:
         what = f"{sampled} or {greedy} is missing at step 0 or {num_steps}"
-        raise UserError(what, where=str(run_dir), mend="remove the run's directory and start the study again")
+        raise UserError(what, where=str(run_dir), fix="remove the run's directory and start the study again")
     steps, accuracy, greedily = np.array(points, dtype=np.float64).T
     return Result(key, steps, accuracy, greedily, num_steps)
 

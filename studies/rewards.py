@@ -12,7 +12,7 @@ def __getattr__(name: str) -> Callable[[str, str, str], float]:
     if name not in TASKS:
         raise AttributeError(name)
 
-    def judge(response: str, answer: str, prompt: str) -> float:
+    def score_batch(response: str, answer: str, prompt: str) -> float:
         return TASKS[name].reward(response, answer)
 
-    return judge
+    return score_batch

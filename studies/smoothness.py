@@ -26,10 +26,10 @@ from torch import Tensor
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.errors import EXIT_OK
 from studies.estimator import squares
-from studies.policy import Drawn, LabPolicy
+from studies.policy import Drawn, ToyPolicy
 from studies.start import load, prepare
 from studies.tasks import TASKS
-from studies.toy_trainer import Lab, LabConfig, judge
+from studies.toy_trainer import ToyConfig, ToyRun, score_batch
 
 SHIFT = 1e-4  # of the parameters, for differences of scores in fp64
 ITERATIONS = 12  # of the power method: the largest eigenvalue to some percent
@@ -51,19 +51,19 @@ class Point:
     curvature: float  # J'' along the normalised gradient
 
 
-def path(config: LabConfig, at: Sequence[int]) -> Iterator[tuple[int, Lab]]:
+def path(config: ToyConfig, at: Sequence[int]) -> Iterator[tuple[int, ToyRun]]:
     """A run, at the steps asked for; 0 is before training."""
-    lab, done = Lab(config), 0
+    toy, done = ToyRun(config), 0
     for target in sorted(at):
         while done < target:
-            lab.step(done)
+            toy.step(done)
             done += 1
-        yield done, lab
+        yield done, toy
 
 
-def path_config(task: str, options: argparse.Namespace) -> LabConfig:
+def path_config(task: str, options: argparse.Namespace) -> ToyConfig:
     """A run with the defaults but for the rate, as long as the last of the steps that are looked at."""
-    return LabConfig(
+    return ToyConfig(
         task=task,
         start_dir=prepare(task, "low", options.out / "starts"),
         run_dir=options.out,
@@ -73,12 +73,12 @@ def path_config(task: str, options: argparse.Namespace) -> LabConfig:
     )
 
 
-def measure(lab: Lab, step: int, *, responses: int, seed: int) -> Point:
+def measure(toy: ToyRun, step: int, *, responses: int, seed: int) -> Point:
     """The constants where the policy stands."""
-    config, task = lab.config, lab.task
+    config, task = toy.config, toy.task
     policy = load(config.start_dir, task, temperature=config.temperature, dtype=torch.float64)
-    policy.assign(lab.policy.vector().double())
-    samples, rewards = fresh(policy, lab, responses, seed)
+    policy.assign(toy.policy.vector().double())
+    samples, rewards = fresh(policy, toy, responses, seed)
     scores = policy.scores(samples)  # S [n, P]
     gradient = (rewards - rewards.mean()) @ scores / len(samples)
     direction = gradient / gradient.norm()
@@ -91,7 +91,7 @@ def measure(lab: Lab, step: int, *, responses: int, seed: int) -> Point:
     return Point(
         task=task.name,
         step=step,
-        accuracy=lab.evaluate()[f"eval/{task.name}/mean_at_k"],
+        accuracy=toy.evaluate()[f"eval/{task.name}/mean_at_k"],
         score_sq=mean_sq,
         lipschitz_mean=float(curved.mean()),
         lipschitz_max=float(curved.max()),
@@ -101,15 +101,15 @@ def measure(lab: Lab, step: int, *, responses: int, seed: int) -> Point:
     )
 
 
-def fresh(policy: LabPolicy, lab: Lab, count: int, seed: int) -> tuple[list[Drawn], Tensor]:
+def fresh(policy: ToyPolicy, toy: ToyRun, count: int, seed: int) -> tuple[list[Drawn], Tensor]:
     """Responses to training prompts, one each, and their rewards [n] fp64."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [lab.train[position % len(lab.train)] for position in range(count)]
-    samples = policy.sample([policy.encode(row.question) for row in rows], lab.task.max_response_tokens, generator)
-    return samples, torch.tensor(judge(policy, lab.task, rows, samples), dtype=torch.float64)
+    rows = [toy.train[position % len(toy.train)] for position in range(count)]
+    samples = policy.sample([policy.encode(row.question) for row in rows], toy.task.max_response_tokens, generator)
+    return samples, torch.tensor(score_batch(policy, toy.task, rows, samples), dtype=torch.float64)
 
 
-def top_curvature(policy: LabPolicy, sample: Drawn, seed: int) -> float:
+def top_curvature(policy: ToyPolicy, sample: Drawn, seed: int) -> float:
     """|largest eigenvalue| of the Hessian of log pi(o), by power iteration on differences of gradients."""
     here, ones = policy.vector(), torch.ones(1, dtype=torch.float64)
     direction = torch.randn(len(here), generator=torch.Generator().manual_seed(seed), dtype=here.dtype)
@@ -126,7 +126,7 @@ def top_curvature(policy: LabPolicy, sample: Drawn, seed: int) -> float:
     return size
 
 
-def reward_curvature(policy: LabPolicy, samples: Sequence[Drawn], rewards: Tensor, direction: Tensor) -> float:
+def reward_curvature(policy: ToyPolicy, samples: Sequence[Drawn], rewards: Tensor, direction: Tensor) -> float:
     """d^2/de^2 E[r] along a unit direction at e = 0: E[(r - mean) ((d.s)^2 + d.H d)] by differences of log pi."""
     here, found = policy.vector(), []
     for shift in (-10 * SHIFT, 0.0, 10 * SHIFT):
@@ -158,8 +158,8 @@ def run(options: argparse.Namespace) -> int:
     points = []
     with progress("smoothness", len(options.tasks) * len(options.steps)) as advance:
         for name in options.tasks:
-            for step, lab in path(path_config(name, options), options.steps):
-                points.append(measure(lab, step, responses=options.responses, seed=options.seed))
+            for step, toy in path(path_config(name, options), options.steps):
+                points.append(measure(toy, step, responses=options.responses, seed=options.seed))
                 advance(1)
     (options.out / "smoothness.json").write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")
     text = document(points)

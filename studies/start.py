@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import write_whole
-from studies.policy import END, FIRST_CHARACTER, PAD, UNKNOWN, LabPolicy
+from studies.policy import END, FIRST_CHARACTER, PAD, UNKNOWN, ToyPolicy
 from studies.tasks import TASKS, Row, Skill, Task
 
 HIDDEN, LAYERS = 64, 2
@@ -42,7 +42,7 @@ def task_named(name: str) -> Task:
         UserError: there is none of this name.
     """
     if name not in TASKS:
-        raise UserError(f"no task {name!r}", where="task", mend=f"name one of {', '.join(TASKS)}")
+        raise UserError(f"no task {name!r}", where="task", fix=f"name one of {', '.join(TASKS)}")
     return TASKS[name]
 
 
@@ -73,17 +73,17 @@ def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS
     return target
 
 
-def load(start: Path, task: Task, *, temperature: float = 1.0, dtype: torch.dtype = torch.float32) -> LabPolicy:
+def load(start: Path, task: Task, *, temperature: float = 1.0, dtype: torch.dtype = torch.float32) -> ToyPolicy:
     """The policy a run begins with.
 
     Raises:
         UserError: the directory holds no start.
     """
     if not (start / "start.json").exists():
-        raise UserError("no start of a study here", where=str(start), mend="make it with `oblr-megatron study task`")
+        raise UserError("no start of a study here", where=str(start), fix="make it with `oblr-megatron study task`")
     transformers_logging.disable_progress_bar()
     model = Qwen3ForCausalLM.from_pretrained(start / "model", dtype=dtype)
-    return LabPolicy(model, task.characters, temperature=temperature)
+    return ToyPolicy(model, task.characters, temperature=temperature)
 
 
 def build_model(task: Task) -> Qwen3ForCausalLM:
@@ -117,7 +117,7 @@ def warm_start(model: Qwen3ForCausalLM, task: Task, rows: Sequence[Row], skill: 
 
     The rate rises for a tenth of the steps and falls linearly.
     """
-    generator, policy = random.Random(WEIGHT_SEED), LabPolicy(model, task.characters)
+    generator, policy = random.Random(WEIGHT_SEED), ToyPolicy(model, task.characters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
     for step in range(steps):
         scale = min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps), 1.0)
@@ -133,7 +133,7 @@ def warm_start(model: Qwen3ForCausalLM, task: Task, rows: Sequence[Row], skill: 
 
 
 def _lesson(
-    policy: LabPolicy, task: Task, rows: Sequence[Row], generator: random.Random, share_right: float
+    policy: ToyPolicy, task: Task, rows: Sequence[Row], generator: random.Random, share_right: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [b, t], labels [b, t]): question, answer, end token, padded on the right; only the answer is taught."""
     answers = [task.teach(row, generator, share_right) for row in rows]

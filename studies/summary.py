@@ -89,12 +89,12 @@ def summarise(plan: Plan, out: Path) -> list[TaskSummary]:
         reference = next((arm for arm in arms if arm.arm == plan.reference), None)
         tasks.append(TaskSummary(task, arms, reference or _arm(plan, out, task, plan.reference), best))
     if not any(arm.runs or any(arm.sweep.values()) for task in tasks for arm in task.arms):
-        raise UserError("no whole run to summarise", where=str(out), mend="run the study first")
+        raise UserError("no whole run to summarise", where=str(out), fix="run the study first")
     return tasks
 
 
 def _arm(plan: Plan, out: Path, task: str, name: str) -> ArmSummary:
-    backend, peer = (plan.arms[name].backend, plan.arms[name].peer) if name in plan.arms else ("lab", False)
+    backend, peer = (plan.arms[name].backend, plan.arms[name].peer) if name in plan.arms else ("toy", False)
     if name not in plan.arms:  # the reference, under --only
         return ArmSummary(name, backend, peer, None, False, [], {})
     choice = choice_of(plan, out, task, name, lambda rate: True)

@@ -24,14 +24,14 @@ def run(options: argparse.Namespace) -> int:
     from oblr_megatron.config import parse_config
     from oblr_megatron.formatting import flatten
     from studies.start import prepare
-    from studies.toy_trainer import LabConfig
+    from studies.toy_trainer import ToyConfig
     from studies.train_backend import train_table
 
     start = prepare(options.name, options.skill, options.out)
-    lab = LabConfig.model_validate(
+    toy = ToyConfig.model_validate(
         {"task": options.name, "start_dir": start, "run_dir": start, "optimizer": {"lr": 1e-3, "clip_grad": 0.0}}
     )
-    table = train_table(lab)
+    table = train_table(toy)
     parse_config(json.loads(json.dumps(table)))
     lines = [f"{key} = {json.dumps(value)}" for key, value in flatten(table).items() if value is not None]
     config = start / "config.toml"

@@ -25,16 +25,16 @@ from oblr_megatron.config.section import Section
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
 from oblr_megatron.observe import step_metrics
-from oblr_megatron.types import Judged
+from oblr_megatron.types import Scored
 from studies.estimator import Batch, Estimate, Estimator
-from studies.policy import Drawn, LabPolicy
+from studies.policy import Drawn, ToyPolicy
 from studies.start import load, task_named
 from studies.tasks import Row, Skill, Task
 
 EVALUATION_SEED = 7_919  # the same draws for every run's evaluation of a step
 
 
-class LabConfig(Section):
+class ToyConfig(Section):
     """A run of the laboratory; `algo` and `optimizer` are those of a training run."""
 
     task: str
@@ -74,7 +74,7 @@ class LabConfig(Section):
         return self
 
 
-def read_config(path: Path) -> LabConfig:
+def read_config(path: Path) -> ToyConfig:
     """A LabConfig from JSON.
 
     Raises:
@@ -83,14 +83,14 @@ def read_config(path: Path) -> LabConfig:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read: {error}", where=str(path), mend="give a JSON file") from None
-    return validated(LabConfig, table, str(path))
+        raise UserError(f"cannot read: {error}", where=str(path), fix="give a JSON file") from None
+    return validated(ToyConfig, table, str(path))
 
 
-class Lab:
+class ToyRun:
     """A run in the making: `step(0)`, `step(1)`, ... up to num_steps - 1, in order."""
 
-    def __init__(self, config: LabConfig) -> None:
+    def __init__(self, config: ToyConfig) -> None:
         self.config, self.task = config, task_named(config.task)
         self.train, self.held_out = self.task.rows()
         self.policy = load(config.start_dir, self.task, temperature=config.temperature)
@@ -109,11 +109,11 @@ class Lab:
         batch = draw([self.train[row] for row in self._order[step]], self.policy, self.task, self.config, step)
         estimate = self._estimator(batch)
         lr = update(self.policy, self._optimizer, self._schedule, estimate, self.config.optimizer, step)
-        judged = Judged(batch.rewards, batch.lengths, failures=0)
+        scored = Scored(batch.rewards, batch.lengths, failures=0)
         return {
             **step_metrics.of_rewards(batch.rewards),
-            **step_metrics.of_baseline(self.config.algo, judged, estimate.norms_sq),
-            **self._schedule.figures(),
+            **step_metrics.of_baseline(self.config.algo, scored, estimate.norms_sq),
+            **self._schedule.metrics(),
             "response_length/mean": float(batch.lengths.double().mean()),
             "entropy": estimate.stats.entropy,
             "grad_norm": estimate.stats.sq_norm**0.5,
@@ -126,21 +126,21 @@ class Lab:
         return evaluate(self.policy, self.task, self.held_out, self.config)
 
 
-def run_lab(config: LabConfig) -> None:
+def run_toy(config: ToyConfig) -> None:
     """Train, and write RUN_DIR/config.json and RUN_DIR/metrics.jsonl."""
-    lab = Lab(config)
+    toy = ToyRun(config)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(config.run_dir / "config.json", config.model_dump_json(indent=2) + "\n")
     with MetricsWriter(config.run_dir, LogConfig(tensorboard=False)) as metrics:
-        metrics.write(0, lab.evaluate())
+        metrics.write(0, toy.evaluate())
         for done in range(1, config.num_steps + 1):
-            record = lab.step(done - 1)
+            record = toy.step(done - 1)
             if done % config.evaluate_every == 0 or done == config.num_steps:
-                record |= lab.evaluate()
+                record |= toy.evaluate()
             metrics.write(done, record)
 
 
-def prompt_order(num_rows: int, config: LabConfig) -> list[list[int]]:
+def prompt_order(num_rows: int, config: ToyConfig) -> list[list[int]]:
     """Positions of the Q prompts of every step: shuffled passes over the rows, by the seed alone."""
     generator, order = random.Random(config.seed), list[int]()
     while len(order) < config.num_steps * config.num_prompts:
@@ -151,22 +151,22 @@ def prompt_order(num_rows: int, config: LabConfig) -> list[list[int]]:
     return [order[step * size : (step + 1) * size] for step in range(config.num_steps)]
 
 
-def draw(rows: Sequence[Row], policy: LabPolicy, task: Task, config: LabConfig, step: int) -> Batch:
+def draw(rows: Sequence[Row], policy: ToyPolicy, task: Task, config: ToyConfig, step: int) -> Batch:
     """G responses to each row, judged."""
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     asked = [row for row in rows for _ in range(config.group_size)]
     samples = policy.sample([policy.encode(row.question) for row in asked], task.max_response_tokens, generator)
-    rewards = torch.tensor(judge(policy, task, asked, samples), dtype=torch.float64)
+    rewards = torch.tensor(score_batch(policy, task, asked, samples), dtype=torch.float64)
     return Batch(samples, rewards.view(len(rows), config.group_size))
 
 
-def judge(policy: LabPolicy, task: Task, rows: Sequence[Row], samples: Sequence[Drawn]) -> list[float]:
+def score_batch(policy: ToyPolicy, task: Task, rows: Sequence[Row], samples: Sequence[Drawn]) -> list[float]:
     """The task's reward of each response to its row."""
     pairs = zip(rows, samples, strict=True)
     return [task.reward(policy.decode(sample.tokens), row.answer) for row, sample in pairs]
 
 
-def evaluate(policy: LabPolicy, task: Task, rows: Sequence[Row], config: LabConfig) -> dict[str, float]:
+def evaluate(policy: ToyPolicy, task: Task, rows: Sequence[Row], config: ToyConfig) -> dict[str, float]:
     """Share of wholly right responses to held-out rows: greedy, and sampled at the training temperature."""
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
     asked = [row for row in rows for _ in range(config.evaluation_samples)]
@@ -174,12 +174,12 @@ def evaluate(policy: LabPolicy, task: Task, rows: Sequence[Row], config: LabConf
     for name, questions, source in (("accuracy", rows, None), ("mean_at_k", asked, generator)):
         prompts = [policy.encode(row.question) for row in questions]
         samples = policy.sample(prompts, task.max_response_tokens, source)
-        right = [value == 1.0 for value in judge(policy, task, questions, samples)]
+        right = [value == 1.0 for value in score_batch(policy, task, questions, samples)]
         found[f"eval/{task.name}/{name}"] = sum(right) / len(right)
     return found
 
 
-def make_optimizer(policy: LabPolicy, options: OptimizerConfig) -> torch.optim.Optimizer:
+def make_optimizer(policy: ToyPolicy, options: OptimizerConfig) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay, or SGD, as megatron-core's optimizer does them."""
     if options.name == "sgd":
         return torch.optim.SGD(
@@ -192,7 +192,7 @@ def make_optimizer(policy: LabPolicy, options: OptimizerConfig) -> torch.optim.O
 
 
 def update(
-    policy: LabPolicy,
+    policy: ToyPolicy,
     optimizer: torch.optim.Optimizer,
     schedule: Schedule,
     estimate: Estimate,
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
 
     def run() -> int:
-        run_lab(read_config(options.config))
+        run_toy(read_config(options.config))
         return EXIT_OK
 
     return guarded(run)

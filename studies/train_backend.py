@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from studies.results import metrics_dir
 
 if TYPE_CHECKING:
-    from studies.toy_trainer import LabConfig
+    from studies.toy_trainer import ToyConfig
 
 
-def train_table(config: LabConfig) -> dict[str, Any]:
+def train_table(config: ToyConfig) -> dict[str, Any]:
     """The config of `oblr-megatron train` that stands for the laboratory's."""
     from studies.start import MAX_POSITIONS, task_named
 
@@ -48,7 +48,7 @@ def train_table(config: LabConfig) -> dict[str, Any]:
     }
 
 
-def run_train(config: LabConfig) -> int:
+def run_train(config: ToyConfig) -> int:
     """`python -m oblr_megatron.train` in this process; its exit status.
 
     Raises:

@@ -20,9 +20,9 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 from oblr_megatron.config import LogConfig
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
-from studies.policy import LabPolicy
+from studies.policy import ToyPolicy
 from studies.start import load, task_named
-from studies.toy_trainer import LabConfig, evaluate, prompt_order, read_config
+from studies.toy_trainer import ToyConfig, evaluate, prompt_order, read_config
 from studies.trl_trainer import TrainerName, open_trainer, trainer_arguments
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ FIGURES = {  # TRL's names -> the package's
 }
 
 
-def run_trl(config: LabConfig, trainer: TrainerName, loss_type: str | None = None) -> None:
+def run_trl(config: ToyConfig, trainer: TrainerName, loss_type: str | None = None) -> None:
     """Train, and write RUN_DIR/config.json and RUN_DIR/metrics.jsonl as `run_lab` does.
 
     Args:
@@ -58,7 +58,7 @@ def run_trl(config: LabConfig, trainer: TrainerName, loss_type: str | None = Non
     model = Qwen3ForCausalLM.from_pretrained(config.start_dir / "model", dtype=torch.float32)
     rows = [train[row] for chosen in prompt_order(len(train), config) for row in chosen]
 
-    def judge(question: int, tokens: list[int]) -> float:
+    def score_batch(question: int, tokens: list[int]) -> float:
         return task.reward(policy.decode(tokens), rows[question].answer)
 
     config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -67,21 +67,21 @@ def run_trl(config: LabConfig, trainer: TrainerName, loss_type: str | None = Non
     questions = [row.question for row in rows]
     with MetricsWriter(config.run_dir, LogConfig(tensorboard=False)) as metrics:
         recorder = Recorder(config, metrics, policy, task, held_out)
-        open_trainer(trainer, arguments, model, tokenizer, questions, judge, [recorder]).train()
+        open_trainer(trainer, arguments, model, tokenizer, questions, score_batch, [recorder]).train()
 
 
-def _arguments(config: LabConfig, trainer: TrainerName, loss_type: str | None) -> Any:
+def _arguments(config: ToyConfig, trainer: TrainerName, loss_type: str | None) -> Any:
     """TRL's, for this config."""
     if config.algo.schedule != "constant":
         raise UserError(
             f"the TRL backend trains at a constant rate, not {config.algo.schedule!r}",
             where="algo.schedule",
-            mend=f'set it to "constant", as algo.preset = "{trainer}" does',
+            fix=f'set it to "constant", as algo.preset = "{trainer}" does',
         )
     own: dict[str, Any] = {}
     if loss_type is not None:
         if trainer != "grpo":
-            raise UserError("only GRPO has loss types", where="--loss-type", mend="leave it out")
+            raise UserError("only GRPO has loss types", where="--loss-type", fix="leave it out")
         own = {"loss_type": loss_type} | ({"scale_rewards": "none"} if loss_type == "dr_grpo" else {})
     return trainer_arguments(
         trainer,
@@ -110,7 +110,7 @@ class Recorder(TrainerCallback):
     """
 
     def __init__(
-        self, config: LabConfig, metrics: MetricsWriter, policy: LabPolicy, task: Task, held_out: Sequence[Row]
+        self, config: ToyConfig, metrics: MetricsWriter, policy: ToyPolicy, task: Task, held_out: Sequence[Row]
     ) -> None:
         self._config, self._metrics, self._policy = config, metrics, policy
         self._task, self._held_out = task, held_out

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from oblr_megatron.config import OptimizerConfig
 
 TrainerName = Literal["grpo", "rloo"]
-Judge = Callable[[int, list[int]], float]
+Scorer = Callable[[int, list[int]], float]
 """(index of the question, response tokens) -> reward."""
 
 
@@ -50,7 +50,7 @@ def trainer_arguments(
         UserError: TRL is not installed, or the optimizer is not Adam.
     """
     if optimizer.name != "adam":
-        raise UserError("the TRL backend trains with Adam", where="optimizer.name", mend='set it to "adam"')
+        raise UserError("the TRL backend trains with Adam", where="optimizer.name", fix='set it to "adam"')
     trl = import_trl()
     common = {
         "output_dir": str(output_dir),
@@ -94,7 +94,7 @@ def open_trainer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[str],
-    judge: Judge,
+    score_batch: Scorer,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Trainer:
     """The trainer, ready for `train()`.
@@ -113,7 +113,7 @@ def open_trainer(
     from transformers import PrinterCallback
 
     def reward(completion_ids: list[list[int]], question: list[int], **rest: object) -> list[float]:
-        return [judge(index, list(tokens)) for index, tokens in zip(question, completion_ids, strict=True)]
+        return [score_batch(index, list(tokens)) for index, tokens in zip(question, completion_ids, strict=True)]
 
     built: Trainer = {"grpo": trl.GRPOTrainer, "rloo": trl.RLOOTrainer}[trainer](
         model=model,
@@ -145,7 +145,7 @@ def import_trl() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "trl":
             raise
-        raise UserError("TRL is not installed", where="study: trl", mend="pip install trl==1.16.0") from None
+        raise UserError("TRL is not installed", where="study: trl", fix="pip install trl==1.16.0") from None
     finally:
         logger.removeFilter(_not_about_triton)
     return trl

@@ -34,7 +34,7 @@ from oblr_megatron.config.baselines import BASELINES, BaselineName
 from oblr_megatron.errors import EXIT_OK
 from oblr_megatron.metrics import write_whole
 from studies.estimator import energies
-from studies.policy import Drawn, LabPolicy
+from studies.policy import Drawn, ToyPolicy
 from studies.start import load, prepare, task_named
 from studies.tasks import TASKS, Row, Skill, Task
 
@@ -75,7 +75,7 @@ class Cell:
     high: float
 
 
-def draw_pool(policy: LabPolicy, task: Task, rows: Sequence[Row], size: int, seed: int) -> Pool:
+def draw_pool(policy: ToyPolicy, task: Task, rows: Sequence[Row], size: int, seed: int) -> Pool:
     """n = `size` responses to each row, with the inner products of their token scores."""
     generator = torch.Generator().manual_seed(seed)
     longest = task.max_response_tokens
@@ -95,7 +95,7 @@ def draw_pool(policy: LabPolicy, task: Task, rows: Sequence[Row], size: int, see
     )
 
 
-def token_products(policy: LabPolicy, samples: Sequence[Drawn], longest: int) -> Tensor:
+def token_products(policy: ToyPolicy, samples: Sequence[Drawn], longest: int) -> Tensor:
     """<s_it, s_ju> [n, T, n, T] fp32; a response that was drawn more than once is computed once."""
     distinct = list({sample.tokens: sample for sample in samples}.values())
     slots = {sample.tokens: position for position, sample in enumerate(distinct)}
@@ -111,7 +111,7 @@ def token_products(policy: LabPolicy, samples: Sequence[Drawn], longest: int) ->
     return whole[which][:, :, which]
 
 
-def _token_scores(policy: LabPolicy, tokens: Sequence[tuple[Drawn, int]]) -> Tensor:
+def _token_scores(policy: ToyPolicy, tokens: Sequence[tuple[Drawn, int]]) -> Tensor:
     """[k, P], a row for each (sample, place of a token)."""
     samples = [sample for sample, _ in tokens]
     weights = torch.zeros(len(tokens), max(len(sample.tokens) for sample in samples))

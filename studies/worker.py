@@ -12,20 +12,20 @@ from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.runtime.stopping import die_with
 
 if TYPE_CHECKING:
-    from studies.toy_trainer import LabConfig
+    from studies.toy_trainer import ToyConfig
 
 
-def run(backend: str, config: LabConfig) -> int:
+def run(backend: str, config: ToyConfig) -> int:
     """The run; its exit status.
 
     Raises:
         UserError: the backend is unknown.
     """
     match backend:
-        case "lab":
-            from studies.toy_trainer import run_lab
+        case "toy":
+            from studies.toy_trainer import run_toy
 
-            run_lab(config)
+            run_toy(config)
         case "trl_grpo" | "trl_rloo":
             from studies.trl_backend import run_trl
 
@@ -35,7 +35,7 @@ def run(backend: str, config: LabConfig) -> int:
 
             return run_train(config)
         case _:
-            raise UserError(f"unknown backend {backend!r}", mend="use lab, train, trl_grpo or trl_rloo")
+            raise UserError(f"unknown backend {backend!r}", fix="use toy, train, trl_grpo or trl_rloo")
     return EXIT_OK
 
 
@@ -43,11 +43,11 @@ def main(arguments: list[str]) -> int:
     """Read what is asked, do it."""
     from oblr_megatron.config import validated
     from oblr_megatron.runtime.command_line import guarded
-    from studies.toy_trainer import LabConfig
+    from studies.toy_trainer import ToyConfig
 
     (path,) = arguments
     asked = json.loads(Path(path).read_text(encoding="utf-8"))
-    return guarded(lambda: run(asked["backend"], validated(LabConfig, asked["config"], path)))
+    return guarded(lambda: run(asked["backend"], validated(ToyConfig, asked["config"], path)))
 
 
 if __name__ == "__main__":

@@ -93,10 +93,10 @@ def main() -> int:
     table = Table(
         "preset", "nodes", "ranks", "parameters", "built", "training GB", "sampling GB", "full", "seconds", "core"
     )
-    figures = []
+    metrics = []
     for row in rows(tuple(options.nodes)):
         training, rollout = (max(getattr(one, name) for one in row.found.memory) for name in ("training", "rollout"))
-        figures.append(
+        metrics.append(
             {
                 "preset": row.preset,
                 "nodes": row.nodes,
@@ -123,9 +123,9 @@ def main() -> int:
             f"{row.core_seconds:.1f}",
         )
     Console(width=120).print(table)
-    print(f"{len(figures)} dry runs in {sum(row['seconds'] for row in figures):.0f} s")
+    print(f"{len(metrics)} dry runs in {sum(row['seconds'] for row in metrics):.0f} s")
     if options.json is not None:
-        options.json.write_text(json.dumps({"rows": figures}, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps({"rows": metrics}, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

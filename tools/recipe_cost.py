@@ -24,7 +24,7 @@ from rich.table import Table
 from oblr_megatron.config import Config, load_config
 from oblr_megatron.formatting import duration, size
 from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
-from oblr_megatron.memory.select_mode import Choice, resolve
+from oblr_megatron.memory.select_mode import ModeChoice, resolve
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.flops import total_parameters, training_flops
 from oblr_megatron.observe.performance.hardware import device_named
@@ -82,7 +82,7 @@ def _sampling_s(model: dict[str, Any], config: Config, samples: int, gpus: int, 
     return max(samples * tokens / engines / together * full, config.rollout.max_response_tokens * alone)
 
 
-def print_table(config: Config, choice: Choice, found: Cost, gpus: int) -> None:
+def print_table(config: Config, choice: ModeChoice, found: Cost, gpus: int) -> None:
     """What it comes to."""
     steps = config.num_steps
     table = Table("what", "estimate", title="by arithmetic, not measured: a lower bound without pushes and evaluations")

@@ -134,7 +134,7 @@ def soak(task: Task, ranks: Sequence[int], kills: int, seed: int, *, limit: bool
         for number, first in enumerate(range(0, share, KILLS_A_RUN)):
             plan = plan_kills(min(KILLS_A_RUN, share - first), expected, draw, offset=first + position)
             run = start(task, f"{count} ranks, killed {number + 1}", count, steps, plan)
-            judge(run, metrics_of(task.out, run.name), expected, len(plan))
+            score_batch(run, metrics_of(task.out, run.name), expected, len(plan))
             runs.append(run)
         if limit:
             plan = plan_kills(1, expected, draw, offset=position)
@@ -223,7 +223,7 @@ def watch(
         run.problems.append(f"{len(plan)} planned kills did not take place")
 
 
-def judge(run: Run, found: list[dict[str, Any]], expected: list[dict[str, Any]], kills: int) -> None:
+def score_batch(run: Run, found: list[dict[str, Any]], expected: list[dict[str, Any]], kills: int) -> None:
     """A run whose engine was killed ends well, with the metrics of the run that was left alone."""
     if run.status != 0:
         run.problems.append(f"ended with status {run.status}")

@@ -41,12 +41,12 @@ def baseline_values(
     shapes = [tuple(tensor.shape) for tensor in (rewards, norms_sq, lengths)]
     assert rewards.dim() == 2 and len(set(shapes)) == 1, f"rewards, norms_sq, lengths must be [Q, G], not {shapes}"
     if not rewards.isfinite().all():
-        raise UserError("a reward is not a finite number", where="reward", mend="return finite rewards")
+        raise UserError("a reward is not a finite number", where="reward", fix="return finite rewards")
     if BASELINES[name].leave_one_out and rewards.shape[1] == 1:
         raise UserError(
             f"baseline {name!r} needs the other responses of the group, and group_size is 1",
             where="group_size",
-            mend='set group_size to 2 or more, or algo.baseline to "none"',
+            fix='set group_size to 2 or more, or algo.baseline to "none"',
         )
     weights, _ = sanitize_norms(norms_sq)
     return FORMULAS[name](rewards, weights, lengths, options)

@@ -159,7 +159,7 @@ def _pulled_to_prior(own: Tensor, rewards: Tensor, options: AlgoConfig) -> Tenso
         raise UserError(
             "the prior is the other prompts' mean reward, and the batch has one prompt",
             where="algo.baseline",
-            mend='set num_prompts to 2 or more, or algo.baseline to "optimal" or "rloo"',
+            fix='set num_prompts to 2 or more, or algo.baseline to "optimal" or "rloo"',
         )
     prior = _sum_of_others(rewards.mean(-1))[:, None] / (num_prompts - 1)  # [Q, 1]
     strength = options.prior_strength

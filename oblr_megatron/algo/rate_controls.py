@@ -49,7 +49,7 @@ def source_rates(algo: AlgoConfig, num_steps: int) -> list[float]:
         raise UserError(
             f"schedule {algo.schedule!r} takes its rates from an earlier run, and none is named",
             where=WHERE,
-            mend="name the run_dir of a run with as many steps",
+            fix="name the run_dir of a run with as many steps",
         )
     logged = [record["lr"] for record in read_metrics(algo.schedule_from) if "lr" in record]
     file = str(algo.schedule_from / METRICS_FILE)
@@ -57,14 +57,14 @@ def source_rates(algo: AlgoConfig, num_steps: int) -> list[float]:
         raise UserError(
             f"{len(logged)} learning rates are logged, and the run has num_steps {num_steps}",
             where=f"{WHERE}: {file}",
-            mend="name a run of as many steps, or lower num_steps",
+            fix="name a run of as many steps, or lower num_steps",
         )
     rates = [rate for rate in logged[:num_steps] if rate is not None and rate > 0]
     if len(rates) < num_steps:
         raise UserError(
             f"{num_steps - len(rates)} of the first {num_steps} learning rates are not positive numbers",
             where=f"{WHERE}: {file}",
-            mend="name a run whose rates are all positive",
+            fix="name a run whose rates are all positive",
         )
     return rates
 
@@ -81,7 +81,7 @@ def check_source(algo: AlgoConfig, num_steps: int) -> None:
         raise UserError(
             f"schedule_from is set, and schedule {algo.schedule!r} takes nothing from it",
             where=WHERE,
-            mend=f"remove it, or set algo.schedule to one of {', '.join(CONTROLS)}",
+            fix=f"remove it, or set algo.schedule to one of {', '.join(CONTROLS)}",
         )
 
 
@@ -130,5 +130,5 @@ def _warmup_of(run_dir: Path, algo: AlgoConfig) -> int:
         raise UserError(
             f"its algo.schedule and algo.snr.warmup_steps cannot be read: {error}",
             where=f"{WHERE}: {path}",
-            mend="restore the file, or remove it: algo.snr.warmup_steps of this run is taken then",
+            fix="restore the file, or remove it: algo.snr.warmup_steps of this run is taken then",
         ) from error

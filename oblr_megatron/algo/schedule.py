@@ -22,7 +22,7 @@ class Schedule(Protocol):
     def observe(self, stats: GradientStats) -> None:
         """Take in the gradient of the step whose rate was drawn last."""
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What is logged as snr/*: the last step's estimates, and what the averages come to; no undefined ones."""
 
     def state_dict(self) -> ScheduleState:
@@ -43,9 +43,9 @@ class CurveSchedule:
         """See Schedule."""
         self._averages.observe(stats)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """See Schedule."""
-        return self._averages.figures()
+        return self._averages.metrics()
 
     def state_dict(self) -> ScheduleState:
         """See Schedule."""

@@ -84,7 +84,7 @@ class SnrAverages:
         """Weight that `count` observations have in the decayed sums."""
         return 1 - self._decay**self._count
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The last step's raw estimates, and what the averages come to; an undefined one is left out."""
         values = {
             "snr/signal_sq": self.last.signal,
@@ -147,9 +147,9 @@ class SnrSchedule:
         self._awaiting = False
         self._fresh = self._averages.observe(stats)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What is logged each step, after `observe`."""
-        return self._averages.figures()
+        return self._averages.metrics()
 
     def state_dict(self) -> ScheduleState:
         """Everything the next rate depends on, as plain numbers."""
@@ -192,5 +192,5 @@ def check_schedule(state: ScheduleState, name: str) -> None:
         raise UserError(
             f"the checkpoint holds the state of schedule {state.get('schedule')!r}, the run is set to {name!r}",
             where="algo.schedule",
-            mend="resume with the checkpoint's schedule, or start a new run from its weights",
+            fix="resume with the checkpoint's schedule, or start a new run from its weights",
         )

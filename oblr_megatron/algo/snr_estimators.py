@@ -135,5 +135,5 @@ def check_estimator(algo: AlgoConfig, *, norms: bool) -> None:
             f"estimator 'samples' needs the norms of the responses' gradients, and baseline {algo.baseline!r} measures "
             "none",
             where="algo.snr.estimator",
-            mend="set gradnorm.always to true and gradnorm.source to exact or sketch, or take another estimator",
+            fix="set gradnorm.always to true and gradnorm.source to exact or sketch, or take another estimator",
         )

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.config import Config
-    from oblr_megatron.types import Judged
+    from oblr_megatron.types import Scored
 
 
-class Weighing:
+class AdvantageRule:
     """c = A / divisor of chosen prompts, A = r - b(w).
 
     A sample whose norm is not finite gets 0: its gradient is no number either, and one such sample must not end the
@@ -32,12 +32,12 @@ class Weighing:
             of this one.
     """
 
-    def __init__(self, judged: Judged, config: Config, usual_norm: float) -> None:
-        self._judged, self._config, self._usual = judged, config, usual_norm
+    def __init__(self, scored: Scored, config: Config, usual_norm: float) -> None:
+        self._scored, self._config, self._usual = scored, config, usual_norm
 
     def __call__(self, prompts: Sequence[int], norms_sq: Tensor) -> Tensor:
         """Positions of k prompts, w [k, G] -> c [k, G] fp64."""
-        rewards, lengths, config = self._judged.rewards, self._judged.lengths, self._config
+        rewards, lengths, config = self._scored.rewards, self._scored.lengths, self._config
         chosen = list(prompts)
         norms = torch.full_like(rewards, self._usual)
         norms[chosen] = norms_sq
@@ -53,7 +53,7 @@ class Weighing:
 
         A sample with an energy that is not finite weighs nothing in its group and gets 0.
         """
-        rewards, lengths = self._judged.rewards, self._judged.lengths
+        rewards, lengths = self._scored.rewards, self._scored.lengths
         broken = ~energies.isfinite().all(-1, keepdim=True)
         values = token_advantages(rewards, energies.masked_fill(broken, 0.0), lengths).masked_fill(broken, 0.0)
         aggregation = self._config.algo.aggregation

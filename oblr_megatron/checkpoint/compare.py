@@ -69,7 +69,7 @@ def check_logits(checkpoint: Path, hf_dir: Path, dtype: torch.dtype, prompt: str
 
     ids = AutoTokenizer.from_pretrained(hf_dir)(prompt, return_tensors="pt").input_ids
     if not ids.numel():
-        raise UserError("the prompt has no tokens", where="--prompt", mend="give another text")
+        raise UserError("the prompt has no tokens", where="--prompt", fix="give another text")
     with single_process() as parallel:
         ids = ids.to(parallel.device)
         found = _policy_logits(checkpoint, hf_dir, AutoConfig.from_pretrained(hf_dir), dtype, ids, parallel)

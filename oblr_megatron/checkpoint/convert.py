@@ -162,7 +162,7 @@ def newest(path: Path) -> Path:
         return path  # what is wrong with it is said by those who read it
     found = store.checkpoints_of(run_dir)
     if not found:
-        raise CheckpointError("the run has no checkpoint", where=str(path), mend="give the directory of a checkpoint")
+        raise CheckpointError("the run has no checkpoint", where=str(path), fix="give the directory of a checkpoint")
     return found[0]
 
 
@@ -173,7 +173,7 @@ def check_absent(target: Path) -> None:
         UserError: the target exists.
     """
     if target.exists() or target.is_symlink():
-        raise UserError("the target exists", where=str(target), mend="name a new directory, or remove it")
+        raise UserError("the target exists", where=str(target), fix="name a new directory, or remove it")
 
 
 def peak_memory() -> int:
@@ -245,7 +245,7 @@ def _manifest(source: Path, hf_source: Path | None) -> store.Manifest | None:
             raise CheckpointError(
                 f"the checkpoint has no {store.MANIFEST} and no config of its own",
                 where=str(source),
-                mend="give a directory with its config.json and tokenizer as --hf-source",
+                fix="give a directory with its config.json and tokenizer as --hf-source",
             ) from error
         raise
 
@@ -273,7 +273,7 @@ def _widest(tensors: TensorReader, shape: ModelShape, found: HFDir) -> torch.dty
         raise UserError(
             f"a policy has no weights in {str(widest).removeprefix('torch.')}",
             where=str(found.path),
-            mend="say which dtype they are converted to: --dtype float32 or bfloat16",
+            fix="say which dtype they are converted to: --dtype float32 or bfloat16",
         )
     return widest
 

@@ -77,7 +77,7 @@ def _prepare(options: argparse.Namespace) -> None:
     """Before anything is imported that takes long, and that tells of every library it does without."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     if options.prompt is not None and not options.check:
-        raise UserError("--prompt is what --check compares", where="--prompt", mend="add --check, or leave it out")
+        raise UserError("--prompt is what --check compares", where="--prompt", fix="add --check, or leave it out")
 
 
 def _check(options: argparse.Namespace, *, checkpoint: Path, hf_dir: Path, dtype: torch.dtype) -> None:

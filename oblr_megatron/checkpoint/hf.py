@@ -146,7 +146,7 @@ def _check_names(tensors: HFTensors, shape: ModelShape, path: Path) -> None:
             raise UserError(
                 f"tensor {names[0]!r} is {what}" + (f", and {len(names) - 1} more" if len(names) > 1 else ""),
                 where=str(path),
-                mend="give a complete Qwen3 checkpoint whose config.json belongs to it",
+                fix="give a complete Qwen3 checkpoint whose config.json belongs to it",
             )
 
 
@@ -155,7 +155,7 @@ def _agree_on_absent(target_dir: Path) -> None:
     exists = [target_dir.exists()]
     dist.broadcast_object_list(exists, src=0)
     if exists[0]:
-        raise UserError("the export's target exists", where=str(target_dir), mend="name a new directory, or remove it")
+        raise UserError("the export's target exists", where=str(target_dir), fix="name a new directory, or remove it")
 
 
 def _plan(metadata: Sequence[TensorMeta], source_dir: Path, dtype: torch.dtype | None) -> list[TensorMeta]:

@@ -62,7 +62,7 @@ class HFDir:
             raise UserError(
                 f"the tokenizer cannot be read: {type(error).__name__}: {reason}",
                 where=str(self.path),
-                mend="download or export the tokenizer's files again",
+                fix="download or export the tokenizer's files again",
             ) from error
 
 
@@ -79,7 +79,7 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
     path = Path(path)
     if not path.is_dir():
         what = "the model path is a file" if path.exists() else "the model directory does not exist"
-        raise UserError(what, where=str(path), mend="give the directory of a Qwen3 checkpoint")
+        raise UserError(what, where=str(path), fix="give the directory of a Qwen3 checkpoint")
     config = check_hf_files(path)
     listed = _listed_tensors(path)
     shapes, num_bytes = _check_weights(path, listed)
@@ -134,15 +134,15 @@ def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     Raises:
         UserError: the file is cut off, or is no safetensors file.
     """
-    mend = "download or export the file again"
+    fix = "download or export the file again"
     try:
         size, stream = file.stat().st_size, file.open("rb")
     except OSError as error:
-        raise UserError(f"cannot read the file: {error.strerror}", where=str(file), mend="make it readable") from error
+        raise UserError(f"cannot read the file: {error.strerror}", where=str(file), fix="make it readable") from error
     with stream:
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES + length and length <= MAX_HEADER_BYTES:
-            raise UserError(f"the file is cut off inside its header ({size} bytes)", where=str(file), mend=mend)
+            raise UserError(f"the file is cut off inside its header ({size} bytes)", where=str(file), fix=fix)
         try:
             if length > MAX_HEADER_BYTES:
                 raise ValueError("header length")
@@ -150,13 +150,11 @@ def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             end = max((_end_of(entry) for entry in entries.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise UserError("not a safetensors file", where=str(file), mend=mend) from error
+            raise UserError("not a safetensors file", where=str(file), fix=fix) from error
     expected = LENGTH_BYTES + length + end
     if size != expected:
         state = "cut off" if size < expected else "too long"
-        raise UserError(
-            f"the file is {state}: {size} bytes, its header describes {expected}", where=str(file), mend=mend
-        )
+        raise UserError(f"the file is {state}: {size} bytes, its header describes {expected}", where=str(file), fix=fix)
     return LENGTH_BYTES + length, entries
 
 
@@ -171,12 +169,12 @@ def _read_json(file: Path, why: str) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
-            f"{file.name} is missing: {why}", where=str(file.parent), mend="complete the directory"
+            f"{file.name} is missing: {why}", where=str(file.parent), fix="complete the directory"
         ) from error
     except ValueError as error:  # JSON and UTF-8 alike
-        raise UserError(f"not JSON: {error}", where=str(file), mend="download or export the file again") from error
+        raise UserError(f"not JSON: {error}", where=str(file), fix="download or export the file again") from error
     if not isinstance(content, dict):
-        raise UserError("not a JSON object", where=str(file), mend="download or export the file again")
+        raise UserError("not a JSON object", where=str(file), fix="download or export the file again")
     return content
 
 
@@ -189,7 +187,7 @@ def _check_architecture(config: dict[str, Any], path: Path) -> None:
     raise UserError(
         f"not a Qwen3 model: {found}",
         where=str(path / "config.json"),
-        mend="give a Qwen3 checkpoint: "
+        fix="give a Qwen3 checkpoint: "
         + " or ".join(f"model_type {kind!r}, {name}" for kind, name in ARCHITECTURES.items()),
     )
 
@@ -199,7 +197,7 @@ def _check_tokenizer(path: Path) -> None:
         return
     wanted = " or ".join(" with ".join(names) for names in TOKENIZER_FILES)
     raise UserError(
-        f"no tokenizer: {wanted} is missing", where=str(path), mend="copy the tokenizer files beside the weights"
+        f"no tokenizer: {wanted} is missing", where=str(path), fix="copy the tokenizer files beside the weights"
     )
 
 
@@ -210,13 +208,13 @@ def _listed_tensors(path: Path) -> dict[str, set[str]]:
             raise UserError(
                 f"no weights: neither {SINGLE} nor {INDEX} is there",
                 where=str(path),
-                mend="give a checkpoint in safetensors format (convert .bin files with save_pretrained)",
+                fix="give a checkpoint in safetensors format (convert .bin files with save_pretrained)",
             )
         return {}
     index = _read_json(path / INDEX, "it lists the shards")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError("the index has no weight_map", where=str(path / INDEX), mend="download the index again")
+        raise UserError("the index has no weight_map", where=str(path / INDEX), fix="download the index again")
     listed: dict[str, set[str]] = {}
     for tensor, shard in weight_map.items():
         listed.setdefault(str(shard), set()).add(tensor)
@@ -225,7 +223,7 @@ def _listed_tensors(path: Path) -> dict[str, set[str]]:
         raise UserError(
             f"{len(absent)} of {len(listed)} shards are missing, {absent[0]!r} first",
             where=str(path / INDEX),
-            mend="download the missing files",
+            fix="download the missing files",
         )
     return listed
 
@@ -242,7 +240,7 @@ def _check_weights(path: Path, listed: dict[str, set[str]]) -> tuple[dict[str, t
             raise UserError(
                 f"the shard lacks {len(lacking)} tensors that the index names, {lacking[0]!r} first",
                 where=str(file),
-                mend="download index and shards of the same version",
+                fix="download index and shards of the same version",
             )
         shapes |= held
         num_bytes += file.stat().st_size
@@ -258,7 +256,7 @@ def _without_scales(
         raise UserError(
             f"the weights are quantised ({method})",
             where=str(path / "config.json"),
-            mend="give the checkpoint that they were made from",
+            fix="give the checkpoint that they were made from",
         )
     return {name: size for name, size in shapes.items() if not name.endswith(SCALES)}
 
@@ -275,7 +273,7 @@ def _check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], p
         raise UserError(
             f"not a complete Qwen3 configuration: {error}",
             where=str(path / "config.json"),
-            mend="give the config.json that came with the weights",
+            fix="give the config.json that came with the weights",
         ) from error
     allowed = {HF_OUTPUT} if config.get("tie_word_embeddings") else set()  # some tied checkpoints store it as well
     unknown = [name for name in shapes if name not in expected and name not in allowed]
@@ -283,19 +281,19 @@ def _check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], p
         raise UserError(
             f"{len(unknown)} tensors are none of this Qwen3's, {unknown[0]!r} first",
             where=str(path),
-            mend="give a plain Qwen3 checkpoint, without added heads or adapters",
+            fix="give a plain Qwen3 checkpoint, without added heads or adapters",
         )
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise UserError(
             f"{len(missing)} tensors are missing from the weights, {missing[0]!r} first",
             where=str(path),
-            mend="give a complete checkpoint whose config.json belongs to it",
+            fix="give a complete checkpoint whose config.json belongs to it",
         )
     for name, size in expected.items():
         if shapes.get(name, size) != tuple(size):
             raise UserError(
                 f"{name!r} has shape {list(shapes[name])}, config.json says {list(size)}",
                 where=str(path),
-                mend="give the config.json that belongs to the weights",
+                fix="give the config.json that belongs to the weights",
             )

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from oblr_megatron.checkpoint.pieces import Piece
-from oblr_megatron.checkpoint.store import MEND, CheckpointError
+from oblr_megatron.checkpoint.store import FIX, CheckpointError
 from oblr_megatron.checkpoint.torch_dist import METADATA, stored_shape
 from oblr_megatron.weights.names import ModelShape
 
@@ -88,7 +88,7 @@ class PieceReader(FileSystemReader):
                 tensor: Tensor = torch.load(self._slice_file(stream, info), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"cannot read {index.fqn!r}: {reason}", where=str(file), mend=MEND) from error
+            raise CheckpointError(f"cannot read {index.fqn!r}: {reason}", where=str(file), fix=FIX) from error
         return tensor
 
     def _find(self, piece: Piece, shape: ModelShape) -> Piece:
@@ -120,7 +120,7 @@ class PieceReader(FileSystemReader):
             raise CheckpointError(
                 f"not a torch_dist checkpoint: {METADATA} is missing",
                 where=str(self.directory),
-                mend="give the directory of one checkpoint, e.g. RUN_DIR/checkpoints/step_00000010",
+                fix="give the directory of one checkpoint, e.g. RUN_DIR/checkpoints/step_00000010",
             ) from error
         except (
             OSError,
@@ -131,7 +131,7 @@ class PieceReader(FileSystemReader):
             AttributeError,
             ImportError,
         ) as error:
-            raise CheckpointError(f"the file is damaged: {error}", where=str(file), mend=MEND) from error
+            raise CheckpointError(f"the file is damaged: {error}", where=str(file), fix=FIX) from error
         self._check_sizes(metadata)
         return metadata
 
@@ -142,19 +142,19 @@ class PieceReader(FileSystemReader):
         for name, end in ends.items():
             file = self.directory / name
             if not file.is_file():
-                raise CheckpointError("the file is missing", where=str(file), mend=MEND)
+                raise CheckpointError("the file is missing", where=str(file), fix=FIX)
             if file.stat().st_size < end:
                 raise CheckpointError(
                     f"the file is cut off: {file.stat().st_size} bytes, {METADATA} describes {end}",
                     where=str(file),
-                    mend=MEND,
+                    fix=FIX,
                 )
 
     def _error(self, what: str) -> CheckpointError:
         return CheckpointError(
             what,
             where=str(self.directory),
-            mend="give a checkpoint of a Qwen3 GPTModel and the config.json it belongs to",
+            fix="give a checkpoint of a Qwen3 GPTModel and the config.json it belongs to",
         )
 
     def _storage(self) -> Mapping[MetadataIndex, Any]:

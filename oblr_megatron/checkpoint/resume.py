@@ -92,7 +92,7 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
         raise CheckpointError(
             "the checkpoint holds weights alone, and no run to go on with",
             where=str(checkpoint.path),
-            mend="to start from its weights: oblr-megatron convert to-hf, and set model.path",
+            fix="to start from its weights: oblr-megatron convert to-hf, and set model.path",
         )
     for name in CARRIED:
         old, new = flatten(before).get(name), flatten(config.model_dump(mode="json"))[name]
@@ -100,14 +100,14 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
             raise UserError(
                 f"the checkpoint was made with {name} {old!r}, the run is set to {new!r}",
                 where=str(checkpoint.path),
-                mend=f"set {name} to {old!r}, or start a new run",
+                fix=f"set {name} to {old!r}, or start a new run",
             )
     saved = json.loads((checkpoint.path / "hf" / "config.json").read_text(encoding="utf-8"))
     if ModelShape.of(saved) != ModelShape.of(model.config):
         raise UserError(
             f"the checkpoint is of another model than {model.path}: {ModelShape.of(saved)}",
             where=str(checkpoint.path),
-            mend="set model.path to the model the run was started from",
+            fix="set model.path to the model the run was started from",
         )
 
 
@@ -155,8 +155,8 @@ def _problem(checkpoint: Checkpoint, rank: int, world_size: int) -> CheckpointEr
     try:
         store.check_contents(checkpoint.path, checkpoint.manifest, by_size[rank::world_size])
     except CheckpointError as error:
-        own = {"what": error.what, "where": error.where, "mend": error.mend}
+        own = {"what": error.what, "where": error.where, "mend": error.fix}
     problems: list[dict[str, str] | None] = [None] * world_size
     dist.all_gather_object(problems, own)
     first = next((problem for problem in problems if problem is not None), None)
-    return None if first is None else CheckpointError(first["what"], where=first["where"], mend=first["mend"])
+    return None if first is None else CheckpointError(first["what"], where=first["where"], fix=first["mend"])

@@ -91,7 +91,7 @@ def _dtype_of(entry: dict[str, Any], file: Path) -> torch.dtype:
         raise UserError(
             f"tensors of type {entry['dtype']} cannot be converted",
             where=str(file),
-            mend="give a checkpoint that is not quantized",
+            fix="give a checkpoint that is not quantized",
         ) from error
 
 

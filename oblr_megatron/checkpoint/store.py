@@ -37,7 +37,7 @@ BLOCK_BYTES = 8 * 2**20  # read at a time
 RESERVE_FRACTION, RESERVE_BYTES = 0.02, 64 * 2**20  # of free space, beyond what a checkpoint needs
 FOREIGN_PARTIAL_S = 3600.0  # a partial of another host is left alone for so long after its last change
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-MEND = "resume from another checkpoint, or copy this one again from where it is whole"
+FIX = "resume from another checkpoint, or copy this one again from where it is whole"
 
 _STEP = re.compile(r"step_(\d{8,})")
 _PARTIAL = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<pid>\d+)-\d+\.partial")
@@ -148,7 +148,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     if not directory.is_dir():
         what = "a checkpoint is a directory, this is a file" if directory.exists() else "there is no such checkpoint"
-        raise CheckpointError(what, where=str(directory), mend="give the directory of a checkpoint")
+        raise CheckpointError(what, where=str(directory), fix="give the directory of a checkpoint")
     manifest = _parse(directory)
     for name, entry in manifest.files.items():
         _check_size(directory / name, entry)
@@ -164,16 +164,16 @@ def check_contents(directory: Path, manifest: Manifest, names: Iterable[str]) ->
     for name in names:
         file = directory / name
         if name not in manifest.files:
-            raise CheckpointError(f"{MANIFEST} does not list the file", where=str(file), mend=MEND)
+            raise CheckpointError(f"{MANIFEST} does not list the file", where=str(file), fix=FIX)
         try:
             found = _entry(file)
         except OSError as error:
-            raise CheckpointError(f"cannot read the file: {error.strerror}", where=str(file), mend=MEND) from error
+            raise CheckpointError(f"cannot read the file: {error.strerror}", where=str(file), fix=FIX) from error
         if found != manifest.files[name]:
             raise CheckpointError(
                 f"the file is damaged: its checksum is {found.xxh3}, {MANIFEST} says {manifest.files[name].xxh3}",
                 where=str(file),
-                mend=MEND,
+                fix=FIX,
             )
 
 
@@ -261,19 +261,19 @@ def _parse(directory: Path) -> Manifest:
     except FileNotFoundError as error:
         raise _foreign(directory) from error
     except OSError as error:
-        raise CheckpointError(f"cannot read the manifest: {error.strerror}", where=str(file), mend=MEND) from error
+        raise CheckpointError(f"cannot read the manifest: {error.strerror}", where=str(file), fix=FIX) from error
     except ValueError as error:  # JSON and UTF-8 alike
-        raise CheckpointError("the manifest is damaged: it is not JSON", where=str(file), mend=MEND) from error
+        raise CheckpointError("the manifest is damaged: it is not JSON", where=str(file), fix=FIX) from error
     if not isinstance(content, dict) or (content.get("format") != FORMAT and "xxh3" not in content):
-        raise CheckpointError("not a manifest of oblr_megatron", where=str(file), mend="give one of its checkpoints")
+        raise CheckpointError("not a manifest of oblr_megatron", where=str(file), fix="give one of its checkpoints")
     rest = {key: value for key, value in content.items() if key != "xxh3"}
     if text != _seal(rest):
-        raise CheckpointError("the manifest is damaged: its checksum is wrong", where=str(file), mend=MEND)
+        raise CheckpointError("the manifest is damaged: its checksum is wrong", where=str(file), fix=FIX)
     if rest["version"] > VERSION:
         raise CheckpointError(
             f"the checkpoint is of version {rest['version']}, this program reads up to {VERSION}",
             where=str(file),
-            mend="use the version of oblr_megatron that wrote it, or a newer one",
+            fix="use the version of oblr_megatron that wrote it, or a newer one",
         )
     files = {name: FileEntry(**entry) for name, entry in rest["files"].items()}
     return Manifest(step=rest["step"], files=files, state=rest["state"])
@@ -283,23 +283,23 @@ def _foreign(directory: Path) -> CheckpointError:
     """What a directory without a manifest may be, and what to do with it."""
     if (directory / ".metadata").exists():
         what = "a distributed checkpoint of another program"
-        mend = "convert its weights to a Hugging Face directory with the program that wrote it, and set model.path"
+        fix = "convert its weights to a Hugging Face directory with the program that wrote it, and set model.path"
     elif any(directory.glob("model*.safetensors*")):
-        what, mend = "a Hugging Face directory", "to start from its weights, set model.path"
+        what, fix = "a Hugging Face directory", "to start from its weights, set model.path"
     else:
-        what, mend = "something else", "give the directory of a checkpoint"
-    return CheckpointError(f"not a checkpoint but {what}: there is no {MANIFEST}", where=str(directory), mend=mend)
+        what, fix = "something else", "give the directory of a checkpoint"
+    return CheckpointError(f"not a checkpoint but {what}: there is no {MANIFEST}", where=str(directory), fix=fix)
 
 
 def _check_size(file: Path, entry: FileEntry) -> None:
     try:
         size = file.stat().st_size
     except OSError as error:
-        raise CheckpointError(f"the file is missing: {error.strerror}", where=str(file), mend=MEND) from error
+        raise CheckpointError(f"the file is missing: {error.strerror}", where=str(file), fix=FIX) from error
     if size != entry.num_bytes:
         state = "cut off" if size < entry.num_bytes else "too long"
         what = f"the file is {state}: {size} bytes, {MANIFEST} says {entry.num_bytes}"
-        raise CheckpointError(what, where=str(file), mend=MEND)
+        raise CheckpointError(what, where=str(file), fix=FIX)
 
 
 def _committed(directory: Path) -> list[Path]:

@@ -42,7 +42,7 @@ def check_recompute(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> N
         raise UserError(
             f"parallel.recompute_modules {unknown[0]!r} in a model {'of' if experts else 'without'} experts",
             where="config: parallel.recompute_modules",
-            mend=f'leave it out; "{"moe" if experts else "mlp"}" is what stands in its place',
+            fix=f'leave it out; "{"moe" if experts else "mlp"}" is what stands in its place',
         )
 
 
@@ -52,7 +52,7 @@ def check_router_losses(hf_config: Mapping[str, Any], config: Config) -> None:
         raise UserError(
             "moe_aux_loss_coeff or moe_z_loss_coeff is positive, and the model has no experts",
             where="config: model",
-            mend="leave both out, or train a Qwen3 mixture of experts",
+            fix="leave both out, or train a Qwen3 mixture of experts",
         )
 
 
@@ -71,7 +71,7 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
             f"{world_size} rank{'s' if world_size > 1 else ''} cannot be divided into model replicas of "
             f"{factors} = {replica} ranks",
             where="config: parallel",
-            mend=f"start a multiple of {replica} ranks (torchrun --nproc-per-node), or lower one of the sizes",
+            fix=f"start a multiple of {replica} ranks (torchrun --nproc-per-node), or lower one of the sizes",
         )
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or tp
     if world_size % (ep * etp * pp):
@@ -79,7 +79,7 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
             f"{world_size} ranks cannot be divided into expert_model_parallel_size {ep} x expert_tensor_parallel_size "
             f"{etp} x pipeline_model_parallel_size {pp} = {ep * etp * pp}",
             where="config: parallel",
-            mend="lower parallel.expert_model_parallel_size or expert_tensor_parallel_size",
+            fix="lower parallel.expert_model_parallel_size or expert_tensor_parallel_size",
         )
 
 
@@ -101,7 +101,7 @@ def check_port(port: int, address: str = "") -> None:
         raise UserError(
             f"cannot listen on port {port}: {reason}",
             where="MASTER_PORT",
-            mend="choose a free port, or leave it out and let the launcher choose one",
+            fix="choose a free port, or leave it out and let the launcher choose one",
         ) from error
 
 
@@ -116,7 +116,7 @@ def check_model(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: s
         raise UserError(
             f"num_key_value_heads {groups} and tensor_model_parallel_size {tp} do not divide one another",
             where=where,
-            mend=f"set parallel.tensor_model_parallel_size to a divisor or a multiple of {groups}",
+            fix=f"set parallel.tensor_model_parallel_size to a divisor or a multiple of {groups}",
         )
     _check_mlp(hf_config, parallel, where)
     _check_stages(_count(hf_config, "num_hidden_layers", where), parallel, where)
@@ -128,7 +128,7 @@ def check_attention(attention: str, parallel: ParallelConfig) -> None:
     refused = cuts or ('packing "packed"' if parallel.packing == "packed" else "")
     if attention == "local" and refused:
         raise UserError(
-            f'attention "local" does not work with {refused}', where="config: model.attention", mend='set it to "sdpa"'
+            f'attention "local" does not work with {refused}', where="config: model.attention", fix='set it to "sdpa"'
         )
 
 
@@ -139,7 +139,7 @@ def _check_stages(layers: int, parallel: ParallelConfig, where: str) -> None:
         raise UserError(
             f"virtual_pipeline_model_parallel_size {vp} without pipeline parallelism",
             where="config: parallel",
-            mend="leave it out, or set parallel.pipeline_model_parallel_size to 2 or more",
+            fix="leave it out, or set parallel.pipeline_model_parallel_size to 2 or more",
         )
     _check_divides(layers, pp, "num_hidden_layers", "pipeline_model_parallel_size", where)
     if layers % (pp * (vp or 1)):
@@ -147,14 +147,14 @@ def _check_stages(layers: int, parallel: ParallelConfig, where: str) -> None:
             f"num_hidden_layers {layers} is not a multiple of pipeline_model_parallel_size {pp} x "
             f"virtual_pipeline_model_parallel_size {vp} = {pp * (vp or 1)}",
             where=where,
-            mend=f"choose sizes whose product divides {layers}",
+            fix=f"choose sizes whose product divides {layers}",
         )
     chunk, group = layers // (pp * (vp or 1)), parallel.recompute_num_layers
     if parallel.recompute_granularity == "full" and parallel.recompute_method == "uniform" and chunk % group:
         raise UserError(
             f"the {chunk} layers of a model chunk do not divide into groups of recompute_num_layers {group}",
             where="config: parallel.recompute_num_layers",
-            mend=f"choose a divisor of {chunk}",
+            fix=f"choose a divisor of {chunk}",
         )
 
 
@@ -178,7 +178,7 @@ def _check_mlp(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: st
         raise UserError(
             f"expert_model_parallel_size {ep}, expert_tensor_parallel_size {etp} for a model without experts",
             where="config: parallel",
-            mend="leave both out, or train a Qwen3 mixture of experts",
+            fix="leave both out, or train a Qwen3 mixture of experts",
         )
     ffn = _count(hf_config, "intermediate_size", where)
     _check_divides(ffn, tp, "intermediate_size", "tensor_model_parallel_size", where)
@@ -190,14 +190,14 @@ def _check_mixture(hf_config: Mapping[str, Any], where: str) -> None:
         raise UserError(
             "dense layers among layers of experts are not supported",
             where=where,
-            mend="use a Qwen3 model with mlp_only_layers [] and decoder_sparse_step 1 in its config.json",
+            fix="use a Qwen3 model with mlp_only_layers [] and decoder_sparse_step 1 in its config.json",
         )
     if _count(hf_config, "num_experts_per_tok", where) > num_experts(hf_config):
         raise UserError(
             f"num_experts_per_tok {hf_config['num_experts_per_tok']} is more than the {num_experts(hf_config)} experts "
             "there are",
             where=where,
-            mend="give the config.json that came with the weights",
+            fix="give the config.json that came with the weights",
         )
 
 
@@ -212,7 +212,7 @@ def _check_experts_divide(hf_config: Mapping[str, Any], parallel: ParallelConfig
             f"experts under tensor_model_parallel_size {tp} without sequence_parallel: every token would reach its "
             f"experts {tp} times",
             where="config: parallel",
-            mend="set parallel.sequence_parallel to true",
+            fix="set parallel.sequence_parallel to true",
         )
     etp, sharing = parallel.expert_tensor_parallel_size or tp, tp * parallel.context_parallel_size
     _check_divides(num_experts(hf_config), ep, "num_experts", "expert_model_parallel_size", where)
@@ -223,7 +223,7 @@ def _check_experts_divide(hf_config: Mapping[str, Any], parallel: ParallelConfig
             f"expert_model_parallel_size {ep} x expert_tensor_parallel_size {etp} = {ep * etp} and the {sharing} ranks "
             "that share a sample (tensor x context parallel) do not divide one another",
             where="config: parallel",
-            mend="make one a multiple of the other",
+            fix="make one a multiple of the other",
         )
 
 
@@ -234,21 +234,21 @@ def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
         raise UserError(
             f"rope_type {rope_type!r} is not supported",
             where=where,
-            mend='set rope_type to "default" in config.json, and keep to the positions the model was trained on',
+            fix='set rope_type to "default" in config.json, and keep to the positions the model was trained on',
         )
     for key in ("attention_bias", "use_sliding_window"):
         if hf_config.get(key):
-            raise UserError(f"{key} = true is not supported", where=where, mend="use a Qwen3 model without it")
+            raise UserError(f"{key} = true is not supported", where=where, fix="use a Qwen3 model without it")
     if hf_config.get("hidden_act", "silu") != "silu":
         raise UserError(
-            f"hidden_act {hf_config['hidden_act']!r} is not supported", where=where, mend="use a Qwen3 model (silu)"
+            f"hidden_act {hf_config['hidden_act']!r} is not supported", where=where, fix="use a Qwen3 model (silu)"
         )
 
 
 def _count(hf_config: Mapping[str, Any], key: str, where: str) -> int:
     value = hf_config.get(key)
     if not isinstance(value, int) or value < 1:
-        raise UserError(f"{key} = {value!r} in config.json", where=where, mend="give a complete Qwen3 config.json")
+        raise UserError(f"{key} = {value!r} in config.json", where=where, fix="give a complete Qwen3 config.json")
     return value
 
 
@@ -257,5 +257,5 @@ def _check_divides(value: int, divisor: int, name: str, divisor_name: str, where
         raise UserError(
             f"{name} {value} is not a multiple of {divisor_name} {divisor}",
             where=where,
-            mend=f"choose a {divisor_name} that divides {value}",
+            fix=f"choose a {divisor_name} that divides {value}",
         )

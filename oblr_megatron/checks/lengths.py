@@ -32,5 +32,5 @@ def check_positions(config: Config, hf_config: Mapping[str, Any]) -> None:
             f"data.max_prompt_tokens {config.data.max_prompt_tokens} + {field}.max_response_tokens {response} = "
             f"{longest} exceeds the model's max_position_embeddings {positions}",
             where=str(config.model.path),
-            mend="lower one of the two",
+            fix="lower one of the two",
         )

@@ -93,7 +93,7 @@ def check_machine(config: Config, hf_config: Mapping[str, Any], machine: Machine
         raise UserError(
             f'quantization "{config.rollout.quantization}" needs GPUs: vLLM has no FP8 products on a CPU',
             where="config: rollout.quantization",
-            mend='set it to "none"',
+            fix='set it to "none"',
         )
 
 
@@ -108,7 +108,7 @@ def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine
         raise UserError(
             f'transformer_impl "transformer_engine", but {_absent(machine)}',
             where="config: model.transformer_impl",
-            mend=INSTALL if machine.capability else 'set it to "auto"',
+            fix=INSTALL if machine.capability else 'set it to "auto"',
         )
     if model.fp8 != "none":
         missing = RECIPES[model.fp8_recipe].missing(machine)
@@ -117,13 +117,13 @@ def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine
             raise UserError(
                 f'fp8_recipe "{model.fp8_recipe}" needs {missing}',
                 where="config: model.fp8_recipe",
-                mend=f"set it to one of {', '.join(possible)}" if possible else 'set model.fp8 to "none"',
+                fix=f"set it to one of {', '.join(possible)}" if possible else 'set model.fp8 to "none"',
             )
     if num_experts(hf_config) and machine.capability is not None and not transformer_engine_chosen(model, machine):
         raise UserError(
             "a mixture of experts on a GPU needs Transformer Engine's layers",
             where="config: model.transformer_impl",
-            mend='set it to "auto"' if machine.has_layers else "install transformer-engine[pytorch]",
+            fix='set it to "auto"' if machine.has_layers else "install transformer-engine[pytorch]",
         )
     exchanges = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "a2a"
     if exchanges and parallel.packing == "packed" and transformer_engine_chosen(model, machine):
@@ -132,7 +132,7 @@ def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine
             raise UserError(
                 f'cp_comm_type "a2a" with packing "packed" needs Transformer Engine {A2A_PACKED} (here is {version})',
                 where="config: parallel.cp_comm_type",
-                mend='set it to "p2p"',
+                fix='set it to "p2p"',
             )
 
 
@@ -145,7 +145,7 @@ def _check_kernels(config: Config, machine: Machine) -> None:
             "parallel.gradient_accumulation_fusion needs a GPU, and Transformer Engine or apex with its "
             "fused_weight_gradient_mlp_cuda",
             where="config: parallel.gradient_accumulation_fusion",
-            mend="set it to false, or install one of them",
+            fix="set it to false, or install one of them",
         )
     if parallel.recompute_granularity != "selective" or transformer_engine_chosen(config.model, machine):
         return
@@ -155,7 +155,7 @@ def _check_kernels(config: Config, machine: Machine) -> None:
         raise UserError(
             f"parallel.recompute_modules {missing[0]!r} needs Transformer Engine's layers",
             where="config: parallel.recompute_modules",
-            mend="install transformer-engine, or leave it out",
+            fix="install transformer-engine, or leave it out",
         )
 
 

@@ -88,4 +88,4 @@ def require_scipy() -> None:
         UserError: it is not installed.
     """
     if find_spec("scipy") is None:
-        raise UserError("scipy is not installed", where="study", mend="pip install 'oblr-megatron[study]'")
+        raise UserError("scipy is not installed", where="study", fix="pip install 'oblr-megatron[study]'")

@@ -27,5 +27,5 @@ def check_pushable(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool
         raise UserError(
             "weights.verify cannot read a mixture's experts back: vLLM keeps them in its GPU kernels' layout",
             where="config: weights.verify",
-            mend="set it to false",
+            fix="set it to false",
         )

@@ -38,7 +38,7 @@ class Problem:
     """What is wrong on a node, and how to mend it."""
 
     what: str
-    mend: str
+    fix: str
 
 
 @dataclass(slots=True)
@@ -150,11 +150,11 @@ def _examine_model(report: Report, config: Config) -> None:
     there = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
     report.facts["run_dir"] = size(shutil.disk_usage(there).free)
     if not os.access(there, os.W_OK):
-        raise UserError("cannot be written to", where=str(there), mend="name a run_dir of your own")
+        raise UserError("cannot be written to", where=str(there), fix="name a run_dir of your own")
     model = check_hf_dir(config.model.path)
     unreadable = [name for name in model.weight_files if not os.access(model.path / name, os.R_OK)]
     if unreadable:
-        raise UserError(f"cannot read {unreadable[0]}", where=str(model.path), mend="make the files readable")
+        raise UserError(f"cannot read {unreadable[0]}", where=str(model.path), fix="make the files readable")
     report.same["model"] = f"{_digest([model.path / 'config.json'])}, {model.num_bytes} bytes"
     check_room(config, model)
 
@@ -165,7 +165,7 @@ def _noting(report: Report, check: Callable[[], T]) -> T | None:
         return check()
     except UserError as error:
         place = f" [{error.where}]" if error.where else ""
-        report.problems.append(Problem(f"{error.what}{place}", error.mend))
+        report.problems.append(Problem(f"{error.what}{place}", error.fix))
         return None
 
 

@@ -22,7 +22,7 @@ import torch
 
 from oblr_megatron.cluster.all_reduce import GRACE_S, ReduceError, Speed, measure, measure_gpus
 from oblr_megatron.cluster.node import Problem, Report, examine
-from oblr_megatron.cluster.rendezvous import Meeting
+from oblr_megatron.cluster.rendezvous import Rendezvous
 from oblr_megatron.errors import EXIT_OK, EXIT_USER, UserError
 from oblr_megatron.runtime.command_line import guarded, parse
 
@@ -41,19 +41,19 @@ def run(options: argparse.Namespace) -> int:
     nodes = options.nodes.split(",")
     index = index_of(nodes, os.environ) if options.node_index is None else options.node_index
     if not 0 <= index < len(nodes):
-        raise UserError(f"node index {index} among {len(nodes)} nodes", where="--node-index", mend="give one a node")
+        raise UserError(f"node index {index} among {len(nodes)} nodes", where="--node-index", fix="give one a node")
     ports = () if index or options.rendezvous_port is None else (options.rendezvous_port,)
     torch.set_num_threads(1)
-    with Meeting(nodes, index, options.port, options.deadline) as meeting:
+    with Rendezvous(nodes, index, options.port, options.deadline) as rendezvous:
         report = examine(nodes[index], options.config, options.overrides, expect_gpus=options.expect_gpus, ports=ports)
-        found = {node: Report.load(text) for node, text in meeting.gather("report", report.dump()).items()}
-        offsets = meeting.clock_offsets(found)
+        found = {node: Report.load(text) for node, text in rendezvous.gather("report", report.dump()).items()}
+        offsets = rendezvous.clock_offsets(found)
         if index == 0:
             compare(found, offsets, nodes, options.deadline)
-        verdict = meeting.tell("verdict", judged(found), 2 * options.deadline)
+        verdict = rendezvous.tell("verdict", scored(found), 2 * options.deadline)
         if verdict == GOOD:
-            _reduce(meeting, found, options)
-            verdict = meeting.tell("last verdict", judged(found), 4 * options.deadline + GRACE_S)
+            _reduce(rendezvous, found, options)
+            verdict = rendezvous.tell("last verdict", scored(found), 4 * options.deadline + GRACE_S)
         if index == 0:
             print(table(found, nodes))
             for line in lines(found, nodes):
@@ -111,34 +111,34 @@ def _silent(deadline_s: float) -> Problem:
     return Problem(f"did not report within {deadline_s:g} s", "look whether the node is up, or exclude it (--exclude)")
 
 
-def _reduce(meeting: Meeting, found: dict[int, Report], options: argparse.Namespace) -> None:
+def _reduce(rendezvous: Rendezvous, found: dict[int, Report], options: argparse.Namespace) -> None:
     """The all-reduces; on the first node, figures and failures of all nodes are added to their reports."""
     failures: list[str] = []
-    node, nodes, deadline_s = meeting.index, len(meeting.nodes), options.deadline
+    node, nodes, deadline_s = rendezvous.index, len(rendezvous.nodes), options.deadline
     speed = Speed(0.0, 0.0)
     if options.expect_gpus:
-        speed, failures = measure_gpus(meeting.address, node, nodes, options.expect_gpus, deadline_s)
+        speed, failures = measure_gpus(rendezvous.address, node, nodes, options.expect_gpus, deadline_s)
     else:
         try:
-            speed = measure(meeting.store, node, nodes, 0, 1, deadline_s)
+            speed = measure(rendezvous.store, node, nodes, 0, 1, deadline_s)
         except ReduceError as error:
             failures = [str(error)]
-    answers = meeting.gather("reduced", json.dumps([asdict(speed), failures]), 3 * deadline_s + GRACE_S)
+    answers = rendezvous.gather("reduced", json.dumps([asdict(speed), failures]), 3 * deadline_s + GRACE_S)
     for index, report in found.items():
         if index not in answers:
             report.problems.append(_silent(3 * deadline_s + GRACE_S))
             continue
-        figures, failed = json.loads(answers[index])
-        mend = "look at the links (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or exclude the node"
-        report.problems += [Problem(what, mend) for what in failed]
-        for name, value in figures.items():
+        metrics, failed = json.loads(answers[index])
+        fix = "look at the links (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or exclude the node"
+        report.problems += [Problem(what, fix) for what in failed]
+        for name, value in metrics.items():
             report.facts[f"{name.replace('_', ' ')}, GB/s"] = f"{value:.2f}" if value else "-"
             if 0 < value < options.min_gb_s:
                 what = f"all-reduce {name.replace('_', ' ')}: {value:.1f} GB/s, less than {options.min_gb_s:g}"
-                report.problems.append(Problem(what, mend))
+                report.problems.append(Problem(what, fix))
 
 
-def judged(found: Mapping[int, Report]) -> str:
+def scored(found: Mapping[int, Report]) -> str:
     """The verdict, from the reports there are."""
     return BAD if any(report.problems for report in found.values()) else GOOD
 
@@ -159,7 +159,7 @@ def table(found: Mapping[int, Report], nodes: Sequence[str]) -> str:
 def lines(found: Mapping[int, Report], nodes: Sequence[str]) -> list[str]:
     """One for every thing that is wrong."""
     return [
-        f"node {nodes[node]}: {problem.what}; {problem.mend}"
+        f"node {nodes[node]}: {problem.what}; {problem.fix}"
         for node, report in sorted(found.items())
         for problem in report.problems
     ]

@@ -19,7 +19,7 @@ from oblr_megatron.errors import RunError
 FAREWELL_S = 10.0  # for the others to have heard the last word, before the store goes with the first node's process
 
 
-class Meeting:
+class Rendezvous:
     """This node's part in it.
 
     Args:
@@ -44,7 +44,7 @@ class Meeting:
             reason = str(error).strip().splitlines()[0]
             raise RunError(f"node {nodes[index]} did not meet {self.address} in {deadline_s:g} s: {reason}") from error
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(

@@ -22,7 +22,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
     if not sign or not key.strip():
         raise UserError(
-            f"override {override!r} is not section.key=value", where="command line", mend="write e.g. optimizer.lr=1e-6"
+            f"override {override!r} is not section.key=value", where="command line", fix="write e.g. optimizer.lr=1e-6"
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -33,7 +33,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
             raise UserError(
-                f"{parent!r} is a value, not a section", where=f"override {override}", mend="name a key of a section"
+                f"{parent!r} is a value, not a section", where=f"override {override}", fix="name a key of a section"
             )
     table[leaf] = value
 
@@ -45,14 +45,14 @@ def check_together(config: Config, where: str) -> None:
         raise UserError(
             f"group_size is 1, but baseline {config.algo.baseline!r} needs the other responses of the group",
             where=where,
-            mend='set group_size to 2 or more, or algo.baseline to "none"',
+            fix='set group_size to 2 or more, or algo.baseline to "none"',
         )
     if baseline.prior and config.num_prompts == 1:
         raise UserError(
             f"num_prompts is 1, but baseline {config.algo.baseline!r} takes its prior from the other prompts of the "
             "batch",
             where=where,
-            mend='set num_prompts to 2 or more, or algo.baseline to "optimal" or "rloo"',
+            fix='set num_prompts to 2 or more, or algo.baseline to "optimal" or "rloo"',
         )
     _check_coefficients(config, where)
     check_parallel_options(config, where)
@@ -61,13 +61,13 @@ def check_together(config: Config, where: str) -> None:
         raise UserError(
             "sequence_parallel needs tensor_model_parallel_size of 2 or more",
             where=where,
-            mend="set parallel.sequence_parallel to false",
+            fix="set parallel.sequence_parallel to false",
         )
     if config.num_prompts % config.algo.snr.num_folds:
         raise UserError(
             f"num_prompts {config.num_prompts} is not a multiple of algo.snr.num_folds {config.algo.snr.num_folds}",
             where=where,
-            mend="change one of them: folds are of whole prompts and of equal size",
+            fix="change one of them: folds are of whole prompts and of equal size",
         )
     _check_samples(config, where)
     _check_checkpoints(config, where)
@@ -80,7 +80,7 @@ def check_together(config: Config, where: str) -> None:
             f"rollout.push_timeout_s {push:g} is not below parallel.distributed_timeout_s {patience:g}: the ranks that "
             "gather weights would give up before the one that waits for its engine",
             where=where,
-            mend="lower the first or raise the second",
+            fix="lower the first or raise the second",
         )
 
 
@@ -100,14 +100,14 @@ def _check_coefficients(config: Config, where: str) -> None:
         raise UserError(
             f"{what}, which gradnorm.mode {mode!r} cannot do",
             where=where,
-            mend='set gradnorm.mode to "two_pass" or "auto"',
+            fix='set gradnorm.mode to "two_pass" or "auto"',
         )
     if config.algo.token_wise and config.algo.snr.estimator == "samples":
         raise UserError(
             f"algo.snr.estimator 'samples' takes one advantage a response, and baseline {config.algo.baseline!r} has "
             "one a token",
             where=where,
-            mend='set algo.snr.estimator to "folds"',
+            fix='set algo.snr.estimator to "folds"',
         )
 
 
@@ -118,7 +118,7 @@ def _check_router_losses(config: Config, where: str) -> None:
         raise UserError(
             f"model.moe_router_load_balancing_type {kind!r} with moe_aux_loss_coeff {weight:g}",
             where=where,
-            mend='set "aux_loss" and a coefficient above 0, or leave both out',
+            fix='set "aux_loss" and a coefficient above 0, or leave both out',
         )
 
 
@@ -128,7 +128,7 @@ def _check_data(config: Config, where: str) -> None:
         raise UserError(
             f"data.template {config.data.template!r} has no {{question}}",
             where=where,
-            mend="put {question} where the question goes",
+            fix="put {question} where the question goes",
         )
     weighted = [source.weight is not None for source in config.data.train]
     if any(weighted) and not all(weighted):
@@ -136,7 +136,7 @@ def _check_data(config: Config, where: str) -> None:
         raise UserError(
             f"data.train: {source.path!r} has no weight, but other sources have one",
             where=where,
-            mend="give every source a weight, or none",
+            fix="give every source a weight, or none",
         )
 
 
@@ -147,21 +147,21 @@ def _check_checkpoints(config: Config, where: str) -> None:
         raise UserError(
             f"checkpoint.resume {resume!r} is no directory",
             where=where,
-            mend='give the directory of a checkpoint, "newest" or "none"',
+            fix='give the directory of a checkpoint, "newest" or "none"',
         )
-    figures = EVALUATED if config.evaluate.samples_per_prompt else EVALUATED[:1]
-    measured = [f"eval/{name}/{figure}" for name in config.evaluate.data for figure in figures]
+    metrics = EVALUATED if config.evaluate.samples_per_prompt else EVALUATED[:1]
+    measured = [f"eval/{name}/{figure}" for name in config.evaluate.data for figure in metrics]
     if best and best not in measured:
         raise UserError(
             f"checkpoint.best_metric {best!r} is no figure of a set in evaluate.data",
             where=where,
-            mend=f"name one of {', '.join(measured)}" if measured else "name a set in evaluate.data, or leave it empty",
+            fix=f"name one of {', '.join(measured)}" if measured else "name a set in evaluate.data, or leave it empty",
         )
     if best and config.evaluate.every_steps == 0:
         raise UserError(
             f"checkpoint.best_metric is {best!r}, but evaluate.every_steps is 0: nothing is evaluated",
             where=where,
-            mend="set evaluate.every_steps to 1 or more, or leave best_metric empty",
+            fix="set evaluate.every_steps to 1 or more, or leave best_metric empty",
         )
 
 
@@ -175,13 +175,13 @@ def _check_profile(config: Config, where: str) -> None:
         raise UserError(
             f"log.profile_step_end {end} is not beyond log.profile_step_start {first}: no step would be profiled",
             where=where,
-            mend="raise the first: it names the step before which profiling ends",
+            fix="raise the first: it names the step before which profiling ends",
         )
     if end > config.num_steps:
         raise UserError(
             f"log.profile_step_end {end} is beyond num_steps {config.num_steps}",
             where=where,
-            mend="profile steps that the run has, counted from 0",
+            fix="profile steps that the run has, counted from 0",
         )
 
 
@@ -193,11 +193,11 @@ def _check_samples(config: Config, where: str) -> None:
             raise UserError(
                 f"rollout.{first} and rollout.{second} exclude each other: a replay samples nothing",
                 where=where,
-                mend="leave one of them out",
+                fix="leave one of them out",
             )
     if rollout.dynamic_sampling and config.group_size == 1:
         raise UserError(
             "group_size is 1, but rollout.dynamic_sampling looks for groups of unequal rewards",
             where=where,
-            mend="set group_size to 2 or more, or rollout.dynamic_sampling to false",
+            fix="set group_size to 2 or more, or rollout.dynamic_sampling to false",
         )

@@ -51,15 +51,13 @@ def _check_unusable(config: Config, where: str) -> None:
     parallel = config.parallel
     for name, (reason, instead) in UNUSABLE.items():
         if getattr(parallel, name):
-            raise UserError(
-                f"parallel.{name} cannot be used: {reason}", where=where, mend=f"set it to false; {instead}"
-            )
+            raise UserError(f"parallel.{name} cannot be used: {reason}", where=where, fix=f"set it to false; {instead}")
     if parallel.cuda_graph_impl != "none":
         raise UserError(
             f"parallel.cuda_graph_impl {parallel.cuda_graph_impl!r} cannot be used: a graph replays one shape, and "
             "microbatches differ in length",
             where=where,
-            mend='set it to "none"',
+            fix='set it to "none"',
         )
 
 
@@ -72,14 +70,14 @@ def _check_distributed_optimizer(config: Config, where: str) -> None:
             f"parallel.use_distributed_optimizer with optimizer.name {config.optimizer.name!r}: megatron-core shards "
             "Adam alone",
             where=where,
-            mend='set optimizer.name to "adam", or use_distributed_optimizer to false',
+            fix='set optimizer.name to "adam", or use_distributed_optimizer to false',
         )
     if config.model.dtype == "float64":
         raise UserError(
             "parallel.use_distributed_optimizer with model.dtype 'float64': megatron-core's updates fp32 weights or "
             "fp32 masters",
             where=where,
-            mend='set model.dtype to "float32" or "bfloat16", or use_distributed_optimizer to false',
+            fix='set model.dtype to "float32" or "bfloat16", or use_distributed_optimizer to false',
         )
 
 
@@ -94,7 +92,7 @@ def _check_weight_gradients(config: Config, where: str) -> None:
                 f"parallel.{name} makes weight gradients where no norm of a response's own can be taken, which {cause} "
                 "asks for",
                 where=where,
-                mend=f'set {name} to false, or take a baseline without norms ("rloo", "rloo_prior", "group_mean", '
+                fix=f'set {name} to false, or take a baseline without norms ("rloo", "rloo_prior", "group_mean", '
                 "...) and gradnorm.always = false",
             )
 
@@ -108,7 +106,7 @@ def _check_overlap(config: Config, where: str) -> None:
         f"parallel.overlap_grad_reduce with algo.snr.estimator {snr.estimator!r}: it needs the norm of each fold's "
         "gradient before the sum over replicas, which backward then has begun",
         where=where,
-        mend='set algo.snr.estimator to "momentum", or overlap_grad_reduce to false',
+        fix='set algo.snr.estimator to "momentum", or overlap_grad_reduce to false',
     )
 
 
@@ -130,7 +128,7 @@ def _check_deferred(config: Config, where: str) -> None:
         raise UserError(
             f"parallel.defer_embedding_wgrad_compute needs {', '.join(missing)}",
             where=where,
-            mend="set what is named, or defer_embedding_wgrad_compute to false",
+            fix="set what is named, or defer_embedding_wgrad_compute to false",
         )
 
 
@@ -143,5 +141,5 @@ def _check_recompute(config: Config, where: str) -> None:
         raise UserError(
             f"parallel.recompute_modules {again[0]!r} with model.fp8_recipe 'delayed'",
             where=where,
-            mend='leave it out, or set model.fp8_recipe to "tensorwise", "blockwise" or "mxfp8"',
+            fix='leave it out, or set model.fp8_recipe to "tensorwise", "blockwise" or "mxfp8"',
         )

@@ -33,7 +33,7 @@ def check_precision(config: Config, where: str) -> None:
         or _rollout_problem(config)
     )
     if found is not None:
-        raise UserError(found[0], where=where, mend=found[1])
+        raise UserError(found[0], where=where, fix=found[1])
 
 
 def check_sizes(hf_config: Mapping[str, Any], config: Config) -> None:
@@ -53,7 +53,7 @@ def check_sizes(hf_config: Mapping[str, Any], config: Config) -> None:
             raise UserError(
                 f"{name} {width} on each rank is not a multiple of {multiple}, which FP8 products ask for",
                 where=where,
-                mend='lower parallel.tensor_model_parallel_size, or set model.fp8 to "none"',
+                fix='lower parallel.tensor_model_parallel_size, or set model.fp8 to "none"',
             )
     _check_bf16_layers(hf_config, config, where)
     _check_heads_exchanged(hf_config, config, where)
@@ -114,14 +114,14 @@ def _fp8_problem(config: Config) -> Problem | None:
 
 def _delayed_problem(config: Config) -> Problem | None:
     """One scale for the whole forward, from what earlier forwards saw: nothing may stand outside, or be run besides."""
-    norms, mend = config.gradnorm, 'set model.fp8_recipe to "tensorwise"'
+    norms, fix = config.gradnorm, 'set model.fp8_recipe to "tensorwise"'
     if config.model.first_last_layers_bf16:
-        return 'first_last_layers_bf16 with fp8_recipe "delayed"', mend
+        return 'first_last_layers_bf16 with fp8_recipe "delayed"', fix
     if norms.source != "exact" and norms.check_every:
         return (
             f'gradnorm.check_every {norms.check_every} with fp8_recipe "delayed": a pass for norms would set the '
             "gradient's scales",
-            f"{mend}, or gradnorm.check_every to 0",
+            f"{fix}, or gradnorm.check_every to 0",
         )
     return None
 
@@ -159,11 +159,11 @@ def _rollout_problem(config: Config) -> Problem | None:
             f'weights.verify with quantization "{rollout.quantization}": what was pushed is not what is kept',
             "set weights.verify to false",
         )
-    if rollout.correction == "none" and not rollout.only:
+    if rollout.importance_sampling == "none" and not rollout.only:
         return (
-            f'quantization "{rollout.quantization}" with correction "none": samples would be of another policy than '
+            f'quantization "{rollout.quantization}" with importance_sampling "none": samples would be of another policy than '
             "the one whose gradient is taken",
-            'set rollout.correction to "token" or "sequence"',
+            'set rollout.importance_sampling to "token" or "sequence"',
         )
     return None
 
@@ -196,7 +196,7 @@ def _check_bf16_layers(hf_config: Mapping[str, Any], config: Config, where: str)
             raise UserError(
                 f"{name} {getattr(model, name)} is more than the {of_stage} layers of a pipeline stage",
                 where=where,
-                mend=f"set model.{name} to {of_stage} or fewer",
+                fix=f"set model.{name} to {of_stage} or fewer",
             )
 
 
@@ -211,5 +211,5 @@ def _check_heads_exchanged(hf_config: Mapping[str, Any], config: Config, where: 
                 f'cp_comm_type "a2a": {name} {hf_config[name]} / tensor_model_parallel_size {tp} does not divide among '
                 f"{cp} context-parallel ranks",
                 where=where,
-                mend='set parallel.cp_comm_type to "p2p"',
+                fix='set parallel.cp_comm_type to "p2p"',
             )

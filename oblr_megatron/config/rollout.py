@@ -34,7 +34,7 @@ class RolloutConfig(Section):
     """Dtype of the engine's weights; "auto" takes the trainer's (float64 becomes float32)."""
     quantization: Literal["none", "fp8"] = "none"
     """Weights of the engine in FP8, rounded at every push from bfloat16 (vLLM's online `fp8_per_tensor`), on GPUs;
-    wants a correction."""
+    needs importance_sampling."""
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
     """vLLM's share of GPU memory."""
     kv_cache_gib: float = Field(0.5, gt=0)
@@ -43,9 +43,9 @@ class RolloutConfig(Section):
     """Sequences a vLLM engine decodes at once."""
     num_threads: int | None = Field(None, ge=1)
     """Threads of a CPU engine; by default all cores divided by the engines."""
-    correction: Literal["none", "token", "sequence"] = "token"
+    importance_sampling: Literal["none", "token", "sequence"] = "token"
     """Truncated importance sampling against the trainer/rollout mismatch, on token or sequence level."""
-    correction_cap: float = Field(2.0, ge=1)
+    importance_cap: float = Field(2.0, ge=1)
     """Importance ratios are cut at this value (and counted)."""
     max_staleness: int = Field(0, ge=0)
     """Weight updates by which a sample may be behind the trainer; 0 is strictly on-policy. An older one is refused."""

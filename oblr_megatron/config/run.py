@@ -81,10 +81,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
-            f"cannot read the config: {error.strerror}", where=str(path), mend="give an existing TOML file"
+            f"cannot read the config: {error.strerror}", where=str(path), fix="give an existing TOML file"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"not a TOML file: {error}", where=str(path), mend="correct the line named") from error
+        raise UserError(f"not a TOML file: {error}", where=str(path), fix="correct the line named") from error
     return parse_config(table, str(path), overrides)
 
 
@@ -120,10 +120,10 @@ def _first_error(error: ValidationError, where: str, root: type[Section]) -> Use
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return UserError(f"unknown key {key!r}", where=where, mend=_nearest(first["loc"], root))
+        return UserError(f"unknown key {key!r}", where=where, fix=_nearest(first["loc"], root))
     if first["type"] == "missing":
-        return UserError(f"{key!r} is missing", where=where, mend="set it in the file or as an override")
-    return UserError(f"{key} = {first['input']!r}: {first['msg']}", where=where, mend="correct the value")
+        return UserError(f"{key!r} is missing", where=where, fix="set it in the file or as an override")
+    return UserError(f"{key} = {first['input']!r}: {first['msg']}", where=where, fix="correct the value")
 
 
 def _nearest(location: tuple[int | str, ...], section: type[Section]) -> str:

@@ -112,13 +112,13 @@ def check_folds(num_prompts: int, num_folds: int, dp_size: int) -> None:
         raise UserError(
             f"num_prompts {num_prompts} does not divide into algo.snr.num_folds {num_folds} equal folds",
             where="config: algo.snr.num_folds",
-            mend="make num_prompts a multiple of num_folds",
+            fix="make num_prompts a multiple of num_folds",
         )
     if num_folds % dp_size:
         raise UserError(
             f"algo.snr.num_folds {num_folds} is not a multiple of the data-parallel size {dp_size}",
             where="config: algo.snr.num_folds",
-            mend=f"set it to a multiple of {dp_size}, so that every rank holds whole folds",
+            fix=f"set it to a multiple of {dp_size}, so that every rank holds whole folds",
         )
 
 

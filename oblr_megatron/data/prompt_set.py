@@ -130,7 +130,7 @@ class PromptSet(Sequence[Prompt]):
     def _check_not_empty(self) -> None:
         if not self._rows:
             what = f"no usable row ({summary(self.skipped)})" if self.skipped else "the data set is empty"
-            raise UserError(what, where=self.path, mend="give rows with the question and answer columns")
+            raise UserError(what, where=self.path, fix="give rows with the question and answer columns")
 
 
 def load_prompts(

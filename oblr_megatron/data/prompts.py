@@ -106,7 +106,7 @@ class PromptStream:
                 raise UserError(
                     f"the saved data position belongs to another {key} ({state.get(key)!r}, now {own!r})",
                     where=", ".join(lane.prompts.path for lane in self._lanes),
-                    mend="resume with the data, weights, template and seed the run was started with",
+                    fix="resume with the data, weights, template and seed the run was started with",
                 )
         for lane, position in zip(self._lanes, state.get("sources", [state]), strict=True):
             lane.seek(position["epoch"], position["index"])

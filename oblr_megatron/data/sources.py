@@ -52,9 +52,9 @@ def named_source(text: str) -> tuple[str, SourceConfig]:
     if not sign or not re.fullmatch(r"[\w.-]+", name) or Path(text).exists():
         name, path = "", text
     if not path:
-        raise UserError(f"{text!r} names no data", where="--data", mend="write NAME=PATH, a path, or a convention")
+        raise UserError(f"{text!r} names no data", where="--data", fix="write NAME=PATH, a path, or a convention")
     if not name and has_magic(path):
-        raise UserError(f"{path!r} is a pattern, the set needs a name", where="--data", mend=f"write NAME={path}")
+        raise UserError(f"{path!r} is a pattern, the set needs a name", where="--data", fix=f"write NAME={path}")
     if not name:
         name = Path(path).name if Path(path).is_dir() or _is_hub_name(path) else Path(path).stem
         return name, SourceConfig(path=path, convention=_bare_convention(path))
@@ -70,7 +70,7 @@ def convention_of(source: SourceConfig) -> Convention:
     name = source.convention or _bare_convention(source.path)
     if name and name not in CONVENTIONS:
         raise UserError(
-            f"unknown convention {name!r}", where=f"data: {source.path}", mend=f"known: {', '.join(CONVENTIONS)}"
+            f"unknown convention {name!r}", where=f"data: {source.path}", fix=f"known: {', '.join(CONVENTIONS)}"
         )
     return CONVENTIONS[name] if name else PLAIN
 
@@ -116,7 +116,7 @@ def _file(path: Path) -> Iterator[Record]:
 def _pattern(pattern: str) -> Iterator[Record]:
     files = [Path(name) for name in sorted(glob(pattern, recursive=True)) if Path(name).is_file()]
     if not files:
-        raise UserError(f"{_CANNOT}: no file has that name", where=pattern, mend="correct the pattern")
+        raise UserError(f"{_CANNOT}: no file has that name", where=pattern, fix="correct the pattern")
     for file in files:
         yield from _file(file)
 
@@ -128,7 +128,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(file):
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
     except OSError as error:
-        raise UserError(f"{_CANNOT}: {error.strerror}", where=str(path), mend="give a file that can be read") from error
+        raise UserError(f"{_CANNOT}: {error.strerror}", where=str(path), fix="give a file that can be read") from error
 
 
 def _parse(line: bytes) -> dict[str, Any] | str:
@@ -157,7 +157,7 @@ def _directory(path: Path, source: SourceConfig, training: bool) -> Any:
         raise UserError(
             f"{_CANNOT}: no split {source.split or usual[0] or usual[1]!r}",
             where=source.path,
-            mend=f"set split to one of {', '.join(map(str, splits))}",
+            fix=f"set split to one of {', '.join(map(str, splits))}",
         )
     return splits[chosen]
 
@@ -172,13 +172,13 @@ def _hub(source: SourceConfig, training: bool) -> Iterator[Record]:
     name = convention.hub if source.path in CONVENTIONS else source.path
     if not name:
         raise UserError(
-            f"the convention {source.path!r} stands for no set of the hub", where="data", mend="give a file, or a year"
+            f"the convention {source.path!r} stands for no set of the hub", where="data", fix="give a file, or a year"
         )
     if not _is_hub_name(name):
         raise UserError(
             f"{_CANNOT}: there is no such file, directory or convention",
             where=source.path,
-            mend=f"give an existing path, OWNER/NAME of a set on the hub, or one of {', '.join(CONVENTIONS)}",
+            fix=f"give an existing path, OWNER/NAME of a set on the hub, or one of {', '.join(CONVENTIONS)}",
         )
     split = _usual_split(convention, training) if own else ""
     rows = _load(
@@ -229,10 +229,10 @@ def _load_from_disk(path: Path) -> Any:
 
 def _refusal(error: Exception, where: str) -> UserError:
     if isinstance(error, ConnectionError):
-        mend = "download it where there is a network, and give the path of its files"
+        fix = "download it where there is a network, and give the path of its files"
     elif type(error).__name__ in ("DatasetNotFoundError", "GatedRepoError"):
-        mend = "correct the name, log in to the hub if the set asks for it, or give the path of its files"
+        fix = "correct the name, log in to the hub if the set asks for it, or give the path of its files"
     else:
-        mend = "correct path, subset, split or revision, or repair the file"
+        fix = "correct path, subset, split or revision, or repair the file"
     what = " ".join(str(error).split()) or type(error).__name__
-    return UserError(f"{_CANNOT}: {what[:300]}", where=where, mend=mend)
+    return UserError(f"{_CANNOT}: {what[:300]}", where=where, fix=fix)

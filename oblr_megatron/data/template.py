@@ -31,13 +31,13 @@ def check_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
         raise UserError(
             "data.chat_template is true, but the tokenizer has no chat template",
             where="config: data.chat_template",
-            mend="set it to false and give data.template, or use a chat model's tokenizer",
+            fix="set it to false and give data.template, or use a chat model's tokenizer",
         )
     if taken := sorted(_OURS & set(config.chat_template_options)):
         raise UserError(
             f"data.chat_template_options may not set {', '.join(taken)}",
             where="config: data.chat_template_options",
-            mend="give only what the tokenizer's chat template reads, e.g. enable_thinking",
+            fix="give only what the tokenizer's chat template reads, e.g. enable_thinking",
         )
 
 
@@ -77,6 +77,6 @@ def _only_turn(question: Question) -> str:
         raise UserError(
             f"a question is a conversation of {len(messages)} messages, but data.chat_template is false",
             where="config: data.chat_template",
-            mend="set it to true, or name a column of text in question_column",
+            fix="set it to true, or name a column of text in question_column",
         )
     return messages[0]["content"]

@@ -77,14 +77,14 @@ def _check_engine(hf_config: Mapping[str, Any], config: Config, per_node: int) -
         raise UserError(
             f"rollout.tensor_parallel_size {width} does not divide the {per_node} ranks of a node",
             where="config: rollout",
-            mend=f"choose a divisor of {per_node}: an engine's devices are of one node",
+            fix=f"choose a divisor of {per_node}: an engine's devices are of one node",
         )
     heads = hf_config["num_attention_heads"]
     if heads % width:
         raise UserError(
             f"num_attention_heads {heads} is not a multiple of rollout.tensor_parallel_size {width}",
             where="config: rollout",
-            mend=f"choose a divisor of {heads}",
+            fix=f"choose a divisor of {heads}",
         )
 
 
@@ -101,14 +101,14 @@ def check_fits(memory: Sequence[RankMemory], config: Config, device: Device) -> 
             f"an engine's KV cache holds {engine.kv_tokens:,} tokens, and one sample has up to {longest:,}: weights "
             f"take {_gb(engine.weights)}, the rest {_gb(engine.other)} of its {_gb(engine.total)} a device",
             where="config: rollout",
-            mend="raise rollout.gpu_memory_utilization or tensor_parallel_size (on a CPU kv_cache_gib)",
+            fix="raise rollout.gpu_memory_utilization or tensor_parallel_size (on a CPU kv_cache_gib)",
         )
     fullest = max(memory, key=lambda one: one.peak)
     if device.num_bytes is None or fullest.peak <= device.num_bytes:
         return
     samples = fullest.rollout > fullest.training
     phase = "while samples are made" if samples else f"at the {fullest.step.moment}"
-    mend = (
+    fix = (
         "lower rollout.gpu_memory_utilization, or start more ranks with parallel.use_distributed_optimizer"
         if samples
         else 'set parallel.recompute_granularity to "full", lower micro_batch_tokens, or raise a parallel size'
@@ -117,7 +117,7 @@ def check_fits(memory: Sequence[RankMemory], config: Config, device: Device) -> 
         f"a rank of pipeline stage {fullest.step.stage} takes {_gb(fullest.peak)} {phase}, and its device has "
         f"{_gb(device.num_bytes)}",
         where="config: parallel, rollout",
-        mend=mend,
+        fix=fix,
     )
 
 

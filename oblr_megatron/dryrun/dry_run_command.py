@@ -42,7 +42,7 @@ def dry_run(config: Config, *, nnodes: int, per_node: int, gpu_memory_gb: float 
 
     for flag, value in (("--nnodes", nnodes), ("--nproc-per-node", per_node)):
         if value < 1:
-            raise UserError(f"{flag} {value} is not a number of any", where=flag, mend="give 1 or more")
+            raise UserError(f"{flag} {value} is not a number of any", where=flag, fix="give 1 or more")
     world_size, device = nnodes * per_node, device_of(config, per_node, gpu_memory_gb)
     found = examine(config, world_size, per_node, device)
     models, memory = found.models, found.memory

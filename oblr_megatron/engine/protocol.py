@@ -54,7 +54,7 @@ class SamplingRequest:
             raise UserError(
                 f"temperature {self.temperature} is below {MIN_TEMPERATURE}, which vLLM does not sample at",
                 where="sampling request",
-                mend=f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE}",
+                fix=f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE}",
             )
 
     @classmethod
@@ -210,7 +210,7 @@ class RolloutEngine(Protocol):
         """Take the memory back before it is needed, in stages ("weights", then "kv_cache"), or all of it."""
         ...
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics of what happened since the last call, the same on every rank, e.g. {"rollout/restarts": 1}."""
         ...
 

@@ -98,19 +98,19 @@ def check_exposure(host: str, key: str, variable: str) -> None:
     """
     where = "--host"
     if _is_wildcard(host):
-        raise UserError(f"{host} is every interface of this machine", where=where, mend="give the address of one")
+        raise UserError(f"{host} is every interface of this machine", where=where, fix="give the address of one")
     if not is_loopback(host) and not key:
         raise UserError(
             f"{host} can be reached from other machines, and whoever reaches the server can replace its weights",
             where=where,
-            mend=f"put a key into the environment variable {variable}, here and where the trainer runs, or listen on "
+            fix=f"put a key into the environment variable {variable}, here and where the trainer runs, or listen on "
             "127.0.0.1",
         )
     if key and (len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key):
         raise UserError(
             f"the key in {variable} is not {MIN_KEY_LENGTH} or more printable characters without spaces",
             where="--api-key-env",
-            mend=f'set it with: export {variable}="$(openssl rand -hex 32)"',
+            fix=f'set it with: export {variable}="$(openssl rand -hex 32)"',
         )
 
 
@@ -127,7 +127,7 @@ def check_address(host: str, port: int) -> None:
             probe.bind(address)
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"cannot listen on {host}:{port}: {error}", where="--host, --port", mend="choose another port or address"
+            f"cannot listen on {host}:{port}: {error}", where="--host, --port", fix="choose another port or address"
         ) from None
 
 
@@ -143,11 +143,11 @@ def check_quantization(spec: EngineSpec) -> None:
         raise UserError(
             f"{spec.quantization} needs a GPU: vLLM has no FP8 products on a CPU",
             where="--quantization",
-            mend="leave it out",
+            fix="leave it out",
         )
     if spec.dtype != "bfloat16":
         raise UserError(
-            f"{spec.quantization} of weights in {spec.dtype}", where="--quantization", mend="give --dtype bfloat16"
+            f"{spec.quantization} of weights in {spec.dtype}", where="--quantization", fix="give --dtype bfloat16"
         )
 
 
@@ -162,7 +162,7 @@ def check_installation() -> None:
             raise UserError(
                 f"the installed package names no plugin {PLUGIN!r} for {group}",
                 where="installation",
-                mend="install the package again: pip install --no-deps --no-build-isolation --editable .",
+                fix="install the package again: pip install --no-deps --no-build-isolation --editable .",
             )
 
 

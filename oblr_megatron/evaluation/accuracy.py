@@ -128,7 +128,7 @@ def by_prompt(grades: Grades) -> dict[str, Array]:
     return {name: np.array(values) for name, values in columns.items()}
 
 
-def figures(grades: Grades) -> dict[str, float]:
+def metrics(grades: Grades) -> dict[str, float]:
     """A set's figures under their names in metrics.jsonl: those of K samples, without intervals.
 
     Example: {"accuracy": 0.5, "mean_at_k": 0.25, "pass_at_k": 0.5, "maj_at_k": 0.5, "response_length": 31.5,
@@ -176,9 +176,9 @@ def wilson_interval(right: float, count: int, z: float = 1.96) -> tuple[float, f
 
 def bootstrap_intervals(values: Array, seed: int = 0, resamples: int = RESAMPLES) -> list[tuple[float, float]]:
     """95% percentile intervals of the means of [F, Q] values, all F from the same resamples of the Q prompts."""
-    figures, prompts = values.shape
+    metrics, prompts = values.shape
     generator = np.random.default_rng(seed)
-    means = np.empty((figures, resamples))
+    means = np.empty((metrics, resamples))
     step = max(1, CHUNK // prompts)
     for first in range(0, resamples, step):
         count = min(step, resamples - first)

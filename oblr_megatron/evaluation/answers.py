@@ -113,7 +113,7 @@ def _items(
     samples = engines.generate(asked, request)
     result = reward.score(asked, samples)
     answers = result.answers or [None] * len(samples)
-    judged = zip(samples, result.verdicts, result.rewards, answers, strict=True)
+    scored = zip(samples, result.verdicts, result.rewards, answers, strict=True)
     return [
         Item(
             set=name,
@@ -131,5 +131,5 @@ def _items(
             answer=answer,
             reads_answers=result.answers is not None,
         )
-        for number, (sample, verdict, value, answer) in enumerate(judged)
+        for number, (sample, verdict, value, answer) in enumerate(scored)
     ]

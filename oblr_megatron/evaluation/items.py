@@ -123,7 +123,7 @@ def _grade(line: bytes, key: Key, path: Path, number: int) -> Grade:
         item = None
     if item is None or item.key != key:
         raise UserError(
-            f"line {number} is damaged, or not of this evaluation", where=str(path), mend="begin anew with --overwrite"
+            f"line {number} is damaged, or not of this evaluation", where=str(path), fix="begin anew with --overwrite"
         )
     return item.grade
 

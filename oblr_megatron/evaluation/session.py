@@ -58,14 +58,14 @@ def check(options: argparse.Namespace) -> Task:
         UserError: the first thing found wrong.
     """
     if options.overwrite and options.out is None:
-        raise UserError("nothing to overwrite", where="--overwrite", mend="give --out as well")
+        raise UserError("nothing to overwrite", where="--overwrite", fix="give --out as well")
     model = check_hf_dir(options.model, quantized=True)
     config = config_of(options, model, {} if options.k is None else {"evaluate.samples_per_prompt": options.k})
     check_positions(config, model.config)
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     sources = named_sets(options.data, "--data") if options.data else config.evaluate.data
     if not sources:
-        raise UserError("no data set", where="--data", mend="name one, or a --config with evaluate.data")
+        raise UserError("no data set", where="--data", fix="name one, or a --config with evaluate.data")
     _check_writable(options.json)
     sets = load_sets(sources, config, model.tokenizer())
     task = Task(model, config, sets, {name: [] for name in sets}, options.out, options.json)
@@ -85,7 +85,7 @@ def _claimed(task: Task, out: Path, *, overwrite: bool) -> Task:
 def _check_writable(path: Path | None) -> None:
     """A figures file that could not be written is found now, not hours later."""
     if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
-        raise UserError("cannot be written", where=str(path), mend="name another --json file")
+        raise UserError("cannot be written", where=str(path), fix="name another --json file")
 
 
 def run(task: Task) -> list[SetReport]:
@@ -109,7 +109,7 @@ def run(task: Task) -> list[SetReport]:
                     grades = evaluate(name, place[0], prompts, place[1], task.config, done=done, sink=sink)
             reports.append(SetReport.of(name, grades))
             print(reports[-1].line(), flush=True)
-            _write_figures(task, reports)
+            _write_metrics(task, reports)
     return reports
 
 
@@ -127,7 +127,7 @@ def _sink(out: Path | None, name: str, advance: Callable[[int], None]) -> Callab
     return take
 
 
-def _write_figures(task: Task, reports: Sequence[SetReport]) -> None:
+def _write_metrics(task: Task, reports: Sequence[SetReport]) -> None:
     """The figures of the sets done so far, as JSON; those of other sets that OUT holds stay in its file.
 
     Raises:

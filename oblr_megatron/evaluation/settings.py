@@ -108,7 +108,7 @@ def claim(
         write_whole(out / SETTINGS, json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise UserError(
-            f"cannot be written: {error.strerror}", where=str(out), mend="name a directory of your own"
+            f"cannot be written: {error.strerror}", where=str(out), fix="name a directory of your own"
         ) from error
 
 
@@ -118,12 +118,12 @@ def _held(out: Path) -> dict[str, Any]:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return {}
     if not file.is_file():
-        raise UserError("holds something else than an evaluation", where=str(out), mend="name a new directory")
+        raise UserError("holds something else than an evaluation", where=str(out), fix="name a new directory")
     try:
         held = dict(json.loads(file.read_text(encoding="utf-8")))
         return {"settings": dict(held["settings"]), "sets": {name: dict(one) for name, one in held["sets"].items()}}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError("not what an evaluation writes", where=str(file), mend="name a new directory") from error
+        raise UserError("not what an evaluation writes", where=str(file), fix="name a new directory") from error
 
 
 def _remove(out: Path, held: dict[str, Any]) -> None:
@@ -144,5 +144,5 @@ def _check_same(out: Path, held: dict[str, Any], settings: dict[str, Any], asked
         raise UserError(
             f"holds an evaluation with {name} {before.get(name)!r}, this one has {now.get(name)!r}",
             where=str(out),
-            mend="name another --out, or begin anew with --overwrite",
+            fix="name another --out, or begin anew with --overwrite",
         )

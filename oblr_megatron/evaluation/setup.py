@@ -84,7 +84,7 @@ def named_sets(texts: Sequence[str], option: str) -> dict[str, SourceConfig]:
     pairs = [named_source(text) for text in texts]
     sets = dict(pairs)
     if len({items_path(Path(), name) for name in sets}) < len(pairs):
-        raise UserError("two data sets have the same name", where=option, mend="write one of them as NAME=PATH")
+        raise UserError("two data sets have the same name", where=option, fix="write one of them as NAME=PATH")
     return sets
 
 
@@ -115,8 +115,8 @@ def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
         config = config.model_copy(update={"run_dir": Path(scratch)})
         parallel = layout.initialize(config.parallel, seed=config.seed)
         stack.callback(layout.shutdown)
-        judging = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
-        reward = stack.enter_context(SharedReward(judging, share=0, shares=1))
+        scoring = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+        reward = stack.enter_context(SharedReward(scoring, share=0, shares=1))
         engines = ColocatedEngines(config, parallel)
         stack.callback(engines.close)
         yield engines, reward

@@ -22,7 +22,7 @@ class SetReport:
     name: str
     prompts: int
     k: int
-    figures: Mapping[str, Estimate]  # see `figures.by_prompt`
+    metrics: Mapping[str, Estimate]  # see `figures.by_prompt`
     response_length: float  # tokens
     truncated_fraction: float
 
@@ -42,10 +42,10 @@ class SetReport:
 
         Example: "amc: accuracy 81.0% (78.8% to 83.0%) greedy, mean@8 79.2%, pass@8 93.1%, maj@8 84.9% on 83 prompts"
         """
-        accuracy, *sampled = (name for name in self.columns if name in self.figures)
-        greedy = self.figures[accuracy]
+        accuracy, *sampled = (name for name in self.columns if name in self.metrics)
+        greedy = self.metrics[accuracy]
         parts = [f"{accuracy} {greedy.value:.1%} ({greedy.low:.1%} to {greedy.high:.1%}) greedy"]
-        parts += [f"{name} {self.figures[name].value:.1%}" for name in sampled]
+        parts += [f"{name} {self.metrics[name].value:.1%}" for name in sampled]
         return f"{self.name}: {', '.join(parts)} on {self.prompts} prompts"
 
     def record(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class SetReport:
         return {
             "prompts": self.prompts,
             "k": self.k,
-            **{name: asdict(figure) for name, figure in self.figures.items()},
+            **{name: asdict(figure) for name, figure in self.metrics.items()},
             "response_length": self.response_length,
             "truncated_fraction": self.truncated_fraction,
         }
@@ -70,9 +70,9 @@ def table(reports: Sequence[SetReport]) -> Table:
     for name in ("prompts", *reports[0].columns, "truncated", "tokens"):
         shown.add_column(name, justify="right", no_wrap=True)
     for one in reports:
-        figures = [_cell(one.figures.get(name)) for name in one.columns]
+        metrics = [_cell(one.metrics.get(name)) for name in one.columns]
         ends = [f"{one.truncated_fraction:.1%}", f"{one.response_length:.1f}"]
-        shown.add_row(one.name, f"{one.prompts:,}", *figures, *ends)
+        shown.add_row(one.name, f"{one.prompts:,}", *metrics, *ends)
     return shown
 
 

@@ -29,7 +29,7 @@ FIGURES = ("entropy", "abs_diff", "cut", "kl", "tokens")  # what `score_loss` re
 
 
 @dataclass(slots=True)
-class Figures:
+class PassMetrics:
     """Sums over the response tokens that went through a pass; of this rank's until `total`.
 
     Example: Figures(loss=-0.02, entropy=5931.2, abs_diff=0.006, cut=0.0, kl=0.0, tokens=3120.0)
@@ -53,13 +53,13 @@ class Figures:
         for name, value in zip(FIGURES, sums, strict=True):
             setattr(self, name, getattr(self, name) + value)
 
-    def total(self, parallel: Parallel) -> Figures:
+    def total(self, parallel: Parallel) -> PassMetrics:
         """The sums over all ranks: of replicas, of the parts of sequences, of pipeline stages."""
         names = [field.name for field in fields(self)]
         sums = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64, device=parallel.device)
         dist.all_reduce(sums, group=parallel.pp_group)  # only the last stage has any
         dist.all_reduce(sums, group=parallel.dp_cp_group)
-        return Figures(**dict(zip(names, sums.tolist(), strict=True)))
+        return PassMetrics(**dict(zip(names, sums.tolist(), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

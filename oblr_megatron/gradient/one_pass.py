@@ -18,7 +18,7 @@ import torch.distributed as dist
 from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.gradient.bookkeep import BookkeepSink
 from oblr_megatron.gradient.buffer import GradientBuffer, add_weighted
-from oblr_megatron.gradient.loss_fn import Figures, RatioFn, score_loss
+from oblr_megatron.gradient.loss_fn import PassMetrics, RatioFn, score_loss
 from oblr_megatron.gradient.stash import StashSink
 from oblr_megatron.gradient.two_pass import one_sample_only
 from oblr_megatron.gradnorm.accumulate import Capture
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from oblr_megatron.model.qwen3 import Policy
     from oblr_megatron.types import MicroBatch, Sample
 
-Weigh = Callable[[Sequence[int], "Tensor"], "Tensor"]
+AdvantageFn = Callable[[Sequence[int], "Tensor"], "Tensor"]
 """Positions of k prompts and their samples' norms w [k, G] -> coefficients c [k, G], fp64 on the CPU."""
 
 
@@ -44,10 +44,10 @@ class Work:
     """What a step gives to a pass, and what comes back: made anew for every step."""
 
     samples: Sequence[Sample]  # [N]
-    weigh: Weigh
+    coefficients_of: AdvantageFn
     ratios: RatioFn
     norms_sq: Tensor  # [N] fp64 on the CPU, filled in by the replica that has the sample
-    figures: Figures
+    metrics: PassMetrics
 
 
 class BookkeepPass:
@@ -69,8 +69,8 @@ class BookkeepPass:
                 order = torch.cat([batch.sample_index for batch in batches]).cpu()
                 work.norms_sq[order] = self._reducer.finish(capture).cpu()
             coefficients = torch.zeros_like(work.norms_sq)
-            coefficients[window] = _weighed(work, window, self._config.group_size)
-            work.figures.add(records, coefficients[order])
+            coefficients[window] = _weighted(work, window, self._config.group_size)
+            work.metrics.add(records, coefficients[order])
             sink.add_gradient(coefficients[order])
 
     def _run(self, work: Work, batches: list[MicroBatch], sink: BookkeepSink) -> list[dict[str, Tensor]]:
@@ -116,8 +116,8 @@ class StashPass:
                 sink = StashSink(self._rules, capture, kept, made_in)
                 records = run_schedule(self._policy, batches, loss_of, sink=sink)
                 work.norms_sq[prompt] = self._reducer.finish(capture).cpu()
-            coefficients = _weighed(work, prompt, self._config.group_size)
-            work.figures.add(records, coefficients)
+            coefficients = _weighted(work, prompt, self._config.group_size)
+            work.metrics.add(records, coefficients)
             add_weighted(self._policy, kept, coefficients.tolist())
 
 
@@ -178,9 +178,9 @@ class SpreadStashPass:
         if item.arrival is not None:
             item.arrival.wait()
         group = item.gathered.t().flatten()  # sample j of the prompt is number j // S of replica j % S
-        coefficients = work.weigh([item.prompt], group[None].cpu())[0]
+        coefficients = work.coefficients_of([item.prompt], group[None].cpu())[0]
         own = coefficients[dist.get_rank(self._group) :: self._group.size()]
-        work.figures.add(item.records, own)
+        work.metrics.add(item.records, own)
         add_weighted(self._policy, item.buffers, own.tolist())
         return item.buffers
 
@@ -237,10 +237,10 @@ def _groups(indices: Sequence[int], size: int) -> list[list[int]]:
     return [list(indices[start : start + size]) for start in range(0, len(indices), size)]
 
 
-def _weighed(work: Work, indices: Sequence[int], group_size: int) -> Tensor:
+def _weighted(work: Work, indices: Sequence[int], group_size: int) -> Tensor:
     """c [n] of the samples of whole prompts."""
     prompts = [group[0] // group_size for group in _groups(indices, group_size)]
-    return work.weigh(prompts, work.norms_sq[list(indices)].view(-1, group_size)).flatten()
+    return work.coefficients_of(prompts, work.norms_sq[list(indices)].view(-1, group_size)).flatten()
 
 
 def _arrived(item: _Pending) -> bool:

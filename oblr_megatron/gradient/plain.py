@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from oblr_megatron.gradient.folds import Sharing
     from oblr_megatron.gradient.one_pass import Work
     from oblr_megatron.model.qwen3 import Policy
-    from oblr_megatron.types import MicroBatch, RouterFigures, Sample
+    from oblr_megatron.types import MicroBatch, RouterMetrics, Sample
 
 
 class PlainPass:
@@ -46,9 +46,9 @@ class PlainPass:
         if self._routers is not None:
             self._routers.begin(sum(len(samples[n].response_ids) for n, used in enumerate(self._used) if used))
 
-    def router_figures(self) -> RouterFigures | None:
+    def router_metrics(self) -> RouterMetrics | None:
         """Of the samples since `begin`; collective over all ranks. None for a dense model, or without any sample."""
-        return None if self._routers is None else self._routers.figures()
+        return None if self._routers is None else self._routers.metrics()
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """main_grad += the gradient of these samples."""
@@ -65,8 +65,8 @@ class PlainPass:
             self._policy, temperature, work.ratios, self._of_batch, penalty=self._penalty, records=True
         )
         records = run_schedule(self._policy, batches, loss_of, routers=self._routers)
-        weighed = torch.ones(sum(batch.num_samples for batch in batches), dtype=torch.float64)  # c is in the scores
-        work.figures.add(records, weighed)
+        weighted = torch.ones(sum(batch.num_samples for batch in batches), dtype=torch.float64)  # c is in the scores
+        work.metrics.add(records, weighted)
 
     def _of_batch(self, batch: MicroBatch) -> Tensor:
         if self._coefficients.dim() == 2:

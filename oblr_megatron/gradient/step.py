@@ -25,8 +25,8 @@ from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.gradient.estimate import sketches_of, sq_norms_of, token_energies
 from oblr_megatron.gradient.folds import Sharing
-from oblr_megatron.gradient.loss_fn import Figures, Penalty, RatioFn
-from oblr_megatron.gradient.one_pass import BookkeepPass, SpreadStashPass, StashBuffers, StashPass, Weigh, Work
+from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty, RatioFn
+from oblr_megatron.gradient.one_pass import AdvantageFn, BookkeepPass, SpreadStashPass, StashBuffers, StashPass, Work
 from oblr_megatron.gradient.plain import PlainPass
 from oblr_megatron.gradient.two_pass import one_sample_only
 from oblr_megatron.gradnorm.rules import classify
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from oblr_megatron.model.qwen3 import Policy
     from oblr_megatron.model.reference import Reference
 
-TokenWeigh = Callable[["Tensor"], "Tensor"]
+TokenAdvantageFn = Callable[["Tensor"], "Tensor"]
 """Energies of the step's response tokens [N, T] -> coefficients c [N, T], fp64."""
 
 Timer = Callable[[str], AbstractContextManager[object]]
@@ -94,11 +94,11 @@ class TrainingGradient:
     def __call__(
         self,
         samples: Sequence[Sample],
-        weigh: Weigh,
+        coefficients_of: AdvantageFn,
         active: Tensor,
         *,
         norms_wanted: bool = True,
-        weigh_tokens: TokenWeigh | None = None,
+        token_coefficients_of: TokenAdvantageFn | None = None,
         timer: Timer = lambda _: nullcontext(),
     ) -> StepGradient:
         """Leave g in `main_grad`, summed over all ranks.
@@ -111,7 +111,9 @@ class TrainingGradient:
             weigh_tokens: in place of `weigh` where the baseline is token-wise.
             timer: entered with "gradnorm" and "gradient"; a mode of one pass is all "gradient".
         """
-        work = Work(samples, weigh, self._ratios, torch.zeros(len(samples), dtype=torch.float64), Figures())
+        work = Work(
+            samples, coefficients_of, self._ratios, torch.zeros(len(samples), dtype=torch.float64), PassMetrics()
+        )
         if norms_wanted and self._one_pass is not None:
             with timer("gradient"):
                 stats = self._in_folds(self._one_pass, work, active)
@@ -121,10 +123,10 @@ class TrainingGradient:
                 work.norms_sq = self.norms(samples, active)
         with timer("gradient"):
             if self._config.algo.token_wise:
-                assert weigh_tokens is not None, "a token-wise baseline weighs tokens"
-                coefficients = weigh_tokens(self._energies(samples, active))
+                assert token_coefficients_of is not None, "a token-wise baseline weighs tokens"
+                coefficients = token_coefficients_of(self._energies(samples, active))
             else:
-                coefficients = weigh(range(len(active)), work.norms_sq.view(len(active), -1)).flatten()
+                coefficients = coefficients_of(range(len(active)), work.norms_sq.view(len(active), -1)).flatten()
             known = work.norms_sq.isfinite()  # else the gradient of the sample is no number either
             coefficients[~known] = 0.0
             return StepGradient(
@@ -163,11 +165,11 @@ class TrainingGradient:
             penalty: its gradient is added to g.
         """
         unused = torch.zeros(0, dtype=torch.float64)
-        work = Work(samples, lambda *_: unused, self._ratios, unused, Figures())
+        work = Work(samples, lambda *_: unused, self._ratios, unused, PassMetrics())
         self._plain.prepare(coefficients, penalty)
         self._plain.begin(samples)
         stats = self._in_folds(self._plain, work, torch.ones(self._config.num_prompts, dtype=torch.bool))
-        stats.routers = self._plain.router_figures()
+        stats.routers = self._plain.router_metrics()
         return stats
 
     def _energies(self, samples: Sequence[Sample], active: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ class TrainingGradient:
         policy = self._policy
         folds = self._sharing.folds(active, split_prompts=fold_pass is not self._plain)
         if self._config.parallel.overlap_grad_reduce:
-            return self._stats(work.figures, self._overlapped(fold_pass, work, folds))
+            return self._stats(work.metrics, self._overlapped(fold_pass, work, folds))
         accumulated = _Accumulator(policy, len(folds))
         fold_sq_norms = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
         for indices in folds:
@@ -215,7 +217,7 @@ class TrainingGradient:
         self._sharing.undo_repeats(policy)
         reduce_data_parallel_grads(policy)
         dist.all_reduce(fold_sq_norms, group=policy.parallel.dp_group)
-        return self._stats(work.figures, self._sharing.num_folds * float(fold_sq_norms) / self._sharing.size)
+        return self._stats(work.metrics, self._sharing.num_folds * float(fold_sq_norms) / self._sharing.size)
 
     def _overlapped(self, fold_pass: FoldPass, work: Work, folds: Sequence[Sequence[int]]) -> float:
         """All folds as one, summed over replicas as backward goes on: M, which stays unknown.
@@ -227,9 +229,9 @@ class TrainingGradient:
         finish_overlapped_grads(self._policy)
         return math.nan
 
-    def _stats(self, figures: Figures, fold_sq_norm_mean: float) -> GradientStats:
+    def _stats(self, metrics: PassMetrics, fold_sq_norm_mean: float) -> GradientStats:
         """Of the gradient in main_grad."""
-        sums = figures.total(self._policy.parallel)
+        sums = metrics.total(self._policy.parallel)
         tokens = max(sums.tokens, 1)
         return GradientStats(
             loss=sums.loss,
@@ -286,8 +288,8 @@ def importance_ratios(config: Config, policy: Policy) -> RatioFn:
             logprobs.detach(),
             batch.rollout_logprobs,
             batch.mask,
-            level=config.rollout.correction,
-            cap=config.rollout.correction_cap,
+            level=config.rollout.importance_sampling,
+            cap=config.rollout.importance_cap,
             cu_seqlens=batch.cu_seqlens,
             reduce=over_context,
         )

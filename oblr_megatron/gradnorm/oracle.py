@@ -42,7 +42,7 @@ class MixtureShape(Qwen3Shape, Protocol):
     norm_topk_prob: bool
 
 
-def reference_sq_norms(
+def oracle_sq_norms(
     weights: Weights,
     config: Qwen3Shape,
     samples: Sequence[Sample],
@@ -63,31 +63,31 @@ def reference_sq_norms(
     """
     norms = torch.zeros(len(samples), dtype=torch.float64)
     for n, sample in enumerate(samples):
-        gradient = reference_gradient(weights, config, sample, temperature, None if ratios is None else ratios[n])
+        gradient = oracle_gradient(weights, config, sample, temperature, None if ratios is None else ratios[n])
         norms[n] = sum(grad.double().square().sum() for grad in gradient.values())
     return norms
 
 
-def reference_gradient(
+def oracle_gradient(
     weights: Weights, config: Qwen3Shape, sample: Sample, temperature: float = 1.0, ratio: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The score s of one sample, by Hugging Face parameter name; zeros for an empty response."""
     leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
-    logprobs = reference_logprobs(leaves, config, sample, temperature)  # [response]
+    logprobs = oracle_logprobs(leaves, config, sample, temperature)  # [response]
     score = (logprobs if ratio is None else logprobs * ratio.detach()).sum()
     grads = torch.autograd.grad(score, list(leaves.values()), materialize_grads=True)
     return dict(zip(leaves, grads, strict=True))
 
 
-def reference_logprobs(weights: Weights, config: Qwen3Shape, sample: Sample, temperature: float = 1.0) -> Tensor:
+def oracle_logprobs(weights: Weights, config: Qwen3Shape, sample: Sample, temperature: float = 1.0) -> Tensor:
     """log pi of each response token, [response]."""
     tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
-    logits = reference_logits(weights, config, tokens)[:-1]  # position j predicts token j + 1
+    logits = oracle_logits(weights, config, tokens)[:-1]  # position j predicts token j + 1
     logprobs = F.log_softmax(logits / temperature, dim=-1).gather(1, tokens[1:, None])[:, 0]
     return logprobs[len(sample.prompt_ids) - 1 :]
 
 
-def reference_logits(weights: Weights, config: Qwen3Shape, tokens: Tensor) -> Tensor:
+def oracle_logits(weights: Weights, config: Qwen3Shape, tokens: Tensor) -> Tensor:
     """[T] token ids -> [T, V] logits."""
     embedding = weights["model.embed_tokens.weight"]
     hidden = embedding[tokens]  # [T, hidden]

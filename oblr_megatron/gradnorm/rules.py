@@ -87,7 +87,7 @@ def classify(policy: Policy) -> list[Rule]:
             raise UserError(
                 f"no rule says how the gradient of {name!r} is spread over ranks",
                 where="gradnorm",
-                mend="freeze the parameter, or choose a baseline that needs no gradient norms",
+                fix="freeze the parameter, or choose a baseline that needs no gradient norms",
             )
         tapped = id(param) in policy.tap.weights
         if expert and kind is not Kind.FROZEN and not tapped and parallel.block_size > 1:
@@ -95,7 +95,7 @@ def classify(policy: Policy) -> list[Rule]:
                 f"the gradient of {name!r} mixes samples of {parallel.block_size} replicas, and its factors are out of "
                 "reach",
                 where="gradnorm",
-                mend="lower parallel.expert_model_parallel_size, or choose a baseline that needs no gradient norms",
+                fix="lower parallel.expert_model_parallel_size, or choose a baseline that needs no gradient norms",
             )
         if kind is Kind.PARTIAL and parallel.tp_size == 1:
             kind = Kind.COPY  # the only summand is the whole

@@ -34,7 +34,7 @@ FLOPS_A_BYTE = {False: 10.0, True: 140.0}  # a CPU core; an H100 in bf16 at the 
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ModeChoice:
     """How a run computes its norms.
 
     Example: Choice("stash", "expected 1.01x a plain step at 2064 tokens (bookkeep 1.33x, two_pass 2.00x)", 1.01, found)
@@ -54,7 +54,7 @@ def resolve(
     free_bytes: int | None = None,
     on_gpu: bool = False,
     transformer_engine: bool = False,
-) -> Choice:
+) -> ModeChoice:
     """What `gradnorm.mode` comes to in this run.
 
     Args:
@@ -77,7 +77,7 @@ def resolve(
     }
     if not config.measures_norms:
         mode = "two_pass" if asked == "auto" else asked
-        return Choice(mode, "unused: nothing in this run needs a backward pass for norms", 1.0, found[mode])
+        return ModeChoice(mode, "unused: nothing in this run needs a backward pass for norms", 1.0, found[mode])
     layout = {mode: Layout.of(hf_config, with_mode(config, mode), world_size) for mode in found}
     problems = {
         mode: _impossible(hf_config, with_mode(config, mode), layout[mode])
@@ -88,14 +88,14 @@ def resolve(
     if asked != "auto":
         problem = problems[asked]
         if problem is not None:
-            raise UserError(f"mode {asked!r}: {problem[0]}", where="config: gradnorm.mode", mend=problem[1])
-        return Choice(asked, "as configured", costs[asked], found[asked])
+            raise UserError(f"mode {asked!r}: {problem[0]}", where="config: gradnorm.mode", fix=problem[1])
+        return ModeChoice(asked, "as configured", costs[asked], found[asked])
     possible = [mode for mode in MODES if problems[mode] is None]
     smallest = problems["two_pass"]
     if not possible and smallest is not None:
-        raise UserError(f"no mode measures norms here: {smallest[0]}", where="config: gradnorm", mend=smallest[1])
+        raise UserError(f"no mode measures norms here: {smallest[0]}", where="config: gradnorm", fix=smallest[1])
     best = min(possible, key=costs.__getitem__)
-    return Choice(best, _reason(best, costs, problems, longest_sample(config)), costs[best], found[best])
+    return ModeChoice(best, _reason(best, costs, problems, longest_sample(config)), costs[best], found[best])
 
 
 def free_memory(local_ranks: int) -> int | None:

@@ -64,7 +64,7 @@ def moe_fields(
         return {}
     if parallel.device.type == "cuda" and not transformer_engine:
         raise UserError(
-            "a mixture of experts on a GPU needs Transformer Engine", where="model", mend="install transformer-engine"
+            "a mixture of experts on a GPU needs Transformer Engine", where="model", fix="install transformer-engine"
         )
     return {
         "num_moe_experts": experts,

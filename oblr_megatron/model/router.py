@@ -31,7 +31,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from oblr_megatron.types import RouterFigures
+from oblr_megatron.types import RouterMetrics
 
 if TYPE_CHECKING:
     from oblr_megatron.config import ModelConfig
@@ -142,7 +142,7 @@ class RouterLosses:
             )
         return self._attach(router, self._experts, weights, loss, self._aux)
 
-    def figures(self) -> RouterFigures | None:
+    def metrics(self) -> RouterMetrics | None:
         """What was recorded since `begin`, of all ranks' tokens and layers; None if no token was trained on."""
         if not self._tokens:
             return None
@@ -150,7 +150,7 @@ class RouterLosses:
         means = self._sums / self._tokens
         aux, z = means[:, self._experts :].mean(0).tolist()
         largest = means[:, : self._experts].max() * self._experts / self._topk
-        return RouterFigures(aux_loss=aux, z_loss=z, max_load=float(largest))
+        return RouterMetrics(aux_loss=aux, z_loss=z, max_load=float(largest))
 
     def _attach(self, router: Router, column: int, values: Tensor, loss: Tensor, coefficient: float) -> Tensor:
         self._record(router)[column] += loss.detach()

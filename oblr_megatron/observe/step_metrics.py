@@ -14,10 +14,10 @@ from oblr_megatron.algo.baseline import baseline_values, mixed_groups, sanitize_
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.observe.performance.utilization import working_s
 from oblr_megatron.rewards.base import RewardResult
-from oblr_megatron.types import GradientStats, Judged, Sample
+from oblr_megatron.types import GradientStats, Sample, Scored
 
 
-def of_baseline(algo: AlgoConfig, judged: Judged, norms_sq: Tensor, *, exact: bool = True) -> dict[str, float]:
+def of_baseline(algo: AlgoConfig, scored: Scored, norms_sq: Tensor, *, exact: bool = True) -> dict[str, float]:
     """What the run's baseline is like, and what each baseline would have done to the variance.
 
     The latter as far as the norms at hand tell; nothing without norms.
@@ -29,7 +29,7 @@ def of_baseline(algo: AlgoConfig, judged: Judged, norms_sq: Tensor, *, exact: bo
         exact: whether w are the responses' own norms, or unbiased estimates, and not stand-ins like their lengths: only
             these tell how another baseline would have fared.
     """
-    rewards, lengths = judged.rewards, judged.lengths.to(torch.float64)
+    rewards, lengths = scored.rewards, scored.lengths.to(torch.float64)
     norms_sq, _ = sanitize_norms(norms_sq)
     measured = norms_sq.sum(-1) > 0  # groups whose passes were skipped have none
     values = None if algo.token_wise else baseline_values(algo.baseline, rewards, norms_sq, lengths, algo)
@@ -66,7 +66,7 @@ def of_rewards(rewards: Tensor) -> dict[str, float]:
     }
 
 
-def of_judging(results: Sequence[RewardResult]) -> dict[str, float]:
+def of_scoring(results: Sequence[RewardResult]) -> dict[str, float]:
     """What was late in the batches of a step, and level and spread of each reward where several are added."""
     found: dict[str, float] = {"reward/timeouts": sum(result.timeouts for result in results)}
     for name in results[0].terms if results else ():
@@ -76,14 +76,14 @@ def of_judging(results: Sequence[RewardResult]) -> dict[str, float]:
 
 
 def of_step(
-    samples: Sequence[Sample], judged: Judged, stats: GradientStats | None, timing: Mapping[str, float]
+    samples: Sequence[Sample], scored: Scored, stats: GradientStats | None, timing: Mapping[str, float]
 ) -> dict[str, float]:
     """Rewards, lengths, gradient (if one was taken) and speed of one step."""
-    tokens = int(judged.lengths.sum())
+    tokens = int(scored.lengths.sum())
     working = working_s(timing)
-    found = of_rewards(judged.rewards) | {
-        "reward/failures": judged.failures,
-        "response_length/mean": float(judged.lengths.double().mean()),
+    found = of_rewards(scored.rewards) | {
+        "reward/failures": scored.failures,
+        "response_length/mean": float(scored.lengths.double().mean()),
         "response_length/truncated_fraction": statistics.fmean(s.finish_reason == "length" for s in samples),
         **timing,
         "perf/tokens_per_s": tokens / working,

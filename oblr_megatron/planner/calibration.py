@@ -81,7 +81,7 @@ def fit(observations: Sequence[Observation], start: Constants, names: Sequence[s
     from scipy.optimize import least_squares
 
     if not any(observation.seconds for observation in observations):
-        raise UserError("no measured phases", where="calibration", mend="give runs of 2 steps or more")
+        raise UserError("no measured phases", where="calibration", fix="give runs of 2 steps or more")
     bounds = [BOUNDS.get(name, OTHER_BOUNDS) for name in names]
     first = [log(min(max(getattr(start, name), low), high)) for name, (low, high) in zip(names, bounds, strict=True)]
 
@@ -141,15 +141,15 @@ def observation_of(run_dir: Path, gpu: str) -> Observation:
     Raises:
         UserError: files are missing, or the run has fewer than two steps.
     """
-    mend = "give the run_dir of a finished run"
+    fix = "give the run_dir of a finished run"
     try:
         config = parse_config(json.loads((run_dir / "config.json").read_text(encoding="utf-8")), str(run_dir))
         environment = json.loads((run_dir / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"no run: {error}", where=str(run_dir), mend=mend) from error
+        raise UserError(f"no run: {error}", where=str(run_dir), fix=fix) from error
     steps = [record for record in read_metrics(run_dir) if record["step"]][WARM_UP:]
     if not steps:
-        raise UserError("the run has fewer than two steps", where=str(run_dir), mend=mend)
+        raise UserError("the run has fewer than two steps", where=str(run_dir), fix=fix)
     on_cpu = str(environment["device"]).startswith("CPU")
     machine = cpu_machine(cores_named(environment["device"])) if on_cpu else Machine(device_named(gpu))
     setting = Setting(
@@ -193,7 +193,7 @@ def calibrate(runs: Sequence[Path], gpu: str, out: Path) -> str:
     observations = [observation_of(run, gpu) for run in runs]
     machines = {observation.setting.machine.on_gpu for observation in observations}
     if len(machines) > 1:
-        raise UserError("runs on CPUs and on GPUs", where="plan --calibrate", mend="calibrate them apart")
+        raise UserError("runs on CPUs and on GPUs", where="plan --calibrate", fix="calibrate them apart")
     names = (TRAINING if machines.pop() else CPU_TRAINING) + SAMPLING
     if all("rollout" not in observation.seconds for observation in observations):
         names = names[: -len(SAMPLING)]

@@ -131,15 +131,15 @@ def read_constants(path: Path) -> Constants:
     Raises:
         UserError: the file cannot be read, or holds something else.
     """
-    mend = "write one with `oblr-megatron plan --calibrate RUN_DIR --out FILE`"
+    fix = "write one with `oblr-megatron plan --calibrate RUN_DIR --out FILE`"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["constants"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError("no file of constants", where=str(path), mend=mend) from error
+        raise UserError("no file of constants", where=str(path), fix=fix) from error
     known = {field.name for field in fields(Constants)}
     wrong = [name for name, value in found.items() if name not in known or not isinstance(value, int | float)]
     if wrong:
-        raise UserError(f"{wrong[0]!r} is no constant, or no number", where=str(path), mend=mend)
+        raise UserError(f"{wrong[0]!r} is no constant, or no number", where=str(path), fix=fix)
     return Constants(**found)
 
 

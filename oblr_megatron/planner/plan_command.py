@@ -98,17 +98,17 @@ def _check(options: argparse.Namespace) -> None:
     wanted = ("gpus",) if options.config else ("gpus", "sequence_length")
     for name in wanted:
         if getattr(options, name) is None:
-            raise UserError(f"--{name.replace('_', '-')} is missing", where="plan", mend="give it, e.g. --gpus 64")
+            raise UserError(f"--{name.replace('_', '-')} is missing", where="plan", fix="give it, e.g. --gpus 64")
     for name in ("gpus", "gpu_memory_gb", "sequence_length", "prompts", "group_size", "prompt_tokens", "top"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value} is too small", where="plan", mend="give 1 or more")
+            raise UserError(f"--{name.replace('_', '-')} {value} is too small", where="plan", fix="give 1 or more")
     prompt = options.prompt_tokens
     if prompt is not None and options.sequence_length is not None and prompt >= options.sequence_length:
         raise UserError(
             f"--prompt-tokens {prompt} leaves nothing of --sequence-length {options.sequence_length}",
             where="plan",
-            mend="lower the first or raise the second",
+            fix="lower the first or raise the second",
         )
 
 
@@ -142,6 +142,6 @@ def _calibrate(options: argparse.Namespace) -> int:
     from oblr_megatron.planner.calibration import calibrate
 
     if options.out is None:
-        raise UserError("--out is missing", where="plan --calibrate", mend="name the file to write")
+        raise UserError("--out is missing", where="plan --calibrate", fix="name the file to write")
     print(calibrate(options.calibrate, options.gpu, options.out))
     return EXIT_OK

@@ -286,12 +286,12 @@ class _Tally:
         where = f"{request.model} on {request.gpus} x {size(request.memory_bytes)}"
         if self.nearest is None:
             reason = next(iter(self.reasons.values()), "there are no candidates")
-            return UserError(f"no layout is allowed; for example: {reason}", where=where, mend="change the sizes")
+            return UserError(f"no layout is allowed; for example: {reason}", where=where, fix="change the sizes")
         smallest, whose = self.nearest
         limit = request.memory_bytes - request.keep_free
         if smallest > limit:
             what = f"the smallest ({whose}) takes {size(smallest)} a GPU, {size(smallest - limit)} too much"
         else:
             what = f"the smallest ({whose}) takes {size(smallest)} a GPU, and no vLLM engine fits beside it"
-        mend = "give more GPUs, GPUs with more memory, or a smaller --sequence-length"
-        return UserError(f"nothing fits: {what}", where=where, mend=mend)
+        fix = "give more GPUs, GPUs with more memory, or a smaller --sequence-length"
+        return UserError(f"nothing fits: {what}", where=where, fix=fix)

@@ -35,8 +35,8 @@ def table(plans: Sequence[Plan], request: Request) -> Table:
     for rank, plan in enumerate(plans, 1):
         cost = plan.prediction
         seconds = [number(cost.seconds), *(number(cost.phases[name].seconds) for name in PHASES)]
-        figures = [f"{plan.peak_bytes / 1e9:.0f}", number(cost.tokens_per_s), f"{cost.mfu:.0%}"]
-        found.add_row(str(rank), plan.name, *seconds, *figures, cost.bound_by)
+        metrics = [f"{plan.peak_bytes / 1e9:.0f}", number(cost.tokens_per_s), f"{cost.mfu:.0%}"]
+        found.add_row(str(rank), plan.name, *seconds, *metrics, cost.bound_by)
     return found
 
 

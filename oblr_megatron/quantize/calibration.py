@@ -59,7 +59,7 @@ def read_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, num_sample
         raise UserError(
             "one usable row: there is none left to measure the error on",
             where=config.train[0].path,
-            mend="give two rows or more, some hundred for a real model",
+            fix="give two rows or more, some hundred for a real model",
         )
     held_out = min(MAX_HELD_OUT, max(1, len(ids) // HELD_OUT_SHARE))
     return Rows(ids[:-held_out][:num_samples], ids[-held_out:], sum(len(prompts.skipped) for prompts in sets))

@@ -64,13 +64,13 @@ def _check(options: argparse.Namespace) -> Task:
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 
     if options.format not in FORMATS:
-        raise UserError(f"unknown format {options.format!r}", where="--format", mend=f"known: {', '.join(FORMATS)}")
+        raise UserError(f"unknown format {options.format!r}", where="--format", fix=f"known: {', '.join(FORMATS)}")
     for option, value in (("--num-samples", options.num_samples), ("--max-tokens", options.max_tokens)):
         if value is not None and value < 1:
-            raise UserError(f"{value} is too few", where=option, mend="give 1 or more")
+            raise UserError(f"{value} is too few", where=option, fix="give 1 or more")
     source = check_hf_dir(options.source)
     if options.target.exists() or options.target.is_symlink():
-        raise UserError("the target exists", where=str(options.target), mend="name a new directory, or remove it")
+        raise UserError("the target exists", where=str(options.target), fix="name a new directory, or remove it")
     _check_modelopt()
     return _check_data(options, source)
 
@@ -84,7 +84,7 @@ def _check_modelopt() -> None:
     if installed is None or not installed.startswith(f"{MODELOPT}."):
         found = "not installed" if installed is None else f"installed in version {installed}"
         raise UserError(
-            f"nvidia-modelopt is {found}, {MODELOPT} is needed", mend=f'pip install "nvidia-modelopt=={MODELOPT}.*"'
+            f"nvidia-modelopt is {found}, {MODELOPT} is needed", fix=f'pip install "nvidia-modelopt=={MODELOPT}.*"'
         )
 
 
@@ -98,7 +98,7 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
     from oblr_megatron.rewards.registry import check_reward
 
     if options.calibration is None and options.config is None:
-        raise UserError("no rows to calibrate on", where="--calibration", mend="give a data set, or a run's --config")
+        raise UserError("no rows to calibrate on", where="--calibration", fix="give a data set, or a run's --config")
     calibration = named_source(options.calibration)[1] if options.calibration else None
     config = config_of(options, source, {"data.train": calibration.path} if calibration else {})
     check_positions(config, source.config)

@@ -62,5 +62,5 @@ def check_pattern(pattern: str) -> None:
         raise UserError(
             f"{pattern!r} is not a regular expression: {error}",
             where="config: reward.format_pattern",
-            mend="write it as Python's re does",
+            fix="write it as Python's re does",
         ) from error

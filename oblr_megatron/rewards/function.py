@@ -65,10 +65,10 @@ def check_function(name: str, where: str) -> None:
         raise UserError(
             f"reward {name!r} cannot be imported: {type(error).__name__}: {error}",
             where=where,
-            mend='give "package.module:function" as Python would import it from here',
+            fix='give "package.module:function" as Python would import it from here',
         ) from error
     if not callable(function):
-        raise UserError(f"reward {name!r} is not callable", where=where, mend="name a function")
+        raise UserError(f"reward {name!r} is not callable", where=where, fix="name a function")
     _check_parameters(name, function, where)
 
 
@@ -82,7 +82,7 @@ def _check_parameters(name: str, function: Callable[..., Any], where: str) -> No
         raise UserError(
             f"reward {name!r} cannot be called as {shape}: {error}",
             where=where,
-            mend=f"give it these three parameters, all {'lists of ' if wanted is BATCH else ''}strings",
+            fix=f"give it these three parameters, all {'lists of ' if wanted is BATCH else ''}strings",
         ) from error
     except ValueError:
         return  # a builtin without a signature: the first call will tell
@@ -91,5 +91,5 @@ def _check_parameters(name: str, function: Callable[..., Any], where: str) -> No
         raise UserError(
             f"reward {name!r} has the parameters {', '.join(names)}, and is called as {shape}",
             where=where,
-            mend="bring them into this order; all in the plural for batches, none for single responses",
+            fix="bring them into this order; all in the plural for batches, none for single responses",
         )

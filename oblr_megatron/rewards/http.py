@@ -53,7 +53,7 @@ class HttpReward(Reward):
         rows = texts(prompts, samples)
         size = whole_groups(self._batch_size, group_size(prompts, samples))
         self._loop = self._loop or HttpLoop()
-        return collect(self._loop.run(self._judge([rows[at : at + size] for at in range(0, len(rows), size)])))
+        return collect(self._loop.run(self._score_batch([rows[at : at + size] for at in range(0, len(rows), size)])))
 
     def longest_s(self, count: int) -> float:
         """Every request runs into its deadline."""
@@ -70,14 +70,14 @@ class HttpReward(Reward):
             loop.run(session.close())
         loop.close()
 
-    async def _judge(self, batches: Sequence[Rows]) -> list[Outcome]:
+    async def _score_batch(self, batches: Sequence[Rows]) -> list[Outcome]:
         self._session = self._session or open_session()
         service = Service(self._url, self._session, key=self._key, deadline_s=self._deadline_s, retries=self._retries)
         free = asyncio.Semaphore(self._num_requests)
 
         async def in_turn(rows: Rows) -> list[Outcome]:
             async with free:
-                return await service.judge(rows)
+                return await service.score_batch(rows)
 
         return [outcome for part in await asyncio.gather(*map(in_turn, batches)) for outcome in part]
 
@@ -93,7 +93,7 @@ def bearer_key(variable: str) -> str:
         raise UserError(
             f"the environment variable {variable} {'is not a token' if key else 'is not set'}",
             where="config: reward.api_key_env",
-            mend=f"export {variable}=..., or name none if the service asks for none",
+            fix=f"export {variable}=..., or name none if the service asks for none",
         )
     return key
 
@@ -109,7 +109,7 @@ def check_service(url: str, where: str) -> None:
         raise UserError(
             f"{url!r} is not the address of a service",
             where=where,
-            mend="write it as http://HOST:PORT/PATH; a token goes into the variable that reward.api_key_env names",
+            fix="write it as http://HOST:PORT/PATH; a token goes into the variable that reward.api_key_env names",
         )
     assert parts.hostname is not None, "an address without a host was refused"
     port = parts.port or SCHEMES[parts.scheme]
@@ -117,7 +117,7 @@ def check_service(url: str, where: str) -> None:
         socket.create_connection((parts.hostname, port), REACH_S).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: of a host name that no resolver takes
         raise UserError(
-            f"the service {url} cannot be reached: {error}", where=where, mend="start it, or correct the address"
+            f"the service {url} cannot be reached: {error}", where=where, fix="start it, or correct the address"
         ) from error
 
 

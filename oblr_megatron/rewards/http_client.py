@@ -60,7 +60,7 @@ class Service:
         self._deadline_s, self._retries = deadline_s, retries
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
-    async def judge(self, rows: Rows) -> list[Outcome]:
+    async def score_batch(self, rows: Rows) -> list[Outcome]:
         """The outcomes of the rows; all the same unless the service judged."""
         columns = (list(column) for column in zip(*rows, strict=True))
         body = json.dumps(dict(zip(BATCH, columns, strict=True))).encode()

@@ -57,9 +57,9 @@ def settle(answer: str, gold: str, tolerance: str = "") -> bool | None:
 
 def make_pool(num_workers: int, deadline_s: float) -> Pool:
     """Workers that judge extracted answers."""
-    judge = "oblr_megatron.rewards.verifier.symbolic:judge"
+    score_batch = "oblr_megatron.rewards.verifier.symbolic:judge"
     prepare = "oblr_megatron.rewards.verifier.latex:warm_up"
-    return Pool(judge, num_workers=num_workers, deadline_s=deadline_s, prepare=prepare)
+    return Pool(score_batch, num_workers=num_workers, deadline_s=deadline_s, prepare=prepare)
 
 
 @cache
@@ -81,12 +81,12 @@ class MathReward(PooledReward):
         questions = [
             (self._extract(sample.text), prompt.answer, prompt.tolerance) for prompt, sample in pair(prompts, samples)
         ]
-        verdicts = self._judge([(a, gold, bound) for a, gold, bound in dict.fromkeys(questions) if a is not None])
+        verdicts = self._score_batch([(a, gold, bound) for a, gold, bound in dict.fromkeys(questions) if a is not None])
         wrong = Outcome(value=0.0)
         result = collect([wrong if question[0] is None else verdicts[question] for question in questions])
         return replace(result, answers=[answer for answer, _, _ in questions])
 
-    def _judge(self, questions: Sequence[tuple[str, str, str]]) -> dict[tuple[str | None, str, str], Outcome]:
+    def _score_batch(self, questions: Sequence[tuple[str, str, str]]) -> dict[tuple[str | None, str, str], Outcome]:
         """The verdict on each (answer, gold, tolerance)."""
         verdicts: dict[tuple[str | None, str, str], Outcome] = {}
         undecided: list[tuple[str, str, str]] = []

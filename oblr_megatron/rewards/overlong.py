@@ -50,5 +50,5 @@ def check_overlong(max_tokens: int, buffer_tokens: int) -> None:
             f"overlong_buffer_tokens {buffer_tokens} is not between 1 and rollout.max_response_tokens {max_tokens}, "
             'which the reward "overlong" needs',
             where="config: reward.overlong_buffer_tokens",
-            mend=f"set it to a part of the longest response, e.g. {max(max_tokens // 5, 1)}",
+            fix=f"set it to a part of the longest response, e.g. {max(max_tokens // 5, 1)}",
         )

@@ -73,7 +73,7 @@ def check_reward(config: RewardConfig, *, max_response_tokens: int) -> None:
         raise UserError(
             f"the reward {twice!r} is asked for twice",
             where="config: reward.terms",
-            mend="name it once, with the sum of the weights",
+            fix="name it once, with the sum of the weights",
         )
     for place, name in enumerate(names):
         _check(name, config, max_response_tokens, where=f"config: reward.{'terms' if place else 'name'}")
@@ -111,7 +111,7 @@ def _check(name: str, config: RewardConfig, max_response_tokens: int, where: str
         raise UserError(
             f"unknown reward {name!r}",
             where=where,
-            mend=f'known: {", ".join(REWARDS)}; your own is "package.module:function" or "http://HOST:PORT/PATH"',
+            fix=f'known: {", ".join(REWARDS)}; your own is "package.module:function" or "http://HOST:PORT/PATH"',
         )
 
 

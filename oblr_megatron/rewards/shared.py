@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from oblr_megatron.rewards.base import Reward, RewardResult, group_size, joined
-from oblr_megatron.runtime.collectives import Exchange, attempt, raise_first
+from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
 from oblr_megatron.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class SharedReward(Reward):
 
     def __init__(self, reward: Reward, share: int | None, shares: int) -> None:
         self._reward, self._share, self._shares = reward, share, shares
-        self._exchange = Exchange(dist.get_rank())
+        self._collectives = Collectives(dist.get_rank())
         self._reported = False
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
@@ -40,19 +40,19 @@ class SharedReward(Reward):
             RunError: the judging of a rank failed as a whole.
             DeadlineError: a rank took longer than its share can take.
         """
-        own = attempt(lambda: self._judge(prompts, samples))
+        own = attempt(lambda: self._score_batch(prompts, samples))
         largest = -(-len(prompts) // self._shares) * group_size(prompts, samples)
         seconds = self._reward.longest_s(largest) + SLACK_S
-        outcomes = self._exchange.gather(own, what=f"the rewards of {len(samples)} samples", seconds=seconds)
+        outcomes = self._collectives.gather(own, what=f"the rewards of {len(samples)} samples", seconds=seconds)
         raise_first(outcomes, own)
-        judged: list[tuple[int, RewardResult]] = [outcome.value for outcome in outcomes if outcome.value is not None]
-        result = joined([part for _, part in sorted(judged, key=lambda part: part[0])])
+        scored: list[tuple[int, RewardResult]] = [outcome.value for outcome in outcomes if outcome.value is not None]
+        result = joined([part for _, part in sorted(scored, key=lambda part: part[0])])
         if result.error and not self._reported and dist.get_rank() == 0:
             logger.warning("judging a response failed; it scores 0, later ones are only counted:\n%s", result.error)
             self._reported = True
         return result
 
-    def _judge(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> tuple[int, RewardResult] | None:
+    def _score_batch(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> tuple[int, RewardResult] | None:
         """(this rank's share, its result); None on a rank that only listens."""
         if self._share is None:
             return None

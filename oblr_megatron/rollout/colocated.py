@@ -27,7 +27,7 @@ from oblr_megatron.rollout.placement import engine_spec, place
 from oblr_megatron.rollout.push import Pusher
 from oblr_megatron.rollout.recovery import Recovery
 from oblr_megatron.rollout.staleness import check_batch
-from oblr_megatron.runtime.collectives import Exchange, Outcome, attempt, raise_first
+from oblr_megatron.runtime.collectives import Collectives, Outcome, attempt, raise_first
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -56,7 +56,7 @@ class ColocatedEngines(RolloutEngine):
         self._on_gpu = parallel.device.type == "cuda"
         self._placement = place(config, parallel.world_size, on_gpu=self._on_gpu)
         self._deadlines = _deadlines(config)
-        self._exchange = Exchange(parallel.rank)
+        self._collectives = Collectives(parallel.rank)
         self._recovery = Recovery(config.rollout.max_restarts, tells=parallel.rank == 0)
         self._version = self._restarts = 0
         self._source: Source | None = None  # of the weights being served; None: the checkpoint
@@ -125,7 +125,7 @@ class ColocatedEngines(RolloutEngine):
         self._on_owners(lambda engine, _: engine.wake(tags), "the engines to wake", seconds=self._deadlines.sleep)
         self._asleep -= set(tags)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """How often an engine was started again since the last call, all engines together."""
         restarts, self._restarts = self._restarts, 0
         return {"rollout/restarts": restarts}
@@ -236,7 +236,7 @@ class ColocatedEngines(RolloutEngine):
     def _gather_from(self, own: Outcome[Any], what: str, seconds: float) -> list[Outcome[Any]]:
         """As patient as the engines' deadline and the trainer's own collectives together: ranks do not come at once."""
         patience = seconds + self._config.parallel.distributed_timeout_s
-        return self._exchange.gather(own, what=what, seconds=patience)
+        return self._collectives.gather(own, what=what, seconds=patience)
 
 
 def _deadlines(config: Config) -> Deadlines:

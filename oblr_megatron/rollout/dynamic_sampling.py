@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import mixed_groups
-from oblr_megatron.types import Judged, Prompt, Sample
+from oblr_megatron.types import Prompt, Sample, Scored
 
 SEED_STRIDE, BATCH_STRIDE = 1_000_003, 2**40
 
@@ -39,7 +39,7 @@ class Batch:
 
     prompts: list[Prompt]  # q
     samples: list[Sample]  # q * G, prompt-major
-    judged: Judged
+    scored: Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Refilled:
     dropped: int  # groups of equal rewards that are not in the step
     unused: int  # mixed groups that are not in the step: the last batch found more than were missing
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """For the step's record."""
         return {"rollout/dynamic_batches": self.batches, "groups/dropped": self.dropped, "groups/unused": self.unused}
 
@@ -81,7 +81,7 @@ def refill(first: Batch, draw: Callable[[int, int], Batch], *, max_batches: int,
         max_batches: most batches in all, the first one included; each is of Q prompts at most.
         seed: of the order in which places are filled.
     """
-    is_mixed = mixed_groups(first.judged.rewards)
+    is_mixed = mixed_groups(first.scored.rewards)
     places = (~is_mixed).nonzero().flatten().tolist()
     random.Random(seed).shuffle(places)
     batches = [first]
@@ -92,12 +92,12 @@ def refill(first: Batch, draw: Callable[[int, int], Batch], *, max_batches: int,
         size = next_size(len(places) - len(found), mixed=known, sampled=sampled, most=len(first.prompts))
         batch = draw(size, len(batches))
         batches.append(batch)
-        found += [(batch, group) for group in mixed_groups(batch.judged.rewards).nonzero().flatten().tolist()]
+        found += [(batch, group) for group in mixed_groups(batch.scored.rewards).nonzero().flatten().tolist()]
     used = dict(zip(places, found, strict=False))
-    equal = sum(int((~mixed_groups(batch.judged.rewards)).sum()) for batch in batches)
+    equal = sum(int((~mixed_groups(batch.scored.rewards)).sum()) for batch in batches)
     return Refilled(
         step=_assemble(batches, used),
-        rewards=torch.cat([batch.judged.rewards for batch in batches]),
+        rewards=torch.cat([batch.scored.rewards for batch in batches]),
         batches=len(batches),
         dropped=equal - (len(places) - len(used)),
         unused=len(found) - len(used),
@@ -115,16 +115,16 @@ def next_size(missing: int, *, mixed: int, sampled: int, most: int) -> int:
 def _assemble(batches: Sequence[Batch], used: dict[int, tuple[Batch, int]]) -> Batch:
     """The first batch with some of its places taken by groups of the others."""
     first = batches[0]
-    size = first.judged.rewards.shape[1]
+    size = first.scored.rewards.shape[1]
     sources = [used.get(place, (first, place)) for place in range(len(first.prompts))]
     samples = [
         replace(sample, group=place)
         for place, (batch, group) in enumerate(sources)
         for sample in batch.samples[group * size : (group + 1) * size]
     ]
-    judged = Judged(
-        rewards=torch.stack([batch.judged.rewards[group] for batch, group in sources]),
-        lengths=torch.stack([batch.judged.lengths[group] for batch, group in sources]),
-        failures=sum(batch.judged.failures for batch in batches),
+    scored = Scored(
+        rewards=torch.stack([batch.scored.rewards[group] for batch, group in sources]),
+        lengths=torch.stack([batch.scored.lengths[group] for batch, group in sources]),
+        failures=sum(batch.scored.failures for batch in batches),
     )
-    return Batch([batch.prompts[group] for batch, group in sources], samples, judged)
+    return Batch([batch.prompts[group] for batch, group in sources], samples, scored)

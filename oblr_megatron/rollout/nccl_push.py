@@ -37,7 +37,7 @@ class _Link:
     stream: Any
 
 
-class NcclPlane:
+class NcclTransport:
     """A `DataPlane` over NCCL."""
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:

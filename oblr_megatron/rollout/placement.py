@@ -48,7 +48,7 @@ def place(config: Config, world_size: int, *, on_gpu: bool) -> Placement:
         raise UserError(
             f"tensor_parallel_size {rollout.tensor_parallel_size} needs GPUs",
             where=where,
-            mend="set rollout.tensor_parallel_size to 1; a CPU engine uses rollout.num_threads cores",
+            fix="set rollout.tensor_parallel_size to 1; a CPU engine uses rollout.num_threads cores",
         )
     width = rollout.tensor_parallel_size
     most = world_size // width
@@ -58,7 +58,7 @@ def place(config: Config, world_size: int, *, on_gpu: bool) -> Placement:
             f"{engines} engine{'s' if engines > 1 else ''} of {width} rank{'s' if width > 1 else ''} do not fit "
             f"{world_size} ranks",
             where=where,
-            mend=f"lower num_engines or tensor_parallel_size, or start {max(engines, 1) * width} ranks",
+            fix=f"lower num_engines or tensor_parallel_size, or start {max(engines, 1) * width} ranks",
         )
     return Placement(tuple(engine * width for engine in range(engines)), width)
 

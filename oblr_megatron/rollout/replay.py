@@ -19,7 +19,7 @@ import torch.distributed as dist
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.rollout.staleness import StaleSampleError, staleness
-from oblr_megatron.rollout.step_file import MEND, SavedStep, read_step, step_path
+from oblr_megatron.rollout.step_file import FIX, SavedStep, read_step, step_path
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -71,7 +71,7 @@ class ReplayEngine(RolloutEngine):
             raise UserError(
                 "the checkpoint is of a run that sampled, this one replays",
                 where="rollout.replay",
-                mend="resume without --replay",
+                fix="resume without --replay",
             )
         self._step = int(state["replayed"])
 
@@ -98,7 +98,7 @@ class ReplayEngine(RolloutEngine):
         self._version = version
         return PushStats(bytes=0, seconds=0.0, tensors=0, buckets=0)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """None: nothing can happen to a file."""
         return {}
 
@@ -139,14 +139,14 @@ def check_replay(config: Config, vocab_size: int) -> None:
     if directory is None:
         return
     if not directory.is_dir():
-        raise UserError("the directory of saved samples does not exist", where=str(directory), mend=MEND)
+        raise UserError("the directory of saved samples does not exist", where=str(directory), fix=FIX)
     for step in range(1, config.num_steps + 1):
         path = step_path(directory, step)
         if not path.exists() and step_path(directory, 1).exists():
             raise UserError(
                 f"step {step} of {config.num_steps} was not saved",
                 where=str(path),
-                mend=f"set num_steps to {step - 1}, or save more steps",
+                fix=f"set num_steps to {step - 1}, or save more steps",
             )
         _check_step(read_step(path), config, vocab_size, path)
 
@@ -161,14 +161,14 @@ def _check_step(saved: SavedStep, config: Config, vocab_size: int, path: Path) -
             raise UserError(
                 f"the samples were saved with {name} {found}, the run has {wanted}",
                 where=str(path),
-                mend=f"set {name} to {found}",
+                fix=f"set {name} to {found}",
             )
     _check_tokens(saved, config, vocab_size, path)
     try:
         staleness((sample.version for sample in saved.samples), saved.step - 1, config.rollout.max_staleness)
     except StaleSampleError as error:
         raise UserError(
-            f"step {saved.step}: {error}", where=str(path), mend="raise rollout.max_staleness, or save a training run"
+            f"step {saved.step}: {error}", where=str(path), fix="raise rollout.max_staleness, or save a training run"
         ) from None
 
 
@@ -180,7 +180,7 @@ def _check_tokens(saved: SavedStep, config: Config, vocab_size: int, path: Path)
         raise UserError(
             f"a saved sample has {longest} tokens, the run is laid out for {allowed}",
             where=str(path),
-            mend="raise data.max_prompt_tokens or rollout.max_response_tokens",
+            fix="raise data.max_prompt_tokens or rollout.max_response_tokens",
         )
     ids = [token for sample in saved.samples for token in (*sample.prompt_ids, *sample.response_ids)]
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
@@ -188,5 +188,5 @@ def _check_tokens(saved: SavedStep, config: Config, vocab_size: int, path: Path)
         raise UserError(
             f"a saved sample holds token {outside}, the model's vocabulary ends at {vocab_size}",
             where=str(path),
-            mend="give the model whose tokenizer the samples were made with",
+            fix="give the model whose tokenizer the samples were made with",
         )

@@ -31,7 +31,7 @@ def check_servers(config: Config) -> None:
     for url in urls:
         _check_url(url)
     if len(set(urls)) < len(urls):
-        raise UserError("a server is named twice", where=WHERE, mend="name each once")
+        raise UserError("a server is named twice", where=WHERE, fix="name each once")
     variable = config.rollout.api_key_env
     found = asyncio.run(_ask_all(urls, os.environ.get(variable, "")))
     for url, answer in zip(urls, found, strict=True):
@@ -54,16 +54,16 @@ def _check_url(url: str) -> None:
     except ValueError:
         sound = False
     if not sound or parts.path.strip("/") or parts.query:
-        raise UserError(f"{url!r} is not the address of a server", where=WHERE, mend="write it as http://HOST:PORT")
+        raise UserError(f"{url!r} is not the address of a server", where=WHERE, fix="write it as http://HOST:PORT")
 
 
 def _expect_info(url: str, answer: Info | BaseException, variable: str) -> Info:
     """The answer, if it is one."""
     start = f"start it with: oblr-megatron serve, and check the address and the key in {variable}"
     if isinstance(answer, ServerLostError):
-        raise UserError(f"{url} cannot be reached: {answer}", where=WHERE, mend=start)
+        raise UserError(f"{url} cannot be reached: {answer}", where=WHERE, fix=start)
     if isinstance(answer, RunError):
-        raise UserError(f"{url} does not answer as a server of ours: {answer}", where=WHERE, mend=start)
+        raise UserError(f"{url} does not answer as a server of ours: {answer}", where=WHERE, fix=start)
     if isinstance(answer, BaseException):
         raise answer
     return answer
@@ -77,29 +77,29 @@ def _check_info(url: str, info: Info, config: Config) -> None:
         raise UserError(
             f"{url} speaks version {info.protocol} of the messages, this trainer {PROTOCOL}",
             where=WHERE,
-            mend="install the same oblr-megatron on both sides",
+            fix="install the same oblr-megatron on both sides",
         )
     if info.shapes != shapes_digest(checkpoint_shapes(config.model.path)):
         raise UserError(
             f"{url} serves another model: {info.model}, whose tensors are not those of {config.model.path}",
             where=WHERE,
-            mend=f"start it with --model {config.model.path}",
+            fix=f"start it with --model {config.model.path}",
         )
     if info.dtype != dtype:
         raise UserError(
             f"{url} computes in {info.dtype}, the run's weights go out in {dtype}",
             where=WHERE,
-            mend=f"start it with --dtype {dtype}, or set rollout.dtype to {info.dtype!r}",
+            fix=f"start it with --dtype {dtype}, or set rollout.dtype to {info.dtype!r}",
         )
     if (info.quantization == "none") != (config.rollout.quantization == "none"):
         raise UserError(
             f"{url} has quantization {info.quantization!r}, the run's is {config.rollout.quantization!r}",
             where=WHERE,
-            mend=f"start it with --quantization {config.rollout.quantization}, or set rollout.quantization",
+            fix=f"start it with --quantization {config.rollout.quantization}, or set rollout.quantization",
         )
     if info.max_model_len < longest:
         raise UserError(
             f"{url} takes {info.max_model_len} tokens of prompt and response together, the run needs {longest}",
             where=WHERE,
-            mend=f"start it with --max-model-len {longest}",
+            fix=f"start it with --max-model-len {longest}",
         )

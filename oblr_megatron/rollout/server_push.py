@@ -24,7 +24,7 @@ from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, bucket_capac
 from oblr_megatron.weights.verify import Digests, expected_digests, first_difference
 
 
-class DataPlane(Protocol):
+class Transport(Protocol):
     """How a bucket's bytes reach the servers; what is in it, they are told over HTTP."""
 
     def capacity(self, manifest: Manifest) -> int:
@@ -55,7 +55,7 @@ class DataPlane(Protocol):
 OpenPush = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
 
-class SharedMemoryPlane:
+class SharedMemoryTransport:
     """Servers on rank 0's machine map its memory; there is nothing to send."""
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -111,27 +111,27 @@ class Push:
 class ServerPusher:
     """Rank 0's side of all pushes; the other ranks gather along, see `push`."""
 
-    def __init__(self, loop: HttpLoop, plane: DataPlane, seconds: float) -> None:
+    def __init__(self, loop: HttpLoop, transport: Transport, seconds: float) -> None:
         """Args:
         loop: in which the servers are spoken to.
         plane: the way of the bytes.
         seconds: deadline of a push.
         """
-        self._loop, self._plane, self._seconds = loop, plane, seconds
+        self._loop, self._transport, self._seconds = loop, transport, seconds
 
     def start(self, servers: Sequence[VllmServer], manifest: Manifest, holding: http.Holding, size: int) -> Push:
         """Have the servers open the data plane and stop serving. Failures are kept for `finish`: see `push`."""
         push = Push(holding, manifest, list(servers), time.monotonic())
         for server in servers:
             server.ready = False
-        self._plane.reserve(size)
+        self._transport.reserve(size)
         body = http.StartBody(holding=holding, manifest=[(spec.name, spec.dtype, spec.shape) for spec in manifest])
 
         async def open_and_start(server: VllmServer) -> None:
             async def open_push(init_info: dict[str, Any]) -> None:
                 await self._tell(push, server, http.PUSH_OPEN, http.OpenBody(init_info=init_info))
 
-            await self._plane.connect(server, open_push)
+            await self._transport.connect(server, open_push)
             await self._tell(push, server, http.PUSH_START, body)
 
         self._post(push, open_and_start)
@@ -143,7 +143,7 @@ class ServerPusher:
         self._settle(push)
         body = http.UpdateBody(holding=push.holding, update_info=update_info)
         self._post(push, lambda server: self._tell(push, server, http.PUSH_UPDATE, body))
-        self._plane.send(bucket, push.servers)
+        self._transport.send(bucket, push.servers)
         push.buckets += 1
         push.checksums.append(bucket.checksum)
 
@@ -210,7 +210,7 @@ class ServerPusher:
 
     def close(self) -> None:
         """Free the data plane."""
-        self._plane.close()
+        self._transport.close()
 
     async def _tell(self, push: Push, server: VllmServer, path: str, body: http.Message) -> None:
         left = self._seconds - (time.monotonic() - push.begin)
@@ -235,12 +235,12 @@ class ServerPusher:
                 push.faulty.append(server)
             server.lose(str(error))
             push.servers.remove(server)
-            self._plane.drop(server)
+            self._transport.drop(server)
 
 
 def push(
     pusher: ServerPusher | None,
-    plane: DataPlane,
+    transport: Transport,
     source: Source,
     holding: http.Holding,
     servers: Sequence[VllmServer],
@@ -268,7 +268,7 @@ def push(
     from oblr_megatron.engine.transfer import ShmUpdateInfo
 
     manifest = manifest_of(source)
-    capacity = plane.capacity(manifest)
+    capacity = transport.capacity(manifest)
     if pusher is None:
         for _ in fill_buckets(source, capacity, None):
             pass
@@ -277,7 +277,7 @@ def push(
         return None
     begun = pusher.start(servers, manifest, holding, HALVES * capacity)
     try:
-        for bucket in fill_buckets(source, capacity, plane.reserve(HALVES * capacity), checksum=checksum):
+        for bucket in fill_buckets(source, capacity, transport.reserve(HALVES * capacity), checksum=checksum):
             pusher.update(begun, bucket, vars(ShmUpdateInfo.of(bucket)))
     except BaseException as error:
         pusher.abort(begun, f"the trainer broke off: {error!r}")

@@ -28,9 +28,9 @@ from oblr_megatron.rollout.balance import Balance
 from oblr_megatron.rollout.dispatch import dispatch
 from oblr_megatron.rollout.recovery import Recovery
 from oblr_megatron.rollout.server_client import VllmServer, reasons
-from oblr_megatron.rollout.server_push import DataPlane, ServerPusher, SharedMemoryPlane, push
+from oblr_megatron.rollout.server_push import ServerPusher, SharedMemoryTransport, Transport, push
 from oblr_megatron.rollout.staleness import check_batch
-from oblr_megatron.runtime.collectives import Exchange, Outcome, attempt, raise_first
+from oblr_megatron.runtime.collectives import Collectives, Outcome, attempt, raise_first
 from oblr_megatron.runtime.http_loop import HttpLoop
 from oblr_megatron.weights.names import ModelShape
 
@@ -55,10 +55,10 @@ class ServerEngines(RolloutEngine):
     def __init__(self, config: Config, parallel: Parallel) -> None:
         """Make the handles; nothing is asked yet, `rollout.server_checks` has done so before the run began."""
         self._config, self._rank = config, parallel.rank
-        self._exchange = Exchange(parallel.rank)
+        self._collectives = Collectives(parallel.rank)
         self._recovery = Recovery(config.rollout.max_restarts, tells=parallel.rank == 0)
-        self._plane = _plane(config, parallel)
-        self._servers = _Servers(config, self._plane) if parallel.rank == 0 else None
+        self._transport = _transport(config, parallel)
+        self._servers = _Servers(config, self._transport) if parallel.rank == 0 else None
         self._verify = _shape(config) if config.weights.verify else None
         self._holding = Holding()
         self._source: Source | None = None  # of the weights being served; None: the checkpoint
@@ -99,7 +99,7 @@ class ServerEngines(RolloutEngine):
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Nothing either."""
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """How many servers were given the weights again after they had been lost, since the last call."""
         restarts, self._restarts = self._restarts, 0
         return {"rollout/restarts": restarts}
@@ -108,7 +108,7 @@ class ServerEngines(RolloutEngine):
         """Close the connections; the servers go on. Not collective."""
         if self._servers is not None:
             self._servers.close()
-        self._plane.close()
+        self._transport.close()
 
     def _until_done(self, call: Callable[[], Value]) -> Value:
         """Call, and after the loss of all servers again when one is back, up to the limit."""
@@ -155,7 +155,7 @@ class ServerEngines(RolloutEngine):
         own = attempt(
             lambda: push(
                 None if servers is None else servers.pusher,
-                self._plane,
+                self._transport,
                 source,
                 holding,
                 [] if servers is None else servers.present(),
@@ -182,18 +182,18 @@ class ServerEngines(RolloutEngine):
 
     def _gather(self, own: Outcome[Any], what: str, seconds: float) -> list[Outcome[Any]]:
         patience = seconds + self._config.parallel.distributed_timeout_s
-        return self._exchange.gather(own, what=what, seconds=patience)
+        return self._collectives.gather(own, what=what, seconds=patience)
 
 
 class _Servers:
     """What rank 0 has: the handles, the loop they live in, and the feeding end of a push."""
 
-    def __init__(self, config: Config, plane: DataPlane) -> None:
+    def __init__(self, config: Config, transport: Transport) -> None:
         key = os.environ.get(config.rollout.api_key_env, "")
         self.servers = [VllmServer(url, key) for url in config.rollout.servers]
         self._known: set[VllmServer] = set()  # that have been there before
         self._loop = HttpLoop()
-        self.pusher = ServerPusher(self._loop, plane, config.rollout.push_timeout_s)
+        self.pusher = ServerPusher(self._loop, transport, config.rollout.push_timeout_s)
 
     def present(self) -> list[VllmServer]:
         """Servers that are not known to be lost."""
@@ -266,10 +266,10 @@ def _shape(config: Config) -> ModelShape:
     return ModelShape.of(json.loads((config.model.path / "config.json").read_text(encoding="utf-8")))
 
 
-def _plane(config: Config, parallel: Parallel) -> DataPlane:
+def _transport(config: Config, parallel: Parallel) -> Transport:
     bucket_bytes = config.weights.bucket_mib * 2**20
     if parallel.device.type != "cuda":
-        return SharedMemoryPlane(bucket_bytes)
-    from oblr_megatron.rollout.nccl_push import NcclPlane
+        return SharedMemoryTransport(bucket_bytes)
+    from oblr_megatron.rollout.nccl_push import NcclTransport
 
-    return NcclPlane(bucket_bytes, parallel.device)
+    return NcclTransport(bucket_bytes, parallel.device)

@@ -1,7 +1,7 @@
 """Which weights made a sample, and whether they are recent enough to train from it. Pure.
 
 Version v are the weights after v optimizer steps. A sample of version v that meets a trainer at version V is V - v
-updates old; 0 is on-policy, and the importance ratios of `correction.py` stand in for what an older one is off by. A
+updates old; 0 is on-policy, and the importance ratios of `algo/importance.py` stand in for what an older one is off by. A
 sample of a version that the trainer has not reached belongs to another run, or to an engine out of step with it.
 """
 

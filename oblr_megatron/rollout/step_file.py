@@ -51,7 +51,7 @@ SCHEMA = pa.schema(
     ]
 )
 SCHEMAS = {1: SCHEMA.remove(SCHEMA.get_field_index("tolerance")), SCHEMA_VERSION: SCHEMA}  # what can be read
-MEND = "give the rollouts directory of a run with --save-rollouts, and save it again if a file was damaged"
+FIX = "give the rollouts directory of a run with --save-rollouts, and save it again if a file was damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,10 @@ def read_step(path: Path) -> SavedStep:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
     except FileNotFoundError:
-        raise UserError("saved samples are missing", where=str(path), mend=MEND) from None
+        raise UserError("saved samples are missing", where=str(path), fix=FIX) from None
     except (OSError, ValueError, pa.ArrowException) as error:  # pyarrow raises all of them for damaged files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"saved samples cannot be read: {reason}", where=str(path), mend=MEND) from error
+        raise UserError(f"saved samples cannot be read: {reason}", where=str(path), fix=FIX) from error
     facts = _facts(table, path)
     rows = table.to_pylist()
     group_size = facts["group_size"]
@@ -181,22 +181,22 @@ def _facts(table: pa.Table, path: Path) -> dict[str, Any]:
     """What the file says of the whole step, checked to be there."""
     stored = (table.schema.metadata or {}).get(KEY)
     if stored is None:
-        raise UserError("not a file of saved samples", where=str(path), mend=MEND)
+        raise UserError("not a file of saved samples", where=str(path), fix=FIX)
     facts: dict[str, Any] = json.loads(stored)
     version = facts.get("schema_version")
     if version not in SCHEMAS:
         raise UserError(
             f"saved samples of schema version {version}, this program reads {' and '.join(map(str, SCHEMAS))}",
             where=str(path),
-            mend="save them with the version of oblr-megatron that replays them",
+            fix="save them with the version of oblr-megatron that replays them",
         )
     if not table.schema.equals(SCHEMAS[version]):
-        raise UserError("saved samples with other columns than this program writes", where=str(path), mend=MEND)
+        raise UserError("saved samples with other columns than this program writes", where=str(path), fix=FIX)
     if not facts["num_prompts"] * facts["group_size"] == table.num_rows > 0:
         raise UserError(
             f"{table.num_rows} saved samples, {facts['num_prompts']} x {facts['group_size']} were written",
             where=str(path),
-            mend=MEND,
+            fix=FIX,
         )
     return facts
 
@@ -204,7 +204,7 @@ def _facts(table: pa.Table, path: Path) -> dict[str, Any]:
 def _check_consistent(saved: SavedStep, rows: list[dict[str, Any]], facts: dict[str, Any], path: Path) -> None:
     """Rows in order, each with its prompt and as many log-probs as tokens."""
     if step_path(path.parent, saved.step) != path:
-        raise UserError(f"the file holds step {saved.step}", where=str(path), mend="do not rename saved samples")
+        raise UserError(f"the file holds step {saved.step}", where=str(path), fix="do not rename saved samples")
     for position, (row, sample) in enumerate(zip(rows, saved.samples, strict=True)):
         group = position // facts["group_size"]
         fits = (
@@ -214,4 +214,4 @@ def _check_consistent(saved: SavedStep, rows: list[dict[str, Any]], facts: dict[
             and sample.finish_reason in ("stop", "length")
         )
         if not fits:
-            raise UserError(f"saved sample {position} contradicts itself", where=str(path), mend=MEND)
+            raise UserError(f"saved sample {position} contradicts itself", where=str(path), fix=FIX)

@@ -69,7 +69,7 @@ def raise_first(outcomes: Sequence[Outcome[Any]], own: Outcome[Any]) -> None:
     raise worst.kind(worst.error)
 
 
-class Exchange:
+class Collectives:
     """A gloo group of its own: it takes CPU objects where the trainer talks over NCCL, and each call has a deadline."""
 
     def __init__(self, rank: int) -> None:

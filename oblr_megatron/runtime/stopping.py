@@ -131,7 +131,7 @@ def end_of_job(options: CheckpointConfig, environment: Mapping[str, str] = os.en
         raise UserError(
             f"checkpoint.exit_before_timeout_s is {options.exit_before_timeout_s:g}, but no time limit is known",
             where=f"config: checkpoint.time_limit_s, environment: {SLURM_END}",
-            mend="set checkpoint.time_limit_s to the seconds that the job may take",
+            fix="set checkpoint.time_limit_s to the seconds that the job may take",
         )
     return None
 

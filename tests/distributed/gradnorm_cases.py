@@ -16,7 +16,7 @@ from oblr_megatron.algo.importance import truncated_ratios
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.data.packing import one_per_microbatch
-from oblr_megatron.gradnorm.oracle import reference_gradient, reference_logprobs
+from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.types import MicroBatch, Sample
@@ -83,9 +83,9 @@ def oracle(
     for n, sample in enumerate(samples):
         ratio = None
         if ratios:
-            logprobs = reference_logprobs(weights, config, sample, TEMPERATURE)
+            logprobs = oracle_logprobs(weights, config, sample, TEMPERATURE)
             ratio = (logprobs - torch.tensor(sample.logprobs, dtype=torch.float64)).exp().clamp(max=CAP)
-        gradient = reference_gradient(weights, config, sample, TEMPERATURE, ratio)
+        gradient = oracle_gradient(weights, config, sample, TEMPERATURE, ratio)
         norms[n] = sum(
             grad.square().sum() for name, grad in gradient.items() if not any(part in name for part in frozen)
         )

@@ -56,7 +56,7 @@ def config_of(inputs: Path, run_dir: Path, *overrides: str) -> Config:
         "group_size": GROUP,
         "model": {"path": str(inputs / "model"), "make_vocab_size_divisible_by": 8},
         "data": {"train": "none", "max_prompt_tokens": 16},
-        "rollout": {"replay": str(inputs / "rollouts"), "max_response_tokens": 16, "correction": "none"},
+        "rollout": {"replay": str(inputs / "rollouts"), "max_response_tokens": 16, "importance_sampling": "none"},
         "reward": {"name": "exact_match", "num_workers": 1},
         "gradnorm": {"mode": "bookkeep"},
         "algo": {"snr": {"num_folds": 2, "warmup_steps": 2}},

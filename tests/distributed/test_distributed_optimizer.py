@@ -78,15 +78,15 @@ def state_bytes(optimizer: PolicyOptimizer) -> int:
 def steps(path: Path, parallel: Parallel, options: ParallelConfig, dtype: str) -> Run:
     policy = load_policy(path, parallel, options, dtype=dtype)
     optimizer = PolicyOptimizer(policy, OptimizerConfig(weight_decay=0.1, clip_grad=1.0))
-    momentum, figures = GradientMomentum(policy, 3.0), []
+    momentum, metrics = GradientMomentum(policy, 3.0), []
     for lr in RATES:
         make_gradient(policy, make_batches())
         sq_norm = optimizer.grad_sq_norm()
         found = momentum.take(sq_norm)
-        figures.append((sq_norm, optimizer.clip(sq_norm), found))
+        metrics.append((sq_norm, optimizer.clip(sq_norm), found))
         optimizer.step(lr)
     weights = {name: tensor.clone() for name, tensor in MegatronWeights(policy)}
-    return figures, weights, state_bytes(optimizer)
+    return metrics, weights, state_bytes(optimizer)
 
 
 def both(models: Path) -> list[tuple[Run, Run]]:

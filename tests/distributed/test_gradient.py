@@ -60,7 +60,7 @@ def on_ranks(path: str, cases: list[tuple[int, int, bool]]) -> list[dict[str, fl
             "model": {"path": path, "dtype": "float64"},
             "data": {"train": "unused"},
             "algo": {"snr": {"num_folds": FOLDS}},
-            "rollout": {"correction": "none", "temperature": 0.7},
+            "rollout": {"importance_sampling": "none", "temperature": 0.7},
             "gradnorm": {"mode": "two_pass"},
             "parallel": {"micro_batch_tokens": 24},
         }
@@ -80,7 +80,7 @@ def expected(path: str) -> dict[str, float]:
     from safetensors.torch import load_file
     from transformers import Qwen3Config
 
-    from oblr_megatron.gradnorm.oracle import reference_gradient, reference_logprobs
+    from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
 
     config = Qwen3Config.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
@@ -91,9 +91,9 @@ def expected(path: str) -> dict[str, float]:
         if value == 0:
             continue
         fold = folds[n // GROUP * FOLDS // NUM_PROMPTS]
-        for name, grad in reference_gradient(weights, config, sample, 0.7).items():
+        for name, grad in oracle_gradient(weights, config, sample, 0.7).items():
             fold[name] -= value * grad
-        loss -= value * float(reference_logprobs(weights, config, sample, 0.7).sum())
+        loss -= value * float(oracle_logprobs(weights, config, sample, 0.7).sum())
         tokens += len(sample.response_ids)
     total = {name: sum(fold[name] for fold in folds) for name in weights}
     return {
@@ -110,5 +110,5 @@ def test_folds_and_gradient_norm(tmp_path: Path, world_size: int, tied: bool) ->
     path = str(make_hf_dir(tmp_path / "model", tied=tied, seed=5))
     wanted = expected(path)
     for rank, found in enumerate(run_ranks(on_ranks, world_size, path, LAYOUTS[world_size])):
-        for case, figures in zip(LAYOUTS[world_size], found, strict=True):
-            assert figures == pytest.approx(wanted, rel=1e-10), f"rank {rank}, tp pp sp = {case}"
+        for case, metrics in zip(LAYOUTS[world_size], found, strict=True):
+            assert metrics == pytest.approx(wanted, rel=1e-10), f"rank {rank}, tp pp sp = {case}"

@@ -49,7 +49,7 @@ def energies(path: str) -> torch.Tensor:
     from safetensors.torch import load_file
     from transformers import Qwen3Config
 
-    from oblr_megatron.gradnorm.oracle import reference_logits
+    from oblr_megatron.gradnorm.oracle import oracle_logits
 
     config = Qwen3Config.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
@@ -58,7 +58,7 @@ def energies(path: str) -> torch.Tensor:
         if n // GROUP == 2:
             continue
         tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
-        logits = reference_logits(weights, config, tokens).requires_grad_()
+        logits = oracle_logits(weights, config, tokens).requires_grad_()
         logprobs = (logits[:-1] / 0.8).log_softmax(-1).gather(1, tokens[1:, None])[len(sample.prompt_ids) - 1 :, 0]
         ratios = (logprobs - torch.tensor(sample.logprobs, dtype=torch.float64)).exp().clamp(max=1.1).detach()
         (ratios * logprobs).sum().backward()

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.types import Judged, Sample
+from oblr_megatron.types import Sample, Scored
 from tests.distributed.launch import layout, run_ranks
 from tests.tiny import VOCAB, make_hf_dir
 
@@ -80,11 +80,11 @@ def make_samples() -> list[Sample]:
     return samples
 
 
-def judged() -> Judged:
+def scored() -> Scored:
     """Rewards of one group are equal."""
     rewards = torch.tensor([[1.0, 0, 0, 1], [0, 0, 1, 0], [1, 1, 1, 1], [0.5, 0, 1, 0]], dtype=torch.float64)
     lengths = torch.tensor([len(sample.response_ids) for sample in make_samples()]).view(PROMPTS, GROUP)
-    return Judged(rewards, lengths, 0)
+    return Scored(rewards, lengths, 0)
 
 
 def config_of(path: str, gradnorm: dict[str, Any], folds: int, **parallel: Any) -> Config:
@@ -96,7 +96,7 @@ def config_of(path: str, gradnorm: dict[str, Any], folds: int, **parallel: Any) 
             "model": {"path": path, "dtype": "float64", "make_vocab_size_divisible_by": 8},
             "data": {"train": "unused"},
             "algo": {"baseline": "optimal", "snr": {"num_folds": folds}},
-            "rollout": {"correction": "token", "correction_cap": 1.1, "temperature": 0.8},
+            "rollout": {"importance_sampling": "token", "importance_cap": 1.1, "temperature": 0.8},
             "parallel": {"micro_batch_tokens": 24} | parallel,
             "gradnorm": gradnorm,
         }
@@ -105,21 +105,21 @@ def config_of(path: str, gradnorm: dict[str, Any], folds: int, **parallel: Any) 
 
 def step_of(path: str, parallel: Any, config: Config) -> dict[str, Any]:
     """One step's figures and the gradient it leaves on this rank."""
+    from oblr_megatron.algo.advantage import AdvantageRule
     from transformers import AutoConfig
 
     from oblr_megatron.algo.baseline import active_groups
-    from oblr_megatron.algo.weighing import Weighing
     from oblr_megatron.checkpoint.hf import load_hf_weights
     from oblr_megatron.gradient.step import TrainingGradient
     from oblr_megatron.model.qwen3 import build_policy
 
     policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
     load_hf_weights(policy, Path(path))
-    weighing = Weighing(judged(), config, 0.0)
+    advantage = AdvantageRule(scored(), config, 0.0)
     gradients = TrainingGradient(policy, config)
-    active = active_groups("optimal", judged().rewards)
+    active = active_groups("optimal", scored().rewards)
     for _ in range(2):  # the second step finds the buffers as the first has left them
-        found = gradients(make_samples(), weighing, active)
+        found = gradients(make_samples(), advantage, active)
     gradient = {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
     stats = {"loss": found.stats.loss, "B": found.stats.sq_norm, "M": found.stats.fold_sq_norm_mean}
     return {"norms": found.norms_sq, "gradient": gradient, "stats": stats, "tokens": found.stats.num_tokens}
@@ -150,25 +150,25 @@ def on_ranks(
 
 def expected(path: str) -> dict[str, Any]:
     """The step by the oracle: a loop of autograd over samples, sums written out."""
+    from oblr_megatron.algo.advantage import AdvantageRule
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
-    from oblr_megatron.algo.weighing import Weighing
-    from oblr_megatron.gradnorm.oracle import reference_gradient, reference_logprobs
+    from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
 
     hf_config = AutoConfig.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
     gradients, scores = [], []
     for sample in make_samples():
-        logprobs = reference_logprobs(weights, hf_config, sample, 0.8)
+        logprobs = oracle_logprobs(weights, hf_config, sample, 0.8)
         ratio = (logprobs - torch.tensor(sample.logprobs, dtype=torch.float64)).exp().clamp(max=1.1)
-        gradients.append(reference_gradient(weights, hf_config, sample, 0.8, ratio))
+        gradients.append(oracle_gradient(weights, hf_config, sample, 0.8, ratio))
         scores.append(float((ratio * logprobs).sum()))
     norms = torch.stack([sum(g.square().sum() for g in grad.values()) for grad in gradients])
     used = norms.view(PROMPTS, GROUP).clone()
     used[2] = 0  # the group of equal rewards is left out
     config = config_of(path, {"mode": "two_pass"}, folds=4)
-    coefficients = Weighing(judged(), config, 0.0)(range(PROMPTS), used).flatten()
+    coefficients = AdvantageRule(scored(), config, 0.0)(range(PROMPTS), used).flatten()
     folds = [
         {k: -sum(coefficients[n] * gradients[n][k] for n in range(q * GROUP, (q + 1) * GROUP)) for k in weights}
         for q in range(PROMPTS)
@@ -209,21 +209,21 @@ def test_packing_recomputation_and_interleaving(models: dict[str, str], world_si
 
 def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
     for rank, found in enumerate(results):
-        for case, figures in found.items():
+        for case, metrics in found.items():
             torch.testing.assert_close(
-                figures["norms"], wanted["norms"], rtol=RTOL, atol=0, msg=lambda m, c=(rank, case): f"{c}: {m}"
+                metrics["norms"], wanted["norms"], rtol=RTOL, atol=0, msg=lambda m, c=(rank, case): f"{c}: {m}"
             )
-            tokens = figures.pop("tokens")  # two_pass leaves out single samples as well, whose advantage is 0
+            tokens = metrics.pop("tokens")  # two_pass leaves out single samples as well, whose advantage is 0
             assert tokens == wanted["tokens"] or (case[1] == "two_pass" and tokens < wanted["tokens"])
-            assert figures["stats"] == pytest.approx(wanted["stats"], rel=RTOL), (rank, case)
-            assert figures["difference"] <= RTOL, (rank, case, figures["difference"])
+            assert metrics["stats"] == pytest.approx(wanted["stats"], rel=RTOL), (rank, case)
+            assert metrics["difference"] <= RTOL, (rank, case, metrics["difference"])
 
 
 def with_a_broken_sample(path: str) -> dict[str, tuple[torch.Tensor, bool, float]]:
     """Norms, whether the gradient is finite, its squared norm, by mode; sample 5 has a log-prob that is no number."""
+    from oblr_megatron.algo.advantage import AdvantageRule
     from transformers import AutoConfig
 
-    from oblr_megatron.algo.weighing import Weighing
     from oblr_megatron.checkpoint.hf import load_hf_weights
     from oblr_megatron.gradient.step import TrainingGradient
     from oblr_megatron.model.qwen3 import build_policy
@@ -237,7 +237,7 @@ def with_a_broken_sample(path: str) -> dict[str, tuple[torch.Tensor, bool, float
             policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel)
             load_hf_weights(policy, Path(path))
             gradients = TrainingGradient(policy, config)
-            step = gradients(samples, Weighing(judged(), config, 0.0), torch.ones(PROMPTS, dtype=torch.bool))
+            step = gradients(samples, AdvantageRule(scored(), config, 0.0), torch.ones(PROMPTS, dtype=torch.bool))
             finite = all(bool(parameter.main_grad.isfinite().all()) for _, parameter in policy.named_parameters())
             found[mode] = step.norms_sq, finite, step.stats.sq_norm
     return found
@@ -264,10 +264,10 @@ def with_sequence_ratios(path: str, cases: list[tuple[dict[str, Any], dict[str, 
     for sizes, options in cases:
         with layout(**sizes) as parallel:
             config = config_of(path, {"mode": "bookkeep"}, folds=4, **options)
-            rollout = config.rollout.model_copy(update={"correction": "sequence"})
-            figures = step_of(path, parallel, config.model_copy(update={"rollout": rollout}))
-            del figures["gradient"]
-            found.append(figures)
+            rollout = config.rollout.model_copy(update={"importance_sampling": "sequence"})
+            metrics = step_of(path, parallel, config.model_copy(update={"rollout": rollout}))
+            del metrics["gradient"]
+            found.append(metrics)
     return found
 
 

@@ -25,7 +25,7 @@ from transformers import AutoConfig
 
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
-from oblr_megatron.gradnorm.oracle import reference_gradient, reference_logits
+from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logits
 from oblr_megatron.model.optimizer import PolicyOptimizer, grad_sq_norm
 from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
@@ -197,11 +197,11 @@ def expected_of(path: Path) -> Expected:
     config = AutoConfig.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(path / "model.safetensors").items()}
     tokens = [batch.input_ids[0] for batch in make_batches()]
-    logits = [reference_logits(weights, config, ids) for ids in tokens]
+    logits = [oracle_logits(weights, config, ids) for ids in tokens]
     by_sample = []
     for n, ids in enumerate(tokens):
         sample = Sample(n, tuple(ids[:PROMPT].tolist()), tuple(ids[PROMPT:].tolist()), (), "", "stop", 0)
-        gradient = reference_gradient(weights, config, sample, TEMPERATURE)
+        gradient = oracle_gradient(weights, config, sample, TEMPERATURE)
         by_sample.append({name: COEFFICIENTS[n] * tensor for name, tensor in gradient.items()})
     return Expected(weights, logits, by_sample, {name: sum(g[name] for g in by_sample) for name in weights})
 

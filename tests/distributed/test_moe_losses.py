@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradnorm import oracle as reference
-from oblr_megatron.gradnorm.oracle import reference_logprobs, reference_sq_norms
+from oblr_megatron.gradnorm.oracle import oracle_logprobs, oracle_sq_norms
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients
 from tests.distributed.test_gradient import FOLDS, GROUP, NUM_PROMPTS, coefficients, make_samples
@@ -63,7 +63,7 @@ def config_of(path: str, options: dict[str, Any], folds: int) -> Config:
             "model": model | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": AUX},
             "data": {"train": "unused"},
             "algo": {"snr": {"num_folds": folds}},
-            "rollout": {"correction": "none", "temperature": TEMPERATURE},
+            "rollout": {"importance_sampling": "none", "temperature": TEMPERATURE},
             "gradnorm": {"mode": "two_pass"},
             "parallel": options,
         }
@@ -117,7 +117,7 @@ def expected(path: str, together: bool) -> tuple[dict[str, Tensor], dict[str, fl
     loss, logits = torch.zeros((), dtype=torch.float64), []  # of each sample and layer [response tokens, E]
     for sample, value in used:
         with router_logits() as seen:
-            loss = loss - value * reference_logprobs(leaves, config, sample, TEMPERATURE).sum()
+            loss = loss - value * oracle_logprobs(leaves, config, sample, TEMPERATURE).sum()
         logits.append([one[len(sample.prompt_ids) - 1 : -1] for one in seen])
     layers = [[sample[layer] for sample in logits] for layer in range(config.num_hidden_layers)]
     if together:
@@ -132,8 +132,8 @@ def expected(path: str, together: bool) -> tuple[dict[str, Tensor], dict[str, fl
             z = z + scores.logsumexp(-1).square().sum() / tokens
         load = max(load, float(sum(counts).max()) * experts / (tokens * top))
     (loss + AUX * aux + Z * z).backward()
-    figures = {"aux_loss": aux.item() / len(layers), "z_loss": z.item() / len(layers), "max_load": load}
-    return {name: leaf.grad for name, leaf in leaves.items()}, figures
+    metrics = {"aux_loss": aux.item() / len(layers), "z_loss": z.item() / len(layers), "max_load": load}
+    return {name: leaf.grad for name, leaf in leaves.items()}, metrics
 
 
 @pytest.fixture(scope="module")
@@ -145,15 +145,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def norms(path: str) -> Tensor:
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
-    return reference_sq_norms(weights, AutoConfig.from_pretrained(path), make_samples(), TEMPERATURE)
+    return oracle_sq_norms(weights, AutoConfig.from_pretrained(path), make_samples(), TEMPERATURE)
 
 
 @pytest.mark.parametrize("world_size", CASES)
 def test_router_losses_are_added_to_the_gradient_and_to_no_norm(path: str, norms: Tensor, world_size: int) -> None:
     ranks = run_ranks(on_ranks, world_size, path, CASES[world_size])
     for name in ranks[0]:
-        gradient, figures = expected(path, together="together" in name)
+        gradient, metrics = expected(path, together="together" in name)
         assert_outcomes([rank[name][0] for rank in ranks], gradient, name)
         for _, found, said in (rank[name] for rank in ranks):
             torch.testing.assert_close(found, norms, rtol=1e-10, atol=0, msg=lambda m, n=name: f"{n}: {m}")
-            assert said == pytest.approx(figures, rel=1e-10), name
+            assert said == pytest.approx(metrics, rel=1e-10), name

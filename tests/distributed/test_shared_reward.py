@@ -47,12 +47,12 @@ class Kept(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def on_rank(judging: Sequence[int], prompts: int = NUM_PROMPTS) -> tuple[RewardResult, int]:
+def on_rank(scoring: Sequence[int], prompts: int = NUM_PROMPTS) -> tuple[RewardResult, int]:
     """Two batches: the result, and the warnings of this rank."""
     kept = Kept()
     logging.getLogger("oblr_megatron.rewards.shared").addHandler(kept)
     rank = dist.get_rank()
-    reward = SharedReward(Numbers(), judging.index(rank) if rank in judging else None, len(judging))
+    reward = SharedReward(Numbers(), scoring.index(rank) if rank in scoring else None, len(scoring))
     batch = PROMPTS[:prompts], SAMPLES[: prompts * GROUP]
     reward.score(*batch)
     return reward.score(*batch), len(kept.messages)
@@ -66,9 +66,9 @@ def on_rank(judging: Sequence[int], prompts: int = NUM_PROMPTS) -> tuple[RewardR
         ([0, 1, 2], {2: "failed", 4: "late", 5: "late", 6: "failed", 8: "late", 9: "late"}),
     ],
 )
-def test_every_rank_receives_everything_and_one_tells(judging: list[int], faults: dict[int, str]) -> None:
+def test_every_rank_receives_everything_and_one_tells(scoring: list[int], faults: dict[int, str]) -> None:
     """10 samples of 5 prompts: 2 shares are of 4 and 6, 3 shares of 2, 4 and 4."""
-    told = run_ranks(on_rank, 3, judging)
+    told = run_ranks(on_rank, 3, scoring)
     for result, _ in told:
         assert result.rewards == [float(n) for n in range(NUM_PROMPTS * GROUP)]
         assert result.faults == faults

@@ -60,29 +60,29 @@ def by_the_file(
         num_prompts=NUM_PROMPTS, group_size=GROUP, baseline=baseline, num_folds=FOLDS, warmup_steps=1, horizon=5.0
     )
     optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=settings.eps)
-    rate, figures = file.LearningRate(settings), []
+    rate, metrics = file.LearningRate(settings), []
     for step in range(STEPS):
         drawn, rewards = draw(step)
         result = file.oblr_po_step(model, optimizer, rate, step, drawn, rewards, settings)
         scalars = torch.tensor([result.sq_norm, result.fold_sq_norm, result.lr], dtype=torch.float64)
-        figures.append({"norms": result.norms, "advantages": result.advantages, "B, M, lr": scalars})
-    return before, figures, model.state_dict()
+        metrics.append({"norms": result.norms, "advantages": result.advantages, "B, M, lr": scalars})
+    return before, metrics, model.state_dict()
 
 
 def by_the_package(
     path: str, baseline: str, mode: str, cases: list[tuple[int, int, bool]]
 ) -> list[tuple[list[dict], dict]]:
     """The same from the package, for each layout, on every rank."""
+    from oblr_megatron.algo.advantage import AdvantageRule
     from transformers import Qwen3Config
 
     from oblr_megatron.algo.baseline import active_groups, advantages
     from oblr_megatron.algo.schedule import build_schedule
-    from oblr_megatron.algo.weighing import Weighing
     from oblr_megatron.checkpoint.hf import load_hf_weights
     from oblr_megatron.gradient.step import TrainingGradient
     from oblr_megatron.model.optimizer import PolicyOptimizer
     from oblr_megatron.model.qwen3 import build_policy
-    from oblr_megatron.types import Judged
+    from oblr_megatron.types import Scored
     from oblr_megatron.weights.export import MegatronWeights
 
     table = {
@@ -103,7 +103,7 @@ def by_the_package(
             load_hf_weights(policy, Path(path))
             optimizer = PolicyOptimizer(policy, config.optimizer)
             schedule = build_schedule(config.algo, config.optimizer, num_steps=STEPS, num_prompts=NUM_PROMPTS)
-            gradients, figures = TrainingGradient(policy, config), []
+            gradients, metrics = TrainingGradient(policy, config), []
             for step in range(STEPS):
                 drawn, rewards = draw(step)
                 samples = [
@@ -111,8 +111,8 @@ def by_the_package(
                     for n, (prompt, response, logprobs) in enumerate(drawn)
                 ]
                 lengths = torch.tensor([len(sample.response_ids) for sample in samples]).view_as(rewards)
-                weighing = Weighing(Judged(rewards, lengths, 0), config, 0.0)
-                found = gradients(samples, weighing, active_groups(baseline, rewards))
+                advantage = AdvantageRule(Scored(rewards, lengths, 0), config, 0.0)
+                found = gradients(samples, advantage, active_groups(baseline, rewards))
                 norms, stats = found.norms_sq.view_as(rewards), found.stats
                 values = advantages(baseline, rewards, norms, lengths, config.algo)
                 lr = schedule.rate(step)
@@ -120,8 +120,8 @@ def by_the_package(
                 optimizer.step(lr)
                 schedule.observe(stats)
                 scalars = torch.tensor([stats.sq_norm, stats.fold_sq_norm_mean, lr], dtype=torch.float64)
-                figures.append({"norms": norms, "advantages": values, "B, M, lr": scalars})
-            outcomes.append((figures, {name: value.clone() for name, value in MegatronWeights(policy)}))
+                metrics.append({"norms": norms, "advantages": values, "B, M, lr": scalars})
+            outcomes.append((metrics, {name: value.clone() for name, value in MegatronWeights(policy)}))
     return outcomes
 
 
@@ -135,12 +135,12 @@ def test_steps_equal_the_single_file(tmp_path: Path, baseline: str, mode: str) -
     model.save_pretrained(tmp_path)
     for world_size, cases in LAYOUTS.items():
         for rank, outcomes in enumerate(run_ranks(by_the_package, world_size, str(tmp_path), baseline, mode, cases)):
-            for case, (figures, weights) in zip(cases, outcomes, strict=True):
+            for case, (metrics, weights) in zip(cases, outcomes, strict=True):
                 place = f"world size {world_size}, rank {rank}, tp pp sp = {case}"
                 for step in range(STEPS):
                     for name, value in wanted[step].items():
-                        close = torch.allclose(figures[step][name], value, rtol=1e-8, atol=1e-12)
-                        assert close, f"{place}, step {step}, {name}: {figures[step][name]} is not {value}"
+                        close = torch.allclose(metrics[step][name], value, rtol=1e-8, atol=1e-12)
+                        assert close, f"{place}, step {step}, {name}: {metrics[step][name]} is not {value}"
                 for name, value in weights.items():
                     difference = float((value - after[name]).abs().max())
                     assert difference <= 1e-8, f"{place}, {name}: off by {difference}"

@@ -22,7 +22,7 @@ from torch import Tensor
 from oblr_megatron.config import Config, parse_config
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import Outcome, assert_outcomes
-from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, judged, make_samples
+from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, make_samples, scored
 from tests.distributed.test_gradnorm_modes import expected as of_oracle
 from tests.tiny import make_hf_dir, make_moe_hf_dir
 
@@ -78,10 +78,10 @@ def on_ranks(path: str, start: str, layouts: Layouts, mutation: str = "") -> dic
 
 
 def step_of(path: str, start: str, parallel: Any, config: Config) -> tuple[Outcome, Any]:
+    from oblr_megatron.algo.advantage import AdvantageRule
     from transformers import AutoConfig
 
     from oblr_megatron.algo.baseline import active_groups
-    from oblr_megatron.algo.weighing import Weighing
     from oblr_megatron.checkpoint.hf import load_hf_weights
     from oblr_megatron.gradient.step import TrainingGradient
     from oblr_megatron.model.qwen3 import build_policy
@@ -93,12 +93,12 @@ def step_of(path: str, start: str, parallel: Any, config: Config) -> tuple[Outco
     reference = Reference(policy) if config.algo.kl_coefficient else None
     load_hf_weights(policy, Path(path))
     weights = [parameter.detach().clone() for _, parameter in policy.named_parameters()]
-    weighing = Weighing(judged(), config, 0.0)
+    advantage = AdvantageRule(scored(), config, 0.0)
     step = TrainingGradient(policy, config, reference)(
         make_samples(),
-        weighing,
-        active_groups(config.algo.baseline, judged().rewards),
-        weigh_tokens=weighing.of_tokens,
+        advantage,
+        active_groups(config.algo.baseline, scored().rewards),
+        token_coefficients_of=advantage.of_tokens,
     )
     assert all(torch.equal(a, b) for a, (_, b) in zip(weights, policy.named_parameters(), strict=True))
     stats = step.stats
@@ -145,7 +145,7 @@ def expected(
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
-    from oblr_megatron.gradnorm.oracle import reference_logits
+    from oblr_megatron.gradnorm.oracle import oracle_logits
 
     shape = AutoConfig.from_pretrained(path)
     leaves = {k: v.double().requires_grad_() for k, v in load_file(Path(path) / "model.safetensors").items()}
@@ -155,7 +155,7 @@ def expected(
         """Log-probs of every token of the vocabulary at the positions of the response, and the response."""
         sample = make_samples()[n]
         tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
-        logits = reference_logits(weights, shape, tokens)[len(sample.prompt_ids) - 1 : -1]
+        logits = oracle_logits(weights, shape, tokens)[len(sample.prompt_ids) - 1 : -1]
         return (logits / TEMPERATURE).log_softmax(-1), torch.tensor(sample.response_ids, dtype=torch.int64)
 
     policy_loss, folds, k3 = 0.0, [], []
@@ -199,7 +199,7 @@ def divisors_of(algo: dict[str, Any]) -> list[float]:
 
 def advantages_of(algo: dict[str, Any], tables: dict[int, Any], norms: Tensor) -> list[list[float]]:
     """A of every token, by the definition of the baseline."""
-    rewards = judged().rewards.flatten().tolist()
+    rewards = scored().rewards.flatten().tolist()
     lengths = [len(response) for _, response in tables.values()]
     if algo["baseline"] != "otb":
         return [[value] * lengths[n] for n, value in enumerate(of_responses(algo["baseline"], rewards, norms))]
@@ -240,9 +240,9 @@ def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], tuple[Outc
         gradients, (loss, mean_norm, k3) = wanted[case]
         assert_outcomes([found[name, case][0] for found in results], gradients, (name, case))
         for found in results:
-            norms, *figures, kl = found[name, case][1]
+            norms, *metrics, kl = found[name, case][1]
             torch.testing.assert_close(norms, wanted["norms"], rtol=1e-10, atol=0)
-            assert figures == pytest.approx([loss, mean_norm], rel=1e-10), (name, case)
+            assert metrics == pytest.approx([loss, mean_norm], rel=1e-10), (name, case)
             assert kl == (pytest.approx(k3, rel=1e-10) if "kl_coefficient" in CASES[case] else None), (name, case)
 
 

@@ -112,8 +112,8 @@ def test_what_is_said(evaluated: Evaluated) -> None:
     lines = evaluated.said.splitlines()
     for line, name in zip(lines[:2], ("first", "second"), strict=True):
         percent = r"\d+\.\d%"
-        figures = f"mean@4 {percent}, pass@4 {percent}, maj@4 {percent}"
-        pattern = rf"{name}: accuracy {percent} \({percent} to {percent}\) greedy, {figures} on 48 prompts"
+        metrics = f"mean@4 {percent}, pass@4 {percent}, maj@4 {percent}"
+        pattern = rf"{name}: accuracy {percent} \({percent} to {percent}\) greedy, {metrics} on 48 prompts"
         assert re.fullmatch(pattern, line)
     assert re.search(r"set +prompts +accuracy +mean@4 +pass@4 +maj@4 +truncated +tokens", evaluated.said)
     copy = json.loads((evaluated.root / "copy.json").read_text())

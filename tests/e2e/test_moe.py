@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from oblr_megatron.checkpoint.store import checkpoints_of
 from oblr_megatron.config import WeightsConfig
 from oblr_megatron.errors import DamagedError, RunError
-from oblr_megatron.gradnorm.oracle import reference_logits
+from oblr_megatron.gradnorm.oracle import oracle_logits
 from oblr_megatron.weights.shm import Bucket, SharedBuffer
 from tests.e2e.conftest import ROOT, records
 from tests.e2e.forked import forked, forked_cli
@@ -120,5 +120,5 @@ def check_export(run_dir: Path, converted: Path) -> None:
     tokens = torch.arange(3, 15)
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(run_dir / "hf")(tokens[None]).logits[0]
-    oracle = reference_logits(exported, AutoConfig.from_pretrained(run_dir / "hf"), tokens)
+    oracle = oracle_logits(exported, AutoConfig.from_pretrained(run_dir / "hf"), tokens)
     torch.testing.assert_close(logits, oracle, rtol=1e-4, atol=1e-4)

@@ -97,7 +97,7 @@ def test_a_bucket_that_is_damaged_once_is_sent_again(rollout, monkeypatch):
     monkeypatch.setattr(shm.SharedBuffer, "checksum", damaged)
     change(model, seed=3)
     engines.push(Weights(model), version=3)
-    assert flipped and engines.figures() == {"rollout/restarts": 0}
+    assert flipped and engines.metrics() == {"rollout/restarts": 0}
     assert largest_error(model, sample(engines, **SMALL)) < PARITY
 
 
@@ -121,7 +121,7 @@ def test_one_loss_too_many(rollout):
         sample(engines, **SMALL)
     path.with_name("away").rename(path)
     assert "after 1 restarts without a completed rollout in between (rollout.max_restarts)" in str(error.value)
-    assert engines.figures() == {"rollout/restarts": 1}
+    assert engines.metrics() == {"rollout/restarts": 1}
     with pytest.raises(EngineLostError, match="engine 0 failed"):
         sample(engines, **SMALL)
     assert not engine_processes()
@@ -136,7 +136,7 @@ def kill_in(engines, seconds):
 
 def assert_replaced(engines, victim):
     """One restart was counted, the old process is reaped, and its descriptors are closed."""
-    assert engines.figures() == {"rollout/restarts": 1} and engines.figures() == {"rollout/restarts": 0}
+    assert engines.metrics() == {"rollout/restarts": 1} and engines.metrics() == {"rollout/restarts": 0}
     assert not psutil.pid_exists(victim)
     assert [process.pid for process in engine_processes()] == [engines._engine.pid]
     assert shared_memory() == 2, "one buffer, and its mapping's copy of the descriptor"
@@ -178,11 +178,11 @@ def one_rank(path, run_dir):
             os.kill(pid, signal.SIGKILL)
         result["idle"] = sample(engines, 7, 3)
         result["kept"] = engines._engine.pid == pid
-        result["figures"] = [engines.figures()]
+        result["figures"] = [engines.metrics()]
         scale(policy, 1.25)
         victim = engines._engine.pid if parallel.rank == 0 else None
         engines.push(Killing(MegatronWeights(policy), victim), version=2)
-        result["figures"] += [engines.figures()]
+        result["figures"] += [engines.metrics()]
         result["pushed"] = engines.version
         result["after"] = sample(engines, 7, 3)
         engines.push(MegatronWeights(policy), version=3)

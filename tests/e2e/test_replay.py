@@ -40,7 +40,7 @@ def succeed(result: CompletedProcess[str]) -> str:
     return result.stdout
 
 
-def same_figures(first: Path, second: Path, besides: tuple[str, ...] = OF_SAMPLING) -> None:
+def same_metrics(first: Path, second: Path, besides: tuple[str, ...] = OF_SAMPLING) -> None:
     """All records bit for bit."""
     one, two = (
         [{name: value for name, value in step.items() if not name.startswith(besides)} for step in records(path)]
@@ -64,7 +64,7 @@ def test_a_replay_repeats_a_run_to_the_last_bit_without_vllm(tmp_path: Path, ove
     said = succeed(run([sys.executable, "-c", WITHOUT_VLLM, CONFIG, *keys, "--replay", str(a / "rollouts")]))
     assert said.count("no evaluation is made") == 1
     assert not list((b / "logs").glob("engine-*")), "an engine was started"
-    same_figures(a, b)
+    same_metrics(a, b)
     same_weights(a, b)
     assert all(step["rollout/logprob_abs_diff"] <= 1e-3 for step in records(b)), "each step met the weights it is of"
 
@@ -87,7 +87,7 @@ def test_dynamic_sampling_on_two_ranks_and_its_replay(tmp_path: Path, overrides:
         assert record["rollout/logprob_abs_diff"] <= 1e-3
     assert max(step["rollout/dynamic_batches"] for step in steps) > 1, "nothing was refilled: the test shows nothing"
     succeed(forked(2, [*overrides(b, **dynamic), "--replay", str(a / "rollouts")]))
-    same_figures(a, b, (*OF_SAMPLING, *OF_ALL_SAMPLED))
+    same_metrics(a, b, (*OF_SAMPLING, *OF_ALL_SAMPLED))
     same_weights(a, b)
 
 

@@ -101,7 +101,7 @@ def test_pushed_weights_are_served_by_both(two, engines_of, model):
         assert [one.group for one in after] == [n // 4 for n in range(128)]
         assert [one.prompt_ids for one in after[::4]] == [prompt.token_ids for prompt in make_prompts(32)]
         before = after
-    assert engines.figures() == {"rollout/restarts": 0}
+    assert engines.metrics() == {"rollout/restarts": 0}
 
 
 def test_the_split_over_servers_does_not_change_the_draws(two, engines_of, model):
@@ -301,7 +301,7 @@ def test_killed_servers_lose_and_double_nothing(two, engines_of, model):
     killed.start()
     assert_same(sample(engines, **many), expected, version=1)
     killed.join()
-    assert engines.figures() == {"rollout/restarts": 0}, "no weights had to be pushed"
+    assert engines.metrics() == {"rollout/restarts": 0}, "no weights had to be pushed"
 
     def kill_and_start_again():
         two[1].end(signal.SIGKILL)
@@ -311,13 +311,13 @@ def test_killed_servers_lose_and_double_nothing(two, engines_of, model):
     killed.start()
     assert_same(sample(engines, **many), expected, version=1)
     killed.join()
-    assert engines.figures() == {"rollout/restarts": 1}
+    assert engines.metrics() == {"rollout/restarts": 1}
 
     two[0].start()
     two[0].wait_ready()
     change(model, seed=8)
     engines.push(Weights(model), 2)
-    assert engines.figures() == {"rollout/restarts": 1}, "the first one is taken back at a push"
+    assert engines.metrics() == {"rollout/restarts": 1}, "the first one is taken back at a push"
     assert largest_error(model, sample(engines, count=32)) < PARITY
     assert min(server.generated() for server in two) > 0
 

@@ -26,7 +26,7 @@ group_size = 4
 run_dir = "unused"
 model = {{path = "{model}", make_vocab_size_divisible_by = 8}}
 data = {{train = "none", max_prompt_tokens = 16}}
-rollout = {{replay = "{inputs}/rollouts", max_response_tokens = 16, correction = "none"}}
+rollout = {{replay = "{inputs}/rollouts", max_response_tokens = 16, importance_sampling = "none"}}
 reward = {{name = "tests.slurm.rewards:slow_match", num_workers = 1}}
 gradnorm = {{mode = "bookkeep"}}
 algo = {{snr = {{num_folds = 2, warmup_steps = 2}}}}

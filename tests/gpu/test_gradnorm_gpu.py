@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from oblr_megatron.algo.advantage import AdvantageRule
 from torch import Tensor
 from transformers import AutoConfig, Qwen3ForCausalLM
 
-from oblr_megatron.algo.weighing import Weighing
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, ParallelConfig, parse_config
 from oblr_megatron.data.packing import one_per_microbatch
@@ -30,7 +30,7 @@ from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.model.step import run_schedule
-from oblr_megatron.types import Judged, Sample
+from oblr_megatron.types import Sample, Scored
 from tests.distributed.gradnorm_cases import TEMPERATURE, oracle, relative_error
 from tests.tiny import tiny_config
 
@@ -78,7 +78,7 @@ def config_of(path: Path, dtype: str, mode: str, **model: str) -> Config:
             "model": {"path": str(path), "dtype": dtype} | model,
             "data": {"train": "unused"},
             "algo": {"baseline": "optimal", "snr": {"num_folds": PROMPTS}},
-            "rollout": {"correction": "none", "temperature": TEMPERATURE},
+            "rollout": {"importance_sampling": "none", "temperature": TEMPERATURE},
             "gradnorm": {"mode": mode},
         }
     )
@@ -99,8 +99,8 @@ def take_step(gradients: TrainingGradient, config: Config) -> Tensor:
     """[N] norms of the next step of one that may have taken some."""
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     lengths = torch.tensor([response for _, response in LENGTHS]).view(PROMPTS, GROUP)
-    weighing = Weighing(Judged(rewards, lengths, 0), config, 0.0)
-    return gradients(make_samples(), weighing, torch.ones(PROMPTS, dtype=torch.bool)).norms_sq
+    advantage = AdvantageRule(Scored(rewards, lengths, 0), config, 0.0)
+    return gradients(make_samples(), advantage, torch.ones(PROMPTS, dtype=torch.bool)).norms_sq
 
 
 def norms_of_gradients(policy: Policy) -> Tensor:

@@ -16,7 +16,7 @@ CONFIG = {
     "group_size": 8,
     "model": {"path": "models/tiny-qwen3", "dtype": "float32"},
     "data": {"train": [{"path": "data/sums_train.jsonl"}], "template": "{question} <&> ", "chat_template": False},
-    "rollout": {"temperature": 1.0, "max_response_tokens": 16, "correction": "token", "num_engines": None},
+    "rollout": {"temperature": 1.0, "max_response_tokens": 16, "importance_sampling": "token", "num_engines": None},
     "algo": {"baseline": "optimal_prior", "schedule": "snr", "snr": {"floor": 0.1, "num_folds": 4, "warmup_steps": 10}},
     "optimizer": {"name": "adam", "lr": 1e-3, "clip_grad": 1.0},
     "parallel": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "sequence_parallel": False},

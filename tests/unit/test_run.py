@@ -22,10 +22,10 @@ from oblr_megatron.metrics import describe
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.timing import PhaseTimer
-from oblr_megatron.types import GradientStats, Judged, Sample, StepGradient
+from oblr_megatron.types import GradientStats, Sample, Scored, StepGradient
 
 NAN, INF = float("nan"), float("inf")
-JUDGED = Judged(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([[2, 3], [4, 5]]), failures=1)
+SCORED = Scored(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([[2, 3], [4, 5]]), failures=1)
 SAMPLES = [Sample(n // 2, (3,), (4,) * (n + 2), (-1.0,) * (n + 2), "", "length" if n else "stop", 0) for n in range(4)]
 
 
@@ -61,11 +61,18 @@ class Gradients:
         self.wanted = False
 
     def __call__(
-        self, samples: Any, weigh: Any, active: Any, *, norms_wanted: bool, weigh_tokens: Any, timer: Any
+        self,
+        samples: Any,
+        coefficients_of: Any,
+        active: Any,
+        *,
+        norms_wanted: bool,
+        token_coefficients_of: Any,
+        timer: Any,
     ) -> StepGradient:
         self.wanted = norms_wanted
         norms = self.norms if norms_wanted else torch.zeros_like(self.norms)
-        self.coefficients = weigh(range(2), norms.view(2, 2))
+        self.coefficients = coefficients_of(range(2), norms.view(2, 2))
         return StepGradient(norms, GradientStats(-0.5, 4.0, 9.0, 2, 1.5, 1e-6, 0.0, 14))
 
 
@@ -74,7 +81,7 @@ def gradient_of(parts: Any, gradients: Gradients) -> GradientStats:
     parts._check = lambda *arguments: run.Run._check(parts, *arguments)
     parts._refuse_broken = lambda *arguments: run.Run._refuse_broken(parts, *arguments)
     parts._for_estimator = lambda *arguments: run.Run._for_estimator(parts, *arguments)
-    return run.Run.gradient(parts, SAMPLES, JUDGED, torch.ones(2, dtype=torch.bool), 0)
+    return run.Run.gradient(parts, SAMPLES, SCORED, torch.ones(2, dtype=torch.bool), 0)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -132,8 +139,8 @@ def test_the_panel_needs_norms_and_not_stand_ins(tmp_path: Path) -> None:
 
 def test_a_token_wise_baseline_has_no_value_for_a_response(tmp_path: Path) -> None:
     algo = make_run(tmp_path, baseline="otb").config.algo
-    assert step_metrics.of_baseline(algo, JUDGED, torch.zeros(2, 2)) == {}
-    found = step_metrics.of_baseline(algo, JUDGED, torch.ones(2, 2))
+    assert step_metrics.of_baseline(algo, SCORED, torch.zeros(2, 2)) == {}
+    found = step_metrics.of_baseline(algo, SCORED, torch.ones(2, 2))
     assert "baseline/optimal/variance_ratio" in found and "gradnorm/sq_mean" in found
     assert not {"baseline/spread", "baseline/self_dependence", "baseline/variance_ratio_vs_rloo"} & set(found)
 
@@ -141,7 +148,7 @@ def test_a_token_wise_baseline_has_no_value_for_a_response(tmp_path: Path) -> No
 def test_figures_of_a_step() -> None:
     stats = GradientStats(-0.5, 4.0, 9.0, 2, 1.5, 1e-6, 0.0, 14)
     timing = {"timing_s/step": 3.0, "timing_s/evaluate": 1.0}
-    found = step_metrics.of_step(SAMPLES, JUDGED, stats, timing)
+    found = step_metrics.of_step(SAMPLES, SCORED, stats, timing)
     wanted = {
         "reward/mean": 0.5,
         "reward/std": 0.5,
@@ -159,7 +166,7 @@ def test_figures_of_a_step() -> None:
 def test_figures_of_judging_are_over_all_batches_of_a_step() -> None:
     first = RewardResult([1.5, 0.5], {0: "late"}, terms={"math": [1.0, 0.0], "http://host/a/b": [0.5, 0.5]})
     second = RewardResult([1.0], {0: "failed"}, terms={"math": [1.0], "http://host/a/b": [2.0]})
-    found = step_metrics.of_judging([first, second])
+    found = step_metrics.of_scoring([first, second])
     assert found == pytest.approx(
         {
             "reward/timeouts": 1,
@@ -170,7 +177,7 @@ def test_figures_of_judging_are_over_all_batches_of_a_step() -> None:
         }
     )
     assert [describe(name).name for name in found][-1] == "rewards/<term>/std"
-    assert step_metrics.of_judging([RewardResult([1.0])]) == {"reward/timeouts": 0}
+    assert step_metrics.of_scoring([RewardResult([1.0])]) == {"reward/timeouts": 0}
 
 
 def test_correlation() -> None:

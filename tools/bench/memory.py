@@ -190,8 +190,8 @@ def measure(case: Case) -> None:
     peak = torch.tensor(resident_peak())
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     if parallel.rank == 0:
-        figures = {"estimated": found.total, "measured": int(peak), "ratio": found.total / int(peak)}
-        print(json.dumps(asdict(case) | figures | {"moment": found.moment, "parts": dict(found.rows())}), flush=True)
+        metrics = {"estimated": found.total, "measured": int(peak), "ratio": found.total / int(peak)}
+        print(json.dumps(asdict(case) | metrics | {"moment": found.moment, "parts": dict(found.rows())}), flush=True)
     shutdown()
 
 
@@ -202,8 +202,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         differs = [f"{name}={row[name]}" for name in default if name != "mode" and row[name] != default[name]]
         parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in row["parts"].items() if num_bytes)
-        figures = [size(row["estimated"]), size(row["measured"]), f"{row['ratio']:.3f}"]
-        table.add_row(" ".join([row["mode"], *differs]), *figures, row["moment"], parts)
+        metrics = [size(row["estimated"]), size(row["measured"]), f"{row['ratio']:.3f}"]
+        table.add_row(" ".join([row["mode"], *differs]), *metrics, row["moment"], parts)
     Console(width=180).print(table)
 
 

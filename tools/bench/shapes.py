@@ -79,7 +79,7 @@ class Cell:
             "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
             "algo": {"baseline": baseline, "snr": {"num_folds": 1}},
             "gradnorm": gradnorm,
-            "rollout": {"correction": "none", "max_response_tokens": self.tokens},
+            "rollout": {"importance_sampling": "none", "max_response_tokens": self.tokens},
             "parallel": {"micro_batch_tokens": 1},
         }
         return parse_config(table)

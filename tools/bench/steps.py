@@ -26,7 +26,7 @@ from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import Policy, build_policy
-from oblr_megatron.preflight import choose_norms
+from oblr_megatron.preflight import select_mode
 
 PLAIN, PLAIN_TORCH, GHOST = "plain", "plain_torch", "opacus_ghost"
 GRADNORM: dict[str, dict[str, str]] = {  # the section of the configuration that a mode stands for
@@ -68,7 +68,7 @@ def _config(cell: Cell, mode: str) -> Config:
     if config.gradnorm.mode != "auto":
         return config
     model = HFDir(config.model.path, cell.hf_config().to_dict(), (), {}, tied=False, num_bytes=0)
-    return with_mode(config, choose_norms(model, config, world_size=1).mode)
+    return with_mode(config, select_mode(model, config, world_size=1).mode)
 
 
 def _megatron(cell: Cell, configs: Mapping[str, Config], parallel: Parallel) -> list[Candidate]:
@@ -89,12 +89,12 @@ def _megatron_step(cell: Cell, config: Config, policy: Policy, optimizer: Policy
     gradient = TrainingGradient(policy, config)
     wanted = config.uses_norms
 
-    def weigh(prompts: Sequence[int], norms_sq: Tensor) -> Tensor:
+    def coefficients_of(prompts: Sequence[int], norms_sq: Tensor) -> Tensor:
         """The one prompt's [1, G] -> [1, G]."""
         return cell.coefficients(config, norms_sq[0])[None]
 
     def step() -> None:
-        found = gradient(samples, weigh, active, norms_wanted=wanted)
+        found = gradient(samples, coefficients_of, active, norms_wanted=wanted)
         optimizer.clip(found.stats.sq_norm)
         optimizer.step(LR)
 

@@ -51,7 +51,7 @@ class Row:
     """
 
     answers: str
-    judge: str
+    score_batch: str
     count: int
     right: float  # share judged equal
     on_the_spot: float  # share that no worker was asked about
@@ -136,16 +136,16 @@ def measure(kind: str, pairs: Sequence[Pair], spot: float, rounds: int) -> list[
     return [
         Row(
             answers=kind,
-            judge=judge,
-            count=len(pairs) if judge == "math" else len(few),
-            right=right[judge],
-            on_the_spot=spot if judge == "math" else 1.0,
+            score_batch=score_batch,
+            count=len(pairs) if score_batch == "math" else len(few),
+            right=right[score_batch],
+            on_the_spot=spot if score_batch == "math" else 1.0,
             rounds=rounds,
             per_s=1 / statistics.median(taken),
             times_bare=paired_ratio(seconds["math-verify"], taken),
-            **quantiles(latencies[judge]),
+            **quantiles(latencies[score_batch]),
         )
-        for judge, taken in seconds.items()
+        for score_batch, taken in seconds.items()
     ]
 
 

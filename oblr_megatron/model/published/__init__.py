@@ -31,7 +31,7 @@ def published(name: str) -> dict[str, Any]:
         raise UserError(
             f"no published Qwen3 model is named {name!r}",
             where="model",
-            mend=f"name one of {', '.join(f'Qwen3-{known}' for known in NAMES)}, or a directory with a config.json",
+            fix=f"name one of {', '.join(f'Qwen3-{known}' for known in NAMES)}, or a directory with a config.json",
         )
     config: dict[str, Any] = json.loads((HERE / f"{found}.json").read_text(encoding="utf-8"))
     return config
@@ -49,5 +49,5 @@ def model_config(model: str | Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"not JSON: {error}", where=str(file), mend="give a complete Qwen3 config.json") from error
+        raise UserError(f"not JSON: {error}", where=str(file), fix="give a complete Qwen3 config.json") from error
     return config

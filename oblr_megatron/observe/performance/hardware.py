@@ -80,7 +80,7 @@ def device_named(name: str) -> Device:
         if device.name == wanted:
             return device
     known = ", ".join(device.name for device in DEVICES)
-    raise UserError(f"no device is known by the name {name!r}", where="device", mend=f"name one of {known}")
+    raise UserError(f"no device is known by the name {name!r}", where="device", fix=f"name one of {known}")
 
 
 def device_of_driver(driver_name: str) -> Device | None:

@@ -160,12 +160,12 @@ def check_profile(log: LogConfig, world_size: int, *, on_gpu: bool) -> None:
         raise UserError(
             'log.profile is "nsys", which records CUDA, and there is no GPU here',
             where="log.profile",
-            mend='set log.profile to "torch"',
+            fix='set log.profile to "torch"',
         )
     beyond = [rank for rank in log.profile_ranks if not 0 <= rank < world_size]
     if beyond:
         raise UserError(
             f"log.profile_ranks names rank {beyond[0]}, and the run has {world_size} ranks, 0 to {world_size - 1}",
             where="log.profile_ranks",
-            mend="name ranks that there are",
+            fix="name ranks that there are",
         )

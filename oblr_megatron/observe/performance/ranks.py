@@ -93,7 +93,7 @@ class RankTable:
         allocated, reserved, peak, pace = columns[2 * count :]
         return cls(wall, own, {"allocated": allocated, "reserved": reserved, "peak": peak}, pace)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What is logged of it; of a single rank its memory alone."""
         peaks = self.memory["peak"]
         found: dict[str, float] = {"perf/peak_memory_bytes": int(max(peaks))}
@@ -162,7 +162,7 @@ class RankLog:
         table = RankTable.of(rows)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(table.line(step))
-        return table.figures()
+        return table.metrics()
 
 
 def _lines_until(path: Path, step: int) -> str:

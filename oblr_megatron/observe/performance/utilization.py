@@ -19,7 +19,7 @@ from oblr_megatron.observe.performance.hardware import Device, this_device
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
-    from oblr_megatron.types import Judged, Sample
+    from oblr_megatron.types import Sample, Scored
 
 TRAINING = ("gradnorm", "gradient", "optimizer")
 
@@ -41,7 +41,7 @@ class Utilization:
         """Of this process's device, unless log.peak_tflops says what it can do."""
         return cls(hf_config, config, world_size, peak_flops(config, this_device()))
 
-    def figures(self, samples: Sequence[Sample], judged: Judged, timing: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, samples: Sequence[Sample], scored: Scored, timing: Mapping[str, float]) -> dict[str, float]:
         """Of one step.
 
         Args:
@@ -54,17 +54,17 @@ class Utilization:
         seconds = sum(timing.get(f"timing_s/{phase}", 0.0) for phase in TRAINING)
         if self.peak_flops is None or not seconds:
             return found
-        flops = training_flops(self.hf_config, self._trained(samples, judged))
+        flops = training_flops(self.hf_config, self._trained(samples, scored))
         found["perf/mfu/actor"] = flops / (seconds * self.world_size * self.peak_flops)
         found["perf/mfu/with_norms"] = found["perf/mfu/actor"] * (2 if self._norms_apart else 1)
         return found
 
-    def _trained(self, samples: Sequence[Sample], judged: Judged) -> list[int]:
+    def _trained(self, samples: Sequence[Sample], scored: Scored) -> list[int]:
         """Tokens of the samples that went through a backward pass."""
         if self.config.algo.kl_coefficient:  # the penalty has a gradient whatever the advantage is
             return [_length(sample) for sample in samples]
-        active = active_groups(self.config.algo.baseline, judged.rewards).tolist()
-        group = judged.rewards.shape[1]
+        active = active_groups(self.config.algo.baseline, scored.rewards).tolist()
+        group = scored.rewards.shape[1]
         return [_length(sample) for n, sample in enumerate(samples) if active[n // group]]
 
     @property

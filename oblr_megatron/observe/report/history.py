@@ -73,7 +73,7 @@ def load_history(run_dir: Path) -> History:
     directory = Path(run_dir)
     records = read_metrics(directory)
     if not records:
-        raise UserError("no step is logged yet", where=str(directory), mend="wait for the run's first step")
+        raise UserError("no step is logged yet", where=str(directory), fix="wait for the run's first step")
     config = _read_json(directory / "config.json")
     return History(directory.resolve(), records, config, _read_json(directory / ENVIRONMENT_FILE))
 
@@ -85,7 +85,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"not a JSON file: {error}", where=str(path), mend="restore or remove the file") from error
+        raise UserError(f"not a JSON file: {error}", where=str(path), fix="restore or remove the file") from error
     return table if isinstance(table, dict) else {}
 
 

@@ -19,7 +19,7 @@ from oblr_megatron.timing import PHASES
 
 def sections(history: History) -> Iterator[Section]:
     """All sections of the report in order; some figures depend on what the run has evaluated and measured."""
-    evaluations = [_evaluation_figure(name) for name in history.evaluation_sets()] or [EVALUATION_MISSING]
+    evaluations = [_evaluation_chart(name) for name in history.evaluation_sets()] or [EVALUATION_MISSING]
     experts = [EXPERTS] if len(history.points("moe/max_load")[1]) else []
     yield Section("Learning", (REWARD, *evaluations, RESPONSE_LENGTH, ENTROPY, *experts))
     yield Section("Signal, noise and learning rate", (SHRINK, LEARNING_RATE, SIGNAL, batch_size(history)))
@@ -46,7 +46,7 @@ def _strip(unit: str, metric: str, label: str, *, include: tuple[float, ...] = (
     return PanelSpec(unit, (CurveSpec(metric, label, "marks", 5),), include=include, short=True)
 
 
-def _evaluation_figure(name: str) -> FigureSpec:
+def _evaluation_chart(name: str) -> FigureSpec:
     curves = (
         CurveSpec(f"eval/{name}/accuracy", "greedy", "marks", 1),
         CurveSpec(f"eval/{name}/mean_at_k", "sampled, mean@k", "marks", 2),

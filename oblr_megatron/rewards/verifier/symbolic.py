@@ -22,7 +22,7 @@ DIGITS = 300
 MIN_POINTS = 3
 
 
-def judge(prediction: str, gold: str) -> float:
+def score_batch(prediction: str, gold: str) -> float:
     """1.0 if an extracted answer equals the gold one, else 0.0; the workers' entry."""
     return float(equal_answers(prediction, gold, equal_expressions))
 

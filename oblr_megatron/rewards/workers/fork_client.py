@@ -27,7 +27,7 @@ class Worker:
     pipe: Connection
 
 
-class Nursery:
+class ForkServer:
     """A running nursery.
 
     Raises:

@@ -26,7 +26,7 @@ from types import TracebackType
 
 from oblr_megatron.errors import RunError
 from oblr_megatron.rewards.workers.calls import Reply
-from oblr_megatron.rewards.workers.fork_client import Nursery, Worker
+from oblr_megatron.rewards.workers.fork_client import ForkServer, Worker
 
 GIB = 2**30
 
@@ -56,8 +56,8 @@ class Pool:
     _owner: int  # process id: a fork of it starts afresh
     _closed: bool
     _lock: threading.Lock  # guards the seats and the queue
-    _nursery_lock: threading.Lock  # one request to the nursery at a time
-    _nursery: Nursery | None
+    _fork_server_lock: threading.Lock  # one request to the nursery at a time
+    _fork_server: ForkServer | None
     _free: list[_Seat]
     _waiting: deque[SimpleQueue[_Seat | None]]
 
@@ -141,8 +141,8 @@ class Pool:
             for seat in self._free:
                 if seat.worker is not None:
                     seat.worker.pipe.close()
-            if self._nursery is not None:
-                self._nursery.end()
+            if self._fork_server is not None:
+                self._fork_server.end()
 
     def __enter__(self) -> Pool:
         return self
@@ -161,8 +161,8 @@ class Pool:
         self._owner = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
-        self._nursery_lock = threading.Lock()
-        self._nursery = None
+        self._fork_server_lock = threading.Lock()
+        self._fork_server = None
         self._free = [_Seat() for _ in range(self.num_workers)]
         self._waiting = deque()
 
@@ -192,11 +192,11 @@ class Pool:
         self._own()
         seat = self._borrow()
         try:
-            return self._judge(seat, rows)
+            return self._score_batch(seat, rows)
         finally:
             self._give_back(seat)
 
-    def _judge(self, seat: _Seat, rows: Sequence[Sequence[str]]) -> list[Outcome]:
+    def _score_batch(self, seat: _Seat, rows: Sequence[Sequence[str]]) -> list[Outcome]:
         try:
             worker = self._send(seat, json.dumps([list(row) for row in rows]).encode())
             if not worker.pipe.poll(self.limit_s):
@@ -223,17 +223,17 @@ class Pool:
 
     def _hire(self, seat: _Seat) -> Worker:
         """Fork a worker, starting the nursery first where there is none or it died."""
-        with self._nursery_lock:
+        with self._fork_server_lock:
             if self._closed:
                 raise RunError("the reward workers were already closed")
             try:
-                self._nursery = self._nursery or Nursery(self._launch)
-                seat.worker = self._nursery.fork()
+                self._fork_server = self._fork_server or ForkServer(self._launch)
+                seat.worker = self._fork_server.fork()
             except (OSError, EOFError):
-                if self._nursery is not None:
-                    self._nursery.end()
-                self._nursery = Nursery(self._launch)
-                seat.worker = self._nursery.fork()
+                if self._fork_server is not None:
+                    self._fork_server.end()
+                self._fork_server = ForkServer(self._launch)
+                seat.worker = self._fork_server.fork()
         return seat.worker
 
     def _dismiss(self, seat: _Seat) -> None:
@@ -241,6 +241,6 @@ class Pool:
         if worker is None:
             return
         worker.pipe.close()
-        with self._nursery_lock:
-            if self._nursery is not None and not self._closed:
-                self._nursery.kill(worker.pid)
+        with self._fork_server_lock:
+            if self._fork_server is not None and not self._closed:
+                self._fork_server.kill(worker.pid)

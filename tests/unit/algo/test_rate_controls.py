@@ -91,7 +91,7 @@ def test_estimates_are_made_and_carried_over_a_break(tmp_path: Path) -> None:
     first.observe(GradientStats(0.0, 1.0, 2.5, 4, 0.0, 0.0, 0.0, 1))
     second.load_state_dict(first.state_dict())
     assert second.rate(5) == first.rate(5)
-    assert first.figures()["snr/shrink_ema"] == second.figures()["snr/shrink_ema"] == pytest.approx(0.5)
+    assert first.metrics()["snr/shrink_ema"] == second.metrics()["snr/shrink_ema"] == pytest.approx(0.5)
 
 
 def test_a_source_that_will_not_do_is_refused(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def run(schedule, shrinks, start: int = 0) -> list[float]:
 def test_constant_stays_and_still_estimates():
     schedule = build("constant")
     assert run(schedule, [0.5] * 3) == [1.0] * 3
-    assert schedule.figures()["snr/shrink_ema"] == pytest.approx(0.5)
+    assert schedule.metrics()["snr/shrink_ema"] == pytest.approx(0.5)
 
 
 def test_cosine_goes_from_lr_to_its_share_at_the_last_step():

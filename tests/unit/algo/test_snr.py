@@ -95,7 +95,7 @@ def test_an_estimate_that_means_nothing_leaves_the_averages_alone(sq_norm, mean,
     before = averages.state_dict()
     assert not averages.observe(stats(sq_norm, mean, folds))
     assert averages.state_dict() == before
-    assert set(averages.figures()) == {"snr/shrink_ema", "snr/snr", "snr/critical_batch_size"}  # of the averages
+    assert set(averages.metrics()) == {"snr/shrink_ema", "snr/snr", "snr/critical_batch_size"}  # of the averages
 
 
 def test_averages_are_bias_corrected_and_divided_last():
@@ -124,7 +124,7 @@ def test_shrink_is_clamped_after_averaging():
 
 
 def test_averages_without_an_observation_are_undefined():
-    assert math.isnan(averages_over(4).shrink) and averages_over(4).figures() == {}
+    assert math.isnan(averages_over(4).shrink) and averages_over(4).metrics() == {}
 
 
 def test_figures_are_those_of_the_step():
@@ -138,20 +138,20 @@ def test_figures_are_those_of_the_step():
         "snr/snr": 0.125,
         "snr/critical_batch_size": 8.0,  # of 8 prompts: shrink is 1/2
     }
-    assert averages.figures() == pytest.approx(want)
+    assert averages.metrics() == pytest.approx(want)
 
 
 def test_without_a_signal_no_batch_is_large_enough():
     averages = averages_over(1)
     averages.observe(stats(1.0, 5.0))
     assert averages.signal < 0 < averages.noise
-    assert set(averages.figures()) == {"snr/signal_sq", "snr/noise_trace", "snr/shrink_raw", "snr/shrink_ema"}
+    assert set(averages.metrics()) == {"snr/signal_sq", "snr/noise_trace", "snr/shrink_raw", "snr/shrink_ema"}
 
 
 def test_without_noise_one_prompt_is_enough():
     averages = averages_over(1)
     averages.observe(stats(1.0, 1.0))
-    assert averages.figures()["snr/critical_batch_size"] == 0.0 and "snr/snr" not in averages.figures()
+    assert averages.metrics()["snr/critical_batch_size"] == 0.0 and "snr/snr" not in averages.metrics()
 
 
 def test_the_state_survives_json():
@@ -161,7 +161,7 @@ def test_the_state_survives_json():
     restored.load_state_dict(json.loads(json.dumps(averages.state_dict())))
     for each in (averages, restored):
         each.observe(stats(0.3, 0.9))
-    assert averages.figures() == restored.figures()
+    assert averages.metrics() == restored.metrics()
 
 
 def draw_folds(random: torch.Generator, mean: float, folds: int = 4, size: int = 400) -> torch.Tensor:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from oblr_megatron.algo.advantage import AdvantageRule, usual
 
 from oblr_megatron.algo.token_baseline import token_advantages
-from oblr_megatron.algo.weighing import Weighing, usual
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.types import Judged
+from oblr_megatron.types import Scored
 
 Q, G = 3, 4
 
@@ -20,61 +20,61 @@ def config_of(**algo: Any) -> Config:
     return parse_config({"run_dir": "unused", "num_prompts": Q, "group_size": G, **sections})
 
 
-def step() -> tuple[Judged, torch.Tensor]:
+def step() -> tuple[Scored, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(Q, G, generator=generator, dtype=torch.float64)
     lengths = torch.randint(1, 9, (Q, G), generator=generator)
-    return Judged(rewards, lengths, 0), torch.rand(Q, G, generator=generator, dtype=torch.float64)
+    return Scored(rewards, lengths, 0), torch.rand(Q, G, generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("baseline", ["optimal", "optimal_prior", "rloo", "opo", "grpo"])
 @pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sample_mean"])
 def test_prompts_one_by_one_give_what_all_together_give(baseline: str, aggregation: str) -> None:
-    judged, norms = step()
-    weighing = Weighing(judged, config_of(baseline=baseline, aggregation=aggregation), usual_norm=0.5)
-    together = weighing(range(Q), norms)
+    scored, norms = step()
+    advantage = AdvantageRule(scored, config_of(baseline=baseline, aggregation=aggregation), usual_norm=0.5)
+    together = advantage(range(Q), norms)
     for prompts in ([0], [2], [2, 0]):
-        torch.testing.assert_close(weighing(prompts, norms[prompts]), together[prompts], rtol=1e-12, atol=0)
+        torch.testing.assert_close(advantage(prompts, norms[prompts]), together[prompts], rtol=1e-12, atol=0)
 
 
 def test_norms_next_to_nothing_are_told_by_those_of_earlier_steps() -> None:
     """Others that weigh nothing beside a usual response have their plain mean taken, whoever else is known."""
-    judged, norms = step()
+    scored, norms = step()
     config = config_of(baseline="optimal")
     norms[1] = torch.tensor([1.0, 1e-9, 3e-9, 2e-9])
-    together = Weighing(judged, config, 0.0)(range(Q), norms)
-    alone = Weighing(judged, config, 0.5)([1], norms[1:2])
+    together = AdvantageRule(scored, config, 0.0)(range(Q), norms)
+    alone = AdvantageRule(scored, config, 0.5)([1], norms[1:2])
     torch.testing.assert_close(alone, together[1:2], rtol=1e-12, atol=0)
-    assert not torch.allclose(Weighing(judged, config, 0.0)([1], norms[1:2]), together[1:2])
+    assert not torch.allclose(AdvantageRule(scored, config, 0.0)([1], norms[1:2]), together[1:2])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_norm_that_is_no_number_gives_a_coefficient_of_zero(value: float) -> None:
-    judged, norms = step()
+    scored, norms = step()
     norms[1, 2] = value
-    found = Weighing(judged, config_of(baseline="optimal"), 0.5)([1], norms[1:2])
+    found = AdvantageRule(scored, config_of(baseline="optimal"), 0.5)([1], norms[1:2])
     assert found.isfinite().all() and (found == 0).nonzero().tolist() == [[0, 2]]
 
 
 @pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sample_mean"])
 def test_coefficients_of_tokens(aggregation: str) -> None:
     """An energy that is no number takes its sample out of the group and leaves the others' numbers whole."""
-    judged, _ = step()
+    scored, _ = step()
     energies = torch.rand(Q * G, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    weighing = Weighing(judged, config_of(baseline="otb", aggregation=aggregation), 0.0)
+    advantage = AdvantageRule(scored, config_of(baseline="otb", aggregation=aggregation), 0.0)
     divisor = {
         "constant": torch.full((Q * G,), float(Q * G), dtype=torch.float64),
-        "token_mean": judged.lengths.sum().expand(Q * G),
-        "sample_mean": Q * G * judged.lengths.flatten(),
+        "token_mean": scored.lengths.sum().expand(Q * G),
+        "sample_mean": Q * G * scored.lengths.flatten(),
     }[aggregation][:, None]
-    want = token_advantages(judged.rewards, energies, judged.lengths) / divisor
-    torch.testing.assert_close(weighing.of_tokens(energies), want, rtol=1e-12, atol=0)
+    want = token_advantages(scored.rewards, energies, scored.lengths) / divisor
+    torch.testing.assert_close(advantage.of_tokens(energies), want, rtol=1e-12, atol=0)
     energies[5, 3] = float("nan")
-    found = weighing.of_tokens(energies)
-    assert found.isfinite().all() and (found[5] == 0).all() and found[:4].equal(weighing.of_tokens(energies)[:4])
+    found = advantage.of_tokens(energies)
+    assert found.isfinite().all() and (found[5] == 0).all() and found[:4].equal(advantage.of_tokens(energies)[:4])
     energies[5] = 0.0
     others = [4, 6, 7]
-    torch.testing.assert_close(found[others], weighing.of_tokens(energies)[others], rtol=1e-12, atol=0)
+    torch.testing.assert_close(found[others], advantage.of_tokens(energies)[others], rtol=1e-12, atol=0)
 
 
 def test_usual_norm() -> None:

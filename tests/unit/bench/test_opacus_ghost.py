@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.gradnorm.oracle import reference_gradient, reference_sq_norms
+from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_sq_norms
 from oblr_megatron.types import Sample
 from tests.tiny import VOCAB, tiny_config
 
@@ -46,7 +46,7 @@ def test_norms_are_the_oracles(dtype: torch.dtype, one_by_one: bool) -> None:
     rows = Rows.of(samples, CPU)
     norms = trainer.sq_norms(rows.split() if one_by_one else [rows])
     wide = {name: parameter.double() for name, parameter in model.named_parameters()}
-    torch.testing.assert_close(norms, reference_sq_norms(wide, tiny_config(), samples), rtol=TOLERANCE[dtype], atol=0)
+    torch.testing.assert_close(norms, oracle_sq_norms(wide, tiny_config(), samples), rtol=TOLERANCE[dtype], atol=0)
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -57,9 +57,9 @@ def test_gradient_is_weighted_by_the_rule(one_by_one: bool) -> None:
     batches = rows.split() if one_by_one else [rows]
     model, trainer = make_trainer(torch.float64)
     weights = dict(model.named_parameters())
-    norms = reference_sq_norms(weights, tiny_config(), samples)
+    norms = oracle_sq_norms(weights, tiny_config(), samples)
     coefficients = rule(norms)
-    scores = [reference_gradient(weights, tiny_config(), sample) for sample in samples]
+    scores = [oracle_gradient(weights, tiny_config(), sample) for sample in samples]
     expected = {name: -sum(c * score[name] for c, score in zip(coefficients, scores, strict=True)) for name in weights}
     trainer.ghost_gradient(batches, rule)
     check_gradients(model, expected)

@@ -187,7 +187,7 @@ def test_damage_is_named(case: str, single: Path, sharded: Path, tmp_path: Path)
         check_hf_dir(path)
     message = str(caught.value)
     assert named in message and str(path) in message and "\n" not in message
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 def test_no_directory(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_refused(tp: int, pp: int, world_size: int, changes
     with pytest.raises(UserError, match=message) as caught:
         check_layout(MODEL | changes, config(tp, pp), world_size)
     assert caught.value.where
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_other_layouts_that_do_not_fit_are_refused(pp: int, parallel: dict[str, 
     with pytest.raises(UserError, match=message) as caught:
         check_layout(MODEL, config(pp=pp, **parallel), 6)
     assert caught.value.where
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 def test_checks_import_no_torch() -> None:

@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused(parallel: dict[str, Any], changes: dict[st
     with pytest.raises(UserError, match=message) as caught:
         check_layout(MODEL | changes, config(**parallel), 24)
     assert caught.value.where
-    assert caught.value.mend
+    assert caught.value.fix
 
 
 def test_experts_are_counted_under_either_key() -> None:

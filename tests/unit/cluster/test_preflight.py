@@ -18,7 +18,7 @@ import torch.distributed as dist
 from oblr_megatron.cluster import all_reduce, preflight
 from oblr_megatron.cluster.all_reduce import ReduceError
 from oblr_megatron.cluster.node import Problem, Report, examine, versions
-from oblr_megatron.cluster.rendezvous import Meeting
+from oblr_megatron.cluster.rendezvous import Rendezvous
 from oblr_megatron.errors import RunError
 from tests.distributed.launch import run_ranks
 
@@ -40,7 +40,7 @@ def compared(found: dict[int, Report], offsets: dict[int, float] | None = None) 
 
 def test_equal_nodes_are_ready() -> None:
     found = reports()
-    assert compared(found, {0: 0.0, 1: 4.9, 2: -4.9}) == [] and preflight.judged(found) == preflight.GOOD
+    assert compared(found, {0: 0.0, 1: 4.9, 2: -4.9}) == [] and preflight.scored(found) == preflight.GOOD
 
 
 def test_a_node_knows_its_place() -> None:
@@ -116,9 +116,9 @@ def test_nodes_meet_and_hear_the_first_one() -> None:
     port = free_port()
 
     def take_part(index: int) -> tuple[dict[int, str], dict[int, float], str]:
-        with Meeting(["127.0.0.1", "127.0.0.2"], index, port, 20.0) as meeting:
-            heard = meeting.gather("report", f"from {index}")
-            return heard, meeting.clock_offsets(heard), meeting.tell("verdict", f"verdict of {index}")
+        with Rendezvous(["127.0.0.1", "127.0.0.2"], index, port, 20.0) as rendezvous:
+            heard = rendezvous.gather("report", f"from {index}")
+            return heard, rendezvous.clock_offsets(heard), rendezvous.tell("verdict", f"verdict of {index}")
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(take_part, range(2))
@@ -130,9 +130,9 @@ def test_nodes_meet_and_hear_the_first_one() -> None:
 def test_no_wait_is_endless() -> None:
     begin = time.monotonic()
     with pytest.raises(RunError, match=r"node b did not meet 127\.0\.0\.1:"):
-        Meeting(["127.0.0.1", "b"], 1, free_port(), 1.0)
-    meeting = Meeting(["127.0.0.1", "b"], 0, free_port(), 0.5)
-    assert meeting.gather("report", "own") == {0: "own"}
+        Rendezvous(["127.0.0.1", "b"], 1, free_port(), 1.0)
+    rendezvous = Rendezvous(["127.0.0.1", "b"], 0, free_port(), 0.5)
+    assert rendezvous.gather("report", "own") == {0: "own"}
     assert time.monotonic() - begin < 30
 
 

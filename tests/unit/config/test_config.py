@@ -21,7 +21,7 @@ from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.config.checks import EVALUATED
 from oblr_megatron.config.section import Section, is_section, section_in
 from oblr_megatron.errors import UserError
-from oblr_megatron.evaluation.accuracy import Grade, Grades, figures
+from oblr_megatron.evaluation.accuracy import Grade, Grades, metrics
 
 LEAVE_ONE_OUT = [name for name, facts in BASELINES.items() if facts.leave_one_out]
 
@@ -33,7 +33,7 @@ PACKAGE = Path(oblr_megatron.__file__).parent
 def refused(overrides: list[str], table: dict[str, Any] | None = None) -> str:
     with pytest.raises(UserError) as caught:
         parse_config(json.loads(json.dumps(table or MINIMAL)), "here", overrides)
-    assert "\n" not in str(caught.value) and caught.value.mend
+    assert "\n" not in str(caught.value) and caught.value.fix
     return str(caught.value)
 
 
@@ -111,7 +111,7 @@ def test_what_a_run_goes_on_from_and_which_figure_is_best(tmp_path: Path) -> Non
 
 def test_every_figure_of_a_set_may_say_which_is_best() -> None:
     grade = Grade(verdict=1.0, answer="4", tokens=1, truncated=False)
-    assert [*figures(Grades([grade], [grade], 1))][: len(EVALUATED)] == [*EVALUATED]
+    assert [*metrics(Grades([grade], [grade], 1))][: len(EVALUATED)] == [*EVALUATED]
 
 
 @pytest.mark.parametrize("baseline", ["none", "group_mean", "grpo", "opo"])

@@ -80,7 +80,7 @@ def configured(*overrides: str) -> Config:
 def test_refused_with_the_reason_and_a_remedy(overrides: tuple[str, ...], said: str) -> None:
     with pytest.raises(UserError) as caught:
         configured(*overrides)
-    assert said in caught.value.what and caught.value.mend, caught.value
+    assert said in caught.value.what and caught.value.fix, caught.value
     assert "\n" not in str(caught.value)
 
 
@@ -149,7 +149,7 @@ def test_recomputed_modules_reach_megatron_core() -> None:
 def test_a_module_that_the_model_has_not(hf_config: dict[str, Any], module: str, instead: str) -> None:
     with pytest.raises(UserError, match=f"'{module}' in a model") as caught:
         check_recompute(hf_config, recomputing("core_attn", module))
-    assert f'"{instead}"' in caught.value.mend
+    assert f'"{instead}"' in caught.value.fix
     check_recompute(hf_config, recomputing(instead))
     check_recompute(hf_config, ParallelConfig(recompute_modules=(module,)))  # type: ignore[arg-type]  # nothing is recomputed
 

@@ -91,7 +91,7 @@ def test_what_a_run_saves_is_read_back(preset: str) -> None:
 def test_what_does_not_go_together_ends_in_one_line(overrides: list[str], named: str) -> None:
     with pytest.raises(UserError) as caught:
         parsed(*overrides)
-    assert named in str(caught.value) and "\n" not in str(caught.value) and caught.value.mend
+    assert named in str(caught.value) and "\n" not in str(caught.value) and caught.value.fix
 
 
 @pytest.mark.parametrize("mode", ["auto", "two_pass"])

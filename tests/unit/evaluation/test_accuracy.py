@@ -22,8 +22,8 @@ from oblr_megatron.evaluation.accuracy import (
     bootstrap_intervals,
     by_prompt,
     estimates,
-    figures,
     majority,
+    metrics,
     pass_at_k,
     powers_of_two,
     wilson_interval,
@@ -113,7 +113,7 @@ def test_wilson_interval_of_nothing() -> None:
 def test_figures_by_hand() -> None:
     sampled = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0.5, 0.5, 0, 0]]
     found = grades([1, 0, 1, 0.9], sampled)
-    assert figures(found) == {
+    assert metrics(found) == {
         "accuracy": 0.5,
         "mean_at_k": (0.25 + 0 + 1 + 0.25) / 4,
         "pass_at_k": 0.5,
@@ -129,19 +129,19 @@ def test_figures_by_hand() -> None:
 def test_lengths_are_of_all_responses() -> None:
     greedy = [grade("4", 1.0, tokens=3, truncated=True)]
     sampled = [grade("4", 1.0, tokens=5), grade(None, 0.0, tokens=10, truncated=True)]
-    found = figures(Grades(greedy, sampled, 2))
+    found = metrics(Grades(greedy, sampled, 2))
     assert (found["response_length"], found["truncated_fraction"]) == (6, pytest.approx(2 / 3))
 
 
 def test_without_samples_only_the_greedy_figures_are_there() -> None:
     found = Grades([grade("4", 1.0), grade("5", 0.0)], [], 0)
-    assert [*figures(found)] == ["accuracy", "response_length", "truncated_fraction"]
+    assert [*metrics(found)] == ["accuracy", "response_length", "truncated_fraction"]
     assert [*estimates(found)] == ["accuracy"]
 
 
 def test_a_reward_that_reads_no_answers_has_no_majority() -> None:
     sampled = [grade(None, 1.0, reads_answers=False)] * 2
-    assert "maj_at_k" not in figures(Grades([grade("4", 1.0)], sampled, 2))
+    assert "maj_at_k" not in metrics(Grades([grade("4", 1.0)], sampled, 2))
 
 
 def test_counts_that_do_not_fit_are_a_mistake() -> None:

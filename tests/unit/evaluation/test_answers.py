@@ -13,7 +13,7 @@ import pytest
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.engine.protocol import SamplingRequest
-from oblr_megatron.evaluation.accuracy import figures
+from oblr_megatron.evaluation.accuracy import metrics
 from oblr_megatron.evaluation.answers import SEED_STRIDE, blocks_of, evaluate, greedy_verdicts
 from oblr_megatron.evaluation.items import Item
 from oblr_megatron.rewards.base import Reward, RewardResult
@@ -57,7 +57,7 @@ def config(**values: object) -> Config:
 
 def run(settings: Config, reward: Reward, **options: Any) -> tuple[Replay, dict[str, float]]:
     engine = Replay()
-    return engine, figures(evaluate("s", engine, PROMPTS, reward, settings, **options))  # type: ignore[arg-type]
+    return engine, metrics(evaluate("s", engine, PROMPTS, reward, settings, **options))  # type: ignore[arg-type]
 
 
 def test_greedy_and_sampled_responses_are_judged() -> None:

@@ -74,9 +74,9 @@ def test_smoke_reward_varies_and_is_bounded() -> None:
 
 
 def good_record(step: int) -> dict[str, float]:
-    figures = dict.fromkeys(smoke.FINITE, 0.5)
+    metrics = dict.fromkeys(smoke.FINITE, 0.5)
     extra = {"groups/mixed_fraction": 1.0, "weights/version": step, "rollout/logprob_abs_diff": 1e-6}
-    return {"step": step, **figures, **extra, "gradnorm/nonfinite": 0}
+    return {"step": step, **metrics, **extra, "gradnorm/nonfinite": 0}
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from oblr_megatron.gradnorm.oracle import (
-    reference_gradient,
-    reference_logits,
-    reference_logprobs,
-    reference_sq_norms,
+    oracle_gradient,
+    oracle_logits,
+    oracle_logprobs,
+    oracle_sq_norms,
 )
 from oblr_megatron.types import Sample
 
@@ -86,7 +86,7 @@ def test_logits_equal_transformers_in_fp64(tied, groups):
     config = config_of(tied=tied, groups=groups)
     model = transformers_model(config, torch.float64)
     tokens = torch.tensor([3, 3, 7, 0, 22, 3, 1])
-    ours = reference_logits(weights_of(model), config, tokens)
+    ours = oracle_logits(weights_of(model), config, tokens)
     with torch.no_grad():
         theirs = model(tokens[None]).logits[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -96,7 +96,7 @@ def test_logits_equal_stock_transformers_in_fp32():
     config = config_of(tied=True)
     model = transformers_model(config, torch.float32)
     tokens = torch.tensor([3, 3, 7, 0, 22, 3, 1])
-    ours = reference_logits(weights_of(model), config, tokens)
+    ours = oracle_logits(weights_of(model), config, tokens)
     with torch.no_grad():
         torch.testing.assert_close(ours, model(tokens[None]).logits[0], rtol=1e-5, atol=1e-5)
 
@@ -112,7 +112,7 @@ def test_norms_equal_transformers_autograd(tied, temperature):
         model.zero_grad()
         transformers_logprobs(model, sample, temperature).sum().backward()
         theirs[n] = sum(parameter.grad.square().sum() for parameter in model.parameters())
-    ours = reference_sq_norms(weights_of(model), config, samples, temperature)
+    ours = oracle_sq_norms(weights_of(model), config, samples, temperature)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
 
 
@@ -121,7 +121,7 @@ def test_gradient_equals_transformers_parameter_by_parameter():
     model = transformers_model(config, torch.float64)
     sample = sample_of(4, 9)
     transformers_logprobs(model, sample, 1.0).sum().backward()
-    ours = reference_gradient(weights_of(model), config, sample)
+    ours = oracle_gradient(weights_of(model), config, sample)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-11, atol=1e-12)
 
@@ -130,14 +130,14 @@ def test_gradient_equals_a_finite_difference():
     config = config_of(tied=True)
     weights = weights_of(transformers_model(config, torch.float64))
     sample = sample_of(4, 6)
-    gradient = reference_gradient(weights, config, sample)
+    gradient = oracle_gradient(weights, config, sample)
     generator = torch.Generator().manual_seed(5)
     direction = {
         name: torch.randn(weight.shape, generator=generator, dtype=torch.float64) for name, weight in weights.items()
     }
     step = 1e-5
     ends = [
-        reference_logprobs({n: w + sign * step * direction[n] for n, w in weights.items()}, config, sample).sum()
+        oracle_logprobs({n: w + sign * step * direction[n] for n, w in weights.items()}, config, sample).sum()
         for sign in (1, -1)
     ]
     slope = sum((gradient[name] * direction[name]).sum() for name in weights)
@@ -148,13 +148,13 @@ def test_ratios_scale_the_score_of_each_token():
     config = config_of(tied=False)
     weights = weights_of(transformers_model(config, torch.float64))
     sample = sample_of(3, 4)
-    ones = reference_sq_norms(weights, config, [sample], ratios=[torch.ones(4, dtype=torch.float64)])
-    assert torch.equal(ones, reference_sq_norms(weights, config, [sample]))
-    doubled = reference_sq_norms(weights, config, [sample], ratios=[torch.full((4,), 2.0, dtype=torch.float64)])
+    ones = oracle_sq_norms(weights, config, [sample], ratios=[torch.ones(4, dtype=torch.float64)])
+    assert torch.equal(ones, oracle_sq_norms(weights, config, [sample]))
+    doubled = oracle_sq_norms(weights, config, [sample], ratios=[torch.full((4,), 2.0, dtype=torch.float64)])
     torch.testing.assert_close(doubled, 4 * ones, rtol=1e-13, atol=0)
     ratio = torch.tensor([0.0, 2.0, 0.5, 1.0], dtype=torch.float64)
-    parts = [reference_gradient(weights, config, sample, ratio=torch.eye(4, dtype=torch.float64)[t]) for t in range(4)]
-    whole = reference_gradient(weights, config, sample, ratio=ratio)
+    parts = [oracle_gradient(weights, config, sample, ratio=torch.eye(4, dtype=torch.float64)[t]) for t in range(4)]
+    whole = oracle_gradient(weights, config, sample, ratio=ratio)
     for name, grad in whole.items():
         torch.testing.assert_close(
             grad, sum(r * part[name] for r, part in zip(ratio, parts, strict=True)), rtol=1e-11, atol=1e-14
@@ -164,4 +164,4 @@ def test_ratios_scale_the_score_of_each_token():
 def test_an_empty_response_has_norm_zero():
     config = config_of(tied=True)
     weights = weights_of(transformers_model(config, torch.float64))
-    assert reference_sq_norms(weights, config, [sample_of(4, 0)]).tolist() == [0.0]
+    assert oracle_sq_norms(weights, config, [sample_of(4, 0)]).tolist() == [0.0]

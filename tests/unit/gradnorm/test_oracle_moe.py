@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
-from oblr_megatron.gradnorm.oracle import reference_gradient, reference_logits
+from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logits
 from oblr_megatron.types import Sample
 from tests.tiny import VOCAB, tiny_moe_config
 
@@ -81,7 +81,7 @@ def test_logits_equal_transformers_in_fp64(kind: dict[str, Any]) -> None:
     model = model_of(config, torch.float64)
     with torch.no_grad(), exact_modules():
         theirs = model(TOKENS[None]).logits[0]
-    ours = reference_logits(weights_of(model), config, TOKENS)
+    ours = oracle_logits(weights_of(model), config, TOKENS)
     assert ours.shape == (len(TOKENS), VOCAB)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -91,7 +91,7 @@ def test_logits_equal_stock_transformers_in_fp32() -> None:
     model = model_of(config, torch.float32)
     with torch.no_grad():
         theirs = model(TOKENS[None]).logits[0]
-    torch.testing.assert_close(reference_logits(weights_of(model), config, TOKENS), theirs, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(oracle_logits(weights_of(model), config, TOKENS), theirs, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +104,7 @@ def test_gradient_equals_transformers_parameter_by_parameter(kind: dict[str, Any
     logprobs.gather(1, TOKENS[1:, None])[2:].sum().backward()
     theirs = published({name: parameter.grad for name, parameter in model.named_parameters()})
     sample = Sample(0, tuple(ids[:3]), tuple(ids[3:]), (), "", "stop", 0)
-    ours = reference_gradient(weights_of(model), config, sample, temperature=0.7)
+    ours = oracle_gradient(weights_of(model), config, sample, temperature=0.7)
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-10, atol=1e-11, msg=name)

@@ -13,7 +13,7 @@ import pytest
 
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
-from oblr_megatron.memory.select_mode import Choice, free_memory, resolve
+from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve
 
 DENSE: dict[str, Any] = {
     "hidden_size": 1024,
@@ -41,7 +41,7 @@ def config_of(*, response: int = 2000, **sections: dict[str, Any]) -> Config:
     return parse_config(table | sections)
 
 
-def choose(config: Config, world_size: int = 1, model: dict[str, Any] = DENSE, **options: Any) -> Choice:
+def choose(config: Config, world_size: int = 1, model: dict[str, Any] = DENSE, **options: Any) -> ModeChoice:
     return resolve(model, config, world_size, **{"free_bytes": PLENTY, **options})
 
 

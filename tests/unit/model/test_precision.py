@@ -83,7 +83,7 @@ def test_layers_that_know_no_fp8_are_told_of_none() -> None:
         ([*FP8, "model.fp8_param=true"], "fp8_param is not supported"),
         (["parallel.tp_comm_overlap=true"], "tp_comm_overlap is not supported"),
         (["rollout.quantization=fp8"], "weights pushed in float32"),
-        ([*QUANTIZED, "rollout.correction=none"], 'correction "none"'),
+        ([*QUANTIZED, "rollout.importance_sampling=none"], 'importance_sampling "none"'),
         ([*QUANTIZED, "weights.verify=true"], "weights.verify with"),
     ],
 )
@@ -101,9 +101,9 @@ def test_fields_that_do_not_go_together(overrides: list[str], named: str) -> Non
         [*DELAYED, "gradnorm.mode=stash"],
         [*FP8, "parallel.recompute_granularity=selective", 'parallel.recompute_modules=["layernorm"]'],
         QUANTIZED,
-        [*QUANTIZED, "rollout.correction=sequence"],
+        [*QUANTIZED, "rollout.importance_sampling=sequence"],
         ["rollout.quantization=fp8", "rollout.dtype=bfloat16"],
-        [*QUANTIZED, "rollout.correction=none", "rollout.only=true"],
+        [*QUANTIZED, "rollout.importance_sampling=none", "rollout.only=true"],
     ],
 )
 def test_fields_that_do(overrides: list[str]) -> None:

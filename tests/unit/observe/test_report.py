@@ -84,7 +84,7 @@ def report_from(tmp_path: Path, records: list[dict], **files) -> tuple[str, Page
 def test_every_figure_and_every_metric_is_there(tmp_path):
     text, page = report_from(tmp_path, synthetic_records(150))
     history = load_history(tmp_path / "run")
-    titles = [figure.title for section in sections(history) for figure in section.figures]
+    titles = [figure.title for section in sections(history) for figure in section.metrics]
     assert page.texts["h3"] == titles
     assert len(titles) == 19
     assert "Held-out accuracy: sums" in titles
@@ -95,8 +95,8 @@ def test_every_figure_and_every_metric_is_there(tmp_path):
 
 def test_every_metric_is_drawn_or_counted_by_an_alarm(tmp_path):
     history = load_history(write_run(tmp_path, synthetic_records(30)))
-    figures = [figure for section in sections(history) for figure in section.figures]
-    drawn = {curve.metric for figure in figures for panel in figure.panels for curve in panel.curves}
+    metrics = [figure for section in sections(history) for figure in section.metrics]
+    drawn = {curve.metric for figure in metrics for panel in figure.panels for curve in panel.curves}
     elsewhere = {
         "step",
         "reward/std",

@@ -87,7 +87,7 @@ def serving(*steps: Step) -> Iterator[Service]:
         thread.join()
 
 
-def judge(handler: Handler, asked: Asked) -> None:
+def score_batch(handler: Handler, asked: Asked) -> None:
     """The length of each response."""
     rewards = [len(response) for response in asked.body["responses"]]
     handler.say(200, json.dumps({"rewards": rewards}).encode())

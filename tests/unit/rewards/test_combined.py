@@ -20,7 +20,7 @@ from oblr_megatron.rewards.registry import build_reward, check_reward
 from oblr_megatron.types import Sample
 from tests.unit.rewards.conftest import batch
 
-JUDGES = "tests.unit.rewards.judges"
+SCORERS = "tests.unit.rewards.scorers"
 LIMIT = 100
 
 
@@ -54,13 +54,13 @@ def test_one_reward_alone_is_no_sum_unless_it_is_weighted() -> None:
 
 def test_a_term_that_fails_counts_zero_and_its_sample_once() -> None:
     responses = ["fine", "raise", "sleep", "nan"]
-    terms = [{"name": f"{JUDGES}:mixed", "weight": 10}, {"name": f"{JUDGES}:mixed_too", "weight": 100}]
+    terms = [{"name": f"{SCORERS}:mixed", "weight": 10}, {"name": f"{SCORERS}:mixed_too", "weight": 100}]
     with build(name="exact_match", terms=terms, timeout_s=1.0) as reward:
         result = reward.score(*batch([("nan", responses)]))
     assert result.rewards == [110, 100, 0, 1]
     assert result.faults == {1: "failed", 2: "late", 3: "failed"}, "of the first term that did not judge"
     assert (result.failures, result.timeouts) == (2, 1)
-    assert (result.error or "").startswith(f"{JUDGES}:mixed: Traceback")
+    assert (result.error or "").startswith(f"{SCORERS}:mixed: Traceback")
 
 
 class Answering(Reward):
@@ -174,7 +174,7 @@ def test_what_is_cut_at_the_limit_loses_one() -> None:
         ({"terms": [{"name": "math"}]}, "'math' is asked for twice"),
         ({"terms": [{"name": "format"}, {"name": "format"}]}, "'format' is asked for twice"),
         ({"terms": [{"name": "no_such"}]}, "unknown reward 'no_such' [config: reward.terms]"),
-        ({"terms": [{"name": f"{JUDGES}:two_arguments"}]}, "[config: reward.terms]"),
+        ({"terms": [{"name": f"{SCORERS}:two_arguments"}]}, "[config: reward.terms]"),
         ({"name": "overlong"}, "overlong_buffer_tokens 0 is not between 1 and rollout.max_response_tokens 100"),
         ({"terms": [{"name": "overlong"}], "overlong_buffer_tokens": 101}, "overlong_buffer_tokens 101"),
         ({"name": "format", "format_pattern": "(a"}, "is not a regular expression: missing ), unterminated subpattern"),

@@ -14,13 +14,13 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.rewards.registry import build_reward, check_reward
 from oblr_megatron.rewards.workers.calls import Kind, kind_of
-from tests.unit.rewards import judges, judges_many
+from tests.unit.rewards import scorers, scorers_many
 from tests.unit.rewards.conftest import batch
 
-MANY = "tests.unit.rewards.judges_many"
+MANY = "tests.unit.rewards.scorers_many"
 
 
-def judge(name: str, *groups: list[str], **options: object) -> RewardResult:
+def score_batch(name: str, *groups: list[str], **options: object) -> RewardResult:
     """One group of responses a prompt."""
     config = RewardConfig.model_validate({"name": f"{MANY}:{name}", "num_workers": 1, **options})
     with build_reward(config, max_response_tokens=16) as reward:
@@ -30,11 +30,11 @@ def judge(name: str, *groups: list[str], **options: object) -> RewardResult:
 @pytest.mark.parametrize(
     ("function", "kind"),
     [
-        (judges.mixed, Kind(batch=False, awaited=False)),
-        (judges_many.slow, Kind(batch=False, awaited=True)),
-        (judges_many.an_object, Kind(batch=False, awaited=True)),
-        (judges_many.sizes, Kind(batch=True, awaited=False)),
-        (judges_many.together, Kind(batch=True, awaited=True)),
+        (scorers.mixed, Kind(batch=False, awaited=False)),
+        (scorers_many.slow, Kind(batch=False, awaited=True)),
+        (scorers_many.an_object, Kind(batch=False, awaited=True)),
+        (scorers_many.sizes, Kind(batch=True, awaited=False)),
+        (scorers_many.together, Kind(batch=True, awaited=True)),
         (min, Kind(batch=False, awaited=False)),
     ],
 )
@@ -43,34 +43,38 @@ def test_the_kind_is_in_the_signature(function: object, kind: Kind) -> None:
 
 
 def test_async_calls_of_a_request_run_at_once() -> None:
-    assert judge("overlap", list("abcd"), list("efgh"), batch_size=8).rewards == [8.0] * 8, "all began before one ended"
-    assert judge("overlap", list("abcd"), list("efgh"), batch_size=1).rewards == [4.0] * 4 + [8.0] * 4, "two requests"
+    assert score_batch("overlap", list("abcd"), list("efgh"), batch_size=8).rewards == [8.0] * 8, (
+        "all began before one ended"
+    )
+    assert score_batch("overlap", list("abcd"), list("efgh"), batch_size=1).rewards == [4.0] * 4 + [8.0] * 4, (
+        "two requests"
+    )
 
 
 def test_async_objects_and_wrapped_coroutines() -> None:
-    assert judge("an_object", ["a", "b"]).rewards == [0.5, 0.5]
-    assert judge("returns_a_coroutine", ["fine", "raise", "fine"]).rewards == [1, 0, 1]
-    assert judge("returns_a_coroutine_of_many", ["fine", "fine"]).rewards == [1, 1]
+    assert score_batch("an_object", ["a", "b"]).rewards == [0.5, 0.5]
+    assert score_batch("returns_a_coroutine", ["fine", "raise", "fine"]).rewards == [1, 0, 1]
+    assert score_batch("returns_a_coroutine_of_many", ["fine", "fine"]).rewards == [1, 1]
 
 
 @pytest.mark.alone  # good answers within half a second
 @pytest.mark.parametrize("late", ["late", "stubborn"])
 def test_a_late_async_call_costs_itself_alone(late: str) -> None:
-    result = judge("slow", ["fine", late, "fine", "raise"], ["fine"] * 4, timeout_s=0.5, batch_size=4)
+    result = score_batch("slow", ["fine", late, "fine", "raise"], ["fine"] * 4, timeout_s=0.5, batch_size=4)
     assert result.rewards == [1, 0, 1, 0, 1, 1, 1, 1]
     assert result.faults == {1: "late", 3: "failed"}
     assert (result.failures, result.timeouts) == (1, 1)
 
 
 def test_no_late_call_goes_on_beside_the_next_ones() -> None:
-    result = judge("process", ["a", "late"], ["b", "c"], ["d", "e"], timeout_s=0.5, batch_size=2)
+    result = score_batch("process", ["a", "late"], ["b", "c"], ["d", "e"], timeout_s=0.5, batch_size=2)
     first, _, second, third, *others = result.rewards
     assert first != second == third == others[0] == others[1], "its worker was replaced, once"
 
 
 @pytest.mark.parametrize("response", ["raise", "exit", "cancels", "nan", "text", "none"])
 def test_a_failing_async_call_costs_itself_alone(response: str) -> None:
-    result = judge("slow", ["fine", response, "fine"])
+    result = score_batch("slow", ["fine", response, "fine"])
     assert (result.rewards, result.faults) == ([1, 0, 1], {1: "failed"})
 
 
@@ -86,39 +90,39 @@ def test_a_failing_async_call_costs_itself_alone(response: str) -> None:
 )
 def test_what_stops_the_whole_worker_costs_its_request(response: str, fault: str) -> None:
     """A call that blocks the event loop or ends the process; `memory` ends the call alone."""
-    result = judge("slow", ["fine", response], ["fine", "fine"], timeout_s=0.5, batch_size=2)
+    result = score_batch("slow", ["fine", response], ["fine", "fine"], timeout_s=0.5, batch_size=2)
     assert result.rewards == [0, 0, 1, 1]
     assert result.faults == {0: fault, 1: fault}
 
 
 def test_memory_of_one_call() -> None:
-    assert judge("slow", ["fine", "memory", "fine"]).faults == {1: "failed"}
+    assert score_batch("slow", ["fine", "memory", "fine"]).faults == {1: "failed"}
 
 
 def test_an_async_generator_is_no_number() -> None:
-    result = judge("async_generator", ["a"])
+    result = score_batch("async_generator", ["a"])
     assert result.failures == 1 and "not a finite number" in (result.error or "")
 
 
 def test_batches_are_of_whole_groups() -> None:
     groups = [["a", "b", "c"]] * 5
-    assert judge("sizes", *groups, batch_size=4).rewards == [6.0] * 12 + [3.0] * 3
-    assert judge("sizes", *groups, batch_size=1).rewards == [3.0] * 15
-    assert judge("sizes", *groups, batch_size=100, num_workers=3).rewards == [15.0] * 15
+    assert score_batch("sizes", *groups, batch_size=4).rewards == [6.0] * 12 + [3.0] * 3
+    assert score_batch("sizes", *groups, batch_size=1).rewards == [3.0] * 15
+    assert score_batch("sizes", *groups, batch_size=100, num_workers=3).rewards == [15.0] * 15
 
 
 def test_a_reward_of_a_group_sees_the_whole_group() -> None:
-    assert judge("best_of", ["a", "bb", "c"], ["dd", "d", "dd"], batch_size=1).rewards == [0, 1, 0, 1, 0, 1]
+    assert score_batch("best_of", ["a", "bb", "c"], ["dd", "d", "dd"], batch_size=1).rewards == [0, 1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("response", ["numpy", "tuple", "generator"])
 def test_any_sequence_of_numbers_is_a_list(response: str) -> None:
-    assert judge("many", [response, "fine"]).rewards == [1, 1]
+    assert score_batch("many", [response, "fine"]).rewards == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["many", "together"])
 def test_a_value_that_is_no_number_fails_its_sample_alone(name: str) -> None:
-    result = judge(name, ["holes", "a", "b", "c", "d", "e"])
+    result = score_batch(name, ["holes", "a", "b", "c", "d", "e"])
     assert (result.rewards, result.failures) == ([0, 0, 0, 0, 1, 1], 4)
     assert result.error == "the reward None is not a finite number"
 
@@ -141,7 +145,7 @@ def test_a_value_that_is_no_number_fails_its_sample_alone(name: str) -> None:
     ],
 )
 def test_a_failing_batch_costs_itself_alone(response: str, named: str) -> None:
-    result = judge("many", [response, "fine"], ["fine", "fine"], batch_size=2)
+    result = score_batch("many", [response, "fine"], ["fine", "fine"], batch_size=2)
     assert result.rewards == [0, 0, 1, 1]
     assert result.faults == {0: "failed", 1: "failed"}
     assert named in (result.error or "")
@@ -151,7 +155,7 @@ def test_a_failing_batch_costs_itself_alone(response: str, named: str) -> None:
     ("name", "response"), [("many", "sleep"), ("many", "spin"), ("together", "late"), ("together", "block")]
 )
 def test_a_late_batch_costs_itself_alone(name: str, response: str) -> None:
-    result = judge(name, [response, "fine"], ["fine", "fine"], batch_size=2, timeout_s=0.5)
+    result = score_batch(name, [response, "fine"], ["fine", "fine"], batch_size=2, timeout_s=0.5)
     assert (result.rewards, result.faults) == ([0, 0, 1, 1], {0: "late", 1: "late"})
 
 
@@ -173,4 +177,4 @@ def test_parameters_are_checked_before_the_run(name: str, named: str) -> None:
 
 
 def test_the_functions_here_are_what_they_are_tested_as() -> None:
-    assert inspect.iscoroutinefunction(judges_many.together) and not inspect.iscoroutinefunction(judges_many.many)
+    assert inspect.iscoroutinefunction(scorers_many.together) and not inspect.iscoroutinefunction(scorers_many.many)

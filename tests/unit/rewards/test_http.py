@@ -28,7 +28,7 @@ from tests.unit.rewards.http_service import (
     drop,
     flood,
     hang,
-    judge,
+    score_batch,
     serving,
     status,
     text,
@@ -50,7 +50,7 @@ def score(*steps: Step, **options: object) -> tuple[RewardResult, list[Asked]]:
 
 
 def test_a_request_holds_responses_answers_and_prompts() -> None:
-    result, asked = score(judge)
+    result, asked = score(score_batch)
     assert (result.rewards, result.faults, result.error) == (LENGTHS, {}, None)
     assert [one.body for one in asked] == [
         {
@@ -63,14 +63,14 @@ def test_a_request_holds_responses_answers_and_prompts() -> None:
 
 
 def test_batches_are_of_whole_groups_and_values_in_order() -> None:
-    result, asked = score(judge, batch_size=1, num_workers=2)
+    result, asked = score(score_batch, batch_size=1, num_workers=2)
     assert result.rewards == LENGTHS
     assert sorted(one.body["responses"] for one in asked) == [["a", "bb"], ["ccc", ""]]
 
 
 def test_any_text_arrives_as_it_is() -> None:
     responses = ['"\\\n\x00', "\u2028 \U0001f600", "\ud800 alone"]
-    with serving(judge) as service, build(service.url) as reward:
+    with serving(score_batch) as service, build(service.url) as reward:
         assert reward.score(*batch([("", responses)])).rewards == [4.0, 3.0, 7.0]
         assert service.asked[0].body["responses"] == responses
 
@@ -86,7 +86,7 @@ def test_as_many_requests_are_in_flight_as_workers_are_asked_for() -> None:
         time.sleep(0.1)  # more than two at once would meet here
         with lock:
             counts[0] -= 1
-        judge(handler, asked)
+        score_batch(handler, asked)
 
     with serving(meet) as service, build(service.url, batch_size=1, num_workers=2) as reward:
         result = reward.score(*batch([("", ["a"])] * 6))
@@ -95,7 +95,7 @@ def test_as_many_requests_are_in_flight_as_workers_are_asked_for() -> None:
 
 
 def test_a_batch_after_a_batch() -> None:
-    with serving(judge) as service, build(service.url) as reward:
+    with serving(score_batch) as service, build(service.url) as reward:
         assert [reward.score(*batch(GROUPS)).rewards for _ in range(3)] == [LENGTHS] * 3
         assert reward.score([], []).rewards == []
         reward.close()
@@ -104,13 +104,13 @@ def test_a_batch_after_a_batch() -> None:
 
 @pytest.mark.parametrize("trouble", [drop, cut, status(500), status(503), status(429, Retry_After="0")])
 def test_what_may_pass_is_tried_again(trouble: Step) -> None:
-    result, asked = score(trouble, trouble, judge, retries=2)
+    result, asked = score(trouble, trouble, score_batch, retries=2)
     assert (result.rewards, result.faults, len(asked)) == (LENGTHS, {}, 3)
     assert asked[0].body == asked[1].body == asked[2].body
 
 
 def test_it_is_tried_again_so_often_and_no_more() -> None:
-    result, asked = score(drop, drop, judge, retries=1)
+    result, asked = score(drop, drop, score_batch, retries=1)
     assert (result.rewards, result.failures, len(asked)) == ([0] * 4, 4, 2)
     assert result.error
 
@@ -125,14 +125,14 @@ def test_pauses_double() -> None:
 @pytest.mark.parametrize("named", ["seconds", "date"])
 def test_retry_after_is_kept_to(named: str) -> None:
     later = "1" if named == "seconds" else format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)
-    result, asked = score(status(429, Retry_After=later), judge)
+    result, asked = score(status(429, Retry_After=later), score_batch)
     assert (result.rewards, len(asked)) == (LENGTHS, 2)
     assert asked[1].at - asked[0].at >= 0.9, "a date is in whole seconds"
 
 
 def test_retry_after_beyond_the_deadline_fails_at_once() -> None:
     start = time.monotonic()
-    result, asked = score(status(503, Retry_After="3600"), judge)
+    result, asked = score(status(503, Retry_After="3600"), score_batch)
     assert (result.failures, result.timeouts, len(asked)) == (4, 0, 1)
     assert "status 503" in (result.error or "") and time.monotonic() - start < 20
 
@@ -158,7 +158,7 @@ def test_retry_after_beyond_the_deadline_fails_at_once() -> None:
     ],
 )
 def test_what_will_not_pass_fails_at_once(trouble: Step, named: str) -> None:
-    result, asked = score(trouble, judge)
+    result, asked = score(trouble, score_batch)
     assert (result.rewards, result.failures, result.timeouts, len(asked)) == ([0] * 4, 4, 0, 1)
     assert named in (result.error or "") and "http://127.0.0.1" in (result.error or "")
 
@@ -187,14 +187,14 @@ def test_the_deadline_covers_the_retries() -> None:
 
 def test_a_hanging_request_does_not_hold_up_the_others() -> None:
     def hang_once(handler: Handler, asked: Asked) -> None:
-        (hang if "a" in asked.body["responses"] else judge)(handler, asked)
+        (hang if "a" in asked.body["responses"] else score_batch)(handler, asked)
 
     result, _ = score(hang_once, batch_size=1, num_workers=2, timeout_s=1.0)
     assert (result.rewards, result.faults) == ([0, 0, 3, 0], {0: "late", 1: "late"})
 
 
 def test_a_service_that_goes_away_ends_no_run() -> None:
-    with serving(judge) as service:
+    with serving(score_batch) as service:
         reward = build(service.url, retries=1)
         assert reward.score(*batch(GROUPS)).rewards == LENGTHS
     with reward:
@@ -204,7 +204,7 @@ def test_a_service_that_goes_away_ends_no_run() -> None:
 
 def test_a_token_goes_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "s3cret\n")
-    _, asked = score(judge, batch_size=1, api_key_env="JUDGE_KEY")
+    _, asked = score(score_batch, batch_size=1, api_key_env="JUDGE_KEY")
     assert [one.token for one in asked] == ["Bearer s3cret"] * 2
 
 
@@ -213,7 +213,7 @@ def test_a_token_that_cannot_be_sent_is_a_users_error(value: str | None, monkeyp
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("JUDGE_KEY", value)
-    with serving(judge) as service, pytest.raises(UserError, match="JUDGE_KEY") as caught:
+    with serving(score_batch) as service, pytest.raises(UserError, match="JUDGE_KEY") as caught:
         build(service.url, api_key_env="JUDGE_KEY")
     assert "two" not in str(caught.value)
 

@@ -20,13 +20,13 @@ from oblr_megatron.errors import RunError
 from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.runtime.stopping import SIGNALS
 
-JUDGES = "tests.unit.rewards.judges"
+SCORERS = "tests.unit.rewards.scorers"
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def make(name: str = "mixed", **options: object) -> Pool:
     values: dict = {"num_workers": 2, "deadline_s": 30.0, **options}
-    return Pool(f"{JUDGES}:{name}", **values)
+    return Pool(f"{SCORERS}:{name}", **values)
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +163,8 @@ def test_workers_die_with_their_parent_however_it_dies(busy: bool) -> None:
     script = f"""
 import os, threading, time
 from oblr_megatron.rewards.workers.pool import Pool
-ids = Pool("{JUDGES}:process_id", num_workers=1, deadline_s=60)
-pool = Pool("{JUDGES}:mixed", num_workers=1, deadline_s=60)
+ids = Pool("{SCORERS}:process_id", num_workers=1, deadline_s=60)
+pool = Pool("{SCORERS}:mixed", num_workers=1, deadline_s=60)
 print(int(ids.ask("", "", "").value), flush=True)
 if {busy}:
     threading.Thread(target=pool.ask, args=("spin", "", ""), daemon=True).start()
@@ -176,7 +176,7 @@ time.sleep(60)
     assert parent.stdout is not None
     worker = int(parent.stdout.readline())
     nurseries = [int(pid) for pid in parent.stdout.readline().split()]
-    workers = [worker, *(pid for nursery in nurseries for pid in children_of(nursery))]
+    workers = [worker, *(pid for fork_server in nurseries for pid in children_of(fork_server))]
     parent.kill()
     parent.wait()
     for pid in (*nurseries, *workers):

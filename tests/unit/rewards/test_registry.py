@@ -17,7 +17,7 @@ from oblr_megatron.rewards.exact import one_line
 from oblr_megatron.rewards.registry import REWARDS, build_reward, check_reward
 from tests.unit.rewards.conftest import batch
 
-JUDGES = "tests.unit.rewards.judges"
+SCORERS = "tests.unit.rewards.scorers"
 
 
 def config(name: str, **values: object) -> RewardConfig:
@@ -48,14 +48,14 @@ def test_exact_match_ignores_white_space_only() -> None:
 
 
 def test_a_function_gets_response_answer_and_prompt() -> None:
-    with build(f"{JUDGES}:length_share") as reward:
+    with build(f"{SCORERS}:length_share") as reward:
         result = reward.score(*batch([("gold", ["x" * 3, "x" * 6])]))
     assert result.rewards == [3 / len("goldprompt 0"), 6 / len("goldprompt 0")]
 
 
 def test_failures_score_zero_and_are_counted() -> None:
     responses = ["fine", "raise", "nan", "text", "die", "sleep", "fine"]
-    with build(f"{JUDGES}:mixed", timeout_s=2.0) as reward:
+    with build(f"{SCORERS}:mixed", timeout_s=2.0) as reward:
         result = reward.score(*batch([("", responses)]))
         again = reward.score(*batch([("", ["raise", "fine"])]))
     assert result.rewards == [1, 0, 0, 0, 0, 0, 1]
@@ -70,10 +70,10 @@ def test_failures_score_zero_and_are_counted() -> None:
     [
         ("no_such_reward", "unknown reward 'no_such_reward'"),
         ("no_such_package.rewards:score", "ModuleNotFoundError: No module named 'no_such_package'"),
-        (f"{JUDGES}:no_such_function", "no_such_function"),
-        (f"{JUDGES}:NOT_A_FUNCTION", "not callable"),
-        (f"{JUDGES}:two_arguments", "too many positional arguments"),
-        (f"{JUDGES}:", "cannot be imported"),
+        (f"{SCORERS}:no_such_function", "no_such_function"),
+        (f"{SCORERS}:NOT_A_FUNCTION", "not callable"),
+        (f"{SCORERS}:two_arguments", "too many positional arguments"),
+        (f"{SCORERS}:", "cannot be imported"),
         (":score", "cannot be imported"),
         ("", "unknown reward ''"),
     ],

@@ -17,7 +17,7 @@ from oblr_megatron.algo.baseline import mixed_groups
 from oblr_megatron.engine.protocol import prompt_seed
 from oblr_megatron.evaluation.answers import SEED_OFFSET, SEED_STRIDE
 from oblr_megatron.rollout.dynamic_sampling import Batch, call_seed, next_size, refill
-from oblr_megatron.types import Judged, Prompt, Sample
+from oblr_megatron.types import Prompt, Sample, Scored
 
 G = 3
 
@@ -31,7 +31,7 @@ def batch_of(rows: range, rewards: list[tuple[float, ...]]) -> Batch:
         for member in range(G)
     ]
     table = torch.tensor([rewards[row] for row in rows], dtype=torch.float64)
-    return Batch(prompts, samples, Judged(table, torch.tensor([[row] * G for row in rows]), failures=len(rows)))
+    return Batch(prompts, samples, Scored(table, torch.tensor([[row] * G for row in rows]), failures=len(rows)))
 
 
 class Stream:
@@ -71,11 +71,11 @@ def test_a_step_is_the_first_mixed_groups_of_the_stream(num_prompts, max_batches
 
     assert [sample.group for sample in result.step.samples] == [place for place in range(num_prompts) for _ in range(G)]
     assert [sample.response_ids for sample in result.step.samples] == [(row, g) for row in rows for g in range(G)]
-    assert result.step.judged.rewards.tolist() == [list(rewards[row]) for row in rows]
-    assert result.step.judged.lengths.tolist() == [[row] * G for row in rows]
+    assert result.step.scored.rewards.tolist() == [list(rewards[row]) for row in rows]
+    assert result.step.scored.lengths.tolist() == [[row] * G for row in rows]
 
     assert result.rewards.tolist() == [list(group) for group in rewards[: stream.taken]]
-    assert result.step.judged.failures == stream.taken
+    assert result.step.scored.failures == stream.taken
     assert result.batches == len(stream.sizes) <= max_batches and max(stream.sizes) <= num_prompts
     assert result.unused == sum(is_mixed) - len(found)
     assert num_prompts + result.dropped + result.unused == stream.taken
@@ -86,7 +86,7 @@ def test_nothing_is_drawn_when_all_groups_are_mixed():
     first = stream.draw(4, 0)
     result = refill(first, stream.draw, max_batches=4, seed=0)
     assert result.step.samples == first.samples
-    assert result.figures() == {"rollout/dynamic_batches": 1, "groups/dropped": 0, "groups/unused": 0}
+    assert result.metrics() == {"rollout/dynamic_batches": 1, "groups/dropped": 0, "groups/unused": 0}
 
 
 def test_places_are_filled_in_no_order():

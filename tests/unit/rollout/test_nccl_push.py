@@ -15,7 +15,7 @@ from oblr_megatron.engine.plugin import NCCL_BACKEND, register_transfer_engines
 from oblr_megatron.engine.transfer import ShmUpdateInfo
 from oblr_megatron.engine.transfer_nccl import CheckedNcclWeightTransferEngine, _tensors
 from oblr_megatron.errors import WeightError
-from oblr_megatron.rollout.nccl_push import NcclPlane, _address_towards, _in_thread
+from oblr_megatron.rollout.nccl_push import NcclTransport, _address_towards, _in_thread
 from oblr_megatron.weights.device_buffer import DeviceBuffer, device_checksum
 from oblr_megatron.weights.manifest import manifest_of
 from oblr_megatron.weights.shm import HALVES, fill_buckets
@@ -32,7 +32,7 @@ def updates(source, capacity):
 
 def test_received_bytes_become_the_tensors_that_were_sent():
     source = Weights(torch.nn.Linear(7, 5).to(torch.bfloat16))
-    capacity = NcclPlane(1, torch.device("cpu")).capacity(manifest_of(source))
+    capacity = NcclTransport(1, torch.device("cpu")).capacity(manifest_of(source))
     assert 70 <= capacity < 140, "the largest tensor fits, and two do not"
     found, count = {}, 0
     for info, received in updates(source, capacity):

@@ -106,7 +106,7 @@ def test_a_replay_hands_out_the_steps_in_order(directory: Path) -> None:
         assert (engine.epoch, engine.num_skipped) == (3, 4)
         engine.push(None, step)  # type: ignore[arg-type]  # never looked at
         assert engine.version == step
-    assert engine.figures() == {}
+    assert engine.metrics() == {}
 
 
 def test_a_file_that_goes_away_during_the_run_ends_it(directory: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_file_that_goes_away_during_the_run_ends_it(directory: Path) -> None:
 def refusal(directory: Path, *overrides: str) -> str:
     with pytest.raises(UserError) as caught:
         check_replay(config_of(directory, *overrides), VOCAB)
-    assert "\n" not in str(caught.value) and caught.value.mend
+    assert "\n" not in str(caught.value) and caught.value.fix
     return str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""How old a sample may be. Not covered: what an old sample does to the gradient (test_correction.py)."""
+"""How old a sample may be. Not covered: what an old sample does to the gradient (tests/unit/algo/test_importance.py)."""
 
 from pathlib import Path
 from types import SimpleNamespace

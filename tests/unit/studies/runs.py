@@ -71,7 +71,7 @@ def job_of(tmp_path: Path, seed: int, needs: Job | None = None, **config: object
     table = config_of(key, tmp_path) | config
     if needs:
         table["algo"] = {"schedule_from": str(needs.run_dir)}
-    return Job(key, key.run_dir(tmp_path), "lab", table, needs, worker(tmp_path))
+    return Job(key, key.run_dir(tmp_path), "toy", table, needs, worker(tmp_path))
 
 
 def run(jobs: list[Job], deadline_s: float = 60.0) -> tuple[list[Ended], list[Ended]]:
@@ -85,7 +85,7 @@ def write_run(out: Path, key: Key, accuracy: Sequence[float], *, cut: bool = Fal
     run_dir, num_steps = key.run_dir(out), len(accuracy) - 1
     run_dir.mkdir(parents=True)
     config = config_of(key, out, num_steps)
-    (run_dir / ASKED_FILE).write_text(json.dumps({"backend": "lab", "config": config}))
+    (run_dir / ASKED_FILE).write_text(json.dumps({"backend": "toy", "config": config}))
     names = f"eval/{key.task}/mean_at_k", f"eval/{key.task}/accuracy"
     records = [{"step": step, names[0]: value, names[1]: value + 0.05} for step, value in enumerate(accuracy)]
     lines = [json.dumps(record) + "\n" for record in (records[:-1] if cut else records)]

@@ -191,29 +191,29 @@ def test_real_runs_of_the_laboratory(tmp_path: Path) -> None:
 
 
 def test_the_real_stacks_config_is_the_laboratorys(tmp_path: Path) -> None:
-    from studies.toy_trainer import LabConfig
+    from studies.toy_trainer import ToyConfig
     from studies.train_backend import train_table
 
     job = study_of(tmp_path, PLAN.replace("peer = true", 'peer = true\nbackend = "train"')).job(
         Key("sums", "rloo", 0.002, 1)
     )
-    lab = LabConfig.model_validate(job.config)
-    config = parse_config(json.loads(json.dumps(train_table(lab))))
+    toy = ToyConfig.model_validate(job.config)
+    config = parse_config(json.loads(json.dumps(train_table(toy))))
     assert (config.seed, config.num_steps, config.num_prompts, config.group_size) == (1, 2, 4, 2)
-    assert config.algo.model_dump(exclude={"preset"}) == lab.algo.model_dump(exclude={"preset"})
-    assert config.optimizer == lab.optimizer and config.optimizer.lr == 0.002
+    assert config.algo.model_dump(exclude={"preset"}) == toy.algo.model_dump(exclude={"preset"})
+    assert config.optimizer == toy.optimizer and config.optimizer.lr == 0.002
     assert config.run_dir == job.run_dir / "train" and list(config.evaluate.data) == ["sums"]
-    assert config.evaluate.samples_per_prompt == lab.evaluation_samples
+    assert config.evaluate.samples_per_prompt == toy.evaluation_samples
 
 
 def test_rewards_by_name_are_the_tasks() -> None:
-    from studies import rewards as judge
+    from studies import rewards as score_batch
 
     for name, task in TASKS.items():
         generator, rows = random.Random(0), task.rows(num_train=20, num_held_out=1)[0]
         answers = [(task.teach(row, generator, 0.5), row) for row in rows]
-        found = [getattr(judge, name)(answer, row.answer, row.question) for answer, row in answers]
+        found = [getattr(score_batch, name)(answer, row.answer, row.question) for answer, row in answers]
         assert found == [task.reward(answer, row.answer) for answer, row in answers]
         assert min(found) < 1.0 == max(found)
     with pytest.raises(AttributeError):
-        _ = judge.unheard_of
+        _ = score_batch.unheard_of

@@ -37,7 +37,7 @@ def task_of(num_arms: int, spread: float = 0.0) -> TaskSummary:
             )
             for seed in range(3)
         ]
-        arms.append(ArmSummary(name, "lab", place % 2 == 1, 1e-3, False, runs, {1e-3: runs, 1e-2: runs[:1]}))
+        arms.append(ArmSummary(name, "toy", place % 2 == 1, 1e-3, False, runs, {1e-3: runs, 1e-2: runs[:1]}))
     return TaskSummary("sums", arms, arms[0], arms[1])
 
 

@@ -17,7 +17,7 @@ import torch
 from oblr_megatron.algo.token_baseline import token_advantages
 from oblr_megatron.config.algo import AlgoConfig
 from studies.estimator import Batch, Estimator, energies
-from studies.policy import Drawn, LabPolicy
+from studies.policy import Drawn, ToyPolicy
 
 FILE = Path(__file__).parents[3] / "examples" / "single_file.py"
 Q, G = 4, 3
@@ -37,12 +37,12 @@ def single() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def policy(single: ModuleType) -> LabPolicy:
-    return LabPolicy(single.build_model(torch.float64, seed=1), single.CHARACTERS)
+def policy(single: ModuleType) -> ToyPolicy:
+    return ToyPolicy(single.build_model(torch.float64, seed=1), single.CHARACTERS)
 
 
 @pytest.fixture(scope="module")
-def batch(policy: LabPolicy) -> Batch:
+def batch(policy: ToyPolicy) -> Batch:
     """Responses of several lengths with the policy's own log-probs; the last group has equal rewards."""
     generator = random.Random(0)
     samples = []
@@ -57,7 +57,7 @@ def batch(policy: LabPolicy) -> Batch:
 
 
 @pytest.mark.parametrize("baseline", ["optimal", "optimal_prior"])
-def test_equals_the_single_file_example(single: ModuleType, policy: LabPolicy, batch: Batch, baseline: str) -> None:
+def test_equals_the_single_file_example(single: ModuleType, policy: ToyPolicy, batch: Batch, baseline: str) -> None:
     settings = single.Settings(num_prompts=Q, group_size=G, num_folds=2, baseline=baseline)
     samples = [(list(each.prompt), list(each.tokens), list(each.logprobs)) for each in batch.samples]
     norms = single.sq_grad_norms(policy.model, samples, settings).view(Q, G)
@@ -70,7 +70,7 @@ def test_equals_the_single_file_example(single: ModuleType, policy: LabPolicy, b
     assert found.stats.fold_sq_norm_mean == pytest.approx(float(folds.square().sum(-1).mean()), rel=ROUNDED)
 
 
-def literal(policy: LabPolicy, batch: Batch, advantages: torch.Tensor, reference: LabPolicy | None, beta: float):
+def literal(policy: ToyPolicy, batch: Batch, advantages: torch.Tensor, reference: ToyPolicy | None, beta: float):
     """-grad of the loss: sum over all tokens, divided by Q G."""
     logprobs, mask = policy.logprobs(batch.samples)
     total = (advantages * logprobs).sum()
@@ -81,7 +81,7 @@ def literal(policy: LabPolicy, batch: Batch, advantages: torch.Tensor, reference
     return torch.cat([each.flatten() for each in gradient])
 
 
-def test_token_wise_baseline(policy: LabPolicy, batch: Batch) -> None:
+def test_token_wise_baseline(policy: ToyPolicy, batch: Batch) -> None:
     logits, tokens, _ = policy.logits(batch.samples)
     values = token_advantages(batch.rewards, energies(logits.detach(), tokens), batch.lengths)
     found = Estimator(policy, AlgoConfig(baseline="otb", snr={"num_folds": 2}))(batch)
@@ -89,9 +89,9 @@ def test_token_wise_baseline(policy: LabPolicy, batch: Batch) -> None:
     assert math.isnan(found.stats.sample_sq_norm)
 
 
-def test_kl_penalty(single: ModuleType, policy: LabPolicy, batch: Batch) -> None:
+def test_kl_penalty(single: ModuleType, policy: ToyPolicy, batch: Batch) -> None:
     """k3 against another model; the norms stay the score's."""
-    reference = LabPolicy(single.build_model(torch.float64, seed=2), single.CHARACTERS)
+    reference = ToyPolicy(single.build_model(torch.float64, seed=2), single.CHARACTERS)
     plain = Estimator(policy, AlgoConfig(baseline="rloo", snr={"num_folds": 2}))(batch)
     found = Estimator(
         policy, AlgoConfig(baseline="rloo", kl_coefficient=0.3, kl_loss="k3", snr={"num_folds": 2}), reference
@@ -102,7 +102,7 @@ def test_kl_penalty(single: ModuleType, policy: LabPolicy, batch: Batch) -> None
     assert torch.equal(found.norms_sq, plain.norms_sq) and not torch.allclose(found.gradient, plain.gradient)
 
 
-def test_momentum_is_the_average_of_the_gradients_before(policy: LabPolicy, batch: Batch) -> None:
+def test_momentum_is_the_average_of_the_gradients_before(policy: ToyPolicy, batch: Batch) -> None:
     """The same batch again: its own average, and so the dot product is the squared norm."""
     options = AlgoConfig(baseline="rloo", snr={"num_folds": 2, "estimator": "momentum"})
     estimator = Estimator(policy, options)
@@ -112,6 +112,6 @@ def test_momentum_is_the_average_of_the_gradients_before(policy: LabPolicy, batc
     assert third.momentum_dot == pytest.approx(first.sq_norm, rel=1e-12)
 
 
-def test_estimator_prompts_takes_every_prompt_for_a_fold(policy: LabPolicy, batch: Batch) -> None:
+def test_estimator_prompts_takes_every_prompt_for_a_fold(policy: ToyPolicy, batch: Batch) -> None:
     found = Estimator(policy, AlgoConfig(baseline="rloo", snr={"estimator": "prompts"}))(batch)
     assert found.stats.num_folds == Q

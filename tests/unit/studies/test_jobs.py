@@ -19,7 +19,7 @@ from oblr_megatron.errors import UserError
 from studies.jobs import Job, to_do
 from studies.results import Key, is_whole, read_result
 from studies.start import prepare
-from studies.toy_trainer import LabConfig
+from studies.toy_trainer import ToyConfig
 from tests.unit.studies.runs import job_of, run, write_run
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +50,7 @@ def test_a_whole_run_is_left_alone_and_a_cut_one_done_again(tmp_path: Path) -> N
     (cut / "leftover").touch()
     ended, failed = run([job_of(tmp_path, seed) for seed in (0, 1)])
     assert [each.job.key.seed for each in ended] == [1] and not failed
-    assert not (cut / "leftover").exists() and is_whole(cut, "lab", 4)
+    assert not (cut / "leftover").exists() and is_whole(cut, "toy", 4)
     assert "0.1," in (whole / "metrics.jsonl").read_text()
 
 
@@ -58,7 +58,7 @@ def test_a_last_line_that_was_cut_is_no_last_step(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5)
     text = (run_dir / "metrics.jsonl").read_text()
     (run_dir / "metrics.jsonl").write_text(text[:-20])
-    assert not is_whole(run_dir, "lab", 4)
+    assert not is_whole(run_dir, "toy", 4)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +133,11 @@ def test_a_study_that_is_ended_takes_its_runs_along_and_leaves_the_finished(
     orders.write_text(json.dumps({"seed1": {"wait": 2}}))
     first, second = (Key("sums", "rloo", 1e-3, seed).run_dir(tmp_path) for seed in (0, 1))
     study = subprocess.Popen([sys.executable, "-c", STUDY, str(tmp_path), str(ROOT)], stderr=subprocess.DEVNULL)
-    until(lambda: is_whole(first, "lab", 4) and '"step": 1' in read(second / "metrics.jsonl"))
+    until(lambda: is_whole(first, "toy", 4) and '"step": 1' in read(second / "metrics.jsonl"))
     os.kill(study.pid, number)
     assert study.wait(20) != 0
     until(lambda: not processes_in(second))
-    assert is_whole(first, "lab", 4) and not is_whole(second, "lab", 4)
+    assert is_whole(first, "toy", 4) and not is_whole(second, "toy", 4)
     orders.write_text("{}")
     ended, failed = run([job_of(tmp_path, seed) for seed in (0, 1)])
     assert [each.job.key.seed for each in ended] == [1] and not failed
@@ -171,21 +171,21 @@ def test_runs_of_the_laboratory_are_forks_with_logs_and_deadlines(tmp_path: Path
     The run that is never done comes last: what it is forked from has imported the laboratory by then.
     """
     start = prepare("brackets", "middle", tmp_path / "starts", steps=2)
-    whole, endless, wrong = (lab_job(tmp_path, start, seed, steps) for seed, steps in ((0, 1), (1, 10_000), (2, 1)))
+    whole, endless, wrong = (toy_job(tmp_path, start, seed, steps) for seed, steps in ((0, 1), (1, 10_000), (2, 1)))
     wrong.config["num_prompts"] = 3
     ended, _ = run([whole, wrong])
     (late,), _ = run([endless], deadline_s=4.0)
     faults = {each.job.key.seed: each.fault for each in ended}
-    assert faults[0] == "" and is_whole(whole.run_dir, "lab", 1)
+    assert faults[0] == "" and is_whole(whole.run_dir, "toy", 1)
     assert late.fault == "ran past its deadline of 4 s" and not processes_in(endless.run_dir)
     assert (endless.run_dir / "log.txt").exists(), "it was there"
     assert faults[2].startswith("status 2: error: ") and "num_prompts 3 is not a multiple" in faults[2]
 
 
-def lab_job(out: Path, start: Path, seed: int, num_steps: int) -> Job:
+def toy_job(out: Path, start: Path, seed: int, num_steps: int) -> Job:
     """As a study asks for it."""
     key = Key("brackets", "rloo", 1e-3, seed)
-    config = LabConfig(
+    config = ToyConfig(
         task="brackets", start_dir=start, run_dir=key.run_dir(out), num_steps=num_steps, num_prompts=4, group_size=2
     )
-    return Job(key, key.run_dir(out), "lab", config.model_dump(mode="json"))
+    return Job(key, key.run_dir(out), "toy", config.model_dump(mode="json"))

@@ -21,7 +21,7 @@ from studies.learning_rate import Gain, Line, Search, measure, moments, peak, pe
 from studies.learning_rate_report import document, kept
 from studies.start import load, prepare
 from studies.tasks import TASKS
-from studies.toy_trainer import judge
+from studies.toy_trainer import score_batch
 
 TASK, G = TASKS["brackets"], 4
 RATES = tuple(1e-3 * 1.5**n for n in range(12))
@@ -86,7 +86,7 @@ def test_prompts_gradients_have_rloos_estimate_for_their_mean(start):
         for part in (asked[:half], asked[half:])
         for sample in policy.sample([policy.encode(row.question) for row in part], TASK.max_response_tokens, generator)
     ]
-    rewards = torch.tensor(judge(policy, TASK, asked, samples)).double().view(-1, G)
+    rewards = torch.tensor(score_batch(policy, TASK, asked, samples)).double().view(-1, G)
     values = rewards - (rewards.sum(-1, keepdim=True) - rewards) / (G - 1)
     lengths = torch.tensor([len(sample.tokens) for sample in samples])
     want = policy.gradient(samples, sample_coefficients(values.flatten(), lengths, len(rows), G))

@@ -71,7 +71,7 @@ def test_the_examples_are_plans_that_ask_for_the_same_samples() -> None:
     plans = {path.stem: load_plan(path) for path in EXAMPLES.glob("*.toml")}
     curves, peers = plans["curves"], {name for name, arm in plans["curves"].arms.items() if arm.peer}
     assert peers == {"grpo", "rloo", "opo", "reinforce_pp", "otb"}
-    assert {arm.backend for arm in plans["trl"].arms.values()} == {"lab", "trl_grpo", "trl_rloo"}
+    assert {arm.backend for arm in plans["trl"].arms.values()} == {"toy", "trl_grpo", "trl_rloo"}
     for plan in plans.values():
         assert plan.model_copy(update={"tasks": curves.tasks, "arms": curves.arms}) == curves
         assert not set(plan.seeds) & set(plan.sweep_seeds) and len(plan.seeds) >= 5
@@ -102,7 +102,7 @@ def test_the_examples_are_plans_that_ask_for_the_same_samples() -> None:
 def test_mistakes_end_in_one_line(text: str, named: list[str], tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         plan_of(text, tmp_path)
-    assert "\n" not in str(caught.value) and caught.value.mend
+    assert "\n" not in str(caught.value) and caught.value.fix
     assert all(part in str(caught.value) for part in named), caught.value
 
 

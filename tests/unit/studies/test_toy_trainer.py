@@ -11,7 +11,7 @@ from oblr_megatron.errors import EXIT_USER, UserError
 from oblr_megatron.metrics import read_metrics
 from studies.smoothness import measure, path
 from studies.start import prepare
-from studies.toy_trainer import LabConfig, main, prompt_order, run_lab
+from studies.toy_trainer import ToyConfig, main, prompt_order, run_toy
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +19,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare("brackets", "high", tmp_path_factory.mktemp("starts"), steps=80)
 
 
-def config_of(start: Path, run_dir: Path, **algo: object) -> LabConfig:
-    return LabConfig(
+def config_of(start: Path, run_dir: Path, **algo: object) -> ToyConfig:
+    return ToyConfig(
         task="brackets",
         start_dir=start,
         run_dir=run_dir,
@@ -46,7 +46,7 @@ def untimed(run_dir: Path) -> list[dict[str, float | None]]:
 )
 def test_the_same_seed_gives_the_same_run(start: Path, tmp_path: Path, algo: dict[str, object]) -> None:
     for name in ("a", "b"):
-        run_lab(config_of(start, tmp_path / name, **algo))
+        run_toy(config_of(start, tmp_path / name, **algo))
     first = untimed(tmp_path / "a")
     assert first == untimed(tmp_path / "b")
     assert [record["step"] for record in first] == [0, 1, 2, 3, 4]
@@ -58,7 +58,7 @@ def test_every_preset_learns_something_else(start: Path, tmp_path: Path) -> None
     """From the same samples: after two updates no two recipes have the same gradient norm."""
     norms = {}
     for preset in ("oblr_po", "oblr_po_paper", "opo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "otb"):
-        run_lab(config_of(start, tmp_path / preset, preset=preset))
+        run_toy(config_of(start, tmp_path / preset, preset=preset))
         norms[preset] = read_metrics(tmp_path / preset)[-1]["grad_norm"]
     assert len(set(norms.values())) == len(norms), norms
 
@@ -107,7 +107,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 def test_smoothness_measures_what_the_bound_is_made_of(start: Path, tmp_path: Path) -> None:
     """Along the gradient the score cannot change faster than its largest curvature allows, on the same responses."""
     config = config_of(start, tmp_path)
-    points = [measure(lab, step, responses=8, seed=0) for step, lab in path(config, [0, 2])]
+    points = [measure(toy, step, responses=8, seed=0) for step, toy in path(config, [0, 2])]
     assert [point.step for point in points] == [0, 2]
     for point in points:
         assert 0 < point.lipschitz_along_gradient <= point.lipschitz_max * 1.2

@@ -29,7 +29,7 @@ from studies import trl_backend
 from studies.policy import Drawn
 from studies.start import load, prepare
 from studies.tasks import TASKS, Row
-from studies.toy_trainer import LabConfig, prompt_order, run_lab
+from studies.toy_trainer import ToyConfig, prompt_order, run_toy
 from studies.trl_trainer import open_trainer, trainer_arguments
 
 TASK, Q, G, TEMPERATURE = TASKS["chain"], 6, 4, 0.8
@@ -159,7 +159,7 @@ def test_only_adam(tmp_path):
         arguments_of("rloo", OptimizerConfig(name="sgd"), tmp_path)
 
 
-def run_config(start: Path, run_dir: Path, **more: Any) -> LabConfig:
+def run_config(start: Path, run_dir: Path, **more: Any) -> ToyConfig:
     table = {
         "task": TASK.name,
         "start_dir": start,
@@ -174,7 +174,7 @@ def run_config(start: Path, run_dir: Path, **more: Any) -> LabConfig:
         "algo": {"preset": "rloo", "snr": {"num_folds": 2}},
         "optimizer": {"lr": 1e-3},
     }
-    return LabConfig.model_validate(table | more)
+    return ToyConfig.model_validate(table | more)
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])
@@ -194,13 +194,13 @@ def test_a_run_asks_what_the_laboratory_asks_and_writes_what_it_writes(trainer, 
 
     monkeypatch.setattr(trl_backend, "open_trainer", listening)
     trl_backend.run_trl(config, trainer)
-    run_lab(config.model_copy(update={"run_dir": tmp_path / "lab"}))
+    run_toy(config.model_copy(update={"run_dir": tmp_path / "toy"}))
     policy, rows = load(start, TASK), TASK.rows()[0]
     want = [
         [policy.encode(rows[n].question) for n in step for _ in range(G)] for step in prompt_order(len(rows), config)
     ]
     assert asked == want
-    theirs, ours = read_metrics(tmp_path / "trl"), read_metrics(tmp_path / "lab")
+    theirs, ours = read_metrics(tmp_path / "trl"), read_metrics(tmp_path / "toy")
     assert theirs[0] == ours[0], "the same weights and draws before the first step"
     assert [record["step"] for record in theirs] == [0, 1, 2, 3]
     evaluated = [[name for name in record if name.startswith("eval/")] for record in theirs]

@@ -36,7 +36,7 @@ def test_each_value_is_found_under_its_rank() -> None:
 
 
 def test_what_is_logged_names_the_ranks() -> None:
-    found = table().figures()
+    found = table().metrics()
     assert found == {
         "perf/peak_memory_bytes": 40,
         "perf/peak_memory_rank": 1,
@@ -54,12 +54,12 @@ def test_what_is_logged_names_the_ranks() -> None:
 
 def test_one_rank_is_compared_with_none() -> None:
     row = RankStep({"gradient": 3.0}, {"gradient": 1.0}, Memory(10, 20, 31), 1.0).row()
-    assert RankTable.of([row]).figures() == {"perf/peak_memory_bytes": 31}
+    assert RankTable.of([row]).metrics() == {"perf/peak_memory_bytes": 31}
 
 
 def test_ranks_that_trained_nothing_have_no_pace() -> None:
     row = RankStep({"rollout": 3.0}, {"rollout": 1.0}, Memory(10, 20, 31), 0.0).row()
-    assert "perf/slowest_rank" not in RankTable.of([row, row]).figures()
+    assert "perf/slowest_rank" not in RankTable.of([row, row]).metrics()
 
 
 def test_seconds_are_written_to_four_digits() -> None:

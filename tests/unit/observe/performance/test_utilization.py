@@ -11,7 +11,7 @@ from oblr_megatron.config import Config, parse_config
 from oblr_megatron.observe.performance.flops import training_flops
 from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.observe.performance.utilization import Utilization, peak_flops
-from oblr_megatron.types import Judged, Sample
+from oblr_megatron.types import Sample, Scored
 from tests.tiny import tiny_config
 
 HF = tiny_config().to_dict()
@@ -33,27 +33,27 @@ def config_of(*overrides: str) -> Config:
     return parse_config(table, overrides=list(overrides))
 
 
-def figures(*overrides: str, peak: float | None = PEAK, timing: dict[str, float] = TIMING) -> dict[str, float]:
+def metrics(*overrides: str, peak: float | None = PEAK, timing: dict[str, float] = TIMING) -> dict[str, float]:
     """Of a step whose first group has equal rewards, on 4 ranks."""
     samples = [
         Sample(n // 2, (1, 2, 3), (4,) * (length - 3), (), "", "stop", version=0) for n, length in enumerate(LENGTHS)
     ]
     rewards = torch.tensor([[1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
-    judged = Judged(rewards, torch.tensor(LENGTHS).view(2, 2) - 3, 0)
-    return Utilization(HF, config_of(*overrides), 4, peak).figures(samples, judged, timing)
+    scored = Scored(rewards, torch.tensor(LENGTHS).view(2, 2) - 3, 0)
+    return Utilization(HF, config_of(*overrides), 4, peak).metrics(samples, scored, timing)
 
 
 def test_throughput_is_of_all_tokens_over_the_step_without_evaluation() -> None:
-    assert figures()["perf/throughput"] == sum(LENGTHS) / (4.0 * 4)
+    assert metrics()["perf/throughput"] == sum(LENGTHS) / (4.0 * 4)
 
 
 def test_mfu_counts_the_samples_that_are_trained_on() -> None:
     """Responses of equal rewards have no gradient, and none of their passes is made."""
     expected = training_flops(HF, [6, 9]) / (2.0 * 4 * PEAK)
-    assert figures()["perf/mfu/actor"] == pytest.approx(expected, rel=1e-12)
+    assert metrics()["perf/mfu/actor"] == pytest.approx(expected, rel=1e-12)
     every = training_flops(HF, LENGTHS) / (2.0 * 4 * PEAK)
-    assert figures("algo.baseline=none")["perf/mfu/actor"] == pytest.approx(every, rel=1e-12)
-    penalised = figures("algo.kl_coefficient=0.1")
+    assert metrics("algo.baseline=none")["perf/mfu/actor"] == pytest.approx(every, rel=1e-12)
+    penalised = metrics("algo.kl_coefficient=0.1")
     assert penalised["perf/mfu/actor"] == pytest.approx(every, rel=1e-12), "the penalty has a gradient everywhere"
 
 
@@ -70,13 +70,13 @@ def test_mfu_counts_the_samples_that_are_trained_on() -> None:
     ],
 )
 def test_norms_count_where_they_take_a_pass_of_their_own(overrides: tuple[str, ...], passes: int) -> None:
-    found = figures(*overrides)
+    found = metrics(*overrides)
     assert found["perf/mfu/with_norms"] == pytest.approx(passes * found["perf/mfu/actor"])
 
 
 def test_without_a_peak_or_a_training_there_is_no_mfu() -> None:
-    assert figures(peak=None).keys() == {"perf/throughput"}
-    assert figures(timing={"timing_s/rollout": 1.0, "timing_s/step": 2.0}).keys() == {"perf/throughput"}
+    assert metrics(peak=None).keys() == {"perf/throughput"}
+    assert metrics(timing={"timing_s/rollout": 1.0, "timing_s/step": 2.0}).keys() == {"perf/throughput"}
 
 
 def test_the_peak_is_that_of_the_training_s_precision() -> None:

@@ -1,4 +1,4 @@
-"""Reward functions that judge many responses at once, well-behaved and not; beside judges.py, for the same tests."""
+"""Reward functions that judge many responses at once, well-behaved and not; next to scorers.py, for the same tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tests.unit.rewards.judges import mixed
+from tests.unit.rewards.scorers import mixed
 
 BEGUN: list[str] = []  # in a worker: the responses whose judging began
 
@@ -54,7 +54,7 @@ async def refuses_to_stop() -> None:
             continue
 
 
-class Judge:
+class Scorer:
     """An object whose call is async."""
 
     async def __call__(self, response: str, answer: str, prompt: str) -> float:
@@ -62,7 +62,7 @@ class Judge:
         return 0.5
 
 
-an_object = Judge()
+an_object = Scorer()
 
 
 def returns_a_coroutine(response: str, answer: str, prompt: str) -> object:

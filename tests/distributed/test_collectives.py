@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from oblr_megatron.errors import DamagedError, DeadlineError, EngineDeadlineError, EngineLostError, RunError
-from oblr_megatron.runtime.collectives import Exchange, attempt, raise_first
+from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
 from tests.distributed.launch import run_ranks
 
 RANKS = 3
@@ -37,11 +37,11 @@ KINDS = {
 def on_rank() -> dict[str, Any]:
     """By case: (values that arrived, type of what was raised)."""
     rank = dist.get_rank()
-    exchange = Exchange(rank)
+    exchange = Collectives(rank)
     return {name: one_case(exchange, rank, failures[rank]) for name, failures in FAILURES.items()}
 
 
-def one_case(exchange: Exchange, rank: int, failure: BaseException | None) -> tuple[list[Any], type | None]:
+def one_case(exchange: Collectives, rank: int, failure: BaseException | None) -> tuple[list[Any], type | None]:
     def call() -> str:
         if failure is not None:
             raise failure
@@ -65,7 +65,7 @@ def test_every_rank_gets_all_values_and_decides_alike() -> None:
 
 def late() -> tuple[str, float]:
     """Rank 0 waits for rank 1, which comes too late to hear its own deadline."""
-    exchange = Exchange(dist.get_rank())
+    exchange = Collectives(dist.get_rank())
     if dist.get_rank() == 1:
         time.sleep(4)
         return "", 0.0
@@ -82,6 +82,6 @@ def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
 
 
 def test_one_rank_alone_hears_itself() -> None:
-    exchange = Exchange(0)
+    exchange = Collectives(0)
     assert exchange.gather(attempt(lambda: 3), what="a case", seconds=0)[0].value == 3
     assert exchange.objects("any", what="a case", seconds=0) == ["any"]
