@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.gradnorm.norm_sink import NormSink, Splits
+from oblr_megatron.gradnorm.norm_sink import NormSink
 from oblr_megatron.gradnorm.rules import Rule
 from oblr_megatron.model.taps import add_product, add_rows, main_grad
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from oblr_megatron.gradnorm.accumulate import Capture
+    from oblr_megatron.gradnorm.accumulate import NormAccumulator
     from oblr_megatron.gradnorm.segments import Segments
     from oblr_megatron.gradnorm.sketch import Sketches
+    from oblr_megatron.model.taps import Splits
 
 
 @dataclass(slots=True)
@@ -62,8 +63,8 @@ class _Vectors:
 class BookkeepSink(NormSink):
     """Takes the norms and keeps what the gradient will be made of."""
 
-    def __init__(self, rules: Sequence[Rule], capture: Capture, sketches: Sketches | None = None) -> None:
-        super().__init__(rules, capture, sketches)
+    def __init__(self, rules: Sequence[Rule], accumulator: NormAccumulator, sketches: Sketches | None = None) -> None:
+        super().__init__(rules, accumulator, sketches)
         self._kept: list[_Product | _Rows | _Vectors] = []
 
     def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
@@ -91,7 +92,7 @@ class BookkeepSink(NormSink):
     @torch.no_grad()
     def add_gradient(self, coefficients: Tensor) -> None:
         """main_grad += sum_i c_i grad_i, and forget the factors: [n] fp64, 0 for samples to be left out."""
-        coefficients = coefficients.to(self.capture.parallel.device)
+        coefficients = coefficients.to(self.accumulator.parallel.device)
         while self._kept:  # from the end: the memory of each goes as soon as it is used
             kept = self._kept.pop()
             if isinstance(kept, _Vectors):

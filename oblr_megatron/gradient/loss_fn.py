@@ -25,7 +25,7 @@ RatioFn = Callable[["Tensor", MicroBatch], tuple["Tensor", "Tensor"]]
 ScoreLoss = Callable[["Tensor", MicroBatch], tuple["Tensor", dict[str, "Tensor"]]]
 """logits [b, t, Vp / tp], batch -> the loss, and figures of the microbatch."""
 
-FIGURES = ("entropy", "abs_diff", "cut", "kl", "tokens")  # what `score_loss` records, sums over response tokens
+SUM_NAMES = ("entropy", "abs_diff", "cut", "kl", "tokens")  # what `score_loss` records, sums over response tokens
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class PassMetrics:
         used = coefficients != 0
         self.loss -= float((coefficients[used] * scores[used]).sum())
         sums = torch.stack([record["sums"] for record in records]).sum(0).tolist()
-        for name, value in zip(FIGURES, sums, strict=True):
+        for name, value in zip(SUM_NAMES, sums, strict=True):
             setattr(self, name, getattr(self, name) + value)
 
     def total(self, parallel: Parallel) -> PassMetrics:
@@ -95,7 +95,7 @@ def score_loss(
         ratios: the importance ratios; without them every rho is 1.
         coefficients: c [b, t] of a microbatch's tokens; 1 where not given.
         penalty: added to the loss.
-        records: return `FIGURES` as "sums" [5], and sum_t c_t rho_t log pi(o_t) of each sample as "scores" [n], fp64.
+        records: return `SUM_NAMES` as "sums" [5], and sum_t c_t rho_t log pi(o_t) of each sample as "scores" [n], fp64.
     """
     from oblr_megatron.model.logprobs import vocab_parallel_entropy, vocab_parallel_logprobs
 

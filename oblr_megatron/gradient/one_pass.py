@@ -21,7 +21,7 @@ from oblr_megatron.gradient.buffer import GradientBuffer, add_weighted
 from oblr_megatron.gradient.loss_fn import PassMetrics, RatioFn, score_loss
 from oblr_megatron.gradient.stash import StashSink
 from oblr_megatron.gradient.two_pass import one_sample_only
-from oblr_megatron.gradnorm.accumulate import Capture
+from oblr_megatron.gradnorm.accumulate import NormAccumulator
 from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import Kind, Rule, classify
 from oblr_megatron.memory.pass_plan import stash_count
@@ -62,12 +62,12 @@ class BookkeepPass:
         """main_grad += the gradient of these samples, those of whole prompts in prompt-major order."""
         for window in self._windows(work.samples, indices):
             batches = self._batches(work.samples, window)
-            capture = Capture(self._rules, batches, self._reducer)
-            sink = BookkeepSink(self._rules, capture, self._sketches)
+            accumulator = NormAccumulator(self._rules, batches, self._reducer)
+            sink = BookkeepSink(self._rules, accumulator, self._sketches)
             with untapped_aside(self._rules):
                 records = self._run(work, batches, sink)
                 order = torch.cat([batch.sample_index for batch in batches]).cpu()
-                work.norms_sq[order] = self._reducer.finish(capture).cpu()
+                work.norms_sq[order] = self._reducer.finish(accumulator).cpu()
             coefficients = torch.zeros_like(work.norms_sq)
             coefficients[window] = _weighted(work, window, self._config.group_size)
             work.metrics.add(records, coefficients[order])
@@ -111,11 +111,11 @@ class StashPass:
         made_in, kept = self._buffers.take()
         for prompt in _groups(indices, self._config.group_size):
             batches = one_per_microbatch(work.samples, prompt, device=self._policy.parallel.device)
-            capture = Capture(self._rules, batches, self._reducer, squares_rows=False)
+            accumulator = NormAccumulator(self._rules, batches, self._reducer, squares_rows=False)
             with untapped_aside(self._rules):
-                sink = StashSink(self._rules, capture, kept, made_in)
+                sink = StashSink(self._rules, accumulator, kept, made_in)
                 records = run_schedule(self._policy, batches, loss_of, sink=sink)
-                work.norms_sq[prompt] = self._reducer.finish(capture).cpu()
+                work.norms_sq[prompt] = self._reducer.finish(accumulator).cpu()
             coefficients = _weighted(work, prompt, self._config.group_size)
             work.metrics.add(records, coefficients)
             add_weighted(self._policy, kept, coefficients.tolist())
@@ -162,12 +162,12 @@ class SpreadStashPass:
     ) -> _Pending:
         """Backward of this replica's samples of one prompt, into the buffers; their norms set out."""
         batches = one_per_microbatch(work.samples, own, device=self._policy.parallel.device)
-        capture = Capture(self._rules, batches, self._reducer, squares_rows=False)
+        accumulator = NormAccumulator(self._rules, batches, self._reducer, squares_rows=False)
         loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
         with untapped_aside(self._rules):
-            sink = StashSink(self._rules, capture, buffers, made_in)
+            sink = StashSink(self._rules, accumulator, buffers, made_in)
             records = run_schedule(self._policy, batches, loss_of, sink=sink)
-            norms = self._reducer.finish(capture)
+            norms = self._reducer.finish(accumulator)
         work.norms_sq[own] = norms.cpu()
         gathered = norms.new_zeros(self._group.size(), len(own))
         arrival = dist.all_gather(list(gathered), norms.contiguous(), group=self._group, async_op=True)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from oblr_megatron.gradnorm.accumulate import Capture
-    from oblr_megatron.gradnorm.norm_sink import Splits
+    from oblr_megatron.gradnorm.accumulate import NormAccumulator
+    from oblr_megatron.model.taps import Splits
     from oblr_megatron.types import MicroBatch
 
 
@@ -29,23 +29,27 @@ class StashSink:
 
     Args:
         rules: of every parameter of this rank.
-        capture: of the run's samples.
+        accumulator: of the run's samples.
         kept: a buffer for each sample of the run.
         work: where a gradient is made if `kept` rounds it or is not on the device; None: it is made where it is kept.
     """
 
     def __init__(
-        self, rules: Sequence[Rule], capture: Capture, kept: Sequence[GradientBuffer], work: GradientBuffer | None
+        self,
+        rules: Sequence[Rule],
+        accumulator: NormAccumulator,
+        kept: Sequence[GradientBuffer],
+        work: GradientBuffer | None,
     ) -> None:
         self.rules = {id(rule.param): rule for rule in rules if rule.kind is not Kind.FROZEN}
-        self.capture, self.kept, self.work = capture, kept, work
+        self.accumulator, self.kept, self.work = accumulator, kept, work
         self.slot = 0
         self._written: set[int] = set()  # parameters whose gradient of this sample has begun
 
     def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
         """A sample's gradient starts."""
         assert batch.num_samples == 1, "a stashed gradient is that of one sample"
-        self.slot = self.capture.first[position]
+        self.slot = self.accumulator.first[position]
         self._written.clear()
 
     def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
@@ -85,7 +89,7 @@ class StashSink:
             elif key not in self._written:
                 view.zero_()  # an expert that no token was sent to
             self._keep_rows(rule, view)
-            self.capture.matrix(rule, self.slot, view)
+            self.accumulator.matrix(rule, self.slot, view)
         if self.work is not None:
             self.kept[self.slot].copy_chunk(self.work, chunk)
 
@@ -94,7 +98,7 @@ class StashSink:
 
     def _keep_rows(self, rule: Rule, view: Tensor) -> None:
         """A tied embedding's rows at the sample's tokens, where its other copy is at the other end of the pipeline."""
-        rows = self.capture.rows
+        rows = self.accumulator.rows
         if rows is None or not rule.tied:
             return
         span = rows.span(self.slot, self.slot + 1)

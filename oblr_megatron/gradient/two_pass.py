@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron.gradient.loss_fn import RatioFn, score_loss
-from oblr_megatron.gradnorm.accumulate import Capture, bytes_put_aside
+from oblr_megatron.gradnorm.accumulate import NormAccumulator, buffered_bytes
 from oblr_megatron.gradnorm.norm_sink import NormSink
 from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import Rule, classify
@@ -93,9 +93,9 @@ def measure(
     policy.zero_grad()
     norms = [torch.zeros(0, dtype=torch.float64, device=policy.parallel.device)]
     for batches in _runs(policy, microbatches, rules, kept_bytes):
-        capture = Capture(rules, batches, reducer)
-        run_schedule(policy, batches, loss_of, sink=NormSink(rules, capture, sketches))
-        norms.append(reducer.finish(capture))
+        accumulator = NormAccumulator(rules, batches, reducer)
+        run_schedule(policy, batches, loss_of, sink=NormSink(rules, accumulator, sketches))
+        norms.append(reducer.finish(accumulator))
     return torch.cat(norms)
 
 
@@ -104,7 +104,7 @@ def _runs(
 ) -> Iterator[Sequence[MicroBatch]]:
     """Cut the samples into runs of the pipeline that put aside no more than `kept_bytes` on any rank of the block."""
     parallel = policy.parallel
-    largest = max((bytes_put_aside(rules, batch, parallel) for batch in microbatches), default=0)
+    largest = max((buffered_bytes(rules, batch, parallel) for batch in microbatches), default=0)
     shared = torch.tensor(largest, device=parallel.device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=parallel.block_group)
     step = max(1, kept_bytes // max(1, int(shared)))

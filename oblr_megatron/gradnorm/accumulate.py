@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.gradnorm.embedding_rows import TokenRows
+from oblr_megatron.gradnorm.embedding_rows import EmbeddingRows
 from oblr_megatron.gradnorm.rules import EMBEDDING, Kind, Rule
 from oblr_megatron.model.sq_norms import sq_norm
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from oblr_megatron.types import MicroBatch
 
 
-class Capture:
+class NormAccumulator:
     """The squares and summands of n samples, those of the microbatches in their order.
 
     Args:
@@ -42,8 +42,8 @@ class Capture:
         slots, device = self.first[-1], self.parallel.device
         # A column for each replica of the block: in an expert's gradient their samples meet.
         self.sq_norms = torch.zeros(slots, self.parallel.block_size, dtype=torch.float64, device=device)
-        self.vectors = {kind: _Vectors(kind_rules, slots) for kind, kind_rules in _put_aside(rules, self.parallel)}
-        self.rows = TokenRows.of(rules, batches, self.parallel, squares=squares_rows)
+        self.vectors = {kind: _Vectors(kind_rules, slots) for kind, kind_rules in _buffered(rules, self.parallel)}
+        self.rows = EmbeddingRows.of(rules, batches, self.parallel, squares=squares_rows)
 
     @property
     def own(self) -> Tensor:
@@ -92,13 +92,13 @@ class _Vectors:
         self.values[slot : slot + len(grads), start:end] += grads.flatten(1)
 
 
-def bytes_put_aside(rules: Sequence[Rule], batch: MicroBatch, parallel: Parallel) -> int:
+def buffered_bytes(rules: Sequence[Rule], batch: MicroBatch, parallel: Parallel) -> int:
     """Memory that this rank puts aside for one microbatch, until ranks are put together."""
-    vectors = sum(rule.grad.nbytes for _, kind_rules in _put_aside(rules, parallel) for rule in kind_rules)
-    return vectors * batch.num_samples + TokenRows.bytes_of(rules, batch, parallel)
+    vectors = sum(rule.grad.nbytes for _, kind_rules in _buffered(rules, parallel) for rule in kind_rules)
+    return vectors * batch.num_samples + EmbeddingRows.bytes_of(rules, batch, parallel)
 
 
-def _put_aside(rules: Sequence[Rule], parallel: Parallel) -> list[tuple[Kind, list[Rule]]]:
+def _buffered(rules: Sequence[Rule], parallel: Parallel) -> list[tuple[Kind, list[Rule]]]:
     """The parameters whose gradients are vectors to be summed over ranks: partials, and copies under CP."""
     kinds = (Kind.PARTIAL, Kind.COPY) if parallel.cp_size > 1 else (Kind.PARTIAL,)
     found = [(kind, [rule for rule in rules if rule.kind is kind and rule.name != EMBEDDING]) for kind in kinds]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class TokenRows:
+class EmbeddingRows:
     """Rows of E and H for each pair of a sample and one of its tokens that is in this rank's part of the vocabulary.
 
     Example, vocabulary shard [8, 16) and samples (9, 3, 9) and (15, 8):
@@ -45,7 +45,7 @@ class TokenRows:
     @classmethod
     def of(
         cls, rules: Sequence[Rule], batches: Sequence[MicroBatch], parallel: Parallel, *, squares: bool
-    ) -> TokenRows | None:
+    ) -> EmbeddingRows | None:
         """Room for the rows of these microbatches' samples; None on a rank that needs none."""
         embedding, head = _uses(rules, parallel)
         if not squares and parallel.pp_size == 1:
@@ -106,7 +106,7 @@ def touched_rows(ids: Tensor, shard: int, tp_rank: int) -> Tensor:
     return rows[(rows >= 0) & (rows < shard)]
 
 
-def waits_for_rows(rule: Rule, parallel: Parallel) -> bool:
+def needs_rows(rule: Rule, parallel: Parallel) -> bool:
     """Whether the rows of this embedding or output layer have to be put aside."""
     if rule.kind is Kind.FROZEN:
         return False
@@ -115,7 +115,7 @@ def waits_for_rows(rule: Rule, parallel: Parallel) -> bool:
 
 def _uses(rules: Sequence[Rule], parallel: Parallel) -> tuple[Rule | None, Rule | None]:
     """The parameters whose rows are kept on this rank: as embedding, as output layer; one and the same with PP = 1."""
-    kept = {rule.name: rule for rule in rules if waits_for_rows(rule, parallel)}
+    kept = {rule.name: rule for rule in rules if needs_rows(rule, parallel)}
     embedding, head = kept.get(EMBEDDING), kept.get(OUTPUT)
     if embedding is not None and embedding.tied and parallel.pp_size == 1:
         head = embedding

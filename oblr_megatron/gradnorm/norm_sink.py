@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.gradnorm.embedding_rows import waits_for_rows
+from oblr_megatron.gradnorm.embedding_rows import needs_rows
 from oblr_megatron.gradnorm.products import sum_dtype
 from oblr_megatron.gradnorm.rules import OUTPUT, Kind, Rule
 from oblr_megatron.gradnorm.segments import (
@@ -29,34 +29,32 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from oblr_megatron.gradnorm.accumulate import Capture
+    from oblr_megatron.gradnorm.accumulate import NormAccumulator
     from oblr_megatron.gradnorm.sketch import Sketches
+    from oblr_megatron.model.taps import Splits
     from oblr_megatron.types import MicroBatch
-
-Splits = Sequence[tuple[int, int]]
-"""How the tokens that an expert sees follow one another: (replica of the block, number of tokens) of each stretch."""
 
 
 class NormSink:
-    """Takes a microbatch's factors and adds the squares to the capture (`model.taps.Sink`).
+    """Takes a microbatch's factors and adds the squares to the accumulator (`model.taps.Sink`).
 
     Args:
         rules: of every parameter of this rank.
-        capture: of the run's samples.
+        accumulator: of the run's samples.
         sketches: estimate the norms of linear layers instead; None for exact ones.
     """
 
-    def __init__(self, rules: Sequence[Rule], capture: Capture, sketches: Sketches | None = None) -> None:
+    def __init__(self, rules: Sequence[Rule], accumulator: NormAccumulator, sketches: Sketches | None = None) -> None:
         self.rules = {id(rule.param): rule for rule in rules}
         self.untapped = [rule for rule in rules if not rule.tapped and rule.kind is not Kind.FROZEN]
-        self.capture, self.sketches = capture, sketches
+        self.accumulator, self.sketches = accumulator, sketches
         self.slot = 0  # of the microbatch's first sample
         self.tokens = 0  # t
         self.segments = Segments(0, None)
 
     def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
         """Which samples the factors that follow belong to."""
-        self.slot, self.tokens = self.capture.first[position], batch.input_ids.shape[1]
+        self.slot, self.tokens = self.accumulator.first[position], batch.input_ids.shape[1]
         offsets = None if batch.cu_seqlens is None else tuple(batch.cu_seqlens.tolist())
         self.segments = Segments(batch.num_samples, offsets)
 
@@ -64,18 +62,18 @@ class NormSink:
         """x [t, b, d], dy [t, b, p]; an expert's are [tokens, d] and [tokens, p], cut by `splits`."""
         rule = self.rules[id(weight)]
         if rule.expert:
-            self._expert(rule, x, dy, splits or [(self.capture.parallel.block_rank, len(x))])
+            self._expert(rule, x, dy, splits or [(self.accumulator.parallel.block_rank, len(x))])
             return
-        own = self.capture.own[self.slot : self.slot + self.segments.num_samples]
-        if not self.capture.counts(rule):
+        own = self.accumulator.own[self.slot : self.slot + self.segments.num_samples]
+        if not self.accumulator.counts(rule):
             pass
         elif self.sketches is not None and self.sketches.covers(rule):
-            own += self.sketches.sq_norms(rule, x, dy, self.segments, self.capture.reducer)
-        elif self.capture.reducer.sum_group(rule) is None:
+            own += self.sketches.sq_norms(rule, x, dy, self.segments, self.accumulator.reducer)
+        elif self.accumulator.reducer.sum_group(rule) is None:
             own += product_sq_norms(x, dy, self.segments)
         else:
             for sample, product in sample_products(x, dy, self.segments):
-                self.capture.matrix(rule, self.slot + sample, product)
+                self.accumulator.matrix(rule, self.slot + sample, product)
         if rule.tied:
             self._head_rows(x, dy)
 
@@ -83,11 +81,11 @@ class NormSink:
         """rows [b, t], dy [b, t, h]."""
         rule = self.rules[id(weight)]
         sample, row, grads = row_grads(rows, dy, self.segments)
-        if waits_for_rows(rule, self.capture.parallel):
-            assert self.capture.rows is not None
-            self.capture.rows.add_embedding(sample + self.slot, row, grads)
-        elif self.capture.counts(rule):
-            self.capture.own.index_add_(0, sample + self.slot, grads.to(torch.float64).square().sum(dim=1))
+        if needs_rows(rule, self.accumulator.parallel):
+            assert self.accumulator.rows is not None
+            self.accumulator.rows.add_embedding(sample + self.slot, row, grads)
+        elif self.accumulator.counts(rule):
+            self.accumulator.own.index_add_(0, sample + self.slot, grads.to(torch.float64).square().sum(dim=1))
 
     def scale(self, weight: Parameter, x_hat: Tensor, dy: Tensor) -> None:
         """x_hat and dy [t, b, ..., h]."""
@@ -95,14 +93,14 @@ class NormSink:
 
     def vector(self, rule: Rule, grads: Tensor) -> None:
         """Gradients [n, h] of a norm's weight, one for each sample of the microbatch."""
-        self.capture.vector(rule, self.slot, grads)
+        self.accumulator.vector(rule, self.slot, grads)
 
     def end(self, position: int, chunk: int) -> None:
         """Take down what was not tapped: it stands in `main_grad`."""
         for rule in self.untapped:
             if rule.chunk == chunk:
                 assert self.segments.num_samples == 1, f"{rule.name} is not tapped: one sample a microbatch"
-                self.capture.matrix(rule, self.slot, rule.grad)
+                self.accumulator.matrix(rule, self.slot, rule.grad)
                 rule.grad.zero_()
 
     def local_segments(self, length: int) -> Segments:
@@ -110,12 +108,12 @@ class NormSink:
         offsets = self.segments.cu_seqlens
         if offsets is None or length == self.tokens:
             return self.segments
-        start = self.capture.parallel.tp_rank * length
+        start = self.accumulator.parallel.tp_rank * length
         return Segments(self.segments.num_samples, tuple(min(max(end - start, 0), length) for end in offsets))
 
     def _head_rows(self, x: Tensor, dy: Tensor) -> None:
         """The rows of a tied output layer's gradient at the tokens of each sample."""
-        rows = self.capture.rows
+        rows = self.accumulator.rows
         assert rows is not None and rows.head is not None, f"{OUTPUT} is tied and its rows are not put aside"
         span = rows.span(self.slot, self.slot + self.segments.num_samples)
         rows.head[span] = product_rows(x, dy, self.segments, rows.sample[span] - self.slot, rows.row[span])
@@ -128,10 +126,10 @@ class NormSink:
         for source in dict.fromkeys(source for source, _ in splits):
             parts = [slice(*starts[k : k + 2]) for k, split in enumerate(splits) if split[0] == source]
             own_x, own_dy = (torch.cat([factor[part] for part in parts]) for factor in (x, dy))
-            if self.capture.reducer.sum_group(rule) is None:
+            if self.accumulator.reducer.sum_group(rule) is None:
                 segments = Segments(1, (0, len(own_x)))
-                self.capture.sq_norms[self.slot, source] += product_sq_norms(own_x, own_dy, segments)[0]
+                self.accumulator.sq_norms[self.slot, source] += product_sq_norms(own_x, own_dy, segments)[0]
             else:  # also with no token at all: the other ranks of the sum wait
                 product = torch.empty(rule.param.shape, dtype=sum_dtype(own_x), device=own_x.device)
                 product_into(product, own_x, own_dy)
-                self.capture.matrix(rule, self.slot, product, source)
+                self.accumulator.matrix(rule, self.slot, product, source)

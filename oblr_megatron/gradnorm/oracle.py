@@ -118,12 +118,12 @@ def _mixture(hidden: Tensor, layer: Weights, config: MixtureShape) -> Tensor:
     The softmax over experts is taken in the dtype of the weights; transformers always takes it in fp32.
     """
     scores = (hidden @ layer["mlp.gate.weight"].T).softmax(dim=-1)  # [T, experts]
-    weight, chosen = scores.topk(config.num_experts_per_tok, dim=-1)  # [T, k]
+    weight, selected = scores.topk(config.num_experts_per_tok, dim=-1)  # [T, k]
     if config.norm_topk_prob:
         weight = weight / weight.sum(dim=-1, keepdim=True)
     mixed = torch.zeros_like(hidden)
     for expert in range(scores.shape[1]):
-        token, place = torch.nonzero(chosen == expert, as_tuple=True)
+        token, place = torch.nonzero(selected == expert, as_tuple=True)
         output = _mlp(hidden[token], layer, f"mlp.experts.{expert}.")
         mixed = mixed.index_add(0, token, output * weight[token, place, None])
     return mixed

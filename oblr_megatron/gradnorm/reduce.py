@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from oblr_megatron.gradnorm.accumulate import Capture
-    from oblr_megatron.gradnorm.embedding_rows import TokenRows
+    from oblr_megatron.gradnorm.accumulate import NormAccumulator
+    from oblr_megatron.gradnorm.embedding_rows import EmbeddingRows
     from oblr_megatron.model.parallel import Parallel
 
 
@@ -29,14 +29,14 @@ class Reducer:
     def __init__(self, parallel: Parallel) -> None:
         self.parallel = parallel
 
-    def finish(self, capture: Capture) -> Tensor:
+    def finish(self, accumulator: NormAccumulator) -> Tensor:
         """[n] fp64 squared norms of this replica's samples, the same on every rank of it."""
-        norms = capture.sq_norms.clone()
+        norms = accumulator.sq_norms.clone()
         own = norms[:, self.parallel.block_rank]
-        for kind, aside in capture.vectors.items():
+        for kind, aside in accumulator.vectors.items():
             own += self.vectors(kind, aside.values)
-        if capture.rows is not None:
-            own += self.rows(capture.rows, len(norms))
+        if accumulator.rows is not None:
+            own += self.rows(accumulator.rows, len(norms))
         return self.total(norms)[:, self.parallel.block_rank]
 
     def sum_group(self, rule: Rule) -> ProcessGroup | None:
@@ -72,7 +72,7 @@ class Reducer:
         if self.parallel.cp_size > 1:
             dist.all_reduce(values, group=self.parallel.cp_group)
 
-    def rows(self, rows: TokenRows, num_samples: int) -> Tensor:
+    def rows(self, rows: EmbeddingRows, num_samples: int) -> Tensor:
         """[n]: ||E||^2 where the rows stand for it, and 2 <E, H> of a tied embedding; counted on the first stage.
 
         The embedding group joins the two ends of the pipeline that hold the same shard of the vocabulary.
@@ -95,7 +95,7 @@ class Reducer:
         """[r, h] x [r, h] -> [r]: each row's part of 2 <E, H>."""
         return 2.0 * row_dots(embedding, head)
 
-    def from_last_stage(self, rows: TokenRows) -> Tensor:
+    def from_last_stage(self, rows: EmbeddingRows) -> Tensor:
         """H's rows [r, h], sent by the last stage to the first."""
         group = self.parallel.embedding_group
         assert group is not None, "a tied embedding on a stage that belongs to no embedding group"

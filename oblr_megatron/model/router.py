@@ -70,11 +70,11 @@ class Router(TopKRouter):
         if self.renormalise:
             top = top / top.sum(-1, keepdim=True)
         weights = torch.zeros_like(scores).scatter(1, indices, top)
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, indices, True)
+        selected = torch.zeros_like(scores, dtype=torch.bool).scatter(1, indices, True)
         if losses is not None:
             assert trained is not None, "checked above"
-            weights = losses.with_aux_loss(self, weights, scores, chosen, trained)
-        return weights, chosen
+            weights = losses.with_aux_loss(self, weights, scores, selected, trained)
+        return weights, selected
 
     def _own(self, mask: Tensor, length: int) -> Tensor:
         """This rank's part under sequence parallelism; megatron-core cuts the mask on the first stage only."""
@@ -122,12 +122,14 @@ class RouterLosses:
             loss = z_loss_func(logits, 1.0, padding_mask=~trained) * trained.sum()
         return self._attach(router, self._experts + 1, logits, loss, self._z)
 
-    def with_aux_loss(self, router: Router, weights: Tensor, scores: Tensor, chosen: Tensor, trained: Tensor) -> Tensor:
+    def with_aux_loss(
+        self, router: Router, weights: Tensor, scores: Tensor, selected: Tensor, trained: Tensor
+    ) -> Tensor:
         """The weights [n, E] of a layer's experts, with the auxiliary loss of this rank's tokens behind them.
 
         f is counted over all ranks that share the microbatch's sequences.
         """
-        counts = (chosen & trained[:, None]).sum(0)
+        counts = (selected & trained[:, None]).sum(0)
         self._record(router)[: self._experts] += counts
         with torch.set_grad_enabled(self._aux > 0):
             counts = reduce_from_tensor_model_parallel_region(counts, router.tp_cp_group)

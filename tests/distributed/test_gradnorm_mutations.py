@@ -18,7 +18,7 @@ from torch import Tensor
 
 from oblr_megatron.data.packing import empty_batch
 from oblr_megatron.gradient.two_pass import KEPT_BYTES, measure
-from oblr_megatron.gradnorm.embedding_rows import TokenRows
+from oblr_megatron.gradnorm.embedding_rows import EmbeddingRows
 from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import HEAD_NORMS, Kind, Rule, classify
 from oblr_megatron.model.qwen3 import Policy
@@ -88,7 +88,7 @@ class CrossTermOnce(Reducer):
 class RowsOnBothEnds(Reducer):
     """Counted by the last stage as well."""
 
-    def rows(self, rows: TokenRows, num_samples: int) -> Tensor:
+    def rows(self, rows: EmbeddingRows, num_samples: int) -> Tensor:
         norms = super().rows(rows, num_samples)
         dist.all_reduce(norms, group=self.parallel.embedding_group)
         return norms
@@ -97,14 +97,14 @@ class RowsOnBothEnds(Reducer):
 class RowsOfTheNextSample(Reducer):
     """Rows credited to the wrong sample."""
 
-    def rows(self, rows: TokenRows, num_samples: int) -> Tensor:
+    def rows(self, rows: EmbeddingRows, num_samples: int) -> Tensor:
         return super().rows(replace(rows, sample=(rows.sample + 1) % num_samples), num_samples)
 
 
 class RowsOfOneTensorRank(Reducer):
     """The other TP ranks' shards of the vocabulary are left out."""
 
-    def rows(self, rows: TokenRows, num_samples: int) -> Tensor:
+    def rows(self, rows: EmbeddingRows, num_samples: int) -> Tensor:
         norms = super().rows(rows, num_samples)
         return norms if self.parallel.tp_rank == 0 else torch.zeros_like(norms)
 
@@ -112,7 +112,7 @@ class RowsOfOneTensorRank(Reducer):
 class OwnStageOnly(Reducer):
     """The last stage's rows are not sent: the first takes its own for them."""
 
-    def from_last_stage(self, rows: TokenRows) -> Tensor:
+    def from_last_stage(self, rows: EmbeddingRows) -> Tensor:
         super().from_last_stage(rows)
         assert rows.embedding is not None or rows.head is not None
         return rows.embedding if rows.embedding is not None else rows.head
@@ -161,7 +161,7 @@ class VectorsNotOverContext(Reducer):
 class RowsNotOverContext(Reducer):
     """Rows of the embedding not summed over the ranks that share a sequence."""
 
-    def rows(self, rows: TokenRows, num_samples: int) -> Tensor:
+    def rows(self, rows: EmbeddingRows, num_samples: int) -> Tensor:
         self.over_context = lambda values: None
         norms = super().rows(rows, num_samples)
         del self.over_context

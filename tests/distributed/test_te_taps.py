@@ -41,7 +41,7 @@ class Flattened:
 def norms(path: str, rows: int, flattened: bool) -> Tensor:
     from pathlib import Path
 
-    from oblr_megatron.gradnorm.accumulate import Capture
+    from oblr_megatron.gradnorm.accumulate import NormAccumulator
     from oblr_megatron.gradnorm.norm_sink import NormSink
     from oblr_megatron.gradnorm.reduce import Reducer
     from oblr_megatron.gradnorm.rules import classify
@@ -52,10 +52,10 @@ def norms(path: str, rows: int, flattened: bool) -> Tensor:
         policy = load_policy(Path(path), parallel)
         policy.zero_grad()
         batches, rules, reducer = make_batches(rows), classify(policy), Reducer(parallel)
-        capture = Capture(rules, batches, reducer)
-        sink = NormSink(rules, capture)
+        accumulator = NormAccumulator(rules, batches, reducer)
+        sink = NormSink(rules, accumulator)
         run_schedule(policy, batches, weighted_logprob_loss(policy), sink=Flattened(sink) if flattened else sink)
-        return reducer.finish(capture)
+        return reducer.finish(accumulator)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

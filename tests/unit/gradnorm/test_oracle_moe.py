@@ -34,8 +34,8 @@ def exact_modules() -> Iterator[None]:
 
     def exact_router(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = hidden.reshape(-1, self.hidden_dim) @ self.weight.T
-        top, chosen = logits.softmax(-1).topk(self.top_k, dim=-1)
-        return logits, top / top.sum(-1, keepdim=True) if self.norm_topk_prob else top, chosen
+        top, selected = logits.softmax(-1).topk(self.top_k, dim=-1)
+        return logits, top / top.sum(-1, keepdim=True) if self.norm_topk_prob else top, selected
 
     modeling.Qwen3MoeRMSNorm.forward, modeling.Qwen3MoeTopKRouter.forward = exact_norm, exact_router
     try:
