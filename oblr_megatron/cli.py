@@ -18,7 +18,6 @@ from oblr_megatron.evaluation.eval_command import add_arguments as add_eval_argu
 from oblr_megatron.planner.plan_command import add_arguments as add_plan_arguments
 from oblr_megatron.quantize.quantize_command import add_arguments as add_quantize_arguments
 from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
-from studies.study_command import add_arguments as add_study_arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_plan_arguments(commands.add_parser("plan", help="layouts that fit a model and GPUs, by predicted step time"))
 
-    add_study_arguments(commands.add_parser("study", help="experiments about the algorithm, on models of minutes"))
+    _add_study_arguments(commands.add_parser("study", help="experiments about the algorithm, on tiny models"))
 
     add_doctor_arguments(commands.add_parser("doctor", help="what is installed, what is used because of it"))
 
@@ -57,6 +56,27 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path)
     report.set_defaults(function=_report)
     return parser
+
+
+def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
+    """Take the subcommands from the `studies` package, which lies next to this one and may be missing."""
+    try:
+        from studies.study_command import add_arguments
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("studies"):
+            raise
+        parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        parser.set_defaults(function=_no_studies)
+    else:
+        add_arguments(parser)
+
+
+def _no_studies(options: argparse.Namespace) -> int:
+    raise UserError(
+        "the studies package cannot be imported",
+        where="oblr-megatron study",
+        fix="run `pip install -e . --no-deps` in the repository",
+    )
 
 
 def _train(options: argparse.Namespace) -> int:

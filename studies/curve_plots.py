@@ -26,7 +26,7 @@ COLUMNS = 4
 RATE_LABELS = 4
 
 
-def write_figures(tasks: Sequence[TaskSummary], out: Path) -> list[Path]:
+def write_charts(tasks: Sequence[TaskSummary], out: Path) -> list[Path]:
     """curves_, auc_ and sweep_ of every task that has something to show; their paths."""
     paths = []
     for task in tasks:

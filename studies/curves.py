@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +19,14 @@ from typing import Any
 
 from oblr_megatron.errors import EXIT_OK, EXIT_RUN, UserError
 from oblr_megatron.formatting import duration
+from oblr_megatron.metrics import write_whole
 from oblr_megatron.observe.console import progress
+from studies.curve_plots import write_charts
 from studies.jobs import WORKER, Ended, Job, run_jobs, to_do
 from studies.plan import Plan, load_plan, merged
 from studies.results import Key, choice_of, metrics_dir, read_result
+from studies.summary import as_json, summarise, write_runs
+from studies.tables import document
 
 DEADLINE_S = 1800.0
 
@@ -45,7 +50,6 @@ def study_curves(options: argparse.Namespace) -> int:
         UserError: a bad plan or option, a library is missing, or the directory holds runs of another plan.
     """
     from oblr_megatron.checks.packages import require_scipy
-    from studies.write_summary import write_summary
 
     require_scipy()
     plan = load_plan(options.plan)
@@ -65,6 +69,20 @@ def study_curves(options: argparse.Namespace) -> int:
     for ended in study.failed:
         print(f"failed: {ended.job.key}: {ended.fault} [{ended.job.run_dir}]", file=sys.stderr)
     return EXIT_RUN if study.failed else EXIT_OK
+
+
+def write_summary(plan: Plan, out: Path) -> list[Path]:
+    """Write summary.md, summary.json, runs.csv and the charts; returns their paths, summary.md first.
+
+    Raises:
+        UserError: no run is complete.
+    """
+    tasks = summarise(plan, out)
+    write_whole(out / "summary.json", json.dumps(as_json(plan, tasks), indent=1, allow_nan=False) + "\n")
+    write_runs(tasks, out / "runs.csv")
+    charts = write_charts(tasks, out)
+    write_whole(out / "summary.md", document(plan, tasks))
+    return [out / "summary.md", out / "summary.json", out / "runs.csv", *charts]
 
 
 @contextmanager

@@ -68,10 +68,10 @@ def gain_at(line: Line, rate: float) -> float:
 
 def _cells(line: Line, shares: dict[str, float]) -> list[str]:
     found = f"{number(line.best, 2)} [{number(line.low, 2)}, {number(line.high, 2)}]"
-    figures = [number(value, 2) for value in (line.signal, line.noise, line.shrink, line.inverse_c, line.predicted)]
+    numbers = [number(value, 2) for value in (line.signal, line.noise, line.shrink, line.inverse_c, line.predicted)]
     percent = [MISSING if math.isnan(share) else f"{share:.0%}" for share in shares.values()]
     gain = number(gain_at(line, line.best), 2)
-    return [str(line.step), str(line.num_prompts), *figures, found, gain, *percent]
+    return [str(line.step), str(line.num_prompts), *numbers, found, gain, *percent]
 
 
 def draw(lines: Sequence[Line]) -> Figure:

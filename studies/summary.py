@@ -30,7 +30,7 @@ from studies.statistics import (
     t_interval,
 )
 
-Figure = Callable[[Result], float]
+Metric = Callable[[Result], float]
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class ArmSummary:
     runs: list[Result]  # by seed
     sweep: dict[float, list[Result]]  # whole runs of the sweep's seeds by rate
 
-    def of(self, figure: Figure) -> Array:
+    def of(self, metric: Metric) -> Array:
         """[seeds] a figure of each run."""
-        return np.array([figure(run) for run in self.runs], dtype=np.float64)
+        return np.array([metric(run) for run in self.runs], dtype=np.float64)
 
-    def against(self, other: ArmSummary, figure: Figure) -> Difference:
+    def against(self, other: ArmSummary, metric: Metric) -> Difference:
         """This arm - the other, over the seeds that both have."""
-        ours = {run.key.seed: figure(run) for run in self.runs}
-        theirs = {run.key.seed: figure(run) for run in other.runs}
+        ours = {run.key.seed: metric(run) for run in self.runs}
+        theirs = {run.key.seed: metric(run) for run in other.runs}
         common = sorted(ours.keys() & theirs.keys())
         return paired_difference(
             np.array([ours[seed] for seed in common], dtype=np.float64),
@@ -150,7 +150,7 @@ def _task_json(task: TaskSummary) -> dict[str, Any]:
 
 
 def _arm_json(task: TaskSummary, arm: ArmSummary) -> dict[str, Any]:
-    figures = {"area": area, "final": final, "final_greedy": final_greedy, "largest_drop": drop}
+    metrics = {"area": area, "final": final, "final_greedy": final_greedy, "largest_drop": drop}
     others = {"reference": task.reference, "best_peer": task.best_peer}
     return {
         "backend": arm.backend,
@@ -158,9 +158,9 @@ def _arm_json(task: TaskSummary, arm: ArmSummary) -> dict[str, Any]:
         "lr": arm.lr,
         "lr_on_edge": arm.on_edge,
         "seeds": [run.key.seed for run in arm.runs],
-        **{name: _level_json(arm.of(figure)) for name, figure in figures.items()},
+        **{name: _level_json(arm.of(metric)) for name, metric in metrics.items()},
         "minus": {
-            to: {name: _difference_json(arm.against(other, figures[name])) for name in ("area", "final")}
+            to: {name: _difference_json(arm.against(other, metrics[name])) for name in ("area", "final")}
             for to, other in others.items()
             if other is not None and other is not arm
         },
@@ -206,7 +206,7 @@ def write_runs(tasks: Sequence[TaskSummary], path: Path) -> None:
 
 def _run_row(phase: str, backend: str, run: Result) -> dict[str, Any]:
     key = run.key
-    figures = {"area": run.auc, "final": run.final, "final_greedy": run.final_greedy, "largest_drop": run.drop}
+    metrics = {"area": run.auc, "final": run.final, "final_greedy": run.final_greedy, "largest_drop": run.drop}
     return {
         "phase": phase,
         "task": key.task,
@@ -214,5 +214,5 @@ def _run_row(phase: str, backend: str, run: Result) -> dict[str, Any]:
         "backend": backend,
         "lr": f"{key.lr:g}",
         "seed": key.seed,
-        **{name: f"{value:.6f}" for name, value in figures.items()},
+        **{name: f"{value:.6f}" for name, value in metrics.items()},
     }

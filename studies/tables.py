@@ -109,7 +109,7 @@ def differences(task: TaskSummary) -> str:
 def _against(arm: ArmSummary, other: ArmSummary) -> list[str]:
     if arm is other:
         return [MISSING] * 4
-    both = [arm.against(other, figure) for figure in (area, final)]
+    both = [arm.against(other, metric) for metric in (area, final)]
     return [cell for difference in both for cell in (signed(difference), probability(difference.p))]
 
 

@@ -28,7 +28,7 @@ from studies.trl_trainer import TrainerName, open_trainer, trainer_arguments
 if TYPE_CHECKING:
     from studies.tasks import Row, Task
 
-FIGURES = {  # TRL's names -> the package's
+METRICS = {  # TRL's names -> the package's
     "reward": "reward/mean",
     "reward_std": "reward/std",
     "completions/mean_length": "response_length/mean",
@@ -132,7 +132,7 @@ class Recorder(TrainerCallback):
         """After `on_step_end`, for every step; and once more after the last, without a step's figures."""
         if logs is None or "reward" not in logs:
             return
-        record = {ours: float(logs[name]) for name, ours in FIGURES.items() if logs.get(name) is not None}
+        record = {ours: float(logs[name]) for name, ours in METRICS.items() if logs.get(name) is not None}
         record["groups/mixed_fraction"] = 1.0 - float(logs["frac_reward_zero_std"])
         record["timing_s/step"] = self._seconds
         step = int(state.global_step)

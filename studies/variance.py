@@ -183,13 +183,13 @@ def measure(pool: Pool, group_size: int, *, num_deals: int, seed: int) -> dict[s
     return sums
 
 
-def moments(spread: Tensor, reference: Tensor, products: Tensor, deal: Tensor) -> Tensor:
+def moments(spread: Tensor, other: Tensor, products: Tensor, deal: Tensor) -> Tensor:
     """[3, Q]: mean of ||G g||^2 over the groups of a deal, of <G g, G g'> over pairs of different groups, and of the
     same with g' under the reference's advantages.
 
     Args:
         spread: [Q, n, T] advantages.
-        reference: [Q, n, T] advantages of another baseline.
+        other: [Q, n, T] advantages of another baseline.
         products: [Q, n, T, n, T].
         deal: [m, Q, G] members of each group.
     """
@@ -199,8 +199,8 @@ def moments(spread: Tensor, reference: Tensor, products: Tensor, deal: Tensor) -
         member[:, :, number].scatter_(1, members, 1.0)
     half = torch.einsum("qit,qitju->qiju", spread, products.double())
     found = []
-    for other in (spread, reference):
-        between = torch.einsum("qiju,qju->qij", half, other)  # [Q, n, n]
+    for each in (spread, other):
+        between = torch.einsum("qiju,qju->qij", half, each)  # [Q, n, n]
         blocks = torch.einsum("qim,qij,qjk->qmk", member, between, member)  # [Q, m, m]
         own = blocks.diagonal(dim1=1, dim2=2).sum(-1)
         found += [own / count, (blocks.sum((1, 2)) - own) / (count * (count - 1))]
@@ -211,22 +211,22 @@ def cells(task: str, skill: str, group_size: int, found: dict[str, Tensor], seed
     """A line for every baseline, with an interval over prompts."""
     num_prompts = found["rloo"].shape[1]
     picks = np.random.default_rng(seed).integers(0, num_prompts, (BOOTSTRAPS, num_prompts))
-    reference = _noise_to_signal(found["rloo"], picks)
+    rloo = _noise_to_signal(found["rloo"], picks)
     truth = float(found[ORACLE][1].mean())
     result = []
-    for name, figures in found.items():
-        values = _noise_to_signal(figures, picks) / reference
+    for name, sums in found.items():
+        values = _noise_to_signal(sums, picks) / rloo
         low, high = np.quantile(values[1:], [0.025, 0.975])
-        second, signal, cross = figures.mean(1).tolist()
+        second, signal, cross = sums.mean(1).tolist()
         aligned = cross / (signal * truth) ** 0.5 if min(signal, truth) > 0 else float("nan")
         own = (second - signal, signal, aligned, float(values[0]), float(low), float(high))
         result.append(Cell(task, skill, group_size, name, *own))
     return result
 
 
-def _noise_to_signal(figures: Tensor, picks: NDArray[np.int64]) -> NDArray[np.float64]:
+def _noise_to_signal(sums: Tensor, picks: NDArray[np.int64]) -> NDArray[np.float64]:
     """[1 + bootstraps]: of all prompts, then of each resampled set."""
-    both = torch.stack([figures[0] - figures[1], figures[1]]).numpy()  # [2, Q]
+    both = torch.stack([sums[0] - sums[1], sums[1]]).numpy()  # [2, Q]
     means = np.concatenate([both.mean(1, keepdims=True), both[:, picks].mean(-1)], axis=1)
     ratio: NDArray[np.float64] = means[0] / means[1]
     return ratio

@@ -111,7 +111,7 @@ def kill_and_resume(task: Task, ranks: int, kills: int, draw: random.Random) -> 
                 run.problems += damaged(directory(task.out, run.name))
         if run.goes_on:
             start(task, run, Attempt.wait_for_end)
-        score_batch(run, task.out, unbroken)
+        check_against(run, task.out, unbroken)
         runs.append(run)
         done += max(1, len(run.hits))
     return runs
@@ -166,7 +166,7 @@ def damaged(run_dir: Path) -> list[str]:
     return problems
 
 
-def score_batch(run: Run, out: Path, unbroken: Run) -> None:
+def check_against(run: Run, out: Path, unbroken: Run) -> None:
     """Hold a run's end against that of the one that was left alone."""
     ours, theirs = directory(out, run.name), directory(out, unbroken.name)
     if run.status != 0:

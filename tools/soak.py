@@ -134,12 +134,12 @@ def soak(task: Task, ranks: Sequence[int], kills: int, seed: int, *, limit: bool
         for number, first in enumerate(range(0, share, KILLS_A_RUN)):
             plan = plan_kills(min(KILLS_A_RUN, share - first), expected, draw, offset=first + position)
             run = start(task, f"{count} ranks, killed {number + 1}", count, steps, plan)
-            score_batch(run, metrics_of(task.out, run.name), expected, len(plan))
+            check_metrics(run, metrics_of(task.out, run.name), expected, len(plan))
             runs.append(run)
         if limit:
             plan = plan_kills(1, expected, draw, offset=position)
             run = start(task, f"{count} ranks, no restart", count, steps, plan, *NO_RESTART)
-            judge_ending(run, task.out)
+            check_ending(run, task.out)
             runs.append(run)
     return runs
 
@@ -223,7 +223,7 @@ def watch(
         run.problems.append(f"{len(plan)} planned kills did not take place")
 
 
-def score_batch(run: Run, found: list[dict[str, Any]], expected: list[dict[str, Any]], kills: int) -> None:
+def check_metrics(run: Run, found: list[dict[str, Any]], expected: list[dict[str, Any]], kills: int) -> None:
     """A run whose engine was killed ends well, with the metrics of the run that was left alone."""
     if run.status != 0:
         run.problems.append(f"ended with status {run.status}")
@@ -234,7 +234,7 @@ def score_batch(run: Run, found: list[dict[str, Any]], expected: list[dict[str, 
         run.problems.append("its metrics are not those of the unbroken run")
 
 
-def judge_ending(run: Run, out: Path) -> None:
+def check_ending(run: Run, out: Path) -> None:
     """A run that may not restart its engine saves its state, names the cause in one line, and ends with status 1."""
     if run.status != 1:
         run.problems.append(f"ended with status {run.status}, not 1")

@@ -51,7 +51,7 @@ class Row:
     """
 
     answers: str
-    score_batch: str
+    judge: str  # the verifier
     count: int
     right: float  # share judged equal
     on_the_spot: float  # share that no worker was asked about
@@ -136,16 +136,16 @@ def measure(kind: str, pairs: Sequence[Pair], spot: float, rounds: int) -> list[
     return [
         Row(
             answers=kind,
-            score_batch=score_batch,
-            count=len(pairs) if score_batch == "math" else len(few),
-            right=right[score_batch],
-            on_the_spot=spot if score_batch == "math" else 1.0,
+            judge=verifier,
+            count=len(pairs) if verifier == "math" else len(few),
+            right=right[verifier],
+            on_the_spot=spot if verifier == "math" else 1.0,
             rounds=rounds,
             per_s=1 / statistics.median(taken),
             times_bare=paired_ratio(seconds["math-verify"], taken),
-            **quantiles(latencies[score_batch]),
+            **quantiles(latencies[verifier]),
         )
-        for score_batch, taken in seconds.items()
+        for verifier, taken in seconds.items()
     ]
 
 

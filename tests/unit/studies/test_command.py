@@ -9,13 +9,14 @@ from __future__ import annotations
 import fcntl
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
 
 from oblr_megatron.cli import main
 from oblr_megatron.config import parse_config
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import EXIT_USER, UserError
 from studies.curves import Curves
 from studies.plan import load_plan
 from studies.results import Key, read_result
@@ -154,8 +155,17 @@ def test_two_studies_do_not_share_a_directory(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_command_line_needs_no_torch() -> None:
-    names = [f"studies.{name}" for name in ("command", "curves", "jobs", "plan", "summary", "figures")]
+    names = [f"studies.{name}" for name in ("study_command", "curves", "jobs", "plan", "summary", "curve_plots")]
     assert loaded_by(names, ("torch", "transformers", "matplotlib", "scipy", "vllm")) == []
+
+
+def test_without_the_studies_package_one_line_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "studies.study_command", None)  # as if it were not installed
+    assert main(["study", "curves", "plan.toml", "--out", "x"]) == EXIT_USER
+    error = capsys.readouterr().err
+    assert "pip install" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("study", STUDIES)

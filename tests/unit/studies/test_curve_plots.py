@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.text import Text
 
-from studies.curve_plots import INK, PEER, TOGETHER, apart, draw_curves, draw_differences, write_figures
+from studies.curve_plots import INK, PEER, TOGETHER, apart, draw_curves, draw_differences, write_charts
 from studies.results import Key, Result
 from studies.summary import ArmSummary, TaskSummary
 
@@ -43,7 +43,7 @@ def task_of(num_arms: int, spread: float = 0.0) -> TaskSummary:
 
 @pytest.mark.parametrize("num_arms", [2, TOGETHER + 1])
 def test_every_task_gets_its_files(num_arms: int, tmp_path: Path) -> None:
-    paths = write_figures([task_of(num_arms)], tmp_path)
+    paths = write_charts([task_of(num_arms)], tmp_path)
     assert {path.name for path in paths} == {
         f"{n}_sums.{k}" for n in ("curves", "auc", "sweep") for k in ("svg", "png")
     }
@@ -59,7 +59,7 @@ def test_the_same_runs_give_the_same_file(tmp_path: Path) -> None:
     texts = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        write_figures([task_of(3)], tmp_path / name)
+        write_charts([task_of(3)], tmp_path / name)
         texts.append((tmp_path / name / "curves_sums.svg").read_text())
     assert texts[0] == texts[1]
 

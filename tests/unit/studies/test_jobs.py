@@ -82,7 +82,9 @@ def test_a_cut_run_of_another_config_does_not(tmp_path: Path) -> None:
 
 
 def test_a_study_that_was_moved_is_the_same(tmp_path: Path) -> None:
-    write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5)
+    """The backend "toy" was named "lab" in older results."""
+    asked = write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5) / "asked.json"
+    asked.write_text(asked.read_text().replace('"toy"', '"lab"'))
     moved = tmp_path.with_name(tmp_path.name + "-moved")
     tmp_path.rename(moved)
     assert to_do([job_of(moved, 0)]) == []

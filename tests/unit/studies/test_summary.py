@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from oblr_megatron.errors import UserError
+from studies.curves import write_summary
 from studies.plan import Plan
 from studies.results import Key
 from studies.summary import area, drop, final, summarise
 from studies.tables import document
-from studies.write_summary import write_summary
 from tests.unit.studies.runs import write_run
 
 RATES = (1e-3, 1e-2, 1e-1)
