@@ -57,9 +57,9 @@ def settle(answer: str, gold: str, tolerance: str = "") -> bool | None:
 
 def make_pool(num_workers: int, deadline_s: float) -> Pool:
     """Workers that judge extracted answers."""
-    score_batch = "oblr_megatron.rewards.verifier.symbolic:judge"
+    target = "oblr_megatron.rewards.verifier.symbolic:score"
     prepare = "oblr_megatron.rewards.verifier.latex:warm_up"
-    return Pool(score_batch, num_workers=num_workers, deadline_s=deadline_s, prepare=prepare)
+    return Pool(target, num_workers=num_workers, deadline_s=deadline_s, prepare=prepare)
 
 
 @cache

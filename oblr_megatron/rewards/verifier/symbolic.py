@@ -22,8 +22,8 @@ DIGITS = 300
 MIN_POINTS = 3
 
 
-def score_batch(prediction: str, gold: str) -> float:
-    """1.0 if an extracted answer equals the gold one, else 0.0; the workers' entry."""
+def score(prediction: str, gold: str) -> float:
+    """1.0 if an extracted answer equals the gold one, else 0.0. Runs in the worker processes."""
     return float(equal_answers(prediction, gold, equal_expressions))
 
 

@@ -1,6 +1,6 @@
 """Judging in worker processes that can be stopped: a hard deadline for every call, whatever the worker is doing.
 
-    pool = Pool("oblr_megatron.rewards.verifier.symbolic:judge", num_workers=2, deadline_s=10.0)
+    pool = Pool("oblr_megatron.rewards.verifier.symbolic:score", num_workers=2, deadline_s=10.0)
     pool.ask("1/2", "0.5")            # Outcome(value=1.0)
     pool.map([("1", "1"), ("2", "1")])
     pool.map(rows, together=64)       # for a function that judges many at once
