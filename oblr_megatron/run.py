@@ -1,4 +1,4 @@
-"""A run that trains: sampling, and what each further arrow of the step loop does with the samples."""
+"""A run that trains: the arrows of the step loop after sampling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,87 +23,101 @@ from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.model.reference import Reference
 from oblr_megatron.observe import step_metrics
+from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.sampling import Sampling, open_sampling
 from oblr_megatron.weights.export import MegatronWeights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from oblr_megatron.config import Config
-    from oblr_megatron.types import GradientStats, Sample, Scored
+    from oblr_megatron.types import GradientStats, Sample
 
-MAX_NONFINITE = 3  # norms of a step; with more of them it is the model that is broken, and the run stops
+MAX_NONFINITE = 3  # norms of a step; more of them mean a broken model, and the run stops
 
 
 @dataclass(slots=True, kw_only=True)
-class Run(Sampling):
-    """What the step loop works with; made by `open_run`, identical on every rank but for the rank's own shards."""
+class Run:
+    """The open parts of a run that trains, the same on every rank except for the rank's own shards; see `open_run`."""
 
+    sampling: Sampling
     policy: Policy
     optimizer: PolicyOptimizer
     schedule: Schedule
     gradients: TrainingGradient
     saver: Saver
-    momentum: GradientMomentum | None = None  # of the estimator of this name
+    momentum: GradientMomentum | None = None  # of the estimator with this name
     usual_norm: float = 0.0  # mean w of the steps so far
-    boundary: Facts = field(default_factory=dict)  # what a checkpoint says, as it was when the step began
-    unlogged: tuple[list[Sample], Scored, GradientStats] | None = None  # of a step whose update was done
+    facts: Facts = field(default_factory=dict)  # what a checkpoint records, as of the last step boundary
+    logged: StepRecord = field(default_factory=lambda: StepRecord(done=0))  # of the step before that boundary
+    updated: StepRecord | None = None  # of a step with an update that is not logged yet
+
+    @property
+    def config(self) -> Config:
+        """The resolved configuration."""
+        return self.sampling.config
 
     def begin(self) -> None:
-        """Push the weights; before the first step of all, evaluate them, as the record of step 0."""
-        self.push(version=self.start)
-        if self.start == 0:
-            self.evaluate(step=0)
-        timing = self.timer.finish_step()
-        if any(name.startswith("eval/") for name in self.record):
-            self.record |= timing
-            self.write(step=0)
-        self.record = {}
-        self.boundary = self._facts()
+        """Push the weights; before the very first step, evaluate them and log the result as step 0."""
+        sampling = self.sampling
+        record = StepRecord(done=0)
+        self.push(version=sampling.start, record=record)
+        if sampling.start == 0:
+            sampling.evaluate(record)
+        timing = sampling.timer.finish_step()
+        if any(name.startswith("eval/") for name in record.metrics):
+            record.metrics |= timing
+            sampling.write(record)
+            self.logged = record
+        self.facts = self._facts()
 
-    def release(self) -> None:
-        """Have engines on the trainer's own GPUs free memory, as rollout.sleep_level says; the next push wakes them."""
-        with self.timer("rollout"):
-            self.engines.sleep(self.config.rollout.sleep_level)
+    def policy_gradient(
+        self, samples: list[Sample], advantage: AdvantageRule, record: StepRecord
+    ) -> tuple[GradientStats, Tensor]:
+        """Norms w, coefficients c(w) and the policy gradient, in one pass or two.
 
-    def gradient(self, samples: list[Sample], scored: Scored, active: Tensor, step: int) -> GradientStats:
-        """Leave the policy gradient in main_grad, summed over all ranks: w, A = r - b(w) and g, in one pass or two.
+        Leaves g = sum_i c_i sum_t rho_t grad log pi(o_t) in main_grad, summed over all ranks.
+
+        Returns:
+            The statistics of g, and w [Q, G] fp64: zeros for groups without a gradient and where nothing needs w.
 
         Raises:
-            RunError: more than a few of the norms are not finite (MAX_NONFINITE); the samples are written down first.
+            RunError: more than MAX_NONFINITE norms are not finite; the samples are saved first.
         """
-        config = self.config
-        advantage = AdvantageRule(scored, config, self.usual_norm)
-        wanted = config.uses_norms
-        exact = self._check(samples, active, step) if wanted else None
+        config, active = self.config, advantage.active
+        exact = self._check(samples, active, record.done - 1) if config.uses_norms else None
         found = self.gradients(
-            samples, advantage, active, norms_wanted=wanted, token_coefficients_of=advantage.of_tokens, timer=self.timer
+            samples,
+            advantage,
+            active,
+            norms_wanted=config.uses_norms,
+            token_coefficients_of=advantage.of_tokens,
+            timer=self.sampling.timer,
         )
         norms_sq = found.norms_sq.view(len(active), -1)
         if exact is not None:
             measured = exact > 0
-            self.record["gradnorm/estimate_corr"] = step_metrics.correlation(exact[measured], norms_sq[measured])
-        if wanted:
-            self._refuse_broken(norms_sq, samples)
-            self.usual_norm = usual(norms_sq, self.usual_norm)
-        self.record |= step_metrics.of_baseline(config.algo, scored, norms_sq, exact=config.measures_norms)
-        stats = self._for_estimator(found.stats, advantage, norms_sq)
-        self.unlogged = samples, scored, stats
-        return stats
+            record.metrics["gradnorm/estimate_corr"] = step_metrics.correlation(exact[measured], norms_sq[measured])
+        if config.uses_norms:
+            self._refuse_broken(norms_sq, samples, record)
+        record.stats = self._for_estimator(found.stats, advantage, norms_sq)
+        return record.stats, norms_sq
 
     def _for_estimator(self, stats: GradientStats, advantage: AdvantageRule, norms_sq: Tensor) -> GradientStats:
-        """The stats with what the configured estimator of the signal wants to know of the gradient in main_grad."""
+        """The statistics, with what the configured signal-to-noise estimator needs in addition."""
         if self.config.algo.snr.estimator == "samples":
             coefficients = advantage(range(len(norms_sq)), norms_sq)
             stats = replace(stats, sample_sq_norm=float((coefficients**2 * norms_sq.nan_to_num(posinf=0.0)).sum()))
         if self.momentum is not None:
-            with self.timer("gradient"):
+            with self.sampling.timer("gradient"):
                 stats = replace(stats, momentum_dot=self.momentum.take(stats.sq_norm))
         return stats
 
     def _check(self, samples: list[Sample], active: Tensor, step: int) -> Tensor | None:
-        """Exact norms [Q, G] of a few prompts, where estimates are due to be held against them; before the gradient."""
+        """Exact norms [Q, G] of a few prompts when estimates are due for a comparison; computed before the gradient."""
         options = self.config.gradnorm
         if options.source == "exact" or not options.check_every or step % options.check_every:
             return None
@@ -111,52 +125,63 @@ class Run(Sampling):
         few = -(-options.check_samples // self.config.group_size)
         chosen = torch.zeros_like(active)
         chosen[candidates[:: max(1, len(candidates) // few)][:few]] = True
-        with self.timer("gradnorm"):
+        with self.sampling.timer("gradnorm"):
             return self.gradients.norms(samples, chosen, source="exact").view(len(active), -1)
 
-    def _refuse_broken(self, norms_sq: Tensor, samples: list[Sample]) -> None:
-        """Count the norms that are no numbers; end the run when they are many."""
+    def _refuse_broken(self, norms_sq: Tensor, samples: Sequence[Sample], record: StepRecord) -> None:
+        """Count norms that are not finite; stop the run when there are many."""
         broken = (~norms_sq.isfinite()).flatten().nonzero().flatten().tolist()
-        self.record["gradnorm/nonfinite"] = len(broken)
+        record.metrics["gradnorm/nonfinite"] = len(broken)
         if len(broken) > MAX_NONFINITE:
             path = self.config.run_dir / "nonfinite_samples.jsonl"
-            if self.parallel.rank == 0:
+            if self.sampling.parallel.rank == 0:
                 path.write_text("".join(json.dumps(asdict(samples[n])) + "\n" for n in broken), encoding="utf-8")
             raise RunError(
                 f"{len(broken)} of {norms_sq.numel()} gradient norms are not finite: the model or its input is broken; "
                 f"the samples are in {path}"
             )
 
-    def update(self, stats: GradientStats, step: int) -> None:
-        """Clip, and step the optimizer at the schedule's rate; with no gradient at all nothing moves but the log."""
-        with self.timer("optimizer"):
-            lr = self.schedule.rate(step)
-            if stats.sq_norm != 0:  # clip refuses what is not a number
+    def observe(self, stats: GradientStats, norms_sq: Tensor, record: StepRecord) -> None:
+        """Let the schedule and the baseline learn from the step, for later steps and for the metrics."""
+        config, scored = self.config, record.scored
+        assert scored is not None, "a step has rewards"
+        self.schedule.observe(stats)
+        if config.uses_norms:
+            self.usual_norm = usual(norms_sq, self.usual_norm)
+        record.metrics |= step_metrics.of_baseline(config.algo, scored, norms_sq, exact=config.measures_norms)
+        record.metrics |= self.schedule.metrics()
+
+    def update(self, stats: GradientStats, lr: float, record: StepRecord) -> None:
+        """Clip the gradient and step the optimizer; a gradient of zero changes nothing."""
+        with self.sampling.timer("optimizer"):
+            if stats.sq_norm != 0:  # clip refuses a norm that is not finite
                 self.optimizer.clip(stats.sq_norm)
                 self.optimizer.step(lr)
-            self.schedule.observe(stats)
-        self.record |= {"lr": lr, **self.schedule.metrics()}
+        record.metrics["lr"] = lr
+        self.updated = record
 
-    def push(self, version: int) -> None:
-        """Send the weights to the engines under a new version number, that of the updates so far."""
-        self.version = version
-        self.record["weights/version"] = version
-        with self.timer("push"):
-            if self.parallel.device.type == "cuda" and self.config.rollout.takes_turns:
-                self.gradients.release()  # the engines' turn with the memory
-            self.engines.push(MegatronWeights(self.policy, engine_dtype(self.config)), version)
+    def push(self, version: int, record: StepRecord) -> None:
+        """Send the weights to the engines under a new version, the number of updates so far."""
+        sampling = self.sampling
+        sampling.version = version
+        record.metrics["weights/version"] = version
+        with sampling.timer("push"):
+            if sampling.parallel.device.type == "cuda" and self.config.rollout.takes_turns:
+                self.gradients.release()  # the engines need the memory now
+            sampling.engines.push(MegatronWeights(self.policy, engine_dtype(self.config)), version)
 
-    def checkpoint(self, step: int) -> bool:
-        """Save the state after `step` steps if that is due, and tell whether the run stops here; collective.
+    def checkpoint(self, record: StepRecord) -> bool:
+        """Save the state after a step if that is due; whether the run stops here. Collective.
 
         Raises:
             RunError: the run is to stop, and its state cannot be saved.
         """
-        self.unlogged, self.boundary = None, self._facts()
-        last, stops = step == self.config.num_steps, self.stopped(step)
-        with self.timer("checkpoint"):
-            if stops or self.saver.due(step, self.config.num_steps, self.logged):
-                self._save(step, self.boundary, background=not (stops or last))
+        step, num_steps = record.done, self.config.num_steps
+        self.updated, self.logged, self.facts = None, record, self._facts()
+        last, stops = step == num_steps, self.sampling.stopped(step)
+        with self.sampling.timer("checkpoint"):
+            if stops or self.saver.due(step, num_steps, record.metrics):
+                self._save(background=not (stops or last))
             saved = self.saver.wait() if stops or last else self.saver.report()
         self._tell(saved)
         if stops and saved is not None and saved.failure is not None:
@@ -164,9 +189,9 @@ class Run(Sampling):
         return stops
 
     def export(self) -> None:
-        """Write RUN_DIR/hf, and RUN_DIR/hf_best of the best checkpoint, if the config asks for it.
+        """Write RUN_DIR/hf, and RUN_DIR/hf_best from the best checkpoint, if the config asks for them.
 
-        The policy may hold the best weights afterwards instead of the last.
+        Afterwards the policy may hold the best weights instead of the last.
         """
         if not self.config.checkpoint.export_hf:
             return
@@ -177,52 +202,53 @@ class Run(Sampling):
             self._export("hf_best")
 
     def rescue(self) -> None:
-        """Save the state of a run whose engines are lost for good; collective.
+        """Save the state of a run that lost its engines for good. Collective.
 
-        In the middle of a step that is the state before it; after the update, the state after it, and what is known of
-        the step is logged. Does nothing before the first update.
+        A loss before the update saves the state before the step. A loss after it saves the state after the step and
+        logs the metrics so far. Before the first update there is nothing to save.
         """
-        if self.unlogged is not None and self.version > self.boundary["step"]:
-            self.log(self.version, *self.unlogged)
-            self.boundary = self._facts()
-        step = self.boundary.get("step", self.start)
-        if step == self.start:
+        sampling = self.sampling
+        if self.updated is not None and sampling.version > self.facts["step"]:
+            sampling.log(self.updated)
+            self.logged, self.facts = self.updated, self._facts()
+        if self.facts.get("step", sampling.start) == sampling.start:
             return
-        self._save(step, self.boundary, background=False)
-        self.display.message(f"the engines are lost; {self.saver.wait()}")
+        self._save(background=False)
+        sampling.display.message(f"the engines are lost; {self.saver.wait()}")
 
-    def _save(self, step: int, facts: Facts, *, background: bool) -> None:
+    def _save(self, *, background: bool) -> None:
+        """Save the state at the last step boundary."""
         self._tell(self.saver.wait())
         state = training_state(self.policy, self.optimizer, self.momentum)
-        facts = facts | {"config": self.config.model_dump(mode="json")}
-        self.saver.save(step, state, facts, self.logged, background=background)
+        facts = self.facts | {"config": self.config.model_dump(mode="json")}
+        self.saver.save(self.facts["step"], state, facts, self.logged.metrics, background=background)
 
     def _tell(self, saved: Saved | None) -> None:
         if saved is not None:
-            self.display.message(str(saved))
+            self.sampling.display.message(str(saved))
 
     def _facts(self) -> Facts:
-        """What a resumed run needs beside tensors and the configuration; see `open_run` for who takes it up."""
+        """What a resumed run needs in addition to tensors and configuration; `open_run` restores it."""
         return {
-            "step": self.version,
-            "data": self.stream.state_dict(),
+            "step": self.sampling.version,
+            "data": self.sampling.stream.state_dict(),
             "schedule": self.schedule.state_dict(),
             "usual_norm": self.usual_norm,
         }
 
     def _export(self, name: str) -> None:
         target = self.config.run_dir / name
-        if self.config.checkpoint.resume != "none" and self.parallel.rank == 0:
-            shutil.rmtree(target, ignore_errors=True)  # of the run as it was
+        if self.config.checkpoint.resume != "none" and self.sampling.parallel.rank == 0:
+            shutil.rmtree(target, ignore_errors=True)  # the export of the earlier process
         export_hf(self.policy, self.config.model.path, target)
 
 
 @contextmanager
 def open_run(config: Config) -> Iterator[Run]:
-    """`open_sampling` with the model and all that trains it; engines start while the model is built.
+    """Open a run that trains: `open_sampling`, the model, its optimizer and its schedule.
 
-    When the engines are lost for good, or do not get the weights whole, the weights are saved first: every rank learns
-    of these at the same place, and saving is collective.
+    When the engines are lost for good or a push stays incomplete, the state is saved before the error goes on. Every
+    rank sees these two errors at the same point, and saving is collective.
 
     Raises:
         UserError: bad input, found before the process group or any engine is started.
@@ -234,7 +260,7 @@ def open_run(config: Config) -> Iterator[Run]:
         penalised = config.algo.kl_coefficient > 0
         if resumed is None or penalised:
             load_hf_weights(policy, config.model.path)
-        reference = Reference(policy) if penalised else None  # before a resumed run's own weights
+        reference = Reference(policy) if penalised else None  # from the model path, not from the checkpoint
         optimizer, momentum = PolicyOptimizer(policy, config.optimizer), momentum_of(policy, config)
         schedule = build_schedule(
             config.algo,
@@ -249,7 +275,7 @@ def open_run(config: Config) -> Iterator[Run]:
             schedule.load_state_dict(resumed.state["schedule"])
             best = resumed.state["best"] and Best(*resumed.state["best"])
         run = Run(
-            **{part.name: getattr(sampling, part.name) for part in fields(sampling)},
+            sampling=sampling,
             policy=policy,
             optimizer=optimizer,
             schedule=schedule,
@@ -258,7 +284,7 @@ def open_run(config: Config) -> Iterator[Run]:
             momentum=momentum,
         )
         if resumed is not None:
-            run.version, run.usual_norm = resumed.step, resumed.state["usual_norm"]
+            sampling.version, run.usual_norm = resumed.step, resumed.state["usual_norm"]
         try:
             yield run
         except (EngineLostError, DamagedError):

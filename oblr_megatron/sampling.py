@@ -1,6 +1,6 @@
-"""The half of a run that samples: prompts, responses, rewards, and what is written down about them.
+"""The sampling half of a run: prompts, responses, rewards, logs.
 
-A run with `rollout.only` is nothing but this; one that trains (run.py) adds the model, its gradient and its updates.
+A run with `rollout.only` has only this half. A run that trains (run.py) adds the model, its gradient and its updates.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,8 +32,9 @@ from oblr_megatron.observe.console import Display, open_display
 from oblr_megatron.observe.performance.profiler import Profiler, open_profiler
 from oblr_megatron.observe.performance.ranks import RankLog
 from oblr_megatron.observe.performance.utilization import Utilization
+from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.preflight import Inputs, preflight, write_config
-from oblr_megatron.rewards.base import Reward, RewardResult
+from oblr_megatron.rewards.base import Reward
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import SharedReward
 from oblr_megatron.rollout.dynamic_sampling import Batch, call_seed, refill
@@ -51,20 +52,20 @@ if TYPE_CHECKING:
     from oblr_megatron.checkpoint.hf_dir import HFDir
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.types import GradientStats, Prompt, Sample
+    from oblr_megatron.types import Prompt, Sample
 
 
 class PromptSource(Protocol):
-    """Where a step's prompts come from: the data, or saved steps."""
+    """The source of a step's prompts: the data, or saved steps."""
 
     @property
     def epoch(self) -> int:
-        """Passes over the data that were completed."""
+        """Completed passes over the data."""
         ...
 
     @property
     def num_skipped(self) -> int:
-        """Rows of the data that were left out."""
+        """Rows of the data that were skipped."""
         ...
 
     def take(self, count: int) -> list[Prompt]:
@@ -72,17 +73,17 @@ class PromptSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands; plain JSON values."""
+        """The position in the source, as JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the prompt that would have come next; UserError when the state is of other data."""
+        """Continue at the saved position; UserError when the state belongs to other data."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Sampling:
-    """What `rollout.only` works with; made by `open_sampling`, identical on every rank."""
+    """The open parts of a run that samples, the same on every rank; made by `open_sampling`."""
 
     config: Config
     parallel: Parallel
@@ -100,97 +101,97 @@ class Sampling:
     ranks: RankLog
     stop: StopRequest
     control_group: ProcessGroup  # of all ranks, on the CPU
-    resumed: Checkpoint | None  # what the run goes on from
+    resumed: Checkpoint | None  # the checkpoint that the run continues from
     version: int = 0  # of the trainer's weights: updates so far
-    record: dict[str, float] = field(default_factory=dict)  # figures of the step in progress
-    results: list[RewardResult] = field(default_factory=list)  # of its judging, batch by batch
-    logged: dict[str, float] = field(default_factory=dict)  # those of the step logged last
     longest_step_s: float = 0.0
-    done: int = 0  # the step written last
+    done: int = 0  # the last step in metrics.jsonl
     stopped_by: str | None = None  # why the run ends before its last step
 
     @property
     def start(self) -> int:
-        """Steps that were done when this process began."""
+        """Steps that were done when this process started."""
         return 0 if self.resumed is None else self.resumed.step
 
-    def rollout(self, prompts: list[Prompt], step: int, batch: int = 0) -> list[Sample]:
-        """G samples a prompt in prompt-major order, the same on every rank.
+    def begin_step(self, step: int) -> StepRecord:
+        """Start the clock of a step, counted from 0; its record."""
+        self.timer.begin_step(step)
+        return StepRecord(done=step + 1)
+
+    def rollout(self, prompts: list[Prompt], record: StepRecord, batch: int = 0) -> list[Sample]:
+        """G samples for every prompt in prompt-major order, the same on every rank.
 
         Args:
             prompts: Q of them, or fewer in a further `batch` of dynamic sampling.
-            step: counted from 0.
-            batch: of the step; each draws from seeds of its own.
+            record: of the step.
+            batch: of the step; every batch has its own seeds.
 
         Raises:
-            StaleSampleError: a sample was made by weights further behind than rollout.max_staleness.
+            StaleSampleError: a sample's weights are more than rollout.max_staleness updates old.
         """
         config = self.config
-        if batch == 0:
-            self.timer.begin_step(step)
         with self.timer("rollout"):
-            request = SamplingRequest.for_training(config, call_seed(config.seed, step, batch))
+            request = SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1, batch))
             samples = self.engines.generate(prompts, request)
         age = staleness((sample.version for sample in samples), self.version, config.rollout.max_staleness)
-        self.record["rollout/staleness_max"] = max(age, self.record.get("rollout/staleness_max", 0))
+        record.metrics["rollout/staleness_max"] = max(age, record.metrics.get("rollout/staleness_max", 0))
         return samples
 
-    def score_batch(self, prompts: list[Prompt], samples: list[Sample]) -> Scored:
-        """Rewards [Q, G] of a step's samples, on every rank."""
+    def score(self, prompts: list[Prompt], samples: list[Sample], record: StepRecord) -> Scored:
+        """Rewards [Q, G] of samples in prompt-major order, the same on every rank."""
         group = self.config.group_size
         with self.timer("reward"):
             result = self.reward.score(prompts, samples)
-        self.results.append(result)
+        record.rewards.append(result)
         return Scored(
             rewards=torch.tensor(result.rewards, dtype=torch.float64).view(-1, group),
             lengths=torch.tensor([len(sample.response_ids) for sample in samples]).view(-1, group),
             failures=result.failures + result.timeouts,
         )
 
-    def refill(
-        self, prompts: list[Prompt], samples: list[Sample], scored: Scored, step: int
-    ) -> tuple[list[Prompt], list[Sample], Scored]:
-        """With rollout.dynamic_sampling, further groups in the place of those whose rewards are all equal.
+    def refill(self, batch: Batch, record: StepRecord) -> Batch:
+        """The batch that the step trains on, which the record then holds.
 
-        Rewards are reported of everything that was sampled, not of what is left. Saved steps are taken as they were
-        saved.
+        With rollout.dynamic_sampling, further groups replace those with equal rewards, and the metrics of rewards cover
+        all groups that were sampled. A replay takes saved steps as they are.
         """
         rollout = self.config.rollout
-        if not rollout.dynamic_sampling or rollout.replay is not None:
-            return prompts, samples, scored
+        if rollout.dynamic_sampling and rollout.replay is None:
 
-        def draw(count: int, batch: int) -> Batch:
-            further = self.stream.take(count)
-            responses = self.rollout(further, step, batch)
-            return Batch(further, responses, self.score_batch(further, responses))
+            def draw(count: int, number: int) -> Batch:
+                further = self.stream.take(count)
+                responses = self.rollout(further, record, number)
+                return Batch(further, responses, self.score(further, responses, record))
 
-        refilled = refill(
-            Batch(prompts, samples, scored),
-            draw,
-            max_batches=rollout.dynamic_sampling_max_batches,
-            seed=call_seed(self.config.seed, step),
-        )
-        self.record |= refilled.metrics() | step_metrics.of_rewards(refilled.rewards)
-        return refilled.step.prompts, refilled.step.samples, refilled.step.scored
+            seed = call_seed(self.config.seed, record.done - 1)
+            refilled = refill(batch, draw, max_batches=rollout.dynamic_sampling_max_batches, seed=seed)
+            record.metrics |= refilled.metrics() | step_metrics.of_rewards(refilled.rewards)
+            batch = refilled.step
+        record.samples, record.scored = batch.samples, batch.scored
+        return batch
 
-    def save(self, prompts: list[Prompt], samples: list[Sample], scored: Scored, step: int) -> None:
+    def save(self, batch: Batch, record: StepRecord) -> None:
         """Write the step's samples and rewards to RUN_DIR/rollouts if the config asks for it; rank 0 writes."""
         rollout = self.config.rollout
         if self.parallel.rank == 0 and (rollout.save or rollout.only):
             saved = SavedStep(
-                step=step + 1,
+                step=record.done,
                 temperature=rollout.temperature,
                 epoch=self.stream.epoch,
                 skipped=self.stream.num_skipped,
-                prompts=prompts,
-                samples=samples,
-                rewards=scored.rewards.flatten().tolist(),
+                prompts=batch.prompts,
+                samples=batch.samples,
+                rewards=batch.scored.rewards.flatten().tolist(),
             )
             write_step(self.config.run_dir / "rollouts", saved)
 
-    def evaluate(self, step: int) -> None:
+    def release(self) -> None:
+        """Put engines that share the trainer's GPUs to sleep (rollout.sleep_level); the next push wakes them."""
+        with self.timer("rollout"):
+            self.engines.sleep(self.config.rollout.sleep_level)
+
+    def evaluate(self, record: StepRecord) -> None:
         """Held-out accuracy before the first step, after the last, and every `evaluate.every_steps`."""
-        options = self.config.evaluate
+        options, step = self.config.evaluate, record.done
         due = options.every_steps and (step % options.every_steps == 0 or step == self.config.num_steps)
         if not (due and self.held_out):
             return
@@ -198,39 +199,42 @@ class Sampling:
             for name, prompts in self.held_out.items():
                 sink = self.evaluations.sink(step, name)
                 grades = evaluate(name, self.engines, prompts, self.reward, self.config, sink=sink)
-                self.record |= {f"eval/{name}/{figure}": value for figure, value in accuracies(grades).items()}
+                record.metrics |= {f"eval/{name}/{metric}": value for metric, value in accuracies(grades).items()}
 
-    def log(self, step: int, samples: list[Sample], scored: Scored, stats: GradientStats | None = None) -> None:
-        """Write the step's record: metrics.jsonl, tensorboard, console."""
+    def log(self, record: StepRecord) -> None:
+        """Complete the record of a step and write it to metrics.jsonl, tensorboard and the console."""
         timing = self.timer.finish_step()
         self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"])
-        found = step_metrics.of_step(samples, scored, stats, timing) | step_metrics.of_scoring(self.results)
-        found |= self.utilization.metrics(samples, scored, timing) | self.ranks.take(step, timing, self.timer.own)
-        self.record = found | self.record | self.engines.metrics()
-        self.record |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
-        self.write(step)
+        samples, scored = record.samples, record.scored
+        assert scored is not None, "a step has rewards"
+        found = step_metrics.of_step(samples, scored, record.stats, timing) | step_metrics.of_scoring(record.rewards)
+        found |= self.utilization.metrics(samples, scored, timing)
+        found |= self.ranks.take(record.done, timing, self.timer.own)
+        record.metrics = found | record.metrics | self.engines.metrics()
+        record.metrics |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
+        self.write(record)
 
-    def write(self, step: int) -> None:
-        """Hand the figures collected so far to metrics, console and alarms, and start a new record."""
-        written = self.metrics.write(step, self.record)
-        self.display.step(step, self.record)
+    def write(self, record: StepRecord) -> None:
+        """Pass the metrics of a record to metrics.jsonl, console and alarms."""
+        written = self.metrics.write(record.done, record.metrics)
+        self.display.step(record.done, record.metrics)
         if self.alarms is not None:
             self.alarms.take(written)
-        self.logged, self.record, self.results, self.done = self.record, {}, [], step
+        self.done = record.done
 
     def stopped(self, step: int) -> bool:
-        """Whether the run is to end after `step` steps, before its last one, and says so."""
+        """Whether the run ends after `step` steps, before its last one; if so, a message says why."""
         reason = self.stop.agreed(self.longest_step_s, self.control_group)
         if reason is None or step == self.config.num_steps:
             return False
         self.stopped_by = reason
-        self.display.message(f"stopped after step {step} of {self.config.num_steps} ({reason}); go on with --resume")
+        self.display.message(f"stopped after step {step} of {self.config.num_steps} ({reason}); continue with --resume")
         return True
 
 
 @contextmanager
 def open_sampling(config: Config) -> Iterator[Sampling]:
-    """Check, start and finally end everything that sampling needs; the order is that of what can fail cheaply.
+    """Check, start and finally close everything that sampling needs; cheap failures come first.
 
     Raises:
         UserError: bad input, found before the process group or any engine is started.
@@ -300,7 +304,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
 
 
 def _metrics_until(config: Config, resumed: Checkpoint | None) -> int | None:
-    """Step up to which metrics.jsonl is kept; None for a new one. A run that never saved begins anew."""
+    """Step up to which metrics.jsonl is kept; None for a new file. A run that never saved starts over."""
     if resumed is not None:
         return resumed.step
     return None if config.checkpoint.resume == "none" else -1
@@ -309,19 +313,19 @@ def _metrics_until(config: Config, resumed: Checkpoint | None) -> int | None:
 def _prompt_source(inputs: Inputs, engines: RolloutEngine) -> PromptSource:
     if isinstance(engines, ReplayEngine):
         return engines
-    assert inputs.stream is not None, "every run but a replay reads its data"
+    assert inputs.stream is not None, "only a replay has no data stream"
     return inputs.stream
 
 
 def _opening_lines(
     config: Config, hf_config: Mapping[str, Any], world_size: int, norms: ModeChoice | None, resumed: Checkpoint | None
 ) -> Iterator[str]:
-    """What a run says about itself before it begins."""
+    """Messages at the start of a run: what it continues from, its recipe, how norms are computed, its memory."""
     if resumed is not None:
-        yield f"going on after step {resumed.step}, from {resumed.path}"
+        yield f"continues after step {resumed.step}, from {resumed.path}"
         yield from (f"changed: {change}" for change in changes(resumed, config))
     elif config.checkpoint.resume != "none":
-        yield f"no checkpoint in {config.run_dir}: the run begins at step 0"
+        yield f"no checkpoint in {config.run_dir}: the run starts at step 0"
     algo = config.algo
     if algo.preset is not None:
         yield f"recipe {algo.preset}: {algo.baseline} baseline, {algo.aggregation} loss, {algo.schedule} rate"
@@ -332,25 +336,25 @@ def _opening_lines(
     if idle is not None:
         yield idle
     if config.rollout.only:
-        yield f"{config.num_steps} batches are sampled from {config.model.path}: nothing is trained or evaluated"
+        yield f"rollout.only: samples {config.num_steps} batches from {config.model.path}, trains and evaluates nothing"
     if config.rollout.replay is not None:
-        yield f"samples are those of {config.rollout.replay}: nothing is sampled, and no evaluation is made"
+        yield f"replay: samples come from {config.rollout.replay}; nothing is sampled or evaluated"
 
 
 def _of_first_rank(norms: ModeChoice | None) -> ModeChoice | None:
-    """Ranks may see different amounts of free memory: the first one's choice holds for all."""
+    """The mode that rank 0 selected, on every rank: ranks may see different amounts of free memory."""
     shared = [norms]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
 
 
 def _timer(on_phase: Callable[[str | None], None], profiler: Profiler) -> PhaseTimer:
-    """On a CPU, with the seconds that this thread computes: they stand still while it waits for other ranks."""
+    """A timer of phases. On a CPU it also takes this thread's CPU time, which excludes waits for other ranks."""
     own = None if torch.cuda.is_available() else time.thread_time
     return PhaseTimer(on_phase, _synchronize, own_clock=own, observer=profiler)
 
 
 def _synchronize() -> None:
-    """A GPU's queue is drained at the ends of a phase, so that no phase pays for another's kernels."""
+    """Wait for the GPU at the end of a phase, so that its kernels are not counted in the next phase."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

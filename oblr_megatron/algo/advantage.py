@@ -1,4 +1,10 @@
-"""From norms to coefficients of the loss, for all prompts of a step or for some, as their norms become known."""
+"""The advantage rule of a step: from squared gradient norms w to the coefficients c of the policy gradient.
+
+    A_i = (r_i - b_i(w)) / divisor,    c_i = A_i times the constant of algo.aggregation
+
+One-pass modes know the norms of one prompt at a time, so the rule is a callable: it takes the norms of some prompts and
+returns their coefficients.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.baseline import active_groups, advantages
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.algo.token_baseline import token_advantages
 
@@ -19,24 +25,36 @@ if TYPE_CHECKING:
 
 
 class AdvantageRule:
-    """c = A / divisor of chosen prompts, A = r - b(w).
+    """Coefficients c of the prompts of one step.
 
-    A sample whose norm is not finite gets 0: its gradient is no number either, and one such sample must not end the
-    run.
+    A sample with a norm that is not finite gets c = 0. Its gradient is not finite either, and one bad sample must not
+    end a run.
 
     Args:
-        judged: rewards and lengths of the whole step.
-        config: the baseline and the aggregation.
-        usual_norm: stands for the norms of the prompts that are not asked about. A baseline looks at them only to tell
-            whether a group's norms are next to nothing; it is a mean of earlier steps, so that it depends on no sample
-            of this one.
+        scored: rewards and lengths of the step.
+        config: baseline and aggregation are read.
+        usual_norm: mean w of earlier steps, used as the norm of the prompts that a call leaves out. A baseline reads it
+            only to decide whether a group's norms are negligible. It depends on no sample of this step.
     """
 
     def __init__(self, scored: Scored, config: Config, usual_norm: float) -> None:
         self._scored, self._config, self._usual = scored, config, usual_norm
 
+    @property
+    def active(self) -> Tensor:
+        """[Q] bool: groups with a gradient. In the other groups A = 0 for every w, so their passes are skipped."""
+        return active_groups(self._config.algo.baseline, self._scored.rewards)
+
     def __call__(self, prompts: Sequence[int], norms_sq: Tensor) -> Tensor:
-        """Positions of k prompts, w [k, G] -> c [k, G] fp64."""
+        """Coefficients of k prompts.
+
+        Args:
+            prompts: their k positions in the step.
+            norms_sq: w [k, G].
+
+        Returns:
+            c [k, G] fp64.
+        """
         rewards, lengths, config = self._scored.rewards, self._scored.lengths, self._config
         chosen = list(prompts)
         norms = torch.full_like(rewards, self._usual)
@@ -49,9 +67,13 @@ class AdvantageRule:
         return coefficients.view(rewards.shape)[chosen]
 
     def of_tokens(self, energies: Tensor) -> Tensor:
-        """Energies of the tokens [N, T] -> their coefficients c [N, T] fp64, of a baseline that is token-wise.
+        """Coefficients of every token, for a token-wise baseline.
 
-        A sample with an energy that is not finite weighs nothing in its group and gets 0.
+        Args:
+            energies: [N, T] of the response tokens. A sample with an energy that is not finite gets c = 0.
+
+        Returns:
+            c [N, T] fp64.
         """
         rewards, lengths = self._scored.rewards, self._scored.lengths
         broken = ~energies.isfinite().all(-1, keepdim=True)
@@ -61,7 +83,13 @@ class AdvantageRule:
 
 
 def usual(norms_sq: Tensor, before: float, share: float = 0.1) -> float:
-    """Running mean of w over steps: the finite, positive norms of this one, mixed into what was known `before`."""
+    """Running mean of w over steps.
+
+    Args:
+        norms_sq: w of this step; values that are not finite or not positive are left out.
+        before: the mean over earlier steps, 0 for none.
+        share: weight of this step.
+    """
     known = norms_sq[norms_sq.isfinite() & (norms_sq > 0)]
     if not len(known):
         return before

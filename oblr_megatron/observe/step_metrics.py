@@ -1,10 +1,10 @@
-"""The figures of a step, computed from its records: pure, no state."""
+"""The record of a step, and the metrics computed from it by pure functions."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,21 +17,34 @@ from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.types import GradientStats, Sample, Scored
 
 
-def of_baseline(algo: AlgoConfig, scored: Scored, norms_sq: Tensor, *, exact: bool = True) -> dict[str, float]:
-    """What the run's baseline is like, and what each baseline would have done to the variance.
+@dataclass(slots=True)
+class StepRecord:
+    """What one step produced. The arrows of the step loop fill it in; `Sampling.log` completes and writes it.
 
-    The latter as far as the norms at hand tell; nothing without norms.
+    Example: StepRecord(done=12, metrics={"lr": 1e-6, ...}, rewards=[RewardResult(...)], samples=[...])
+    """
+
+    done: int  # steps of the run that are done when this one ends; 0: the evaluation before the first step
+    metrics: dict[str, float] = field(default_factory=dict)
+    rewards: list[RewardResult] = field(default_factory=list)  # of each batch that was scored
+    samples: Sequence[Sample] = ()  # N, those that the step trains on
+    scored: Scored | None = None  # their rewards
+    stats: GradientStats | None = None  # None until the gradient is computed, and where nothing is trained
+
+
+def of_baseline(algo: AlgoConfig, scored: Scored, norms_sq: Tensor, *, exact: bool = True) -> dict[str, float]:
+    """Metrics of the run's baseline, and the variance that every other baseline would have had on this batch.
 
     Args:
         algo: the baseline and its options.
-        judged: rewards and lengths of the step.
-        norms_sq: [Q, G] w; zeros of groups that were not measured.
-        exact: whether w are the responses' own norms, or unbiased estimates, and not stand-ins like their lengths: only
-            these tell how another baseline would have fared.
+        scored: rewards and lengths of the step.
+        norms_sq: [Q, G] w; zeros for groups that were not measured. Without any norm the variances are left out.
+        exact: whether w are exact norms or unbiased estimates. Other sources, such as lengths, cannot compare
+            baselines.
     """
     rewards, lengths = scored.rewards, scored.lengths.to(torch.float64)
     norms_sq, _ = sanitize_norms(norms_sq)
-    measured = norms_sq.sum(-1) > 0  # groups whose passes were skipped have none
+    measured = norms_sq.sum(-1) > 0  # groups with skipped passes have zeros
     values = None if algo.token_wise else baseline_values(algo.baseline, rewards, norms_sq, lengths, algo)
     found = {}
     if values is not None:
@@ -57,7 +70,7 @@ def of_baseline(algo: AlgoConfig, scored: Scored, norms_sq: Tensor, *, exact: bo
 
 
 def of_rewards(rewards: Tensor) -> dict[str, float]:
-    """Level and spread of rewards [S, G]."""
+    """Mean and standard deviation of rewards [S, G], and the share of groups with unequal rewards."""
     mixed = mixed_groups(rewards)
     return {
         "reward/mean": float(rewards.mean()),
@@ -67,7 +80,7 @@ def of_rewards(rewards: Tensor) -> dict[str, float]:
 
 
 def of_scoring(results: Sequence[RewardResult]) -> dict[str, float]:
-    """What was late in the batches of a step, and level and spread of each reward where several are added."""
+    """Timeouts of a step's rewards; where reward terms are added, mean and standard deviation of each term."""
     found: dict[str, float] = {"reward/timeouts": sum(result.timeouts for result in results)}
     for name in results[0].terms if results else ():
         values = [value for result in results for value in result.terms[name]]
@@ -78,7 +91,7 @@ def of_scoring(results: Sequence[RewardResult]) -> dict[str, float]:
 def of_step(
     samples: Sequence[Sample], scored: Scored, stats: GradientStats | None, timing: Mapping[str, float]
 ) -> dict[str, float]:
-    """Rewards, lengths, gradient (if one was taken) and speed of one step."""
+    """Rewards, lengths, gradient (if there is one) and speed of a step."""
     tokens = int(scored.lengths.sum())
     working = working_s(timing)
     found = of_rewards(scored.rewards) | {
@@ -94,7 +107,7 @@ def of_step(
 
 def _of_gradient(stats: GradientStats) -> dict[str, float]:
     found = {"loss": stats.loss, "grad_norm": stats.sq_norm**0.5}
-    if stats.num_tokens:  # else no sample went through the gradient pass, and nothing of it was measured
+    if stats.num_tokens:  # 0: no sample had a gradient, so its pass measured nothing
         found |= {
             "entropy": stats.entropy,
             "rollout/logprob_abs_diff": stats.logprob_abs_diff,
@@ -108,7 +121,7 @@ def _of_gradient(stats: GradientStats) -> dict[str, float]:
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's coefficient of two [n] tensors; NaN where one of them is constant."""
+    """Pearson correlation of two [n] tensors; NaN where one of them is constant."""
     if len(x) < 2 or x.min() == x.max() or y.min() == y.max():
         return float("nan")
     return float(torch.corrcoef(torch.stack([x.double(), y.double()]))[0, 1])

@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     damage(newest / "__0_0.distcp")
     resume = config_of(inputs, parts, "checkpoint.resume=newest")
     said = train(resume)
-    assert f"{newest / '__0_0.distcp'}]" in said and f"going on after step 4, from {older}" in said
+    assert f"{newest / '__0_0.distcp'}]" in said and f"continues after step 4, from {older}" in said
     assert certain(parts) == certain(unbroken)
     assert_equal(exported(parts), exported(unbroken))
 
@@ -220,7 +220,7 @@ def test_a_run_stops_in_time(inputs: Path, unbroken: Path, tmp_path: Path) -> No
     run_dir = tmp_path / "run"
     limits = ("checkpoint.time_limit_s=1000", "checkpoint.exit_before_timeout_s=999.99")
     said = train(config_of(inputs, run_dir, *limits), 2)
-    assert "stopped after step 1 of 8 (the time limit); go on with --resume" in said
+    assert "stopped after step 1 of 8 (the time limit); continue with --resume" in said
     assert [path.name for path in checkpoints_of(run_dir)] == ["step_00000001"] and not (run_dir / "hf").exists()
     train(config_of(inputs, run_dir, "checkpoint.resume=newest"))
     assert [record["step"] for record in certain(run_dir)] == list(range(1, 9))

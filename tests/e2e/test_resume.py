@@ -66,7 +66,7 @@ def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Callable[...
         stop_after(2, parts / "metrics.jsonl", job, signal.SIGUSR1)
         said = job.communicate(timeout=LIMIT_S)[0]
     assert job.returncode == 0, said[-2000:]
-    assert f"of {STEPS} (SIGUSR1); go on with --resume" in said and not (parts / "hf").exists()
+    assert f"of {STEPS} (SIGUSR1); continue with --resume" in said and not (parts / "hf").exists()
     stopped = read_manifest(checkpoints_of(parts)[0]).step
     assert 2 <= stopped < STEPS and [record["step"] for record in certain(parts)] == list(range(stopped + 1))
 

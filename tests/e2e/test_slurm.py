@@ -92,7 +92,7 @@ def test_a_job_out_of_time_is_requeued_and_ends_as_the_unbroken_one(unbroken: Jo
     said = job.output()
     assert f"stopped (SIGUSR1), step {saved} is saved: the job is requeued" in said
     assert "job 4711, attempt 1," in said
-    assert f"going on after step {saved}" in job.log("node_0.log", attempt=1) + job.log("node_1.log", attempt=1)
+    assert f"continues after step {saved}" in job.log("node_0.log", attempt=1) + job.log("node_1.log", attempt=1)
     assert job.status()["state"] == "finished"
     assert certain(job.run_dir) == certain(unbroken.run_dir)
     first, second = exported(job.run_dir), exported(unbroken.run_dir)

@@ -50,7 +50,7 @@ def test_a_signal_to_every_process_of_a_run_saves_it(
         job.kill()
     steps = len(records(directory))
     assert job.returncode == 0, stderr[-3000:]
-    assert f"stopped after step {steps} of {LONG} ({number.name}); go on with --resume" in stdout
+    assert f"stopped after step {steps} of {LONG} ({number.name}); continue with --resume" in stdout
     assert stderr.count(f"{number.name}: saving at the next step boundary") == 1
     assert not psutil.wait_procs(family, timeout=10)[1]
     (newest,) = checkpoints_of(directory)

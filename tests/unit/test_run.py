@@ -1,12 +1,10 @@
-"""What a step does with norms that are no numbers, and the figures of a step.
-
-Does not cover: a run as a whole (tests/e2e).
-"""
+"""Norms that are not finite, and the metrics of a step. Not covered: a whole run (tests/e2e)."""
 
 from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +13,13 @@ import pytest
 import torch
 
 from oblr_megatron import run
+from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.config import parse_config
 from oblr_megatron.config.rollout import RolloutConfig
 from oblr_megatron.errors import RunError
 from oblr_megatron.metrics import describe
 from oblr_megatron.observe import step_metrics
+from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import GradientStats, Sample, Scored, StepGradient
@@ -41,19 +41,22 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
             "algo": {"snr": {"num_folds": 2}, **algo},
         }
     )
-    return SimpleNamespace(
+    parts = SimpleNamespace(
         config=config,
-        timer=PhaseTimer(),
-        record={},
-        parallel=SimpleNamespace(rank=0),
+        sampling=SimpleNamespace(timer=PhaseTimer(), parallel=SimpleNamespace(rank=0)),
         policy=None,
         usual_norm=0.0,
         momentum=None,
+        schedule=SimpleNamespace(observe=lambda _: None, metrics=dict),
+        record=StepRecord(done=1, scored=SCORED),
     )
+    for name in ("_check", "_refuse_broken", "_for_estimator"):
+        setattr(parts, name, partial(getattr(run.Run, name), parts))
+    return parts
 
 
 class Gradients:
-    """In place of the model: answers with given norms, and keeps the coefficients that follow from them."""
+    """Stands for the model: returns given norms and keeps the coefficients computed from them."""
 
     def __init__(self, *norms: float) -> None:
         self.norms = torch.tensor(norms, dtype=torch.float64)
@@ -77,25 +80,26 @@ class Gradients:
 
 
 def gradient_of(parts: Any, gradients: Gradients) -> GradientStats:
-    parts.gradients = gradients
-    parts._check = lambda *arguments: run.Run._check(parts, *arguments)
-    parts._refuse_broken = lambda *arguments: run.Run._refuse_broken(parts, *arguments)
-    parts._for_estimator = lambda *arguments: run.Run._for_estimator(parts, *arguments)
-    return run.Run.gradient(parts, SAMPLES, SCORED, torch.ones(2, dtype=torch.bool), 0)
+    """The arrows of the loop that take the gradient and learn from it."""
+    parts.gradients, parts.record = gradients, StepRecord(done=1, scored=SCORED)
+    advantage = AdvantageRule(SCORED, parts.config, parts.usual_norm)
+    stats, norms = run.Run.policy_gradient(parts, SAMPLES, advantage, parts.record)
+    run.Run.observe(parts, stats, norms, parts.record)
+    return stats
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_sample_without_a_norm_is_left_out_and_the_run_goes_on(tmp_path: Path, value: float) -> None:
+def test_a_sample_without_a_finite_norm_gets_no_gradient(tmp_path: Path, value: float) -> None:
     parts, gradients = make_run(tmp_path, baseline="optimal"), Gradients(1.0, value, 2.0, 3.0)
     gradient_of(parts, gradients)
-    assert parts.record["gradnorm/nonfinite"] == 1
+    assert parts.record.metrics["gradnorm/nonfinite"] == 1
     # G = 2: the other's reward is the baseline; divided by Q G = 4
     assert (4 * gradients.coefficients).tolist() == [[1.0, 0.0], [-1.0, 1.0]]
     assert parts.usual_norm == 2.0
-    assert all(torch.tensor(figure).isfinite() for figure in parts.record.values())
+    assert all(torch.tensor(found).isfinite() for found in parts.record.metrics.values())
 
 
-def test_many_norms_that_are_no_numbers_end_the_run_and_are_written_down(tmp_path: Path) -> None:
+def test_many_norms_that_are_not_finite_end_the_run_and_save_the_samples(tmp_path: Path) -> None:
     parts = make_run(tmp_path, baseline="optimal")
     with pytest.raises(RunError, match="4 of 4 gradient norms are not finite"):
         gradient_of(parts, Gradients(NAN, NAN, NAN, NAN))
@@ -107,16 +111,16 @@ def test_a_baseline_without_norms_measures_none_unless_asked(tmp_path: Path) -> 
     parts, gradients = make_run(tmp_path, baseline="rloo"), Gradients(1.0, 1.0, 1.0, 1.0)
     gradient_of(parts, gradients)
     assert not gradients.wanted
-    assert parts.record == {"baseline/spread": 0.0, "baseline/self_dependence": 0.0}, "these need no norms"
+    assert parts.record.metrics == {"baseline/spread": 0.0, "baseline/self_dependence": 0.0}, "these need no norms"
     parts.config = parts.config.model_copy(
         update={"gradnorm": parts.config.gradnorm.model_copy(update={"always": True})}
     )
     gradient_of(parts, gradients)
-    assert gradients.wanted and parts.record["gradnorm/sq_mean"] == 1.0
+    assert gradients.wanted and parts.record.metrics["gradnorm/sq_mean"] == 1.0
 
 
 def test_the_samples_estimator_gets_the_squares_of_all_terms(tmp_path: Path) -> None:
-    """G = 2: A is 1 or -1, divided by Q G = 4; w that is no number counts as its coefficient does, not at all."""
+    """G = 2: A is 1 or -1, divided by Q G = 4. A norm that is not finite contributes nothing."""
     parts = make_run(tmp_path, baseline="optimal", snr={"num_folds": 1, "estimator": "samples"})
     assert gradient_of(parts, Gradients(1.0, 4.0, 2.0, 3.0)).sample_sq_norm == 10 / 16
     assert gradient_of(parts, Gradients(1.0, NAN, 2.0, 3.0)).sample_sq_norm == 6 / 16
@@ -125,15 +129,15 @@ def test_the_samples_estimator_gets_the_squares_of_all_terms(tmp_path: Path) -> 
 
 
 def test_the_panel_needs_norms_and_not_stand_ins(tmp_path: Path) -> None:
-    """A run that takes lengths for norms cannot tell what another baseline would have done to the variance."""
+    """A run with lengths as norms cannot tell the variance under another baseline."""
     panels = []
     for source in ("exact", "length"):
         parts = make_run(tmp_path, baseline="optimal")
         options = parts.config.gradnorm.model_copy(update={"source": source, "check_every": 0})
         parts.config = parts.config.model_copy(update={"gradnorm": options})
         gradient_of(parts, Gradients(1.0, 4.0, 2.0, 3.0))
-        assert all(describe(name) for name in parts.record)
-        panels.append([name for name in parts.record if name.endswith("/variance_ratio")])
+        assert all(describe(name) for name in parts.record.metrics)
+        panels.append([name for name in parts.record.metrics if name.endswith("/variance_ratio")])
     assert len(panels[0]) == 8 and panels[1] == []
 
 
@@ -145,7 +149,7 @@ def test_a_token_wise_baseline_has_no_value_for_a_response(tmp_path: Path) -> No
     assert not {"baseline/spread", "baseline/self_dependence", "baseline/variance_ratio_vs_rloo"} & set(found)
 
 
-def test_figures_of_a_step() -> None:
+def test_metrics_of_a_step() -> None:
     stats = GradientStats(-0.5, 4.0, 9.0, 2, 1.5, 1e-6, 0.0, 14)
     timing = {"timing_s/step": 3.0, "timing_s/evaluate": 1.0}
     found = step_metrics.of_step(SAMPLES, SCORED, stats, timing)
@@ -163,7 +167,7 @@ def test_figures_of_a_step() -> None:
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
 
 
-def test_figures_of_judging_are_over_all_batches_of_a_step() -> None:
+def test_reward_metrics_cover_all_batches_of_a_step() -> None:
     first = RewardResult([1.5, 0.5], {0: "late"}, terms={"math": [1.0, 0.0], "http://host/a/b": [0.5, 0.5]})
     second = RewardResult([1.0], {0: "failed"}, terms={"math": [1.0], "http://host/a/b": [2.0]})
     found = step_metrics.of_scoring([first, second])
@@ -199,13 +203,13 @@ def test_correlation() -> None:
 def test_buffers_go_back_before_engines_wake_where_they_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, rollout: dict[str, Any], told: list[str]
 ) -> None:
-    """That they are gone then is in tests/unit/memory/test_training.py and, on a GPU, in tests/gpu."""
+    """tests/unit/memory/test_training.py and tests/gpu check that the buffers are gone."""
     monkeypatch.setattr(run, "MegatronWeights", lambda *_: None)
     said: list[str] = []
     parts = make_run(tmp_path)
     parts.config = parts.config.model_copy(update={"rollout": RolloutConfig(**rollout)})
-    parts.parallel = SimpleNamespace(device=torch.device(device))
     parts.gradients = SimpleNamespace(release=lambda: said.append("release"))
-    parts.engines = SimpleNamespace(push=lambda *_: said.append("push"))
-    run.Run.push(parts, version=3)
-    assert said == told and parts.version == parts.record["weights/version"] == 3
+    parts.sampling.parallel = SimpleNamespace(device=torch.device(device))
+    parts.sampling.engines = SimpleNamespace(push=lambda *_: said.append("push"))
+    run.Run.push(parts, version=3, record=parts.record)
+    assert said == told and parts.sampling.version == parts.record.metrics["weights/version"] == 3

@@ -101,13 +101,13 @@ def run_package(work: Work, system: str, pace: Pace) -> None:
 
     logging.getLogger("vllm").setLevel(logging.ERROR)
     with open_run(config_of(work, system)) as run:
-        take = run.stream.take
+        take = run.sampling.stream.take
 
         def paced(count: int) -> Sequence[Prompt]:
             pace()
             return take(count)
 
-        run.stream.take = paced
+        run.sampling.stream.take = paced
         train(run)
 
 
