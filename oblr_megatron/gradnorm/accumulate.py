@@ -1,12 +1,13 @@
-"""What one rank takes down of each sample's gradient until ranks are put together.
+"""One rank's share of each sample's squared norm, summed until `reduce` combines the ranks.
 
-A gradient that this rank may square at once becomes a number. What is still a summand of a sum over ranks is put aside,
-if it is small (`vectors`, `rows`), or completed on the spot by the reducer, if it is large.
+A whole gradient is squared at once. A small partial gradient is buffered and summed over ranks later (`vectors`,
+`rows`). A large partial gradient is completed by the reducer immediately.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class NormAccumulator:
-    """The squares and summands of n samples, those of the microbatches in their order.
+    """Squared norms and buffered partial gradients of n samples, one slot a sample, in microbatch order.
 
     Args:
-        rules: of every parameter of this rank.
-        batches: the microbatches of one run of the pipeline, whole: as they are before sequences are cut over ranks.
-        reducer: completes large gradients.
-        squares_rows: whether the rows of the embedding put aside are still to be squared; not so where the embedding's
-            whole gradient is handed to `matrix`.
+        rules: one for every parameter of this rank.
+        batches: the microbatches of one pipeline run, before sequences are cut over ranks.
+        reducer: completes large partial gradients.
+        squares_rows: whether ||E||^2 is taken from the buffered embedding rows. False if the embedding's whole
+            gradient is passed to `matrix`.
     """
 
     def __init__(
@@ -40,18 +41,18 @@ class NormAccumulator:
         self.reducer, self.parallel = reducer, reducer.parallel
         self.first = _starts(batch.num_samples for batch in batches)  # slot of each microbatch's first sample
         slots, device = self.first[-1], self.parallel.device
-        # A column for each replica of the block: in an expert's gradient their samples meet.
+        # One column for each replica of the block, because an expert's gradient mixes their samples.
         self.sq_norms = torch.zeros(slots, self.parallel.block_size, dtype=torch.float64, device=device)
         self.vectors = {kind: _Vectors(kind_rules, slots) for kind, kind_rules in _buffered(rules, self.parallel)}
         self.rows = EmbeddingRows.of(rules, batches, self.parallel, squares=squares_rows)
 
     @property
     def own(self) -> Tensor:
-        """The column [n] of this rank's own samples."""
+        """[n] squared norms of this replica's samples: a view of its column."""
         return self.sq_norms[:, self.parallel.block_rank]
 
     def vector(self, rule: Rule, slot: int, grads: Tensor) -> None:
-        """Gradients [k, ...] of a small parameter: those of the k samples from `slot` on."""
+        """Add gradients [k, ...] of a small parameter, for the k samples from `slot` on."""
         aside = self.vectors.get(rule.kind)
         if aside is not None and id(rule.param) in aside.spans:
             aside.put(rule, slot, grads)
@@ -59,13 +60,13 @@ class NormAccumulator:
             self.own[slot : slot + len(grads)] += grads.flatten(1).to(torch.float64).square().sum(dim=1)
 
     def matrix(self, rule: Rule, slot: int, grad: Tensor, source: int | None = None) -> None:
-        """The whole gradient of one sample for one parameter, as far as this rank has it; it may be overwritten.
+        """Add this rank's gradient of one sample for one parameter. The caller may overwrite it afterwards.
 
         Args:
-            rule: of the parameter.
-            slot: of the sample.
-            grad: of the parameter's shape.
-            source: the replica of the block that the sample belongs to; this rank's own by default.
+            rule: the parameter's rule.
+            slot: the sample's slot.
+            grad: has the parameter's shape.
+            source: the sample's replica within the block; this rank's own by default.
         """
         aside = self.vectors.get(rule.kind)
         if aside is not None and id(rule.param) in aside.spans:
@@ -75,12 +76,12 @@ class NormAccumulator:
             self.sq_norms[slot, column] += sq_norm(self.reducer.complete(rule, grad))
 
     def counts(self, rule: Rule) -> bool:
-        """Whether the squares of this rank's gradient are part of the norm."""
+        """Whether the norm includes the squares of this rank's gradient."""
         return rule.kind is Kind.SHARD or (rule.kind is not Kind.FROZEN and self.parallel.tp_rank == 0)
 
 
 class _Vectors:
-    """Gradients [n, P] of the small parameters of one kind."""
+    """Buffered gradients [n, P] of the small parameters of one kind."""
 
     def __init__(self, rules: Sequence[Rule], slots: int) -> None:
         ends = _starts(rule.param.numel() for rule in rules)
@@ -93,13 +94,13 @@ class _Vectors:
 
 
 def buffered_bytes(rules: Sequence[Rule], batch: MicroBatch, parallel: Parallel) -> int:
-    """Memory that this rank puts aside for one microbatch, until ranks are put together."""
+    """Bytes that this rank buffers for one microbatch until `Reducer.finish`."""
     vectors = sum(rule.grad.nbytes for _, kind_rules in _buffered(rules, parallel) for rule in kind_rules)
     return vectors * batch.num_samples + EmbeddingRows.bytes_of(rules, batch, parallel)
 
 
 def _buffered(rules: Sequence[Rule], parallel: Parallel) -> list[tuple[Kind, list[Rule]]]:
-    """The parameters whose gradients are vectors to be summed over ranks: partials, and copies under CP."""
+    """The small parameters to sum over ranks: partials, and with context parallelism also copies."""
     kinds = (Kind.PARTIAL, Kind.COPY) if parallel.cp_size > 1 else (Kind.PARTIAL,)
     found = [(kind, [rule for rule in rules if rule.kind is kind and rule.name != EMBEDDING]) for kind in kinds]
     return [(kind, kind_rules) for kind, kind_rules in found if kind_rules]
@@ -107,7 +108,4 @@ def _buffered(rules: Sequence[Rule], parallel: Parallel) -> list[tuple[Kind, lis
 
 def _starts(counts: Iterable[int]) -> list[int]:
     """Running sums from 0, the total last."""
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
-    return starts
+    return list(accumulate(counts, initial=0))

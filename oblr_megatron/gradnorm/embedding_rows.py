@@ -1,12 +1,12 @@
-"""Rows of the embedding's gradient, put aside at the tokens of each sample.
+"""Buffered rows of the embedding's gradient E, at the tokens of each sample.
 
-A sample's embedding gradient is zero but in the rows of its own tokens, which every rank knows. With tied embeddings
+E is zero except in the rows of the sample's own tokens. If the output layer is tied to the embedding, its gradient H
+has the same shape, and
 
     ||E + H||^2 = ||E||^2 + ||H||^2 + 2 <E, H>
 
-where H is the output layer's use of the same matrix: <E, H> needs these rows of H and no others, whether both uses are
-on this rank or at the two ends of the pipeline. Under context parallelism the rows are summands over the ranks that
-share the sequence, and wait for their sum.
+<E, H> needs only these rows of H, whether E and H are on one rank or on the first and last pipeline stage. Under
+context parallelism the rows are partial sums over the ranks that share the sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class EmbeddingRows:
-    """Rows of E and H for each pair of a sample and one of its tokens that is in this rank's part of the vocabulary.
+    """Rows of E and H, one for each pair (sample, token of the sample in this rank's vocabulary shard).
 
     Example, vocabulary shard [8, 16) and samples (9, 3, 9) and (15, 8):
         sample [0, 1, 1]  row [1, 0, 7]  embedding [[..of token 9], [..of 8], [..of 15]]
@@ -36,20 +36,20 @@ class EmbeddingRows:
 
     sample: Tensor  # [r] int64 slot, ascending
     row: Tensor  # [r] int64 row of the shard, ascending within a sample
-    embedding: Tensor | None  # [r, h] rows of E; None where this rank does not hold it
-    head: Tensor | None  # [r, h] rows of H; None unless tied and held here
-    shard: int  # rows of this rank's part of the vocabulary
-    squares: bool  # ||E||^2 is to be taken from these rows
-    tied: bool  # there is an H to be met
+    embedding: Tensor | None  # [r, h] rows of E; None if this rank has no embedding
+    head: Tensor | None  # [r, h] rows of H; None unless this rank has a tied output layer
+    shard: int  # tokens in this rank's vocabulary shard
+    squares: bool  # ||E||^2 is taken from these rows
+    tied: bool
 
     @classmethod
     def of(
         cls, rules: Sequence[Rule], batches: Sequence[MicroBatch], parallel: Parallel, *, squares: bool
     ) -> EmbeddingRows | None:
-        """Room for the rows of these microbatches' samples; None on a rank that needs none."""
+        """Allocate the rows of these microbatches' samples; None on a rank that needs none."""
         embedding, head = _uses(rules, parallel)
         if not squares and parallel.pp_size == 1:
-            return None  # whoever squares E whole has added H to it
+            return None  # E was squared whole, with H already added
         held = embedding or head
         if held is None:
             return None
@@ -75,7 +75,7 @@ class EmbeddingRows:
 
     @staticmethod
     def bytes_of(rules: Sequence[Rule], batch: MicroBatch, parallel: Parallel) -> int:
-        """Memory of the rows of one microbatch on this rank."""
+        """Bytes that this rank buffers for one microbatch."""
         uses = [use for use in _uses(rules, parallel) if use is not None]
         if not uses:
             return 0
@@ -83,13 +83,13 @@ class EmbeddingRows:
         return rows * uses[0].grad[0].nbytes * len(uses)
 
     def span(self, first: int, last: int) -> slice:
-        """Where the rows of the slots [first, last) stand."""
+        """The slice of rows that belong to the slots [first, last)."""
         ends = torch.searchsorted(self.sample, torch.tensor([first, last], device=self.sample.device)).tolist()
         return slice(*ends)
 
     def add_embedding(self, sample: Tensor, row: Tensor, grads: Tensor) -> None:
-        """Add gradients [k, h] at pairs of a slot and a row, each of them one of a sample's own."""
-        assert self.embedding is not None, "this rank holds no embedding"
+        """Add gradients [k, h] to the rows given as pairs (sample, row) of [k] each."""
+        assert self.embedding is not None, "this rank has no embedding"
         keys = self.sample * self.shard + self.row
         found = torch.searchsorted(keys, sample * self.shard + row)
         assert bool((keys[found.clamp(max=len(keys) - 1)] == sample * self.shard + row).all()), "a token of no sample"
@@ -97,7 +97,7 @@ class EmbeddingRows:
 
 
 def touched_rows(ids: Tensor, shard: int, tp_rank: int) -> Tensor:
-    """Rows of rank `tp_rank`'s vocabulary shard (`shard` tokens) that occur in `ids`, or are padding's (token 0).
+    """Rows of rank `tp_rank`'s vocabulary shard (`shard` tokens) that occur in `ids`, plus that of padding (token 0).
 
     Ascending, each once, on the CPU. Example: touched_rows(tensor([9, 3, 9, 15]), shard=8, tp_rank=1) -> [1, 7]
     """
@@ -107,14 +107,14 @@ def touched_rows(ids: Tensor, shard: int, tp_rank: int) -> Tensor:
 
 
 def needs_rows(rule: Rule, parallel: Parallel) -> bool:
-    """Whether the rows of this embedding or output layer have to be put aside."""
+    """Whether the rows of this embedding or output layer must be buffered."""
     if rule.kind is Kind.FROZEN:
         return False
     return rule.tied or (rule.name == EMBEDDING and parallel.cp_size > 1)
 
 
 def _uses(rules: Sequence[Rule], parallel: Parallel) -> tuple[Rule | None, Rule | None]:
-    """The parameters whose rows are kept on this rank: as embedding, as output layer; one and the same with PP = 1."""
+    """This rank's (embedding, output layer) whose rows are buffered; a tied weight is both if PP = 1."""
     kept = {rule.name: rule for rule in rules if needs_rows(rule, parallel)}
     embedding, head = kept.get(EMBEDDING), kept.get(OUTPUT)
     if embedding is not None and embedding.tied and parallel.pp_size == 1:

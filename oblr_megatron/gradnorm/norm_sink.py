@@ -1,13 +1,14 @@
-"""The norms of a microbatch's samples from the factors of its weight gradients: no gradient of a sample is kept.
+"""The sink that turns a backward pass into squared norms; it keeps no sample's gradient.
 
-For a linear layer ||dy_i^T x_i||^2 comes from `segments.product_sq_norms`, by whichever of two ways is cheaper; where
-the gradient of a sample is a summand over ranks (context parallelism), it is formed, summed and dropped. Several
-samples may share a microbatch, except where a parameter is not tapped: `main_grad` holds the sum over a microbatch.
+A linear layer's ||dy_i^T x_i||^2 comes from `segments.product_sq_norms`. If the gradient is a partial sum over ranks
+(context parallelism), it is formed, all-reduced, squared and dropped. Several samples may share a microbatch if every
+parameter is tapped. Untapped gradients are read from `main_grad`, which holds the sum over a microbatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,30 +37,30 @@ if TYPE_CHECKING:
 
 
 class NormSink:
-    """Takes a microbatch's factors and adds the squares to the accumulator (`model.taps.Sink`).
+    """Adds the squared norms of each microbatch's samples to the accumulator (a `model.taps.Sink`).
 
     Args:
-        rules: of every parameter of this rank.
-        accumulator: of the run's samples.
-        sketches: estimate the norms of linear layers instead; None for exact ones.
+        rules: one for every parameter of this rank.
+        accumulator: has a slot for each sample of this pipeline run.
+        sketches: estimates the norms of linear layers; None for exact norms.
     """
 
     def __init__(self, rules: Sequence[Rule], accumulator: NormAccumulator, sketches: Sketches | None = None) -> None:
         self.rules = {id(rule.param): rule for rule in rules}
         self.untapped = [rule for rule in rules if not rule.tapped and rule.kind is not Kind.FROZEN]
         self.accumulator, self.sketches = accumulator, sketches
-        self.slot = 0  # of the microbatch's first sample
+        self.slot = 0  # the microbatch's first sample
         self.tokens = 0  # t
         self.segments = Segments(0, None)
 
     def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
-        """Which samples the factors that follow belong to."""
+        """Set the samples that the following factors belong to."""
         self.slot, self.tokens = self.accumulator.first[position], batch.input_ids.shape[1]
         offsets = None if batch.cu_seqlens is None else tuple(batch.cu_seqlens.tolist())
         self.segments = Segments(batch.num_samples, offsets)
 
     def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
-        """x [t, b, d], dy [t, b, p]; an expert's are [tokens, d] and [tokens, p], cut by `splits`."""
+        """Measure a linear layer: x [t, b, d], dy [t, b, p]; for an expert [tokens, d] and [tokens, p]."""
         rule = self.rules[id(weight)]
         if rule.expert:
             self._expert(rule, x, dy, splits or [(self.accumulator.parallel.block_rank, len(x))])
@@ -78,7 +79,7 @@ class NormSink:
             self._head_rows(x, dy)
 
     def embedding(self, weight: Parameter, rows: Tensor, dy: Tensor) -> None:
-        """rows [b, t], dy [b, t, h]."""
+        """Measure the embedding: rows [b, t], dy [b, t, h]."""
         rule = self.rules[id(weight)]
         sample, row, grads = row_grads(rows, dy, self.segments)
         if needs_rows(rule, self.accumulator.parallel):
@@ -88,23 +89,23 @@ class NormSink:
             self.accumulator.own.index_add_(0, sample + self.slot, grads.to(torch.float64).square().sum(dim=1))
 
     def scale(self, weight: Parameter, x_hat: Tensor, dy: Tensor) -> None:
-        """x_hat and dy [t, b, ..., h]."""
+        """Measure a norm's weight: x_hat and dy [t, b, ..., h]."""
         self.vector(self.rules[id(weight)], scale_grads(x_hat, dy, self.local_segments(len(dy))))
 
     def vector(self, rule: Rule, grads: Tensor) -> None:
-        """Gradients [n, h] of a norm's weight, one for each sample of the microbatch."""
+        """Add gradients [n, h] of a norm's weight, one for each sample of the microbatch."""
         self.accumulator.vector(rule, self.slot, grads)
 
     def end(self, position: int, chunk: int) -> None:
-        """Take down what was not tapped: it stands in `main_grad`."""
+        """Measure the untapped parameters, whose gradients are in `main_grad`."""
         for rule in self.untapped:
             if rule.chunk == chunk:
-                assert self.segments.num_samples == 1, f"{rule.name} is not tapped: one sample a microbatch"
+                assert self.segments.num_samples == 1, f"{rule.name} is untapped and needs one sample a microbatch"
                 self.accumulator.matrix(rule, self.slot, rule.grad)
                 rule.grad.zero_()
 
     def local_segments(self, length: int) -> Segments:
-        """The segments of this rank's stretch of the sequence, where sequence parallelism has cut it."""
+        """The segments of this rank's `length` tokens, if sequence parallelism has cut the sequence."""
         offsets = self.segments.cu_seqlens
         if offsets is None or length == self.tokens:
             return self.segments
@@ -112,24 +113,22 @@ class NormSink:
         return Segments(self.segments.num_samples, tuple(min(max(end - start, 0), length) for end in offsets))
 
     def _head_rows(self, x: Tensor, dy: Tensor) -> None:
-        """The rows of a tied output layer's gradient at the tokens of each sample."""
+        """Buffer a tied output layer's gradient rows at the tokens of each sample."""
         rows = self.accumulator.rows
-        assert rows is not None and rows.head is not None, f"{OUTPUT} is tied and its rows are not put aside"
+        assert rows is not None and rows.head is not None, f"{OUTPUT} is tied and its rows are not buffered"
         span = rows.span(self.slot, self.slot + self.segments.num_samples)
         rows.head[span] = product_rows(x, dy, self.segments, rows.sample[span] - self.slot, rows.row[span])
 
     def _expert(self, rule: Rule, x: Tensor, dy: Tensor, splits: Splits) -> None:
-        """An expert sees the tokens of one sample of each replica of the block."""
-        starts = [0]
-        for _, count in splits:
-            starts.append(starts[-1] + count)
+        """Measure an expert, which has seen the tokens of one sample of each replica in the block."""
+        starts = list(accumulate((count for _, count in splits), initial=0))
         for source in dict.fromkeys(source for source, _ in splits):
             parts = [slice(*starts[k : k + 2]) for k, split in enumerate(splits) if split[0] == source]
             own_x, own_dy = (torch.cat([factor[part] for part in parts]) for factor in (x, dy))
             if self.accumulator.reducer.sum_group(rule) is None:
                 segments = Segments(1, (0, len(own_x)))
                 self.accumulator.sq_norms[self.slot, source] += product_sq_norms(own_x, own_dy, segments)[0]
-            else:  # also with no token at all: the other ranks of the sum wait
+            else:  # even without a token: the other ranks wait in the all-reduce
                 product = torch.empty(rule.param.shape, dtype=sum_dtype(own_x), device=own_x.device)
                 product_into(product, own_x, own_dy)
                 self.accumulator.matrix(rule, self.slot, product, source)

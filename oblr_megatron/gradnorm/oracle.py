@@ -1,10 +1,9 @@
-"""The oracle: a plain-torch Qwen3 of its own, dense or a mixture of experts, and one autograd call a sample: slow and
-easy to believe.
-
-It shares no code with the model that is trained (neither megatron nor transformers is imported), takes tensors by their
-Hugging Face names, runs one unpadded sample at a time, and works in the dtype of the weights: give it fp64.
+"""The oracle for gradient norms: a plain-torch Qwen3 (dense or mixture of experts) and one autograd call a sample.
 
     s_i = grad_theta sum_t rho_t log pi(o_t | q, o_<t),   w_i = ||s_i||^2 over all parameters
+
+It is slow and shares no code with the trained model: it imports neither megatron nor transformers. It takes tensors by
+Hugging Face name, runs one unpadded sample at a time, and computes in the dtype of the weights. Give it fp64.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ def oracle_sq_norms(
     temperature: float = 1.0,
     ratios: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """w of every sample, by a loop of autograd.
+    """w of every sample, by one autograd call each.
 
     Args:
         weights: tensors by Hugging Face name; a tied model has no `lm_head.weight`.
         config: a Hugging Face Qwen3 or Qwen3-MoE config.
         samples: prompts with their responses.
-        temperature: logits are divided by it.
-        ratios: for each sample [response tokens], the factor rho_t of each token; 1 where not given.
+        temperature: divides the logits.
+        ratios: for each sample the importance ratios rho_t [response tokens]; 1 by default.
 
     Returns:
         [len(samples)] fp64.

@@ -1,21 +1,26 @@
-"""||dy^T x||^2 of each of b samples of t tokens, the cheaper of two ways.
+"""||dy^T x||^2 of each of b samples of t tokens, by the cheaper of two methods.
 
     direct: || sum_t dy_t x_t^T ||^2                 2 t p d FLOPs
-    gram:   sum_{s,t} (x_s . x_t)(dy_s . dy_t)       t (t + strip)(p + d) FLOPs, the pairs s < t once
+    gram:   sum_{s,t} (x_s . x_t)(dy_s . dy_t)       t (t + strip)(p + d) FLOPs, each pair s < t once
 
-Both go in tiles, so that neither a gradient [p, d] nor a Gram matrix [t, t] is ever whole in memory. Products are
-summed in fp32 (fp64 of fp64 factors), squares in fp64. The direct way is good to 1e-6 also where tokens all but cancel.
-The error of the other is within 1e-7 of sum_{s,t} |x_s . x_t| |dy_s . dy_t|, little unless the norm is a small rest of
-that; and its entries need the square of the factors' range: factors below 1e-19 count as 0.
+Both work in tiles: neither a gradient [p, d] nor a Gram matrix [t, t] is ever whole in memory. Products are summed in
+fp32 (fp64 for fp64 factors), squares in fp64.
+
+Accuracy: "direct" has a relative error of 1e-6, even if the tokens nearly cancel. The error of "gram" is at most 1e-7
+of sum_{s,t} |x_s . x_t| |dy_s . dy_t|, which is large relative to the norm if the tokens nearly cancel. "gram" squares
+the range of the factors, so that factors below 1e-19 underflow to 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import torch
+
+from oblr_megatron.memory.buffer_sizes import CPU_TILE_SIDE, GPU_TILE_SIDE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,35 +30,35 @@ Method = Literal["auto", "direct", "gram"]
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes that suit a kind of device, and what there the work between matrix products costs."""
+    """Tile sizes for a kind of device, and its overheads in units of matrix-product FLOPs."""
 
-    side: int  # of a tile [side, side] of dy^T x
-    strip: int  # tokens whose products with all earlier ones are made at once
-    element_flops: int  # FLOPs of a matrix product in the time that squaring one entry of its result takes
-    call_flops: int  # FLOPs in the time that one sample's kernels take to start
+    side: int  # a tile of dy^T x is [side, side]
+    strip: int  # tokens that are multiplied with all earlier ones in one call
+    element_flops: int  # FLOPs that take as long as squaring one entry of the result
+    call_flops: int  # FLOPs that take as long as launching one sample's kernels
 
 
-CPU_TILES = Tiles(side=512, strip=128, element_flops=64, call_flops=2**22)  # measured: fp32, one core, AVX-512
-GPU_TILES = Tiles(side=4096, strip=512, element_flops=2048, call_flops=2**33)  # from an H100's data sheet: bf16
+CPU_TILES = Tiles(CPU_TILE_SIDE, strip=128, element_flops=64, call_flops=2**22)  # measured: fp32, one core, AVX-512
+GPU_TILES = Tiles(GPU_TILE_SIDE, strip=512, element_flops=2048, call_flops=2**33)  # H100 data sheet: bf16
 
 
 def tiles_of(tensor: Tensor) -> Tiles:
-    """The sizes for the tensor's device."""
+    """The tiles for the tensor's device."""
     return CPU_TILES if tensor.device.type == "cpu" else GPU_TILES
 
 
 def sum_dtype(factor: Tensor) -> torch.dtype:
-    """What sums of products are made in: fp64 for fp64, fp32 for everything else."""
+    """The dtype of sums of products: fp64 for fp64 factors, else fp32."""
     return torch.float64 if factor.dtype == torch.float64 else torch.float32
 
 
 def widen(factor: Tensor) -> Tensor:
-    """In a dtype that `multiply` takes: half precision is left to a GPU, whose matrix units sum it in fp32."""
+    """Convert to a dtype that `multiply` takes. A GPU keeps half precision: its matrix units sum in fp32."""
     return factor if factor.is_cuda else factor.to(sum_dtype(factor))
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = left @ right of widened [b, m, k] and [b, k, n], in out's dtype, that of the sum."""
+    """out = left @ right for widened [b, m, k] and [b, k, n], summed in out's dtype."""
     if left.dtype == out.dtype:
         torch.bmm(left, right, out=out)
     else:
@@ -61,7 +66,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def product(x: Tensor, dy: Tensor, out: Tensor) -> None:
-    """out [p, d] = dy^T x of [t, d] and [t, p]; summed in fp32 also where out is narrower."""
+    """out [p, d] = dy^T x for x [t, d] and dy [t, p]; summed in fp32 even if out is narrower."""
     sums = out if out.dtype == sum_dtype(x) else out.new_empty(out.shape, dtype=sum_dtype(x))
     multiply(widen(dy).t()[None], widen(x)[None], sums[None])
     if sums is not out:
@@ -69,14 +74,14 @@ def product(x: Tensor, dy: Tensor, out: Tensor) -> None:
 
 
 def cheaper(t: int, d: int, p: int, tiles: Tiles) -> Literal["direct", "gram"]:
-    """The way that takes less time for t tokens: "gram" below about t = 2pd / (p + d) - strip."""
+    """The faster method for t tokens: "gram" below about t = 2pd / (p + d) - strip."""
     direct = (2 * t + tiles.element_flops) * p * d
     gram = t * (t + min(t, tiles.strip)) * (p + d + tiles.element_flops)
     return "gram" if gram < direct else "direct"
 
 
 def batch_sq_norms(x: Tensor, dy: Tensor, method: Method = "auto") -> Tensor:
-    """||dy_i^T x_i||^2: x [b, t, d], dy [b, t, p], of one dtype -> [b] fp64."""
+    """||dy_i^T x_i||^2 for x [b, t, d] and dy [b, t, p] of one dtype -> [b] fp64."""
     (b, t, d), p = x.shape, dy.shape[2]
     assert dy.shape[:2] == (b, t) and dy.dtype == x.dtype, f"x {x.dtype} {x.shape}, dy {dy.dtype} {dy.shape}"
     norms = torch.zeros(b, dtype=torch.float64, device=x.device)
@@ -91,7 +96,7 @@ def batch_sq_norms(x: Tensor, dy: Tensor, method: Method = "auto") -> Tensor:
 
 
 def _add_direct(norms: Tensor, x: Tensor, dy: Tensor, tiles: Tiles) -> None:
-    """norms [b] += the squares of all tiles of dy^T x, of as many samples at once as fill a tile."""
+    """norms [b] += the squares of all tiles of dy^T x, for as many samples at once as fill a tile."""
     d, p = x.shape[2], dy.shape[2]
     height, width = min(p, tiles.side), min(d, tiles.side)
     step = min(len(x), max(1, tiles.side**2 // (height * width)))
@@ -104,7 +109,7 @@ def _add_direct(norms: Tensor, x: Tensor, dy: Tensor, tiles: Tiles) -> None:
 
 
 def _add_gram(norms: Tensor, x: Tensor, dy: Tensor, tiles: Tiles) -> None:
-    """norms [b] += the products of the Gram matrices' entries, each strip of tokens with itself and all before it."""
+    """norms [b] += the products of the two Gram matrices, each strip of tokens with itself and all earlier tokens."""
     t = x.shape[1]
     height = min(t, tiles.strip)
     step = min(len(x), max(1, tiles.side**2 // (height * t)))
@@ -121,7 +126,7 @@ def _add_gram(norms: Tensor, x: Tensor, dy: Tensor, tiles: Tiles) -> None:
 
 
 class _Tile:
-    """Memory for one product and its squares, used over and over: fresh pages cost more than the sums."""
+    """Reused memory for one product and its squares: allocating fresh pages would cost more than the sums."""
 
     def __init__(self, numel: int, factor: Tensor) -> None:
         self._sums = torch.empty(numel, dtype=sum_dtype(factor), device=factor.device)
@@ -134,18 +139,15 @@ class _Tile:
         return out
 
     def times(self, left: Tensor, right: Tensor) -> Tensor:
-        """Entry by entry, in fp64."""
+        """left * right, elementwise in fp64."""
         return _front(self._squares, left.shape).copy_(left).mul_(right)
 
 
 def _front(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
-    count = 1
-    for size in shape:
-        count *= size
-    return memory[:count].view(shape)
+    return memory[: prod(shape)].view(shape)
 
 
 def _slices(stop: int, step: int) -> Iterator[slice]:
-    """0..stop in steps, the last of them cut by what it is applied to."""
+    """Slices of `step` that cover 0..stop; the last may reach past the end."""
     for start in range(0, stop, step):
         yield slice(start, start + step)

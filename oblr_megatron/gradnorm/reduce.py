@@ -1,4 +1,4 @@
-"""From what each rank took down to the norms: complete the summands, square, count once, add up."""
+"""Combine per-rank partial gradients into norms: all-reduce partials, square, count each shard once, sum over ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 class Reducer:
     """The sums over ranks that make the norms exact, one method each.
 
-    Every rank of a replica calls `finish` after each run of the pipeline, with the same samples in the same order; with
-    experts shared by replicas, every rank of the block, with as many samples.
+    Every rank of a replica calls `finish` after each pipeline run, with the same samples in the same order. If replicas
+    share experts, every rank of the block calls it, with the same number of samples.
     """
 
     def __init__(self, parallel: Parallel) -> None:
         self.parallel = parallel
 
     def finish(self, accumulator: NormAccumulator) -> Tensor:
-        """[n] fp64 squared norms of this replica's samples, the same on every rank of it."""
+        """[n] fp64 squared norms of this replica's samples, the same on all its ranks."""
         norms = accumulator.sq_norms.clone()
         own = norms[:, self.parallel.block_rank]
         for kind, aside in accumulator.vectors.items():
@@ -40,13 +40,13 @@ class Reducer:
         return self.total(norms)[:, self.parallel.block_rank]
 
     def sum_group(self, rule: Rule) -> ProcessGroup | None:
-        """The ranks over which a sample's gradient of this shard is still to be summed; None where it is whole."""
+        """The ranks over which this shard's gradient must be summed; None if it is whole."""
         if rule.expert:
             return self.parallel.expert_sum_group
         return self.parallel.cp_group if self.parallel.cp_size > 1 else None
 
     def complete(self, rule: Rule, grad: Tensor) -> Tensor:
-        """The elements that this rank squares of one sample's gradient: all, or its share of the sum over ranks."""
+        """The elements of one sample's gradient that this rank squares: all, or its share of the all-reduced sum."""
         group = self.sum_group(rule)
         if group is None:
             return grad.flatten()
@@ -55,7 +55,7 @@ class Reducer:
         return whole.tensor_split(group.size())[dist.get_rank(group)]
 
     def vectors(self, kind: Kind, values: Tensor) -> Tensor:
-        """[n, P] summands -> [n]: summed over TP and CP as vectors, then squared, counted once."""
+        """[n, P] partial gradients -> [n]: all-reduced over TP and CP, then squared; zeros except on the first rank."""
         if kind is Kind.PARTIAL:
             self.over_tensor(values)
         self.over_context(values)
@@ -64,19 +64,16 @@ class Reducer:
         return norms if counted else torch.zeros_like(norms)
 
     def over_tensor(self, values: Tensor) -> None:
-        """Sum over the tensor-parallel ranks, in place."""
+        """All-reduce over the tensor-parallel ranks, in place."""
         dist.all_reduce(values, group=self.parallel.tp_group)
 
     def over_context(self, values: Tensor) -> None:
-        """Sum over the ranks that share the sequences, in place."""
+        """All-reduce over the ranks that share the sequences, in place."""
         if self.parallel.cp_size > 1:
             dist.all_reduce(values, group=self.parallel.cp_group)
 
     def rows(self, rows: EmbeddingRows, num_samples: int) -> Tensor:
-        """[n]: ||E||^2 where the rows stand for it, and 2 <E, H> of a tied embedding; counted on the first stage.
-
-        The embedding group joins the two ends of the pipeline that hold the same shard of the vocabulary.
-        """
+        """[n]: ||E||^2 if it is taken from the rows, plus 2 <E, H> of a tied embedding; counted on the first stage."""
         norms = torch.zeros(num_samples, dtype=torch.float64, device=rows.sample.device)
         for part in (rows.embedding, rows.head):
             if part is not None:
@@ -92,22 +89,25 @@ class Reducer:
         return norms
 
     def cross_term(self, embedding: Tensor, head: Tensor) -> Tensor:
-        """[r, h] x [r, h] -> [r]: each row's part of 2 <E, H>."""
+        """[r, h] x [r, h] -> [r]: each row's contribution to 2 <E, H>."""
         return 2.0 * row_dots(embedding, head)
 
     def from_last_stage(self, rows: EmbeddingRows) -> Tensor:
-        """H's rows [r, h], sent by the last stage to the first."""
+        """H's rows [r, h], broadcast from the last stage to the first.
+
+        The embedding group joins the first and last stage's ranks that hold the same vocabulary shard.
+        """
         group = self.parallel.embedding_group
-        assert group is not None, "a tied embedding on a stage that belongs to no embedding group"
+        assert group is not None, "a stage with a tied embedding belongs to no embedding group"
         last = dist.get_process_group_ranks(group)[-1]
         head = rows.head
         if head is None:
-            assert rows.embedding is not None, "neither end of the pipeline"
+            assert rows.embedding is not None, "this stage has neither the embedding nor the output layer"
             head = torch.empty_like(rows.embedding)
         dist.broadcast(head, src=last, group=group)
         return head
 
     def total(self, norms: Tensor) -> Tensor:
-        """Add up the ranks of the replica, or of the block whose samples meet in the same experts: [n, block]."""
+        """All-reduce [n, block] over the ranks of the replica, or of the block if replicas share experts."""
         dist.all_reduce(norms, group=self.parallel.block_group)
         return norms

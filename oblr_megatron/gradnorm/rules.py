@@ -1,22 +1,25 @@
-"""What a rank's gradient of a parameter is, decided once for every parameter before anything is measured.
+"""How the gradient of each parameter is spread over ranks.
 
-| a rank's gradient is                    | kind       | before squaring | counted on      |
+| this rank's gradient is                 | kind       | before squaring | counted on      |
 |-----------------------------------------|------------|-----------------|-----------------|
 | a shard of its own                      | SHARD      | -               | every TP rank   |
-| one summand of the whole                | PARTIAL    | sum over TP     | TP rank 0       |
+| a partial sum of the whole gradient     | PARTIAL    | sum over TP     | TP rank 0       |
 | a copy of the whole, equal on all ranks | COPY       | -               | TP rank 0       |
 | absent                                  | FROZEN     | -               | nowhere         |
 
-Under context parallelism each of these is, moreover, a summand over the ranks that share the sequence. An expert's is a
-shard that has seen the tokens of every replica in its block (`Parallel.block_group`), and a summand only where expert
-parallelism does not span the ranks that share a sample.
+Context parallelism: every kind is also a partial sum over the ranks that share the sequence.
 
-The evidence is what megatron-core puts on its parameters, and reads itself when it reduces gradients
-(`finalize_model_grads`) and when it measures their norm (`get_main_grads_for_grad_norm`): `tensor_model_parallel` on
-column and row weights, column biases, embedding and head; `sequence_parallel`, true or false, on norms, routers and row
-biases. The norms of queries and keys are partials over heads, with sequence parallelism or without: every rank
-normalises its own heads with the same weight. A parameter that carries no such mark may be anything, so it is refused
-by name.
+Experts: the gradient is a shard that mixes tokens of every replica in the block (`Parallel.block_group`). It is a
+partial sum only if expert parallelism does not span all ranks that share a sample.
+
+The kind is read from attributes that megatron-core sets on parameters. megatron-core reads the same ones to reduce
+gradients (`finalize_model_grads`) and to measure their norm (`get_main_grads_for_grad_norm`):
+
+- `tensor_model_parallel`: column and row weights, column biases, embedding and output layer.
+- `sequence_parallel` (true or false): norms, routers and row biases.
+
+The q and k norms are always partial: each rank applies the same weight to its own heads. A parameter without these
+attributes is refused by name.
 """
 
 from __future__ import annotations
@@ -44,14 +47,14 @@ class Kind(Enum):
     """How the gradient of a parameter is spread over the tensor-parallel ranks."""
 
     SHARD = "a shard of its own"
-    PARTIAL = "one summand of the whole"
+    PARTIAL = "a partial sum of the whole"
     COPY = "a copy of the whole"
     FROZEN = "absent"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """One parameter of this rank.
+    """How one parameter of this rank is measured.
 
     Example: Rule("decoder.layers.0.self_attention.q_layernorm.weight", parameter, Kind.PARTIAL)
     """
@@ -60,13 +63,13 @@ class Rule:
     param: Parameter
     kind: Kind
     chunk: int = 0  # model chunk of this rank
-    tapped: bool = True  # its gradient goes to the sink (model/taps.py), not to main_grad
-    tied: bool = False  # embedding and output layer in one, or one of two copies of that
+    tapped: bool = True  # the gradient goes to a sink (model/taps.py), not to main_grad
+    tied: bool = False  # shared by embedding and output layer, on one stage or as a copy on two
     expert: bool = False
 
     @property
     def grad(self) -> Tensor:
-        """The view of megatron's gradient buffer that this parameter's gradients are added to."""
+        """This parameter's view into megatron's gradient buffer."""
         return self.param.main_grad  # type: ignore[attr-defined]  # set by megatron's data-parallel wrapper
 
 
@@ -74,7 +77,7 @@ def classify(policy: Policy) -> list[Rule]:
     """The rule of every parameter of this rank.
 
     Raises:
-        UserError: a trainable parameter that no rule covers.
+        UserError: no rule covers a trainable parameter.
     """
     parallel, tied = policy.parallel, policy.hf_config.tie_word_embeddings
     rules = []
@@ -85,20 +88,19 @@ def classify(policy: Policy) -> list[Rule]:
             kind = _kind(param, head_norm=head_norm, expert=expert, sequence_parallel=parallel.sequence_parallel)
         if kind is None:
             raise UserError(
-                f"no rule says how the gradient of {name!r} is spread over ranks",
+                f"the parameter {name!r} has no mark that says how its gradient is spread over ranks",
                 where="gradnorm",
-                fix="freeze the parameter, or choose a baseline that needs no gradient norms",
+                fix="freeze the parameter, or select a baseline that needs no gradient norms",
             )
         tapped = id(param) in policy.tap.weights
         if expert and kind is not Kind.FROZEN and not tapped and parallel.block_size > 1:
             raise UserError(
-                f"the gradient of {name!r} mixes samples of {parallel.block_size} replicas, and its factors are out of "
-                "reach",
+                f"the gradient of {name!r} mixes samples of {parallel.block_size} replicas and cannot be tapped",
                 where="gradnorm",
-                fix="lower parallel.expert_model_parallel_size, or choose a baseline that needs no gradient norms",
+                fix="lower parallel.expert_model_parallel_size, or select a baseline that needs no gradient norms",
             )
         if kind is Kind.PARTIAL and parallel.tp_size == 1:
-            kind = Kind.COPY  # the only summand is the whole
+            kind = Kind.COPY  # one rank holds the whole sum
         rules.append(
             Rule(
                 name,
@@ -114,14 +116,14 @@ def classify(policy: Policy) -> list[Rule]:
 
 
 def _kind(param: Parameter, *, head_norm: bool, expert: bool, sequence_parallel: bool) -> Kind | None:
-    """The kind of a trainable parameter, None where there is no evidence.
+    """The kind of a trainable parameter; None if its attributes do not determine one.
 
-    A parameter whose gradient megatron averages over TP is neither a partial nor a copy; none occurs in a Qwen3.
+    Gradients that megatron averages over TP fit no kind. Qwen3 has none.
     """
     if getattr(param, "average_gradients_across_tp_domain", False) or not (expert or getattr(param, "allreduce", True)):
         return None
     if expert or getattr(param, "tensor_model_parallel", False):
-        return Kind.SHARD  # an expert's: of the expert-tensor-parallel ranks, however few
+        return Kind.SHARD  # an expert is sharded over expert-tensor-parallel ranks, even over one
     if head_norm:
         return Kind.PARTIAL
     over_tokens = getattr(param, "sequence_parallel", None)
@@ -131,7 +133,7 @@ def _kind(param: Parameter, *, head_norm: bool, expert: bool, sequence_parallel:
 
 
 def _parameters(chunks: list[Module]) -> Iterator[tuple[int, str, Parameter, bool]]:
-    """Every parameter once: its chunk, its name, itself, whether it belongs to a norm of queries or keys."""
+    """Every parameter once: (chunk, name, parameter, whether it is a q or k norm)."""
     seen: set[int] = set()
     for index, chunk in enumerate(chunks):
         head_norms = {

@@ -1,10 +1,9 @@
-"""The weight gradients of each sample of a microbatch, from the factors that a backward pass makes: pure functions.
+"""Per-sample weight gradients from the two factors x and dy of a linear layer's backward. Pure functions.
 
     dW_i = sum over the tokens t of sample i of dy_t x_t^T
 
-Samples come as rows (padding tokens have dy = 0) or packed behind one another. Sums are made in fp32, of fp32 and bf16
-factors alike, and in fp64 of fp64 factors; squared norms in fp64. What is not finite in one sample spoils that sample's
-result and no other's.
+Samples are rows (padding tokens have dy = 0) or packed one after another. Sums are fp32 for fp32 and bf16 factors, fp64
+for fp64 factors; squared norms are fp64. A value that is not finite affects only the result of its own sample.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ if TYPE_CHECKING:
 class Segments:
     """Which tokens of a microbatch belong to which sample.
 
-    Example for two samples of 4 and 2 tokens: packed Segments(2, (0, 4, 6)), factors [6, 1, d] or [6, d];
-    as rows Segments(2, None), factors [4, 2, d].
+    Example, two samples of 4 and 2 tokens:
+        packed   Segments(2, (0, 4, 6)), factors [6, 1, d] or [6, d]
+        rows     Segments(2, None),      factors [4, 2, d]
     """
 
     num_samples: int
@@ -41,7 +41,7 @@ class Segments:
             assert offsets[0] == 0 and list(offsets) == sorted(offsets), f"offsets {offsets} do not rise from 0"
 
     def split(self, tokens: Tensor) -> Iterator[Tensor]:
-        """The tokens of each sample, as views [t_i, ...] of a factor [t, b, ...], packed also of [tokens, h]."""
+        """Views [t_i, ...] of each sample's tokens in a factor [t, b, ...], or [tokens, h] if packed."""
         self.check(tokens)
         if self.cu_seqlens is None:
             yield from tokens.unbind(1)
@@ -59,23 +59,23 @@ class Segments:
         return numbers.repeat_interleave(lengths, output_size=tokens)[:, None]
 
     def check(self, tokens: Tensor) -> None:
-        """A factor [t, b, ...], packed also [tokens, h], is of these samples."""
+        """Assert that a factor [t, b, ...], or [tokens, h] if packed, has these samples' shape."""
         if self.cu_seqlens is None:
             fits = tokens.dim() > 2 and tokens.shape[1] == self.num_samples
         else:
             fits = (tokens.dim() == 2 or tokens.shape[1] == 1) and len(tokens) == self.cu_seqlens[-1]
-        assert fits, f"a factor of shape {tuple(tokens.shape)} for {self}"
+        assert fits, f"a factor of shape {tuple(tokens.shape)} does not fit {self}"
 
 
 def product_sq_norms(x: Tensor, dy: Tensor, segments: Segments, *, method: Method = "auto") -> Tensor:
-    """||dy_i^T x_i||^2 of each sample i, without the sum over samples and without a whole [p, d] in memory.
+    """||dy_i^T x_i||^2 of each sample i; no gradient [p, d] is ever whole in memory.
 
     Args:
-        x: [t, b, d]; packed also [tokens, d].
-        dy: [t, b, p]; packed also [tokens, p].
-        segments: whose tokens they are.
-        method: "direct" makes dy_i^T x_i, "gram" sums (x_s . x_t)(dy_s . dy_t) over pairs of tokens, "auto" takes the
-            cheaper for each sample's shape.
+        x: [t, b, d], or [tokens, d] if packed.
+        dy: [t, b, p], or [tokens, p] if packed.
+        segments: which tokens belong to which sample.
+        method: "direct" computes dy_i^T x_i, "gram" sums (x_s . x_t)(dy_s . dy_t) over pairs of tokens, "auto" takes
+            the cheaper one for each sample's shape.
 
     Returns:
         [n] fp64; 0 for a sample without tokens.
@@ -99,26 +99,26 @@ def product_sq_norms(x: Tensor, dy: Tensor, segments: Segments, *, method: Metho
 
 
 def _batches(lengths: Sequence[int], width: int, tiles: Tiles) -> Iterator[list[int]]:
-    """Packed samples to measure in one call: those of like lengths, where starting one call each would cost more.
+    """Group short packed samples of similar length into one padded call, to save kernel launches.
 
-    Padding less than doubles a length, and what is padded together stays within the memory of a tile. `width` is d + p.
-    Samples without tokens are in no call.
+    Padding less than doubles a length. A group's padded factors fit in the memory of a tile. `width` is d + p. Samples
+    without tokens are in no group.
     """
-    alike: dict[int, list[int]] = {}
+    similar: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         if length * length * width > tiles.call_flops:
             yield [index]
         elif length:
-            alike.setdefault(1 << (length - 1).bit_length(), []).append(index)
-    for padded, indices in alike.items():
+            similar.setdefault(1 << (length - 1).bit_length(), []).append(index)
+    for padded, indices in similar.items():
         most = max(1, tiles.side**2 // (padded * width))
         yield from (indices[start : start + most] for start in range(0, len(indices), most))
 
 
 def sample_products(x: Tensor, dy: Tensor, segments: Segments) -> Iterator[tuple[int, Tensor]]:
-    """(i, dy_i^T x_i [p, d]) of one sample after the other; zero for a sample without tokens, which is not left out.
+    """(i, dy_i^T x_i [p, d]) for every sample in turn; zeros for a sample without tokens.
 
-    One buffer serves all: use a product before taking the next. Arguments as of `product_sq_norms`.
+    All products share one buffer: use each before taking the next. Arguments as in `product_sq_norms`.
     """
     out = torch.empty(dy.shape[-1], x.shape[-1], dtype=sum_dtype(x), device=x.device)
     for index, (x_i, dy_i) in enumerate(zip(segments.split(x), segments.split(dy), strict=True)):
@@ -132,9 +132,9 @@ def product_into(out: Tensor, x_i: Tensor, dy_i: Tensor) -> None:
 
 
 def scale_grads(x_hat: Tensor, dy: Tensor, segments: Segments) -> Tensor:
-    """The sum of dy * x_hat over each sample's tokens, and over heads: [t, b, ..., h] twice -> [n, h].
+    """Sum of dy * x_hat over each sample's tokens and heads: two tensors [t, b, ..., h] -> [n, h].
 
-    Packed, the dimension of size b = 1 may be absent.
+    Packed factors may lack the dimension b = 1.
     """
     grads = dy.to(sum_dtype(dy)) * x_hat
     if segments.cu_seqlens is None:
@@ -148,12 +148,12 @@ def scale_grads(x_hat: Tensor, dy: Tensor, segments: Segments) -> Tensor:
 
 
 def row_grads(rows: Tensor, dy: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of an embedding by each sample, at the rows it touches.
+    """Each sample's embedding gradient, at the rows of its own tokens.
 
     Args:
-        rows: [b, t] int64, the row of each token; -1: not here.
-        dy: [b, t, h], gradient of what was looked up.
-        segments: whose tokens they are.
+        rows: [b, t] int64, the row of each token; -1 if another rank holds it.
+        dy: [b, t, h], gradient of the looked-up embeddings.
+        segments: which tokens belong to which sample.
 
     Returns:
         sample [r] int64, row [r] int64, grad [r, h], sorted by (sample, row), each pair once.
@@ -168,14 +168,14 @@ def row_grads(rows: Tensor, dy: Tensor, segments: Segments) -> tuple[Tensor, Ten
 
 
 def product_rows(x: Tensor, dy: Tensor, segments: Segments, sample: Tensor, row: Tensor) -> Tensor:
-    """Some rows of the samples' products: row `row[j]` of dy_i^T x_i with i = sample[j], for every j.
+    """Selected rows of the samples' gradients: row `row[j]` of dy_i^T x_i with i = sample[j], for every j.
 
-    With the rows an embedding touched this is the other factor of a tied weight's cross term 2 <E_embedding, E_head>.
+    With the rows that `row_grads` found, this is H in the cross term 2 <E, H> of a tied weight (embedding_rows.py).
 
     Args:
-        x: [t, b, d]; packed also [tokens, d].
-        dy: [t, b, p]; packed also [tokens, p].
-        segments: whose tokens they are.
+        x: [t, b, d], or [tokens, d] if packed.
+        dy: [t, b, p], or [tokens, p] if packed.
+        segments: which tokens belong to which sample.
         sample: [r] int64, ascending.
         row: [r] int64, in 0..p-1.
 
@@ -183,7 +183,7 @@ def product_rows(x: Tensor, dy: Tensor, segments: Segments, sample: Tensor, row:
         [r, d].
     """
     out = torch.zeros(len(row), x.shape[-1], dtype=sum_dtype(x), device=x.device)
-    assert bool((sample.diff() >= 0).all()), "rows that are not sorted by sample"
+    assert bool((sample.diff() >= 0).all()), "the rows are not sorted by sample"
     counts = torch.bincount(sample, minlength=segments.num_samples).tolist()
     parts = zip(out.split(counts), row.split(counts), segments.split(x), segments.split(dy), strict=True)
     for out_i, row_i, x_i, dy_i in parts:

@@ -1,19 +1,19 @@
-"""Squared norms of weight gradients, estimated without bias from small random projections.
+"""Unbiased estimates of squared weight-gradient norms from small random projections.
 
     S_i = P dW_i Q^T = sum_t (P dy_t)(Q x_t)^T          P [m, p], Q [m, d], entries +-1 / sqrt(m), E P^T P = E Q^T Q = 1
     E ||S_i||^2 = ||dW_i||^2
 
-at 2 t m (p + d) FLOPs instead of 2 t p d. S_i is linear in dW_i: summands of it on several ranks, with the same P and
-Q, may be added before they are squared.
+The cost is 2 t m (p + d) FLOPs instead of 2 t p d. S_i is linear in dW_i, so ranks with the same P and Q may add their
+partial S_i before squaring.
 
-The variance. Let M = dW dW^T, with trace ||dW||^2, and r = (tr M)^2 / ||M||^2 its effective rank, from 1 to min(p, d).
-For Gaussian entries, the rows u of P and v of Q having E (v^T A v)^2 = (tr A)^2 + 2 ||A||^2 for symmetric A,
+Variance: let M = dW dW^T, with trace ||dW||^2, and r = (tr M)^2 / ||M||^2 its effective rank, from 1 to min(p, d).
+For Gaussian entries, a row v of P or Q has E (v^T A v)^2 = (tr A)^2 + 2 ||A||^2 for symmetric A, and
 
     Var ||S||^2 = (2/m) E ||dW Q^T Q dW^T||^2 + Var ||dW Q^T||^2
                 = (2/m) ((tr M)^2 + (m + 1) ||M||^2) / m + (2/m) ||M||^2
-    Var ||S||^2 / ||dW||^4 = 2/m^2 + (4/m + 2/m^2) / r           from 2/m^2, all directions alike, to 4/m + 4/m^2, one
+    Var ||S||^2 / ||dW||^4 = 2/m^2 + (4/m + 2/m^2) / r           2/m^2 for large r; 4/m + 4/m^2 for r = 1
 
-Signs have E (v^T A v)^2 = (tr A)^2 + 2 ||A||^2 - 2 sum_j A_jj^2: never more than that, and they are exact in any dtype.
+Signs have E (v^T A v)^2 = (tr A)^2 + 2 ||A||^2 - 2 sum_j A_jj^2, which is never larger, and are exact in any dtype.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 
 class Sketch:
-    """The projections of one weight, or of one shard of it.
+    """The random projections P and Q of one weight, or of one shard of it.
 
-    They depend on the size, the shape, the seed and the name alone: ranks that add up their projections give the same
-    name; shards, squared each for itself, had better not, lest their errors agree.
+    They depend only on size, shape, seed and name. Ranks whose projections are summed must use the same name. Shards
+    that are squared separately should use different names, so that their errors are independent.
 
     Args:
-        shape: (p, d), that of the weight.
+        shape: (p, d) of the weight.
         size: m.
-        seed: of the run.
-        name: what distinguishes this weight from the others.
-        dtype: the signs are kept in.
-        device: of the factors.
+        seed: the run's seed.
+        name: identifies the weight or shard.
+        dtype: stores the signs.
+        device: where the factors are.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Sketch:
         self._outputs, self._inputs = (_signs(size, width, generator).to(device, dtype) for width in shape)
 
     def project(self, x: Tensor, dy: Tensor, segments: Segments) -> Tensor:
-        """S_i of each sample: x [t, b, d] and dy [t, b, p], packed also [tokens, d] and [tokens, p] -> [n, m, m].
+        """S_i of each sample: x [t, b, d] and dy [t, b, p], or packed [tokens, d] and [tokens, p] -> [n, m, m].
 
-        In fp32, of fp64 factors in fp64. The norm of a sample whose factors are not finite is not finite.
+        The result is fp64 for fp64 factors, else fp32. A sample with non-finite factors has a non-finite S_i.
         """
         small_x, small_dy = _projected(x, self._inputs), _projected(dy, self._outputs)
         out = small_x.new_empty(segments.num_samples, self.size, self.size)
@@ -83,9 +83,9 @@ def _projected(factor: Tensor, signs: Tensor) -> Tensor:
 
 
 class Sketches:
-    """A projection for every linear layer that is large enough for it to pay.
+    """A projection for every linear layer that is large enough to gain from it.
 
-    Shards of one weight have projections of their own; the ranks that share sequences have the same.
+    Each shard of a weight has its own projection. Context-parallel ranks use the same one.
     """
 
     def __init__(self, policy: Policy, size: int, seed: int) -> None:
@@ -109,7 +109,7 @@ class Sketches:
         return id(rule.param) in self._sketches
 
     def sq_norms(self, rule: Rule, x: Tensor, dy: Tensor, segments: Segments, reducer: Reducer) -> Tensor:
-        """[n] fp64 estimates of a linear layer's squared norms, as far as this rank counts them."""
+        """[n] fp64 estimates of a linear layer's squared norms; zeros except on context-parallel rank 0."""
         small = self._sketches[id(rule.param)].project(x, dy, segments)  # [n, m, m]
         reducer.over_context(small)
         norms = small.to(torch.float64).square().sum(dim=(1, 2))

@@ -1,8 +1,8 @@
-"""The policy: a Qwen3 on megatron-core, its parallel layout, its passes and its optimizer."""
+"""The policy: Qwen3 on megatron-core, its parallel layout, its forward and backward passes, and its optimizer."""
 
 import warnings
 
-# megatron-core says at import, six times over, which optional packages it does without, deprecates a default of its own
-# and gives advice for GPUs on a CPU. None of it is news to a user, and it would bury what is.
+# At import megatron-core warns about optional packages (six times), about its own defaults, and about GPUs on a CPU.
+# Users cannot act on these warnings, and other messages would be lost among them.
 for _message in (".*Apex (is|are) not installed.*", "full scope is deprecated.*", "When using async grad allreduce.*"):
     warnings.filterwarnings("ignore", message=_message, category=UserWarning)

@@ -1,4 +1,4 @@
-"""Modules of the local layer spec (no Transformer Engine): RMSNorm and core attention over torch's own kernels."""
+"""RMSNorm and core attention of the local layer spec (without Transformer Engine), on torch's kernels."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm that also works under sequence parallelism, which megatron-core's wrapper of torch's refuses.
+    """RMSNorm that supports sequence parallelism; megatron-core's wrapper of torch's RMSNorm refuses it.
 
-    The mark `weight.sequence_parallel` is what megatron-core's gradient reduction looks for: with the sequence split,
-    each tensor-parallel rank holds only its tokens' part of this weight's gradient. The q and k norms act inside
-    attention, on whole sequences, and are reduced by name; they carry the mark too, as Transformer Engine's do.
+    megatron-core's gradient reduction looks for the attribute `weight.sequence_parallel`: with the sequence split, each
+    tensor-parallel rank has only its own tokens' part of this weight's gradient. The q and k norms act inside
+    attention, on whole sequences, and are reduced by name. They have the attribute too, as in Transformer Engine.
     """
 
-    tap: Tap | None = None  # where the weight's gradient goes (see taps.py); without one, to autograd
+    tap: Tap | None = None  # receives the weight's gradient (taps.py); without a tap autograd does
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         device = torch.get_default_device() if config.use_cpu_initialization else torch.cuda.current_device()
@@ -46,7 +46,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _TappedRMSNorm(torch.autograd.Function):
-    """y = w * x_hat, x_hat = x / sqrt(mean x^2 + eps); the weight's gradient is handed to the tap, factor by factor."""
+    """y = w * x_hat, x_hat = x / sqrt(mean x^2 + eps); backward passes x_hat and dy to the tap."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, eps: float, tap: Tap) -> Tensor:
@@ -70,10 +70,10 @@ class _TappedRMSNorm(torch.autograd.Function):
 class SdpaAttention(nn.Module):
     """Causal grouped-query attention by torch's scaled_dot_product_attention, exact under context parallelism.
 
-    Causality is all the masking right-padded rows need: padding comes after every token that counts. Of packed samples
-    each attends to itself; neighbours of equal length share a call, which costs less than padding them all to one
-    length (measured: padding was faster for equal lengths only). Under context parallelism keys and values are
-    gathered, queries stay, and each of a rank's two chunks attends to the prefix that ends with it.
+    Rows are padded on the right, so that the causal mask already hides padding from real tokens. Each packed sample
+    attends to itself; neighbours of equal length share a call (measured: padding all samples to one length was faster
+    for equal lengths only). Under context parallelism keys and values are gathered and queries stay. Each of a rank's
+    two chunks attends to the prefix of the sequence that ends with that chunk.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class SdpaAttention(nn.Module):
         return _joined(parts, dim=0).flatten(1)
 
     def _runs(self, packed: PackedSeqParams) -> Iterator[tuple[int, int, int]]:
-        """Neighbouring samples of equal length: first of this rank's tokens, one past the last, number of samples."""
+        """Runs of neighbouring samples of equal length: (start, stop) in this rank's tokens, and number of samples."""
         start = 0
         for length, run in groupby(packed.cu_seqlens_q.diff().tolist()):
             samples = len(list(run))
@@ -123,12 +123,15 @@ class SdpaAttention(nn.Module):
             start = stop
 
     def _gathered(self, part: Tensor) -> Tensor:
-        """What all context parallel ranks hold, [cp, ...]; backward sums over them and cuts."""
+        """All-gather over context-parallel ranks: [cp, ...]; backward is a reduce-scatter."""
         whole = gather_from_sequence_parallel_region(part, group=self.cp_group)
         return whole.unflatten(0, (self.cp_group.size(), -1))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """n samples of equal length: [n, t, heads, head_dim], twice [cp, n, t, groups, head_dim] -> like the query."""
+        """Attention of n samples of equal length.
+
+        query [n, t, heads, head_dim], key and value [cp, n, t, groups, head_dim] -> like the query.
+        """
         chunks = chunks_of(self.cp_group.rank(), self.cp_group.size())
         key, value = _in_order(key), _in_order(value)
         parts = []
@@ -138,7 +141,7 @@ class SdpaAttention(nn.Module):
         return _joined(parts, dim=1)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The last query sees every key, each one before it one key less."""
+        """Causal attention aligned to the end: the last query sees every key, each earlier query one key fewer."""
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         whole = query.shape[2] == key.shape[2]
         context = functional.scaled_dot_product_attention(
@@ -154,12 +157,12 @@ class SdpaAttention(nn.Module):
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    """torch.cat, without a copy of a single part."""
+    """torch.cat, without a copy if there is only one part."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _in_order(gathered: Tensor) -> Tensor:
-    """[cp, n, t, ...], what each rank holds of n samples -> [n, cp * t, ...], their tokens from first to last."""
+    """Each rank's tokens of n samples [cp, n, t, ...] -> all tokens in sequence order [n, cp * t, ...]."""
     if len(gathered) == 1:
         return gathered[0]
     early, late = gathered.unflatten(2, (2, -1)).unbind(2)  # rank r's chunks r and 2 cp - 1 - r

@@ -1,10 +1,10 @@
-"""What megatron-core needs of CUDA, stood in for on a machine that has none.
+"""A shim that lets megatron-core run on a machine without CUDA.
 
-megatron-core asks for the current CUDA device, for `device="cuda"` and for CUDA's random state even where nothing else
-in it needs a GPU. `install()` answers these few calls with the CPU, and only when CUDA is absent: beside a GPU it does
-nothing, so it can never hide an error there. `uninstall()` puts every original back.
+megatron-core asks for the current CUDA device, for `device="cuda"` and for CUDA's random state even if nothing else in
+it needs a GPU. `install()` answers these calls with the CPU. It does nothing if CUDA is available, so that it cannot
+hide an error on a GPU. `uninstall()` restores every original.
 
-The random state is a generator of its own that nothing draws from (weights are loaded, dropout is 0): torch's global
+The random state is a separate generator that nothing draws from: weights are loaded and dropout is 0. torch's global
 CPU generator is never touched.
 """
 
@@ -22,7 +22,7 @@ _MISSING = object()
 
 
 class _Shim:
-    """The attributes replaced so far, with what stood there before."""
+    """The attributes replaced so far, with their original values."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
@@ -48,7 +48,7 @@ _SHIM = _Shim()
 
 
 def install() -> bool:
-    """Stand in for CUDA; returns False, and changes nothing, where CUDA is available. Safe to call twice."""
+    """Install the shim. Returns False and changes nothing if CUDA is available. Safe to call twice."""
     if torch.cuda.is_available():
         return False
     if not _SHIM.installed:
@@ -60,20 +60,20 @@ def install() -> bool:
 
 
 def uninstall() -> None:
-    """Put back every attribute that `install()` replaced."""
+    """Restore every attribute that `install()` replaced."""
     _SHIM.restore()
 
 
 def installed() -> bool:
-    """Whether the shim is in place."""
+    """Whether the shim is installed."""
     return _SHIM.installed
 
 
 class _TorchOnCpu:
-    """`torch` as four of megatron-core's modules see it: in these factory functions "cuda" means the CPU, not pinned.
+    """Replaces `torch` in four megatron-core modules: its factory functions read "cuda" as the CPU, unpinned.
 
-    Only those modules see it. Replacing `torch.zeros` itself would break others: `torch.device` as a context recognises
-    factory functions by identity, and transformers loads its models inside one.
+    Replacing `torch.zeros` itself would break other modules: `torch.device` as a context recognises factory functions
+    by identity, and transformers loads its models inside such a context.
     """
 
     _FACTORIES = ("zeros", "ones", "tensor")
@@ -94,7 +94,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _replace_device() -> None:
-    """The current device is the CPU, and there is no queue to wait for."""
+    """Make the CPU the current device, and synchronization a no-op."""
     import megatron.core.models.common.embeddings.rope_utils as megatron_rope
     import megatron.core.optimizer.optimizer as megatron_optimizer
     import megatron.core.pipeline_parallel.schedules as megatron_schedules
@@ -108,7 +108,7 @@ def _replace_device() -> None:
 
 
 def _replace_random_state() -> None:
-    """Megatron's tracker saves and restores the state of a generator that nobody draws from."""
+    """Let megatron's tracker save and restore the state of a generator that nothing draws from."""
     import megatron.core.tensor_parallel.random as megatron_random
 
     generator = torch.Generator(_CPU)
@@ -122,12 +122,12 @@ def _replace_random_state() -> None:
     _SHIM.replace(torch.cuda, "get_rng_state", get_state)
     _SHIM.replace(torch.cuda.random, "get_rng_state", get_state)
     _SHIM.replace(torch.cuda, "manual_seed", generator.manual_seed)
-    # Not torch.cuda.set_rng_state: megatron queues its own for the day CUDA is initialised, and the queue would grow.
+    # Not torch.cuda.set_rng_state: megatron queues each call until CUDA is initialised, so the queue would grow.
     _SHIM.replace(megatron_random, "_set_cuda_rng_state", set_state)
 
 
 def _replace_recompute() -> None:
-    """Output-discarding recomputation asks Transformer Engine about FP8 unless it is told `fp8=None`, not False."""
+    """Pass `fp8=None`: for False, output-discarding recomputation asks Transformer Engine about FP8."""
     import megatron.core.tensor_parallel.random as megatron_random
 
     checkpoint = megatron_random.CheckpointWithoutOutput
@@ -135,10 +135,10 @@ def _replace_recompute() -> None:
 
 
 def _replace_experts() -> None:
-    """A mixture of experts without Transformer Engine, a device to copy from and NCCL.
+    """Let a mixture of experts run without Transformer Engine, CUDA streams and NCCL.
 
-    The router looks for Transformer Engine's matrix product by a name that is not bound without it. The dispatcher
-    copies token counts to the host, as arrays, in a stream of their own. gloo gathers tensors of one size only.
+    The router reads the name of Transformer Engine's matrix product, which is unbound if that is not installed. The
+    dispatcher copies token counts to the host in a separate stream. gloo gathers only tensors of equal size.
     """
     import megatron.core.tensor_parallel.mappings as megatron_mappings
     import megatron.core.transformer.moe.moe_utils as megatron_moe
@@ -152,7 +152,7 @@ def _replace_experts() -> None:
 
     gather = megatron_mappings._gather_along_first_dim
     _SHIM.replace(megatron_moe, "te_general_gemm", None)
-    _SHIM.replace(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", object())  # there must be one, and none uses it
+    _SHIM.replace(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", object())  # must exist; nothing uses it
     _SHIM.replace(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts_to_host)
     _SHIM.replace(megatron_mappings, "_gather_along_first_dim", partial(_gather, gather))
 
@@ -160,7 +160,7 @@ def _replace_experts() -> None:
 def _gather(
     original: Callable[..., torch.Tensor], input_: torch.Tensor, group: Any, sizes: Any = None, *rest: Any
 ) -> Any:
-    """Each rank's rows behind one another; rank r has sizes[r] of them. Padded to one size where they differ."""
+    """All-gather rows, sizes[r] of them from rank r; padded to equal size for the exchange."""
     if sizes is None or group.size() == 1:
         return original(input_, group, sizes, *rest)
     padded = input_.new_zeros(max(sizes), *input_.shape[1:])
@@ -172,9 +172,9 @@ def _gather(
 
 @contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """While megatron-core sorts parameters by type name, CPU tensors answer with the CUDA name of their dtype.
+    """Make CPU tensors report the CUDA name of their type, while megatron-core sorts parameters by type name.
 
-    Its mixed-precision optimizer recognises bf16 weights by 'torch.cuda.BFloat16Tensor' only. Does nothing unless the
+    Its mixed-precision optimizer recognises bf16 weights only by 'torch.cuda.BFloat16Tensor'. Does nothing unless the
     shim is installed.
     """
     if not _SHIM.installed:

@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies of tokens whose vocabulary is split over tensor-parallel ranks.
+"""Log-probabilities, entropies and energies of tokens, with the vocabulary split over tensor-parallel ranks.
 
     log pi(a) = z_a / T - log sum_v exp(z_v / T),   v over the real vocabulary only
 
-Padding rows of the vocabulary (added so that it divides) have no probability and get no gradient, also on a rank that
-holds nothing but padding. Everything is computed in fp32, or fp64 when the logits are.
+Padding rows of the vocabulary have no probability and get no gradient, even on a rank that holds only padding.
+Everything is computed in fp32, or in fp64 for fp64 logits.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oblr_megatron.memory.buffer_sizes import ENTROPY_ROWS
 from oblr_megatron.model.parallel import Parallel
-
-_ENTROPY_ROWS = 1024  # token positions at a time, so that no second [b, t, V] tensor is needed
 
 
 def vocab_parallel_logprobs(
@@ -29,8 +28,8 @@ def vocab_parallel_logprobs(
 ) -> Tensor:
     """log pi of each label, [b, t], differentiable with respect to the logits.
 
-    Memory beside the logits: one [b, t, Vp / tp] tensor (the softmax) until backward, one more (the gradient, in the
-    logits' dtype) during it.
+    Memory besides the logits: one [b, t, Vp / tp] tensor (the softmax) until backward, and one more (the gradient, in
+    the logits' dtype) during backward.
     """
     return _VocabParallelLogprobs.apply(logits, labels, vocab_size, parallel, temperature)
 
@@ -49,16 +48,16 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
         is_local = (labels >= start) & (labels < stop)
         local_labels = torch.where(is_local, labels - start, 0)
-        chosen = scores.gather(-1, local_labels.unsqueeze(-1)).squeeze(-1).masked_fill(~is_local, 0.0)
+        at_label = scores.gather(-1, local_labels.unsqueeze(-1)).squeeze(-1).masked_fill(~is_local, 0.0)
         probabilities = scores.exp_()
-        totals = torch.stack([chosen, probabilities.sum(dim=-1)])
+        totals = torch.stack([at_label, probabilities.sum(dim=-1)])
         dist.all_reduce(totals, group=parallel.tp_group)
-        chosen, normaliser = totals
+        at_label, normaliser = totals
         probabilities.div_(normaliser.unsqueeze(-1))
 
         ctx.save_for_backward(probabilities, local_labels, is_local)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
-        return chosen - normaliser.log()
+        return at_label - normaliser.log()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -82,13 +81,10 @@ def vocab_parallel_entropy(
     parallel: Parallel,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Entropy of the distribution at each position in nats, [b, t]; without gradient.
-
-    H = log Z - sum_v pi(v) s_v with s = z / T.
-    """
+    """Entropy at each position in nats, [b, t], without gradient: H = log Z - sum_v pi(v) s_v with s = z / T."""
     start, stop = _vocab_range(logits.shape[-1], vocab_size, parallel)
     rows = logits.flatten(0, -2)
-    local = [_local_moments(part[:, : stop - start], temperature) for part in rows.split(_ENTROPY_ROWS)]
+    local = [_local_moments(part[:, : stop - start], temperature) for part in rows.split(ENTROPY_ROWS)]
     largest, total, weighted = (torch.cat(parts) for parts in zip(*local, strict=True))
     shared = largest.clone()
     dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=parallel.tp_group)
@@ -109,16 +105,17 @@ def vocab_parallel_energy(
 ) -> Tensor:
     """||d log pi(a) / d z||^2 = (1 - 2 pi(a) + sum_v pi(v)^2) / temperature^2 of each label a, [b, t]; no gradient.
 
-    The squared score at the logits, which Optimal Token Baselines take for the whole one (arXiv 2602.07078).
+    This is the squared norm of the score at the logits. Optimal Token Baselines use it in place of the norm over all
+    parameters (arXiv 2602.07078).
     """
     options: dict[str, Any] = {"vocab_size": vocab_size, "parallel": parallel, "temperature": temperature}
-    chosen = vocab_parallel_logprobs(logits, labels, **options).exp()
+    of_label = vocab_parallel_logprobs(logits, labels, **options).exp()
     start, stop = _vocab_range(logits.shape[-1], vocab_size, parallel)
     rows = logits.flatten(0, -2)
-    # sum_v pi^2 = sum_v e^(2 s_v) / Z^2, and the normaliser of 2 s is that of half the temperature.
+    # sum_v pi^2 = sum_v e^(2 s_v) / Z^2, and 2 s is the score at half the temperature.
     moments = []
     for scale in (1.0, 2.0):
-        local = [_local_moments(part[:, : stop - start], temperature / scale)[:2] for part in rows.split(_ENTROPY_ROWS)]
+        local = [_local_moments(part[:, : stop - start], temperature / scale)[:2] for part in rows.split(ENTROPY_ROWS)]
         largest, total = (torch.cat(parts) for parts in zip(*local, strict=True))
         shared = largest.clone()
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=parallel.tp_group)
@@ -126,11 +123,11 @@ def vocab_parallel_energy(
         dist.all_reduce(total, group=parallel.tp_group)
         moments.append(total.log() + shared)
     collision = (moments[1] - 2 * moments[0]).exp().view(logits.shape[:-1])
-    return (1 - 2 * chosen + collision) / temperature**2
+    return (1 - 2 * of_label + collision) / temperature**2
 
 
 def _local_moments(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest score, and the sums of e and e * score with e = exp(score - largest), over this rank's columns."""
+    """Over this rank's columns: the largest score, and the sums of e and e * score with e = exp(score - largest)."""
     scores = _scaled(logits, temperature)
     if scores.shape[-1] == 0:  # a rank that holds only padding
         none = scores.new_zeros(scores.shape[0])
@@ -141,12 +138,12 @@ def _local_moments(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, 
 
 
 def _vocab_range(columns: int, vocab_size: int, parallel: Parallel) -> tuple[int, int]:
-    """Global ids [start, stop) of the real tokens among this rank's columns; empty when it holds only padding."""
+    """Global ids [start, stop) of the real tokens in this rank's columns; empty if they are all padding."""
     start = parallel.tp_rank * columns
     return start, max(start, min(start + columns, vocab_size))
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """A fresh fp32 or fp64 tensor of logits / temperature."""
+    """logits / temperature as a new fp32 or fp64 tensor."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return torch.div(logits.detach().to(dtype), temperature)

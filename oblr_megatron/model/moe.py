@@ -1,8 +1,9 @@
-"""Qwen3's mixture of experts on megatron-core: its configuration, and whose tokens an expert sees.
+"""Qwen3's mixture of experts on megatron-core: its configuration, and which replicas' tokens an expert sees.
 
-Every layer is a mixture; without capacity, dropped tokens or shared experts. `router.py` deals the tokens. They travel
-to their experts by all-to-all, so an expert sees tokens of every replica of its block (`Parallel.block_group`), and its
-gradient in `main_grad` is a sum over their samples; with fewer expert-parallel ranks than share a sample it is a part.
+Every layer is a mixture, without capacity limits, dropped tokens or shared experts. `router.py` assigns tokens to
+experts, and an all-to-all sends them there. An expert therefore sees tokens of every replica in its block
+(`Parallel.block_group`), and its `main_grad` sums over their samples. If fewer expert-parallel ranks exist than ranks
+that share a sample, that `main_grad` is a partial sum.
 """
 
 from __future__ import annotations
@@ -36,13 +37,12 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+|(?<=\.mlp\.expert
 
 
 def with_global_expert(name: str, first: int) -> str:
-    """The parameter's name with its expert counted over all expert-parallel ranks.
+    """The parameter's name with the local expert index replaced by the global one; other names are unchanged.
 
     Example: ("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", 4) -> "... local_experts.5 ...".
-    Names of other parameters stay as they are.
 
     Args:
-        name: in megatron-core, on this rank.
+        name: megatron-core's name on this rank.
         first: the global index of this rank's first expert.
     """
     return _EXPERT.sub(lambda index: str(first + int(index[0])), name)
@@ -53,18 +53,18 @@ def moe_fields(
 ) -> dict[str, Any]:
     """The fields of megatron's TransformerConfig that make a model a mixture; none for a dense model.
 
-    Routing is done in fp32, in fp64 where the weights are. Transformer Engine makes one grouped matrix product of the
-    experts of a rank; without it they are modules of their own.
+    Routing is fp32, or fp64 for fp64 weights. Transformer Engine computes a rank's experts in one grouped matrix
+    product; without it each expert is a separate module.
 
     Raises:
-        UserError: a mixture on a GPU without Transformer Engine, whose kernels megatron-core's router calls.
+        UserError: a mixture runs on a GPU without Transformer Engine; megatron-core's router calls its kernels.
     """
     experts = num_experts(hf_config.to_dict())
     if not experts:
         return {}
     if parallel.device.type == "cuda" and not transformer_engine:
         raise UserError(
-            "a mixture of experts on a GPU needs Transformer Engine", where="model", fix="install transformer-engine"
+            "a mixture of experts needs Transformer Engine on a GPU", where="model", fix="install transformer-engine"
         )
     return {
         "num_moe_experts": experts,
@@ -72,7 +72,7 @@ def moe_fields(
         "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
         "moe_router_pre_softmax": True,  # the softmax is over all experts, see Router
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
-        "moe_router_load_balancing_type": "none",  # its losses are Router's, in one pass alone
+        "moe_router_load_balancing_type": "none",  # RouterLosses adds the losses instead
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": transformer_engine,
         "expert_model_parallel_size": parallel.ep_size,
@@ -81,21 +81,21 @@ def moe_fields(
 
 
 def set_router(layer: ModuleSpec, hf_config: HFConfig) -> None:
-    """Put our router into the spec of a mixture's transformer layer; leaves a dense one alone."""
+    """Put our router into the spec of a mixture's transformer layer; a dense layer is unchanged."""
     if num_experts(hf_config.to_dict()):
         layer.submodules.mlp.submodules.router = partial(Router, renormalise=hf_config.norm_topk_prob)
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Whether the parameter is an expert's, by megatron-core's mark."""
+    """Whether megatron-core marks the parameter as an expert's."""
     return not getattr(parameter, "allreduce", True)
 
 
 def mark_experts(model: nn.Module) -> None:
-    """Mark every expert's weights, before the data-parallel wrapper sorts parameters by this mark.
+    """Mark every expert's weights before the data-parallel wrapper sorts parameters by this mark.
 
-    megatron-core marks them only under expert parallelism. Without the mark experts that are whole on each of several
-    tensor-parallel ranks (expert_tensor_parallel_size 1) would never be summed over these.
+    megatron-core marks them only under expert parallelism. With expert_tensor_parallel_size 1, unmarked experts would
+    never be summed over the tensor-parallel ranks that each hold a whole copy.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer):
@@ -104,10 +104,10 @@ def mark_experts(model: nn.Module) -> None:
 
 
 def sum_expert_grads(policy: Policy) -> None:
-    """Make the experts' `main_grad` whole within a block, where expert parallelism does not span one replica's ranks.
+    """All-reduce the experts' `main_grad` within a replica if expert parallelism does not span its ranks.
 
     Part of `step.reduce_model_parallel_grads`. Example: TP4 and EP2 with whole experts (expert_tensor_parallel_size 1).
-    Ranks 0 and 2 hold the same experts and have seen half of the sequence each.
+    Ranks 0 and 2 hold the same experts, and each has seen half of the sequence.
     """
     if policy.parallel.expert_sum_group is None:
         return
@@ -117,9 +117,9 @@ def sum_expert_grads(policy: Policy) -> None:
 
 
 def share_expert_grads(policy: Policy) -> None:
-    """Divide among the ranks of a block what `sum_expert_grads` gave to each of them in full.
+    """Undo the repetition of `sum_expert_grads`: each of its ranks has the full sum, so divide by their number.
 
-    Part of `step.reduce_data_parallel_grads`: megatron-core sums experts over all ranks that hold them, these too.
+    Part of `step.reduce_data_parallel_grads`: megatron-core then sums experts over all ranks that hold them.
     """
     if policy.parallel.expert_sum_group is None:
         return
@@ -129,9 +129,9 @@ def share_expert_grads(policy: Policy) -> None:
 
 
 def splits_of(model: nn.Module, parallel: Parallel) -> Mapping[nn.Module, SplitsFn]:
-    """For each linear layer of each local expert: whose the tokens are that it is given in the forward under way.
+    """For each linear layer of each local expert: a function that tells which replicas the current tokens come from.
 
-    Empty where all of them belong to this rank's replica. For experts that are modules of their own.
+    Empty if all tokens belong to this rank's replica. For experts that are separate modules.
     """
     return {
         linear: partial(sources.splits, index)
@@ -142,7 +142,7 @@ def splits_of(model: nn.Module, parallel: Parallel) -> Mapping[nn.Module, Splits
 
 
 def grouped_splits_of(model: nn.Module, parallel: Parallel) -> Mapping[nn.Module, Sequence[SplitsFn]]:
-    """The same for Transformer Engine's grouped layers: for each of them, of every local expert."""
+    """The same for Transformer Engine's grouped layers: one function for each local expert of a layer."""
     return {
         linear: [partial(sources.splits, index) for index in range(experts.num_local_experts)]
         for experts, sources in _dispatched(model, TEGroupedMLP, parallel)
@@ -151,7 +151,7 @@ def grouped_splits_of(model: nn.Module, parallel: Parallel) -> Mapping[nn.Module
 
 
 def _dispatched(model: nn.Module, kind: type[nn.Module], parallel: Parallel) -> Iterator[tuple[Any, _Sources]]:
-    """The experts of each layer, if they are of this kind and see other replicas' tokens, and where these come from."""
+    """Each layer's experts of this kind and the sources of their tokens; nothing if replicas do not share experts."""
     if parallel.block_size == 1:
         return
     layers = [layer for layer in model.modules() if isinstance(layer, MoELayer) and isinstance(layer.experts, kind)]
@@ -164,8 +164,8 @@ def _dispatched(model: nn.Module, kind: type[nn.Module], parallel: Parallel) -> 
 def _senders(dispatcher: MoEAlltoAllTokenDispatcher, block_rank: int) -> list[int]:
     """The replica of each rank that sends tokens, in the order in which an expert sees them.
 
-    That is the order of their expert-tensor-parallel and then of their expert-parallel ranks; in the group of both the
-    expert-tensor-parallel rank counts fastest.
+    An expert sees tokens ordered by the sender's expert-tensor-parallel rank, then by its expert-parallel rank. In
+    `tp_ep_group` the expert-tensor-parallel rank varies fastest.
     """
     replicas = [0] * dispatcher.tp_ep_group.size()
     dist.all_gather_object(replicas, block_rank, group=dispatcher.tp_ep_group)
@@ -175,7 +175,7 @@ def _senders(dispatcher: MoEAlltoAllTokenDispatcher, block_rank: int) -> list[in
 
 
 class _Sources:
-    """How many tokens each rank has sent to the local experts of one layer, as the layer's dispatcher last counted."""
+    """Records how many tokens each rank sent to the local experts of one layer in the last forward."""
 
     def __init__(self, dispatcher: MoEAlltoAllTokenDispatcher, replicas: list[int]) -> None:
         self._dispatcher, self._replicas = dispatcher, replicas
@@ -184,7 +184,7 @@ class _Sources:
         dispatcher.preprocess = self._record
 
     def splits(self, expert: int) -> Splits:
-        """(replica of the block, number of tokens) of each stretch that the local expert sees; replicas may recur."""
+        """The local expert's tokens as runs of (replica of the block, number of tokens); a replica may occur twice."""
         stretches = zip(self._replicas, (counts[expert] for counts in self._counts), strict=True)
         return [(replica, sum(n for _, n in group)) for replica, group in groupby(stretches, key=lambda pair: pair[0])]
 
@@ -193,7 +193,7 @@ class _Sources:
         dispatcher = self._dispatcher
         if dispatcher.num_local_experts > 1:
             counts = dispatcher.num_global_tokens_per_local_expert
-        else:  # the dispatcher keeps this rank's row only
+        else:  # the dispatcher keeps only this rank's row
             counts = gather_from_sequence_parallel_region(dispatcher.output_splits, group=dispatcher.tp_group)
         self._counts = counts.reshape(-1, dispatcher.num_local_experts).tolist()
         return tokens_per_expert

@@ -1,10 +1,10 @@
-"""The average of a run's past gradients, which the "momentum" estimator of the signal holds each new one against.
+"""The running average of past gradients, read by the "momentum" estimator of the gradient signal.
 
-    momentum = momentum_of(policy, config)        # None unless algo.snr.estimator asks for it
-    dot = momentum.take(sq_norm)                  # <g_t, m_{t-1}>, then g_t joins m; NaN in the first step
+    momentum = momentum_of(policy, config)        # None unless algo.snr.estimator is "momentum"
+    dot = momentum.take(sq_norm)                  # <g_t, m_{t-1}>, then g_t is added to m; NaN in the first step
 
-Each rank keeps the average of what it has of the summed gradient, like a moment of the optimizer: one more gradient in
-memory, in the gradient's precision (fp32, or fp64 in fp64 runs), and with the distributed optimizer a share of one.
+Each rank averages its part of the summed gradient, like a moment of the optimizer. That costs the memory of one more
+gradient in the gradient's precision (fp32, or fp64 in fp64 runs), or a share of one with the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 def momentum_of(policy: Policy, config: Config) -> GradientMomentum | None:
-    """The average that the configured estimator takes; None when it takes none."""
+    """The average that the configured estimator needs; None if it needs none."""
     snr = config.algo.snr
     return GradientMomentum(policy, snr.momentum_horizon) if snr.estimator == "momentum" else None
 
 
 class GradientMomentum:
-    """m_t = m_{t-1} + (g_t - m_{t-1}) / horizon from m = 0, divided by 1 - (1 - 1/horizon)^count where it is read.
+    """m_t = m_{t-1} + (g_t - m_{t-1}) / horizon from m = 0, read as m / (1 - (1 - 1/horizon)^count).
 
-    The same gradient over and over is its own average, to rounding. Made by every rank.
+    The correction makes the average of a constant gradient that gradient. Every rank creates one.
 
     Args:
-        policy: whose main_grad is taken in.
-        horizon: steps, more than 1.
+        policy: provides main_grad.
+        horizon: in steps, more than 1.
     """
 
     def __init__(self, policy: Policy, horizon: float) -> None:
@@ -50,15 +50,15 @@ class GradientMomentum:
             name: torch.zeros_like(_grad(parameter).flatten()[spans[parameter]])
             for name, parameter in policy.named_parameters()
         }
-        self._count = 0  # gradients taken in
+        self._count = 0  # gradients averaged so far
 
     def take(self, sq_norm: float) -> float:
-        """<main_grad, average of those before>, over all ranks; then main_grad joins the average. Collective.
+        """<main_grad, average so far> over all ranks; then add main_grad to the average. Collective.
 
-        A gradient that is zero or no number leaves the average as it was. NaN for both, and where nothing came before.
+        Returns NaN before the first gradient. Also NaN, with the average unchanged, if main_grad is zero or not finite.
 
         Args:
-            sq_norm: of main_grad, which is whole and unclipped.
+            sq_norm: ||main_grad||^2, reduced over all ranks and unclipped.
         """
         if not 0 < sq_norm < math.inf:
             return math.nan
@@ -72,10 +72,10 @@ class GradientMomentum:
         return found
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """For megatron-core's distributed checkpoints, to be saved or to be read into.
+        """The state for megatron-core's distributed checkpoints, to save or to load into.
 
         Args:
-            model_state: the policy's sharded state dict, by which each average is known to be cut like its weight.
+            model_state: the policy's sharded state dict; each average is cut like its weight.
         """
         names, parameters = zip(*self._policy.named_parameters(), strict=True)
         cuts = get_param_id_to_sharded_param_map(model_state, iter(parameters))
@@ -87,7 +87,7 @@ class GradientMomentum:
         return {"sums": sums, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what a checkpoint was loaded into."""
+        """Restore from a `sharded_state_dict` that a checkpoint was loaded into."""
         for name, tensor in self._sums.items():
             put_back(tensor, state["sums"].get(name, {}))
         self._count = int(state["count"])

@@ -1,13 +1,13 @@
-"""megatron-core's optimizer on the policy, with the gradient's norm and clipping measured in fp64 over all ranks.
+"""megatron-core's optimizer for the policy, with the gradient norm and clipping computed in fp64 over all ranks.
 
     optimizer = PolicyOptimizer(policy, config.optimizer)
     sq_norm = optimizer.grad_sq_norm()
     optimizer.clip(sq_norm)
     optimizer.step(lr)
 
-Both reductions of step.py come first. With `parallel.use_distributed_optimizer` it is megatron-core's
-DistributedOptimizer: each replica has a share of the summed gradient, of the moments and of the masters, updates its
-share of the weights, and gathers the others' before `step` returns.
+Call both reductions of step.py first. `parallel.use_distributed_optimizer` selects megatron-core's
+DistributedOptimizer: each replica owns a share of the summed gradient, the moments and the fp32 masters. It updates its
+share of the weights and all-gathers the rest before `step` returns.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from oblr_megatron.model.shards import held, is_sharded
 from oblr_megatron.model.sq_norms import sq_norm
 
 Summand = Callable[[str, nn.Parameter, slice], torch.Tensor]
-"""Global name, this rank's shard, what of it to look at when flattened -> fp64 scalar of a sum over these elements."""
+"""(global name, this rank's shard, slice of the flattened shard) -> fp64 scalar, summed over the slice's elements."""
 
 
 def optimizer_implementation() -> str:
-    """Whose kernels update the weights: "transformer_engine", "apex" or "torch", the first that megatron-core found."""
+    """The package that updates the weights: "transformer_engine", "apex" or "torch", the first megatron-core found."""
     package = megatron_optimizer.Adam.__module__.split(".")[0]
     return package if package in ("transformer_engine", "apex") else "torch"
 
@@ -47,9 +47,8 @@ def optimizer_implementation() -> str:
 def counted_here(parameter: nn.Parameter, policy: Policy) -> bool:
     """Whether this rank counts the parameter in a norm over all ranks of a replica.
 
-    Shards count on every rank; what tensor-parallel ranks hold in common counts on the first; a tied embedding counts
-    on the first pipeline stage, not again where the last stage keeps its copy; an expert counts once in a replica, or
-    in the block of replicas that share it.
+    Shards count on every rank, copies on tensor-parallel rank 0, and a tied embedding on the first pipeline stage only.
+    An expert counts once in a replica, or once in the block of replicas that share it.
     """
     if moe.is_expert(parameter):
         group = policy.parallel.expert_sum_group
@@ -60,18 +59,20 @@ def counted_here(parameter: nn.Parameter, policy: Policy) -> bool:
 
 
 def grad_sq_norm(policy: Policy, *, reduced: bool = True) -> float:
-    """||main_grad||^2 over all parameters, each counted once, summed over ranks in fp64. Collective.
+    """||main_grad||^2 over all parameters, each counted once, summed over ranks in fp64.
+
+    Collective over a replica; over the block if replicas share experts; over all ranks if the distributed optimizer
+    has sharded the gradient.
 
     Args:
-        policy: after `step.reduce_model_parallel_grads`. Replicas that share experts call this together, and all of
-            them where the distributed optimizer has dealt the gradient to them.
-        reduced: main_grad was summed over replicas, too; else it is this replica's own.
+        policy: after `step.reduce_model_parallel_grads`.
+        reduced: whether main_grad was also summed over replicas.
     """
     return over_parameters(policy, _sq_norm, reduced=reduced)
 
 
 def over_parameters(policy: Policy, summand: Summand, *, reduced: bool = True) -> float:
-    """Sum over the elements of all parameters, each counted once, and over ranks; arguments as of `grad_sq_norm`."""
+    """Sum `summand` over all parameters, each element counted once, and over ranks. See `grad_sq_norm`."""
     if reduced and is_sharded(policy):
         return _over_shares(policy, summand)
     rest, experts = torch.zeros(2, dtype=torch.float64, device=policy.parallel.device)
@@ -86,7 +87,7 @@ def over_parameters(policy: Policy, summand: Summand, *, reduced: bool = True) -
 
 
 def _over_shares(policy: Policy, summand: Summand) -> float:
-    """The same where each element's sum is on one of the ranks that have the parameter: over all ranks there are."""
+    """The same with a sharded gradient: sum each rank's own share, then all-reduce over all ranks."""
     total = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
     spans = held(policy)
     for name, parameter in policy.named_parameters():
@@ -101,9 +102,9 @@ def _sq_norm(_: str, parameter: nn.Parameter, span: slice) -> torch.Tensor:
 
 
 class PolicyOptimizer:
-    """Adam (decoupled weight decay) or SGD by megatron-core; bf16 weights have fp32 masters inside it.
+    """megatron-core's Adam (decoupled weight decay) or SGD, with fp32 masters of bf16 weights.
 
-    Make it after the weights were loaded: the masters are copied from them here.
+    Create it after the weights are loaded: the constructor copies the masters from them.
     """
 
     def __init__(self, policy: Policy, config: OptimizerConfig) -> None:
@@ -117,14 +118,14 @@ class PolicyOptimizer:
             part.init_state_fn = part.init_state_fn or _zero_momentum
 
     def grad_sq_norm(self) -> float:
-        """||g||^2 of the whole gradient, see the function of this name."""
+        """||g||^2 of the reduced gradient, see the function `grad_sq_norm`."""
         return grad_sq_norm(self._policy)
 
     def clip(self, sq_norm: float) -> float:
-        """Scale the gradient by min(1, clip_grad / norm); returns the factor (1 where clipping is off).
+        """Scale the gradient by min(1, clip_grad / norm) and return the factor; 1 if clipping is off.
 
         Raises:
-            RunError: the norm is not a number or infinite; a step would destroy the weights.
+            RunError: the norm is NaN or infinite, so that a step would destroy the weights.
         """
         if not math.isfinite(sq_norm):
             raise RunError(f"the squared gradient norm is {sq_norm}: the step would destroy the weights")
@@ -137,26 +138,25 @@ class PolicyOptimizer:
         return factor
 
     def step(self, lr: float) -> None:
-        """Update the weights from `main_grad` at this rate; norm weights do not decay."""
+        """Update the weights from `main_grad` with this learning rate; norm weights do not decay."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
-        # Not optimizer.step(): it measures the norm once more, in fp32, clipping or not.
+        # Not optimizer.step(): it would measure the norm again, in fp32.
         found_inf = self._optimizer.prepare_grads()
-        assert not found_inf, "megatron-core looks for infinities only under a loss scale, and none is in use"
+        assert not found_inf, "megatron-core checks for infinities only under a loss scale, and none is in use"
         self._optimizer.step_with_ready_grads()
-        # It has made main_grad the `grad` of each weight, to which the next backward would add a second time.
+        # The step made main_grad the `grad` of each weight; the next backward would add to it a second time.
         self._optimizer.zero_grad()
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """fp32 masters and moments for megatron-core's distributed checkpoints, to be saved or to be read into.
+        """fp32 masters and moments for megatron-core's distributed checkpoints, to save or to load into.
 
-        Stored the same way with the distributed optimizer and without: each reads what the other has written.
-
-        Moments that no step has made yet (no gradient so far, or a run that is to go on from a checkpoint) are made.
+        The format is the same with and without the distributed optimizer. Moments are created if no step has made them
+        yet.
 
         Args:
-            model_state: the policy's sharded state dict, by which each is known to be cut like its weight.
+            model_state: the policy's sharded state dict; each tensor is cut like its weight.
         """
         parts = self._optimizer.chained_optimizers
         if isinstance(parts[0], DistributedOptimizer):
@@ -168,7 +168,7 @@ class PolicyOptimizer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what a checkpoint was loaded into."""
+        """Restore from a `sharded_state_dict` that a checkpoint was loaded into."""
         parts = self._optimizer.chained_optimizers
         if isinstance(parts[0], DistributedOptimizer):
             load_sharded_state(parts, state)
@@ -177,14 +177,14 @@ class PolicyOptimizer:
 
 
 def _count_from_zero(adam: torch.optim.Adam, stored: dict[Any, Any]) -> None:
-    """megatron-core makes and stores the moments of an Adam that has not stepped, but not its count of steps."""
+    """Add the step count to an Adam that has not stepped; megatron-core creates and stores only its moments."""
     for parameter in adam.state.values():
         parameter.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
     stored.setdefault("common_step", torch.tensor(0.0, dtype=torch.float32))
 
 
 def _zero_momentum(optimizer: torch.optim.Optimizer, _config: object = None) -> None:
-    """SGD's state before its first step, to be read into; megatron-core has this for Adam only."""
+    """Create SGD's state before its first step, to load into; megatron-core does this only for Adam."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -203,5 +203,5 @@ def _megatron_config(policy: Policy, config: OptimizerConfig) -> MegatronOptimiz
         params_dtype=policy.transformer_config.params_dtype,
         bf16=policy.transformer_config.bf16,
         use_distributed_optimizer=is_sharded(policy),
-        clip_grad=0.0,  # measured and clipped here, in fp64
+        clip_grad=0.0,  # PolicyOptimizer.clip does it in fp64
     )

@@ -1,6 +1,6 @@
 """The parallel layout of one rank. The only module that imports megatron-core's `parallel_state`.
 
-parallel = initialize(config.parallel)      # under torchrun, or a single process that needs no port
+parallel = initialize(config.parallel)      # under torchrun, or in a single process without a port
 ...
 shutdown()
 """
@@ -20,20 +20,18 @@ from oblr_megatron.checks.layout import check_world_size
 from oblr_megatron.config import ParallelConfig
 from oblr_megatron.model import cpu
 
-RANK_ORDER = (
-    "tp-cp-ep-dp-pp"  # megatron-core's default: tensor-parallel ranks are neighbours, then context-parallel ones
-)
+RANK_ORDER = "tp-cp-ep-dp-pp"  # megatron-core's default: tp varies fastest, then cp
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Where this rank stands, and the groups it talks to.
+    """This rank's position in the layout, and its process groups.
 
     Example, rank 3 of 4 under TP2 x PP2:
         Parallel(rank=3, world_size=4, tp_rank=1, tp_size=2, pp_rank=1, pp_size=2, dp_rank=0, dp_size=1, ...)
 
-    A replica is the tp x cp x pp ranks that work on the same samples; dp counts replicas. Expert-parallel ranks are
-    ranks of one pipeline stage: with ep_size * etp_size > tp_size * cp_size they belong to several replicas.
+    A replica is the tp x cp x pp ranks that work on the same samples; dp counts replicas. Expert-parallel ranks belong
+    to one pipeline stage. If ep_size * etp_size > tp_size * cp_size, they span several replicas, called a block.
     """
 
     rank: int
@@ -55,20 +53,20 @@ class Parallel:
     tp_group: ProcessGroup
     pp_group: ProcessGroup
     cp_group: ProcessGroup
-    dp_group: ProcessGroup  # the ranks of other replicas that stand where this one does
-    dp_cp_group: ProcessGroup  # these, and the ranks that share this one's sequences
+    dp_group: ProcessGroup  # the same position in every replica
+    dp_cp_group: ProcessGroup  # dp_group x cp_group
     ep_group: ProcessGroup
     etp_group: ProcessGroup
-    edp_group: ProcessGroup  # the ranks that hold the same experts' same shards
+    edp_group: ProcessGroup  # the ranks that hold the same shards of the same experts
     replica_group: ProcessGroup  # the tp x cp x pp ranks of one replica
-    model_group: ProcessGroup  # its tp x pp ranks that hold the same part of each sequence
-    block_group: ProcessGroup  # the replicas whose samples meet in the same experts; one replica without them
-    block_rank: int  # of this replica among those of its block
+    model_group: ProcessGroup  # the replica's tp x pp ranks that hold the same part of each sequence
+    block_group: ProcessGroup  # all ranks of the replicas that share experts; this replica's ranks if none do
+    block_rank: int  # this replica's index within its block
     block_size: int
-    expert_sum_group: ProcessGroup | None  # ranks of one replica whose expert gradients are summands; None: no others
+    expert_sum_group: ProcessGroup | None  # ranks of one replica with partial expert gradients; None if they are whole
     embedding_group: ProcessGroup | None  # first and last stage; None on the stages between
     device: torch.device
-    timeout_s: float  # of a collective
+    timeout_s: float  # of every collective
 
     @property
     def is_first_stage(self) -> bool:
@@ -79,13 +77,13 @@ class Parallel:
         return self.pp_rank == self.pp_size - 1
 
     def stage_rank(self, stage: int) -> int:
-        """Global rank of the given pipeline stage, in this rank's own pipeline."""
+        """Global rank of the given stage in this rank's pipeline."""
         return dist.get_global_rank(self.pp_group, stage)
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank stands among those of its groups, known of every rank without asking it.
+    """A rank's position in each of its groups, computed without communication.
 
     Example, rank 3 of 4 under TP2 x PP2: Position(tp=1, pp=1, cp=0, dp=0, ep=0, etp=1, expert_peers=3)
     """
@@ -96,19 +94,19 @@ class Position:
     dp: int
     ep: int
     etp: int
-    expert_peers: int  # the first of the ranks that hold the same experts' same shards
+    expert_peers: int  # the lowest rank that holds the same shards of the same experts
 
 
 def positions(world_size: int, *, tp: int, pp: int, cp: int, ep: int, etp: int) -> list[Position]:
-    """The position of every rank, in the order in which megatron-core deals ranks to groups.
+    """The position of every rank, in megatron-core's rank order.
 
     Args:
-        world_size: ranks; the sizes must divide it (`checks.check_world_size`).
-        tp: tensor_model_parallel_size, and so on.
-        pp: of the pipeline.
-        cp: of a context-parallel group.
-        ep: of an expert-parallel group.
-        etp: of an expert's tensor-parallel group.
+        world_size: number of ranks; the sizes must divide it (`checks.layout.check_world_size`).
+        tp: tensor_model_parallel_size.
+        pp: pipeline_model_parallel_size.
+        cp: context_parallel_size.
+        ep: expert_model_parallel_size.
+        etp: expert_tensor_parallel_size.
     """
     from megatron.core.parallel_state import RankGenerator
 
@@ -130,20 +128,20 @@ def positions(world_size: int, *, tp: int, pp: int, cp: int, ep: int, etp: int) 
 
 
 def rank_from_environment() -> tuple[int, int]:
-    """(rank, world size) as torchrun set them; (0, 1) without torchrun."""
+    """(rank, world size) from torchrun's environment; (0, 1) without torchrun."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int = 0) -> Parallel:
-    """Join the process group (or use the one there is) and make megatron-core's groups.
+    """Join the process group (or reuse an existing one) and create megatron-core's groups.
 
     Args:
         config: the layout.
-        backend: of the process group; NCCL where CUDA is available, else gloo.
-        seed: of megatron-core's own random states, which nothing here draws from; torch's CPU generator is left alone.
+        backend: of the process group; by default NCCL if CUDA is available, else gloo.
+        seed: for megatron-core's random states, which nothing draws from; torch's CPU generator is unchanged.
 
     Raises:
-        UserError: the number of ranks does not fit the layout; no process group was made.
+        UserError: the number of ranks does not fit the layout. No process group was created.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -169,10 +167,10 @@ def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int 
 
 
 def shutdown(*, keep_process_group: bool = False) -> None:
-    """Drop megatron-core's groups and leave the process group; does nothing when there is none.
+    """Destroy megatron-core's groups and leave the process group, if there is one.
 
     Args:
-        keep_process_group: stay in the process group, so that another layout can be made in the same processes.
+        keep_process_group: stay in the process group, so that the same processes can initialize another layout.
     """
     from megatron.core import parallel_state
 
@@ -182,7 +180,7 @@ def shutdown(*, keep_process_group: bool = False) -> None:
     if not keep_process_group:
         dist.destroy_process_group()
         return
-    # megatron-core only forgets its groups; each would go on holding sockets and threads (about fifty under gloo).
+    # megatron-core only forgets its groups. Each would keep its sockets and threads (about fifty under gloo).
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 
@@ -260,7 +258,7 @@ def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:
 
 
 def share_group(parallel: Parallel, size: int) -> ProcessGroup | None:
-    """This rank's group among those of `size` neighbouring replicas, one rank of each; None for 1. Collective."""
+    """The group of this rank's position in `size` neighbouring replicas; None for size 1. Collective."""
     if size == 1:
         return None
     places = positions(
@@ -276,14 +274,14 @@ def share_group(parallel: Parallel, size: int) -> ProcessGroup | None:
 
 
 def _group_by(keys: Sequence[object], timeout: timedelta) -> ProcessGroup:
-    """This rank's group among those of equal keys, ranks ascending; megatron-core has none that combine like this.
+    """The group of all ranks whose key equals this rank's, for combinations that megatron-core has no group for.
 
     Args:
-        keys: of every rank, the same on all of them.
+        keys: one key for every rank; the list is the same on all ranks.
         timeout: of the group's collectives.
     """
     groups = {}
-    for which in dict.fromkeys(keys):  # collective: every rank makes all of them
+    for which in dict.fromkeys(keys):  # collective: every rank creates every group
         ranks = [rank for rank, candidate in enumerate(keys) if candidate == which]
         groups[which] = dist.new_group(ranks, timeout=timeout)
     return groups[keys[dist.get_rank()]]

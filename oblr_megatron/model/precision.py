@@ -1,4 +1,4 @@
-"""Dtypes, Transformer Engine and FP8: what a run's configuration says of them, in megatron-core's terms."""
+"""Translate a run's dtype, Transformer Engine and FP8 settings into megatron-core's configuration fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 def this_machine() -> Machine:
-    """What this process finds."""
+    """The GPU, CUDA and packages that this process finds."""
     if not torch.cuda.is_available():
         return Machine(transformer_engine=_transformer_engine())
     apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
@@ -26,16 +26,16 @@ def this_machine() -> Machine:
 
 
 def uses_transformer_engine(config: ModelConfig, parallel: Parallel) -> bool:
-    """Whether the model's layers are Transformer Engine's; those of a model off the GPU never are."""
+    """Whether the model is built from Transformer Engine's layers; never without a GPU."""
     return parallel.device.type == "cuda" and transformer_engine_chosen(config, this_machine())
 
 
 def precision_fields(config: ModelConfig, *, transformer_engine: bool) -> dict[str, Any]:
-    """The fields of megatron's TransformerConfig that say in which precision it computes.
+    """The precision fields of megatron's TransformerConfig.
 
     Args:
-        config: the model's.
-        transformer_engine: the layers are Transformer Engine's; others know no FP8.
+        config: the model's configuration.
+        transformer_engine: whether the layers are Transformer Engine's; other layers have no FP8.
     """
     dtype = DTYPES[config.dtype]
     fields = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
@@ -43,13 +43,12 @@ def precision_fields(config: ModelConfig, *, transformer_engine: bool) -> dict[s
 
 
 def fp8_fields(config: ModelConfig) -> dict[str, Any]:
-    """Those of FP8; none without it."""
+    """The FP8 fields; none if FP8 is off."""
     if config.fp8 == "none":
         return {}
     fields = {
         "fp8": config.fp8,
         "fp8_recipe": config.fp8_recipe,
-        "fp8_param": config.fp8_param,
         "first_last_layers_bf16": config.first_last_layers_bf16,
         "num_layers_at_start_in_bf16": config.num_layers_at_start_in_bf16,
         "num_layers_at_end_in_bf16": config.num_layers_at_end_in_bf16,
@@ -60,13 +59,13 @@ def fp8_fields(config: ModelConfig) -> dict[str, Any]:
         "fp8_margin": config.fp8_margin,
         "fp8_amax_history_len": config.fp8_amax_history_len,
         "fp8_amax_compute_algo": config.fp8_amax_compute_algo,
-        # Largest values are agreed on after every forward by the ranks that share a sample. Replicas have microbatches
-        # of their own number, and would wait for one another.
+        # Reduce the amax history only over ranks that share a sample. Replicas run different numbers of microbatches,
+        # so that a reduction over all of them would hang.
         "tp_only_amax_red": True,
     }
 
 
 def _transformer_engine() -> str | None:
-    """Its version, if it can be imported."""
+    """Transformer Engine's version, if it can be imported."""
     found = TRANSFORMER_ENGINE.found
     return found[1] if found and importlib.util.find_spec("transformer_engine") is not None else None

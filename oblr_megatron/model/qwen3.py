@@ -1,11 +1,11 @@
 """A Qwen3 policy on megatron-core's GPTModel, built from a Hugging Face config.
 
-    hf_config = AutoConfig.from_pretrained(path)      # of a Qwen3 or a Qwen3-MoE
+    hf_config = AutoConfig.from_pretrained(path)      # Qwen3 or Qwen3-MoE
     policy = build_policy(hf_config, config.model, parallel, config.parallel)      # weights are NaN until loaded
     load_hf_weights(policy, path)
 
-With CUDA and Transformer Engine the layers are Transformer Engine's; otherwise megatron-core's own ("local") with the
-norm and core attention of `attention.py`.
+The layers are Transformer Engine's if CUDA and Transformer Engine are available. Otherwise they are megatron-core's
+"local" layers with the norm and core attention of `attention.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import nn
 
 from oblr_megatron.checks.layout import check_attention, check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
-from oblr_megatron.config.padding import Padding, padding_of
+from oblr_megatron.config.padding import Padding, padded_vocab_size, padding_of
 from oblr_megatron.model import moe
 from oblr_megatron.model.attention import RMSNorm, SdpaAttention
 from oblr_megatron.model.parallel import Parallel
@@ -42,27 +42,27 @@ from oblr_megatron.model.transformer_config import HFConfig, transformer_config_
 class Policy:
     """This rank's part of the model, inside megatron-core's data-parallel wrapper (which holds `main_grad`).
 
-    `chunks` are its stretches of layers, from first to last: one, or vp_size of them under the interleaved schedule.
-    Chunk c of pipeline stage s is number c * pp_size + s of the model's stretches.
+    `chunks` are this rank's groups of consecutive layers in order: one, or vp_size under the interleaved schedule.
+    Chunk c of pipeline stage s is group c * pp_size + s of the model.
     """
 
     chunks: list[DistributedDataParallel]
     transformer_config: TransformerConfig
     hf_config: HFConfig
     parallel: Parallel
-    vocab_size: int  # of the tokenizer's embedding, without padding
+    vocab_size: int  # without padding
     padded_vocab_size: int  # a multiple of make_vocab_size_divisible_by * tp_size
-    tap: Tap  # where weight gradients are made
-    padding: Padding  # of the microbatches it computes
+    tap: Tap  # passes weight-gradient factors to the current sink
+    padding: Padding  # of microbatches
 
     @property
     def module(self) -> GPTModel:
-        """The bare model of a rank that has one chunk."""
+        """The unwrapped model of a rank that has one chunk."""
         assert len(self.chunks) == 1, f"this rank has {len(self.chunks)} model chunks"
         return self.chunks[0].module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their global Megatron names: the layer number counts over all pipeline stages and chunks.
+        """Parameters by global Megatron name: the layer number counts over all pipeline stages and chunks.
 
         Example: "decoder.layers.27.mlp.linear_fc1.weight" for layer 13 of the second of two stages of 14.
         """
@@ -71,7 +71,7 @@ class Policy:
                 yield self._global_name(chunk.module, name), parameter
 
     def zero_grad(self) -> None:
-        """Set every `main_grad` to zero, before a new gradient is accumulated."""
+        """Set every `main_grad` to zero."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
@@ -91,13 +91,13 @@ def build_policy(
     """Build this rank's part of the model; its weights are NaN until `load_hf_weights` fills them.
 
     Args:
-        hf_config: the model.
-        config: how its weights are held.
+        hf_config: the model's architecture.
+        config: dtype, attention and vocabulary padding are read.
         parallel: the layout.
-        options: what else the run's configuration says of the layout: packing, recomputation. Defaults without them.
+        options: packing, recomputation and overlap; defaults if not given.
 
     Raises:
-        UserError: the layout does not divide the model, or the model has a feature that is not supported.
+        UserError: the layout does not divide the model, or the model has an unsupported feature.
     """
     options = with_sizes(options or ParallelConfig(), parallel)
     check_model(hf_config.to_dict(), options, where=str(config.path))
@@ -108,7 +108,6 @@ def build_policy(
         grad_reduce_in_fp32=transformer_config.params_dtype == torch.bfloat16,
         use_distributed_optimizer=options.use_distributed_optimizer,
         overlap_grad_reduce=options.overlap_grad_reduce,
-        overlap_param_gather=options.overlap_param_gather,
     )
     chunks, tap = [], Tap()
     for index in range(parallel.vp_size):
@@ -122,7 +121,7 @@ def build_policy(
         install(model, tap, moe.splits_of(model, parallel))
         if uses_transformer_engine(config, parallel):
             install_te(model, tap, transformer_config, moe.grouped_splits_of(model, parallel))
-    if options.overlap_grad_reduce:  # until the last microbatch
+    if options.overlap_grad_reduce:  # megatron-core skips the reduction until the last microbatch
         syncs = [chunk.no_sync for chunk in chunks]
         transformer_config.no_sync_func = syncs if len(chunks) > 1 else syncs[0]
     padding = padding_of(config, options)
@@ -137,7 +136,7 @@ def build_model(
     padded_vocab: int,
     chunk: int = 0,
 ) -> GPTModel:
-    """The bare GPTModel of one chunk of this rank's pipeline stage."""
+    """The unwrapped GPTModel of one chunk of this rank's pipeline stage."""
     interleaved = parallel.vp_size > 1
     model = GPTModel(
         config=transformer_config,
@@ -154,12 +153,6 @@ def build_model(
     )
     moe.mark_experts(model)
     return model
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
-    """The vocabulary with its padding, e.g. (151936, 128, 2) -> 152064."""
-    multiple = divisible_by * tp_size
-    return -(-vocab_size // multiple) * multiple
 
 
 def _block_spec(

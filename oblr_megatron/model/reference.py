@@ -1,6 +1,6 @@
-"""The model a run began with, from which a KL penalty measures: a second set of weights, and no second model.
+"""The reference model of a KL penalty: a copy of the initial weights, swapped into the policy for a forward pass.
 
-reference = Reference(policy)                  # after load_hf_weights, before any other weights are loaded
+reference = Reference(policy)              # after load_hf_weights, before a checkpoint is loaded
 reference.logprobs(samples, batches, temperature=1.0)
 """
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """A copy of this rank's shards as they are when it is made, in their own dtype and on their device."""
+    """A copy of this rank's weights at construction, in their dtype and on their device."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._weights = [parameter.detach().clone() for _, parameter in policy.named_parameters()]
 
     def logprobs(self, samples: Sequence[Sample], batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
-        """log pi_ref [N, T] fp64 of every response token, by a forward pass; arguments as of `token_values`."""
+        """log pi_ref [N, T] fp64 of every response token, by a forward pass; arguments as in `token_values`."""
 
         def values_of(logits: Tensor, batch: MicroBatch) -> Tensor:
             vocab_size, parallel = self._policy.vocab_size, self._policy.parallel
@@ -43,7 +43,7 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The policy has these weights inside, and its own again afterwards, whatever happens."""
+        """The policy has the reference weights inside this context, and its own again after it, even on an error."""
         self._swap()
         try:
             yield
@@ -52,7 +52,7 @@ class Reference:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange the contents, one parameter at a time: pointers to weights may be held elsewhere."""
+        """Swap the contents in place, one parameter at a time: other objects may hold pointers to the weights."""
         for (_, parameter), other in zip(self._policy.named_parameters(), self._weights, strict=True):
             held = parameter.clone()
             parameter.copy_(other)

@@ -1,17 +1,17 @@
-"""How a mixture's routers deal tokens to experts, and the losses that keep them balanced, in one pass alone.
+"""The routers of a mixture of experts, and the losses that keep the experts' loads balanced.
 
     auxiliary loss   sum_m T_m / T  E sum_e f_e P_e     Switch Transformer, arXiv 2101.03961
     z-loss           1 / T sum_x (log sum_e exp z_e)^2  ST-MoE, arXiv 2202.08906
 
-in each layer: over the T tokens that the step trains on, T_m of them in microbatch m (of all ranks that share its
-sequences), E experts, f_e the share of choices that fell on expert e, P_e the mean probability, z the router's logits.
-The values and gradients of one microbatch are megatron-core's; the weight T_m / T makes the sum over microbatches,
-folds and replicas a mean over tokens, whoever has them. What a fold's microbatches are still enters f (docs/moe.md).
+per layer, with T trained tokens in the step, T_m of them in microbatch m (over all ranks that share its sequences),
+E experts, f_e the fraction of selections of expert e, P_e its mean probability, z the router's logits. megatron-core
+computes the value and gradient of one microbatch. The weight T_m / T turns the sum over microbatches, folds and
+replicas into a mean over tokens. f still depends on how samples are grouped into microbatches (docs/moe.md).
 
     routers = RouterLosses(policy, config.model)
     routers.begin(tokens)                                              # T, the same on every rank
     run_schedule(policy, batches, loss_fn, routers=routers)            # any number of times
-    routers.figures()                                                  # collective
+    routers.metrics()                                                  # collective
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ if TYPE_CHECKING:
 
 
 class Router(TopKRouter):
-    """Softmax over all experts, the top k of them, made to sum to 1 where the model says so: as transformers routes.
+    """Routes as transformers does: softmax over all experts, then the top k, renormalised if the model says so.
 
-    megatron-core's own routing takes the softmax in fp32 at all times, the one inexact step of a model in fp64.
+    megatron-core's router always computes the softmax in fp32, which would be the only inexact step of an fp64 model.
     """
 
     def __init__(self, *, renormalise: bool, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.renormalise = renormalise
-        self.losses: RouterLosses | None = None  # in a pass that has them
-        self.to(torch.cuda.current_device())  # megatron-core moves it in the first forward, after main_grad was made
+        self.losses: RouterLosses | None = None  # set by RouterLosses.attached
+        self.to(torch.cuda.current_device())  # megatron-core moves it in the first forward, after main_grad exists
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[t, b, E] -> the weights [t * b, E] of each token's experts, zero for the others, and which ones they are.
+        """[t, b, E] -> each token's expert weights [t * b, E], zero if not selected, and the selection [t * b, E] bool.
 
         Padding is routed like any token.
 
         Args:
             logits: of this rank's tokens.
-            padding_mask: [t, b] bool, True for tokens that are trained on; given in a pass with losses, and only there.
+            padding_mask: [t, b] bool, True for trained tokens; given only in a pass with router losses.
         """
-        losses = self.losses if torch.is_grad_enabled() else None  # layers that run again in backward count once
+        losses = self.losses if torch.is_grad_enabled() else None  # recomputed layers count once
         trained = None if padding_mask is None else self._own(padding_mask, len(logits)).flatten()
         logits = logits.flatten(0, -2)
         if losses is not None:
-            assert trained is not None, "a pass with router losses says which tokens are trained on"
+            assert trained is not None, "a pass with router losses needs the mask of trained tokens"
             logits = losses.with_z_loss(self, logits, trained)
         scores = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         top, indices = scores.topk(self.topk, dim=-1)
@@ -77,16 +77,16 @@ class Router(TopKRouter):
         return weights, selected
 
     def _own(self, mask: Tensor, length: int) -> Tensor:
-        """This rank's part under sequence parallelism; megatron-core cuts the mask on the first stage only."""
+        """This rank's part of the mask under sequence parallelism; megatron-core cuts it only on the first stage."""
         return mask if len(mask) == length else mask.chunk(self.tp_group.size())[self.tp_group.rank()]
 
 
 class RouterLosses:
-    """The losses of a policy's routers: attached in the passes that ask for them, absent in all others.
+    """The losses of a policy's routers, active only inside `attached`.
 
     Args:
-        policy: a mixture; what is recorded stays on its device until `figures`.
-        config: the coefficients. With 0 a loss is recorded and has no gradient.
+        policy: a mixture of experts; records stay on its device until `metrics`.
+        config: provides the coefficients. With coefficient 0 a loss is recorded but has no gradient.
     """
 
     def __init__(self, policy: Policy, config: ModelConfig) -> None:
@@ -95,19 +95,19 @@ class RouterLosses:
         self._z = config.moe_z_loss_coeff
         transformer = policy.transformer_config
         self._experts, self._topk = transformer.num_moe_experts or 0, transformer.moe_router_topk
-        self._sums = torch.zeros(  # of each layer: tokens of each expert, auxiliary loss, z-loss
+        self._sums = torch.zeros(  # [layer]: tokens of each expert, auxiliary loss, z-loss
             transformer.num_layers, self._experts + 2, dtype=torch.float64, device=policy.parallel.device
         )
         self._tokens = 0
 
     def begin(self, tokens: int) -> None:
-        """Forget what was recorded; `tokens` T will be trained on by all replicas together."""
+        """Clear the records of the last step; T = `tokens` over all replicas."""
         self._sums.zero_()
         self._tokens = tokens
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Routers add their losses inside."""
+        """Routers add their losses inside this context."""
         for router in self._routers:
             router.losses = self
         try:
@@ -117,7 +117,7 @@ class RouterLosses:
                 router.losses = None
 
     def with_z_loss(self, router: Router, logits: Tensor, trained: Tensor) -> Tensor:
-        """The logits [n, E] of a layer, with the z-loss of the tokens that are `trained` on [n] behind them."""
+        """The same logits [n, E]; their backward adds the gradient of the z-loss over `trained` tokens [n]."""
         with torch.set_grad_enabled(self._z > 0):
             loss = z_loss_func(logits, 1.0, padding_mask=~trained) * trained.sum()
         return self._attach(router, self._experts + 1, logits, loss, self._z)
@@ -125,9 +125,9 @@ class RouterLosses:
     def with_aux_loss(
         self, router: Router, weights: Tensor, scores: Tensor, selected: Tensor, trained: Tensor
     ) -> Tensor:
-        """The weights [n, E] of a layer's experts, with the auxiliary loss of this rank's tokens behind them.
+        """The same weights [n, E]; their backward adds the gradient of the auxiliary loss.
 
-        f is counted over all ranks that share the microbatch's sequences.
+        f counts the tokens of all ranks that share the microbatch's sequences.
         """
         counts = (selected & trained[:, None]).sum(0)
         self._record(router)[: self._experts] += counts
@@ -145,10 +145,10 @@ class RouterLosses:
         return self._attach(router, self._experts, weights, loss, self._aux)
 
     def metrics(self) -> RouterMetrics | None:
-        """What was recorded since `begin`, of all ranks' tokens and layers; None if no token was trained on."""
+        """Losses and largest load since `begin`, over all ranks and layers; None if no token was trained on."""
         if not self._tokens:
             return None
-        dist.all_reduce(self._sums)  # no token of a layer is on two ranks: checks.py refuses tp without sp
+        dist.all_reduce(self._sums)  # no rank repeats a token of a layer: checks/layout.py refuses tp without sp
         means = self._sums / self._tokens
         aux, z = means[:, self._experts :].mean(0).tolist()
         largest = means[:, : self._experts].max() * self._experts / self._topk

@@ -1,11 +1,11 @@
-"""Which tokens of a microbatch a rank works on, and how the sequence is padded so that it divides.
+"""The tokens of a microbatch that a rank works on, and the padding that makes the sequence divide.
 
-Under context parallelism megatron-core cuts each sequence into 2 cp chunks of equal length; rank r holds chunks r and
-2 cp - 1 - r, an early one and a late one, so that causal attention costs every rank the same:
+Under context parallelism megatron-core cuts each sequence into 2 cp chunks of equal length. Rank r holds chunks r and
+2 cp - 1 - r, an early and a late one, so that causal attention costs every rank the same:
 
     cp = 2, a sequence of 8:   rank 0 has tokens 0 1 | 6 7,   rank 1 has 2 3 | 4 5
 
-Packed samples are each cut this way. Sequence parallelism splits what a rank then has once more, inside the model.
+Packed samples are each cut this way. Sequence parallelism splits a rank's tokens again, inside the model.
 """
 
 from __future__ import annotations
@@ -27,30 +27,27 @@ if TYPE_CHECKING:
 
 
 def chunks_of(cp_rank: int, cp_size: int) -> tuple[int, ...]:
-    """The chunks of a sequence that a rank holds, in order; the only one, number 0, without context parallelism.
-
-    Example: chunks_of(1, 4) == (1, 6), of 8.
-    """
+    """The chunks of a sequence that a rank holds, in order: chunks_of(1, 4) == (1, 6), of 8; (0,) for cp_size 1."""
     return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
 
 
 def local_part(parallel: Parallel, batch: MicroBatch, padding: Padding | None = None) -> MicroBatch:
-    """Pad a microbatch as its layout needs it and take this context parallel rank's tokens.
+    """Pad a microbatch as the layout needs it and take this context-parallel rank's tokens.
 
-    Tokens put in have mask False; at the end of the row they count to the last sample. Position j of the result still
-    predicts `labels[:, j]`; `cu_seqlens` counts this rank's tokens, 1 / cp_size of the padded ones.
+    Padding has mask False; at the end of the row it belongs to the last sample. Position j of the result still
+    predicts `labels[:, j]`. `cu_seqlens` counts this rank's tokens, 1 / cp_size of the padded ones.
 
     Args:
         parallel: the layout.
-        batch: whole.
-        padding: of the run; by default what the layout alone asks for.
+        batch: the whole microbatch.
+        padding: the run's padding; by default the least that the layout needs.
     """
     padding = padding or Padding.of(
         tp_size=parallel.tp_size, cp_size=parallel.cp_size, sequence_parallel=parallel.sequence_parallel
     )
     length = batch.input_ids.shape[1]
     bounds = [0, length] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
-    assert bounds[-1] == length, f"cu_seqlens end at {bounds[-1]}, the row at {length}"
+    assert bounds[-1] == length, f"cu_seqlens ends at {bounds[-1]}, but the row has {length} tokens"
     padded = _padded_lengths(padding, bounds)
     if parallel.cp_size == 1 and sum(padded) == length:
         return batch
@@ -72,10 +69,10 @@ def local_part(parallel: Parallel, batch: MicroBatch, padding: Padding | None = 
 
 
 def packed_params(parallel: Parallel, batch: MicroBatch) -> PackedSeqParams | None:
-    """What megatron-core is told of a packed microbatch that went through `local_part`; None for rows.
+    """megatron-core's parameters of a packed microbatch from `local_part`; None for rows.
 
-    Its lengths are those of whole samples, before the cut. Padding inside a sample is told as tokens of it: it comes
-    after every token that counts, where causal attention does not look.
+    Lengths are those of whole samples, before the cut over context-parallel ranks. They include a sample's padding: it
+    follows every real token, so that the causal mask hides it.
     """
     if batch.cu_seqlens is None:
         return None
@@ -93,7 +90,7 @@ def packed_params(parallel: Parallel, batch: MicroBatch) -> PackedSeqParams | No
 
 
 def _padded_lengths(padding: Padding, bounds: Sequence[int]) -> list[int]:
-    """Of each sample (or of the rows, which are all alike)."""
+    """The padded length of each sample, or of all rows."""
     multiple = padding.sample
     lengths = [-(-(stop - start) // multiple) * multiple for start, stop in pairwise(bounds)]
     lengths[-1] += -sum(lengths) % padding.row
@@ -101,7 +98,7 @@ def _padded_lengths(padding: Padding, bounds: Sequence[int]) -> list[int]:
 
 
 def _source_positions(parallel: Parallel, bounds: Sequence[int], padded: Sequence[int]) -> list[int]:
-    """For each token of this rank its position in the microbatch; one past the end for padding."""
+    """The position in the microbatch of each of this rank's tokens; one past the end for padding."""
     chunks, blank = chunks_of(parallel.cp_rank, parallel.cp_size), bounds[-1]
     sources: list[int] = []
     for (start, stop), length in zip(pairwise(bounds), padded, strict=True):

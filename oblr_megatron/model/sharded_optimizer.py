@@ -1,8 +1,8 @@
-"""The state of megatron-core's DistributedOptimizer, for checkpoints that the plain optimizer reads, and the other way.
+"""Save and load megatron-core's DistributedOptimizer in the checkpoint format of the plain optimizer.
 
-megatron-core has formats of its own for it: one gathers all moments on every rank's host and misplaces them where a
-parameter has a bucket to itself (tied embeddings), the other is bound to the tensor and pipeline sizes. Here each rank
-stores its stretches by their place in the whole model, under the keys of the plain optimizer. Nothing is gathered.
+megatron-core's own formats are unsuitable. One gathers all moments on every rank's host, and misplaces them if a
+parameter has a bucket to itself (tied embeddings). The other is bound to the tensor and pipeline sizes. Here each rank
+stores its pieces by their position in the whole model, under the plain optimizer's keys. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 State = dict[Any, Any]
 PIECES = "pieces"
-MASTER = "fp32_param"  # megatron-core's name of it in the plain optimizer's keys
+MASTER = "fp32_param"  # megatron-core's key of the fp32 master in the plain optimizer
 
 
 def sharded_state(parts: Sequence[DistributedOptimizer], model_state: State) -> State:
-    """Masters and moments as views, to be saved or to be read into; moments that no step has made yet are made.
+    """Masters and moments as views, to save or to load into; moments are created if no step has made them yet.
 
     Args:
-        parts: the optimizer of dense weights, and that of experts if there are any.
+        parts: the optimizer of dense weights, and one of experts if there are any.
         model_state: the policy's sharded state dict.
     """
     if len(parts) == 1:
@@ -38,7 +38,7 @@ def sharded_state(parts: Sequence[DistributedOptimizer], model_state: State) -> 
 
 
 def load_sharded_state(parts: Sequence[DistributedOptimizer], state: State) -> None:
-    """Take over what a checkpoint was loaded into: tensors and the count of steps. Rates and decays are a run's own."""
+    """Restore tensors and the step count from a loaded `sharded_state`; rates and decays come from the run's config."""
     for index, part in enumerate(parts):
         own = state if len(parts) == 1 else state[index]
         for number, (_, main, _) in enumerate(_shares(part)):
@@ -48,9 +48,9 @@ def load_sharded_state(parts: Sequence[DistributedOptimizer], state: State) -> N
 
 
 def _state_of(part: DistributedOptimizer, model_state: State, prefix: str) -> State:
-    """One optimizer's, in the plain optimizer's form but for the tensors, which a checkpoint knows by their keys.
+    """One optimizer's state in the plain optimizer's form, with the tensors under PIECES.
 
-    That form has the torch optimizer's state under "optimizer" where there are masters beside it.
+    That form nests the torch optimizer's state under "optimizer" if there are masters.
     """
     part.init_state_fn(part.optimizer, part.config)
     shares = list(_shares(part))
@@ -68,7 +68,10 @@ def _state_of(part: DistributedOptimizer, model_state: State, prefix: str) -> St
 
 
 def _shares(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, slice]]:
-    """Each parameter that this rank has a stretch of: what is updated (of the master, or of itself in fp32), where."""
+    """(parameter, updated tensor, slice of the parameter) for each parameter that this rank has a piece of.
+
+    The updated tensor is the piece of the fp32 master, or of the parameter itself if that is fp32.
+    """
     groups = (
         (part.model_float16_groups, part.shard_fp32_from_float16_groups),
         (part.model_fp32_groups, part.shard_fp32_groups),
@@ -81,13 +84,13 @@ def _shares(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, 
 
 
 def _tensors_of(part: DistributedOptimizer, main: Tensor) -> dict[str, Tensor]:
-    """A stretch's moments and, where it is one, the master, by the name that the plain optimizer has for each."""
+    """A piece's moments, and the master of a bf16 parameter, by the plain optimizer's keys."""
     tensors = {key: tensor for key, tensor in part.optimizer.state[main].items() if key != "step"}
     return tensors | ({MASTER: main} if part.config.bf16 else {})
 
 
 def _count(optimizer: torch.optim.Optimizer) -> State:
-    """Steps so far, as the plain optimizer stores them; a fused one counts in its groups instead."""
+    """The step count in the plain optimizer's form; empty for a fused optimizer, which counts in its groups."""
     if not isinstance(optimizer, torch.optim.Adam):
         return {}
     steps = [state["step"] for state in optimizer.state.values() if "step" in state]
@@ -95,7 +98,7 @@ def _count(optimizer: torch.optim.Optimizer) -> State:
 
 
 def _set_count(optimizer: torch.optim.Optimizer, stored: State) -> None:
-    """Take up the count, whichever implementation wrote it."""
+    """Restore the step count, whichever implementation wrote it."""
     groups = [group["step"] for group in stored["param_groups"] if "step" in group]
     count = stored["state"].get("common_step", groups[0] if groups else 0)
     if isinstance(optimizer, torch.optim.Adam):

@@ -1,9 +1,8 @@
-"""Which part of a gradient a rank holds whole once it was summed over replicas, and that part's place in a checkpoint.
+"""The part of the reduced gradient that a rank holds, and that part's place in a checkpoint.
 
-Without the distributed optimizer every replica has the whole sum. With it megatron-core scatters the sum: each bucket
-of its gradient buffer is cut into as many equal stretches as there are data-parallel ranks (for experts, ranks with the
-same ones), without regard to where parameters begin, and a rank gets one. Outside of it `main_grad` is what this rank
-alone contributed.
+Without the distributed optimizer every replica has the whole sum. With it, megatron-core reduce-scatters: it cuts each
+bucket of the gradient buffer into equal slices, one for each data-parallel rank (for experts, each rank with the same
+experts). Slices ignore parameter boundaries. Outside its slice a rank's `main_grad` holds only its own contribution.
 
     spans = held(policy)                                   # parameter -> slice of the flattened parameter
     tensors = pieces(weight, "gradient_momentum", part, spans[parameter], alone=True)
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 
 
 def is_sharded(policy: Policy) -> bool:
-    """Whether replicas share the sum of their gradients, and with it the optimizer's state."""
+    """Whether the reduced gradient and the optimizer's state are sharded over replicas."""
     return bool(policy.chunks[0].ddp_config.use_distributed_optimizer)
 
 
 def held(policy: Policy) -> dict[nn.Parameter, slice]:
-    """The part of each flattened parameter whose summed gradient this rank has: all of it, or a stretch, or nothing.
+    """The slice of each flattened parameter for which this rank has the reduced gradient; possibly all or nothing.
 
     Example, 2 ranks and a bucket of 256 elements with one weight of 150: slice(0, 128) and slice(128, 150).
     """
@@ -54,41 +53,41 @@ def held(policy: Policy) -> dict[nn.Parameter, slice]:
 def pieces(
     weight: ShardedTensor | ShardedTensorFactory, prefix: str, part: Tensor, span: slice, *, alone: bool
 ) -> dict[int, ShardedTensor]:
-    """What stands at `span` of the flattened shard, as rectangles of the whole tensor: numbered views of `part`.
+    """Cut `part`, which is slice `span` of the flattened shard, into rectangles of the whole tensor: numbered views.
 
-    A checkpoint stores tensors by their place in the whole model, so that any layout reads it, with or without the
-    distributed optimizer.
+    A checkpoint stores tensors by their position in the whole model, so that any layout can read it, with or without
+    the distributed optimizer.
 
     Args:
         weight: the parameter in the model's sharded state dict.
-        prefix: of the key.
-        part: [span's length], e.g. of a moment.
-        span: in the parameter's own shard.
-        alone: no other replica holds this part; else the replicas that the weight has hold it, too.
+        prefix: of the checkpoint key.
+        part: [length of span], for example of a moment.
+        span: slice of this rank's flattened shard of the parameter.
+        alone: whether no other replica holds this part; otherwise every replica of the weight holds it.
     """
     found: list[ShardedTensor] = []
     offset = 0
     data = weight.data.data_ptr()
     for whole in weight.build() if isinstance(weight, ShardedTensorFactory) else [weight]:
         size = prod(whole.local_shape)
-        assert whole.data.data_ptr() == data + offset * whole.data.element_size(), "parts follow one another"
+        assert whole.data.data_ptr() == data + offset * whole.data.element_size(), "parts must be contiguous"
         start, stop = (min(max(bound - offset, 0), size) for bound in (span.start, span.stop))
         flat = part[offset + start - span.start : offset + stop - span.start] if start < stop else part[:0]
         found += _rectangles_of(whole, f"{prefix}.{whole.key}", flat, start, alone=alone)
         offset += size
-    assert offset == weight.data.numel(), "the parts are the whole shard"
-    return dict(enumerate(found))  # not a list: megatron-core does not merge lists of ranks that differ
+    assert offset == weight.data.numel(), "the parts must cover the whole shard"
+    return dict(enumerate(found))  # not a list: megatron-core cannot merge lists that differ between ranks
 
 
 def put_back(tensor: Tensor, loaded: Mapping[int, Tensor]) -> None:
-    """Fill the tensor that `pieces` was called with from what its pieces were loaded into."""
+    """Fill the tensor that `pieces` was called with from its loaded pieces."""
     parts = [loaded[index].flatten() for index in sorted(loaded)]
     if parts:
         tensor.copy_(torch.cat(parts).to(tensor.device).view_as(tensor))
 
 
 def rectangles(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
-    """(row, column, rows, columns) of what `start:stop` of a flattened matrix is made of, in order; at most three.
+    """Split `start:stop` of a flattened matrix into at most three rectangles (row, column, rows, columns), in order.
 
     Example, 5 columns: (3, 12) -> (0, 3, 1, 2), (1, 0, 1, 5), (2, 0, 1, 2)
     """
@@ -102,8 +101,8 @@ def rectangles(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, 
 
 
 def _rectangles_of(whole: ShardedTensor, key: str, flat: Tensor, start: int, *, alone: bool) -> list[ShardedTensor]:
-    """`flat` from element `start` of this shard, cut into tensors with the whole tensor's axes."""
-    assert len(whole.local_shape) <= 2, "weights are vectors and matrices"
+    """`flat`, which starts at element `start` of this shard, as tensors with the whole tensor's axes."""
+    assert len(whole.local_shape) <= 2, "weights must be vectors or matrices"
     columns = whole.local_shape[1] if len(whole.local_shape) == 2 else 1
     lead, found, position = (1,) * whole.prepend_axis_num, [], 0
     for row, column, rows, width in rectangles(start, start + len(flat), columns):
@@ -119,7 +118,7 @@ def _rectangles_of(whole: ShardedTensor, key: str, flat: Tensor, start: int, *, 
                 dtype=piece.dtype,
                 local_shape=shape,
                 global_offset=tuple(a + b for a, b in zip(whole.global_offset, shift, strict=True)),
-                axis_fragmentations=None,  # not one of equal chunks
+                axis_fragmentations=None,  # pieces are not equal chunks
                 replica_id=(*whole.replica_id[:-1], 0) if alone else whole.replica_id,
                 prepend_axis_num=0,
             )

@@ -1,4 +1,4 @@
-"""Sums of squares in fp64 that never hold an fp64 copy of a whole gradient."""
+"""Sums of squares in fp64, without an fp64 copy of a whole gradient."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.memory.buffer_sizes import SQUARE_CHUNK as CHUNK
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK = 2**22  # elements turned to fp64 at a time: 32 MiB, which stays in a GPU's cache between the two reads
 
-
-def scratch_for(flat: Tensor) -> Tensor | None:
-    """Memory for `sq_norm`, for callers that call it often: fresh pages cost more than the sum itself."""
-    if flat.dtype == torch.float64:
-        return None
-    return torch.empty(min(len(flat), CHUNK), dtype=torch.float64, device=flat.device)
-
-
-def sq_norm(flat: Tensor, scratch: Tensor | None = None) -> Tensor:
+def sq_norm(flat: Tensor) -> Tensor:
     """Sum of squares of a [n] tensor of any floating dtype, as an fp64 scalar on its device."""
-    scratch = scratch_for(flat) if scratch is None else scratch
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    # One scratch tensor for all chunks: allocating fresh pages would cost more than the sum.
+    scratch = None if flat.dtype == torch.float64 else total.new_empty(min(len(flat), CHUNK))
     for chunk in flat.split(CHUNK):
         wide = chunk if scratch is None else scratch[: len(chunk)].copy_(chunk)
         total += torch.dot(wide, wide)
@@ -45,7 +39,7 @@ def row_sq_norms(rows: Tensor) -> Tensor:
 
 
 def row_dots(left: Tensor, right: Tensor) -> Tensor:
-    """Inner product of each pair of rows: [r, h] x [r, h] -> [r] fp64."""
+    """Inner products of corresponding rows: [r, h] x [r, h] -> [r] fp64."""
     step = max(1, CHUNK // max(1, left.shape[1]))
     out = torch.empty(len(left), dtype=torch.float64, device=left.device)
     for start in range(0, len(left), step):

@@ -1,13 +1,13 @@
-"""A pass over microbatches by megatron-core's own schedules, and the reductions that make its gradients whole.
+"""Forward and backward over microbatches by megatron-core's schedules, and the reductions of the gradient.
 
     policy.zero_grad()
     metrics = run_schedule(policy, microbatches, loss_fn)     # main_grad += this rank's part, nothing divided
     reduce_model_parallel_grads(policy)                       # tensor, pipeline, context and expert parallel
     reduce_data_parallel_grads(policy)                        # sum over replicas
 
-After both reductions `main_grad` is the gradient of the sum of all ranks' losses, identically on every replica; with
-the distributed optimizer each replica has its share of that sum (`shards.held`). Where backward has begun the sum over
-replicas itself (`parallel.overlap_grad_reduce`), `finish_overlapped_grads` stands for both.
+After both reductions `main_grad` is the gradient of the sum of all ranks' losses, the same on every replica. With the
+distributed optimizer each replica has its share of that sum (`shards.held`). With `parallel.overlap_grad_reduce`
+backward starts the sum over replicas, and `finish_overlapped_grads` replaces both reductions.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 LossFn = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """(logits [b, t, Vp / tp], microbatch) -> (scalar loss, metrics), called on the last pipeline stage.
 
-The microbatch is this rank's part of the one given (`sequence.local_part`): padded where sequence or context
-parallelism asks for it, and under context parallelism cut, so that loss and metrics are summands over the ranks of
-`cp_group`. The loss must depend on the logits, if only with weight 0: the earlier stages wait for its gradient.
+The microbatch is this rank's part (`sequence.local_part`): padded for sequence or context parallelism, and cut under
+context parallelism, so that loss and metrics are partial sums over `cp_group`. The loss must depend on the logits, if
+only with weight 0, because the earlier stages wait for its gradient.
 """
 
 
@@ -58,16 +58,15 @@ def run_schedule(
 ) -> list[dict[str, Tensor]]:
     """Forward, and backward unless `forward_only`, over the microbatches: no pipelining, 1F1B, or interleaved 1F1B.
 
-    Gradients go to the sink (by default they are added to `main_grad`): not divided by anything, not reduced over any
-    rank.
+    Weight gradients go to the sink, neither divided nor reduced over ranks.
 
     Args:
-        policy: every rank of a replica passes the same microbatches; replicas may differ, in number too.
-        microbatches: may differ in length and rows. On this rank's device.
+        policy: the model. Every rank of a replica passes the same microbatches; replicas may differ, also in number.
+        microbatches: on this rank's device; may differ in length and number of rows.
         loss_fn: the loss of one microbatch, see `LossFn`.
-        forward_only: no graph is kept, `main_grad` stays as it is.
-        sink: what is done with the weight gradients of each microbatch, on every stage.
-        routers: a mixture's losses, added on every stage over the tokens of the microbatches' masks.
+        forward_only: keep no graph and leave `main_grad` unchanged.
+        sink: receives the weight gradients of each microbatch, on every stage; by default adds them to `main_grad`.
+        routers: a mixture's router losses, added on every stage over the tokens of the masks.
 
     Returns:
         The metrics of each microbatch in order on the last stage; an empty list on the others.
@@ -90,12 +89,12 @@ def run_schedule(
 
 
 def reduce_model_parallel_grads(policy: Policy) -> None:
-    """Make `main_grad` whole within a replica.
+    """All-reduce `main_grad` within a replica. Call once, after the last microbatch.
 
-    Sums everything but experts over context parallelism, over tensor parallelism the weights whose gradient is a
-    partial there (q and k norms always; the other norms and routers under sequence parallelism), a tied embedding over
-    the first and last stage, and experts over the ranks that have seen parts of the same sequences. Call once, after
-    the last microbatch.
+    - Context parallelism: everything except experts.
+    - Tensor parallelism: q and k norms; under sequence parallelism also the other norms and routers.
+    - Pipeline: a tied embedding, over the first and last stage.
+    - Experts: over the ranks that have seen parts of the same sequences.
     """
     for chunk in policy.chunks:
         for buffer in chunk.buffers:
@@ -105,21 +104,21 @@ def reduce_model_parallel_grads(policy: Policy) -> None:
 
 
 def reduce_data_parallel_grads(policy: Policy) -> None:
-    """Sum `main_grad` over the replicas (megatron-core's own gradient sync). Call once after the last microbatch."""
+    """Sum `main_grad` over replicas with megatron-core's gradient sync. Call once, after the last microbatch."""
     moe.share_expert_grads(policy)
     cp_size = policy.parallel.cp_size
     for chunk in policy.chunks:
-        if cp_size > 1:  # whole on each of these ranks, which megatron-core takes for replicas
+        if cp_size > 1:  # megatron-core also sums over context-parallel ranks, and each has the whole gradient
             for buffer in chunk.buffers:
                 buffer.grad_data.div_(cp_size)
         chunk.finish_grad_sync()
 
 
 def finish_overlapped_grads(policy: Policy) -> None:
-    """Wait for the sum over replicas and context-parallel ranks that the last microbatch began; then the rest.
+    """Wait for the sum over replicas and context-parallel ranks that the last microbatch started; then do the rest.
 
-    In the other order than without overlap, which is the same sum: what tensor-parallel ranks or the two stages of a
-    tied embedding add up stands at the same place in the same rank's share.
+    The reversed order gives the same sum: tensor-parallel ranks, and the two stages of a tied embedding, add elements
+    at the same position of the same rank's share.
     """
     for chunk in policy.chunks:
         chunk.finish_grad_sync()
@@ -127,20 +126,20 @@ def finish_overlapped_grads(policy: Policy) -> None:
 
 
 def _reduce_partial_grads(policy: Policy) -> None:
-    """Weights whose gradient is a partial on each tensor-parallel rank, and a tied embedding on two stages."""
+    """All-reduce partial gradients over tensor-parallel ranks, and a tied embedding over its two stages."""
     _allreduce_non_tensor_model_parallel_grads(policy.chunks, policy.transformer_config)
     _allreduce_word_embedding_grads(policy.chunks, policy.transformer_config)
 
 
 Item = tuple[int | None, MicroBatch]
-"""Position among the microbatches (None: a filler that counts for nothing), and this rank's part of one."""
+"""(position among the microbatches, this rank's part of the microbatch); the position of a filler is None."""
 
 
 def _items(policy: Policy, microbatches: Sequence[MicroBatch]) -> list[Item]:
-    """What goes through the pipeline: the interleaved schedule takes a multiple of the number of stages.
+    """The pipeline's input: the microbatches, filled up to a multiple of pp_size for the interleaved schedule.
 
-    megatron-core would also take other numbers, in larger groups, and keep the activations of as many more of them. A
-    filler is one token.
+    megatron-core also accepts other numbers, but then works in larger groups, which keep more activations. A filler is
+    one token.
     """
     parallel, padding = policy.parallel, policy.padding
     parts = (local_part(parallel, batch, padding) for batch in microbatches)
@@ -158,10 +157,10 @@ def _forward_step(
         position, batch = next(data)
         output = model(
             input_ids=batch.input_ids,
-            position_ids=None,  # the rotary embedding counts by itself
+            position_ids=None,  # the rotary embedding computes positions itself
             attention_mask=None,
             packed_seq_params=packed_params(policy.parallel, batch),
-            **({"padding_mask": batch.mask} if masked else {}),  # of a mixture's routers, and read by them alone
+            **({"padding_mask": batch.mask} if masked else {}),  # read only by a mixture's routers
         )
         if announces:
             chunk = next(index for index, candidate in enumerate(policy.chunks) if candidate is model)
@@ -172,10 +171,10 @@ def _forward_step(
 
 
 def _announce(tap: Tap, position: int | None, chunk: int, batch: MicroBatch, grad: Tensor) -> None:
-    """A backward has reached the chunk's output, so it is this microbatch's; tell when it has gone all the way.
+    """Call `sink.begin` when a microbatch's backward reaches the chunk's output, and `sink.end` when it is complete.
 
-    The engine runs queued callbacks when the current backward ends, after the last weight gradient was accumulated. The
-    zeros of a filler are kept from the sink.
+    The autograd engine runs queued callbacks when the current backward ends, after the last weight gradient was
+    accumulated. A filler's zero gradients bypass the sink.
     """
     sink = tap.sink
     if position is None:
@@ -187,12 +186,12 @@ def _announce(tap: Tap, position: int | None, chunk: int, batch: MicroBatch, gra
 
 
 def _loss(loss_fn: LossFn, batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Three values and `calculate_per_token_loss`: the one form in which megatron-core divides the loss by nothing."""
+    """Return three values: with `calculate_per_token_loss` this is the only form that megatron-core does not divide."""
     loss, metrics = loss_fn(logits, batch)
     assert loss.requires_grad or not torch.is_grad_enabled(), "loss_fn must return a loss that depends on the logits"
     return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
 
 
 def _no_loss(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Depends on the logits with gradient zero, whatever they are."""
+    """A zero loss that depends on the logits, with gradient zero even for logits that are not finite."""
     return logits[..., :0].sum(), {}

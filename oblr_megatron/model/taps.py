@@ -1,15 +1,16 @@
-"""Where a weight gradient is made: the taps that hand its two factors to a sink, in place of autograd's own product.
+"""Taps: a layer's backward passes the two factors of its weight gradient to a sink, instead of multiplying them.
 
     dW = sum over tokens of dy x^T
 
-is where per-sample norms are to be had for little: who holds x and dy can form the norm of each sample's own dW without
-the sum over samples, keep the factors for later, or add the product to `main_grad`, as training does. megatron-core's
-linear layers, its embedding and our RMSNorm are tapped (`install`), Transformer Engine's linear layers by `te_taps.py`;
-what a tap cannot reach (Transformer Engine's norms, a router) gets its gradient from autograd, in `main_grad`.
+From x and dy a sink can compute the norm of each sample's own dW, keep the factors for later, or add the product to
+`main_grad` as ordinary training does. `install` taps megatron-core's linear layers, its embedding and our RMSNorm;
+`te_taps.py` taps Transformer Engine's linear layers. Untapped parameters (Transformer Engine's norms, a router) get
+their gradient from autograd, in `main_grad`.
 
-    tap = install(model)
+    tap = Tap()
+    install(model, tap)
     with tap.into(sink):
-        ...                       # forward and backward: sink.linear(weight, x, dy) and so on, instead of weight.grad
+        ...                       # backward calls sink.linear(weight, x, dy) and so on, instead of setting weight.grad
 """
 
 from __future__ import annotations
@@ -39,16 +40,15 @@ if TYPE_CHECKING:
     from oblr_megatron.types import MicroBatch
 
 Splits = Sequence[tuple[int, int]]
-"""How the tokens that an expert sees follow one another: (replica of the block, number of tokens) of each stretch."""
+"""An expert's tokens as consecutive runs of (replica of the block, number of tokens)."""
 SplitsFn = Callable[[], Splits]
-"""The splits of the forward under way."""
+"""Returns the splits of the current forward."""
 
 
 class Sink(Protocol):
-    """What is done with a microbatch's weight gradients; b rows of t tokens, the factors as megatron lays them out.
+    """Receives the weight-gradient factors of each microbatch: b rows of t tokens, in megatron's layout [t, b, ...].
 
-    `begin` and `end` enclose the backward of one microbatch through one model chunk of this rank; microbatches follow
-    one another, they do not overlap.
+    `begin` and `end` enclose the backward of one microbatch through one model chunk. Backwards do not overlap.
     """
 
     def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
@@ -57,22 +57,22 @@ class Sink(Protocol):
     def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
         """dW = sum dy x^T: x [t, b, d] and dy [t, b, p] (an expert's: [tokens, d] and [tokens, p]), weight [p, d].
 
-        Both may be kept, neither may be written to. The tokens are all of this rank's sequence, also under SP. Those of
-        an expert come from the replicas that `splits` says; from this rank's own where there are no splits.
+        The sink may keep both, and must not modify either. The tokens are those of this rank's whole sequence, even
+        under sequence parallelism. `splits` tells which replicas an expert's tokens come from; None: this rank's own.
         """
 
     def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None:
-        """dW[r] = sum of dy where rows = r: rows [b, t] int64, -1 where another rank holds the token; dy [b, t, h]."""
+        """dW[r] = sum of dy with rows = r: rows [b, t] int64, -1 if another rank holds the token; dy [b, t, h]."""
 
     def scale(self, weight: nn.Parameter, x_hat: Tensor, dy: Tensor) -> None:
-        """dW = sum dy * x_hat over all dimensions but the last: [t, b, h] (t / tp under SP) or [t, b, heads, h]."""
+        """dW = sum of dy * x_hat over all dimensions but the last: [t, b, h] (t / tp under SP) or [t, b, heads, h]."""
 
     def end(self, position: int, chunk: int) -> None:
-        """Everything of this microbatch and chunk was handed over, or stands in `main_grad`."""
+        """All factors of this microbatch and chunk were passed, and untapped gradients are in `main_grad`."""
 
 
 class AccumulateSink:
-    """What training does: the gradient is added to `main_grad`."""
+    """The sink of ordinary training: adds every gradient to `main_grad`."""
 
     def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
         """Nothing to prepare."""
@@ -94,15 +94,15 @@ class AccumulateSink:
 
 
 class Tap:
-    """Hands what the tapped modules of a rank produce to the sink of the moment."""
+    """Connects the tapped modules of a rank to the current sink."""
 
     def __init__(self) -> None:
         self.sink: Sink = AccumulateSink()
-        self.weights: set[int] = set()  # ids of the parameters whose gradient goes to the sink
+        self.weights: set[int] = set()  # ids of the tapped parameters
 
     @contextmanager
     def into(self, sink: Sink | None) -> Iterator[None]:
-        """Use another sink for a while; None for that of training."""
+        """Use this sink inside the context; None for that of ordinary training."""
         before, self.sink = self.sink, sink or AccumulateSink()
         try:
             yield
@@ -111,12 +111,12 @@ class Tap:
 
 
 def install(module: nn.Module, tap: Tap, splits: Mapping[nn.Module, SplitsFn] | None = None) -> None:
-    """Tap every module of this model chunk that can be; parameters without gradient are left alone when they run.
+    """Tap every module of this model chunk that can be tapped. Frozen parameters are skipped during forward.
 
     Args:
         module: the model chunk.
-        tap: where to.
-        splits: for the linear layers of experts, whose tokens they are given (`moe.splits_of`).
+        tap: connects the modules to a sink.
+        splits: for experts' linear layers, the replicas that their tokens come from (`moe.splits_of`).
     """
     for child in module.modules():
         if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
@@ -133,12 +133,12 @@ def install(module: nn.Module, tap: Tap, splits: Mapping[nn.Module, SplitsFn] | 
 
 
 def main_grad(weight: nn.Parameter) -> Tensor:
-    """The view of megatron's gradient buffer that belongs to the parameter."""
+    """The parameter's view into megatron's gradient buffer."""
     return weight.main_grad  # type: ignore[attr-defined]  # set by the data-parallel wrapper
 
 
 def add_product(target: Tensor, x: Tensor, dy: Tensor, factor: float = 1.0) -> None:
-    """target [p, d] += factor * dy^T x, the tokens of all rows."""
+    """target [p, d] += factor * dy^T x, summed over the tokens of all rows."""
     x, dy = x.flatten(0, -2), dy.flatten(0, -2)
     if target.dtype == x.dtype:
         target.addmm_(dy.t(), x, alpha=factor)
@@ -147,7 +147,7 @@ def add_product(target: Tensor, x: Tensor, dy: Tensor, factor: float = 1.0) -> N
 
 
 def add_rows(target: Tensor, rows: Tensor, dy: Tensor) -> None:
-    """target[r] += dy of the tokens whose row is r; those with -1 belong to other ranks."""
+    """target[r] += dy of the tokens with row r; tokens with row -1 belong to other ranks."""
     held = rows >= 0
     target.index_add_(0, rows[held], dy[held].to(target.dtype))
 
@@ -161,7 +161,7 @@ def _linear(
     bias: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """megatron-core's linear layer, its weight gradient tapped."""
+    """megatron-core's linear layer with a tapped weight gradient."""
     if not weight.requires_grad or bias is not None:
         return original(input=input, weight=weight, bias=bias, **options)
     return _TappedLinear.apply(
@@ -176,7 +176,7 @@ def _linear(
 
 
 class _TappedLinear(torch.autograd.Function):
-    """megatron-core's `LinearWithGradAccumulationAndAsyncCommunication`, forward and input gradient alike."""
+    """megatron-core's `LinearWithGradAccumulationAndAsyncCommunication`: the same forward and input gradient."""
 
     @staticmethod
     def forward(
@@ -192,7 +192,7 @@ class _TappedLinear(torch.autograd.Function):
         output = LinearWithGradAccumulationAndAsyncCommunication.forward(
             ctx, input, weight, None, False, allreduce_dgrad, sequence_parallel, None, None, group
         )
-        ctx.weight, ctx.tap = weight, tap  # the parameter itself: what is saved for backward may be another object
+        ctx.weight, ctx.tap = weight, tap  # the parameter itself: backward may see another object in saved_tensors
         ctx.splits = splits
         return output
 
@@ -211,22 +211,22 @@ class _TappedLinear(torch.autograd.Function):
             part = torch.empty_like(input)
             pending = dist.reduce_scatter_tensor(part, dx.contiguous(), group=group, async_op=True)
             dx = part
-        ctx.tap.sink.linear(ctx.weight, x, dy, ctx.splits)  # while the input's gradient travels
+        ctx.tap.sink.linear(ctx.weight, x, dy, ctx.splits)  # overlaps with the reduction of dx
         if pending is not None:
             pending.wait()
         return dx, None, None, None, None, None, None
 
 
 def _gathered(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
-    """The whole sequence, in memory of its own (megatron's is one scratch buffer, overwritten by the next layer)."""
+    """All-gather the sequence into new memory: the next layer overwrites megatron's scratch buffer."""
     whole = input.new_empty((input.shape[0] * group.size(), *input.shape[1:]))
     return whole, dist.all_gather_into_tensor(whole, input.contiguous(), group=group, async_op=True)
 
 
 def _embedding(tap: Tap, module: VocabParallelEmbedding, ids: Tensor) -> Tensor:
-    """megatron-core's vocabulary-parallel embedding, its weight gradient tapped: [b, t] -> [b, t, h].
+    """megatron-core's vocabulary-parallel embedding with a tapped weight gradient: [b, t] -> [b, t, h].
 
-    [t / tp, b, h] where the module scatters its output for sequence parallelism.
+    With a scattered output (sequence parallelism) the result is [t / tp, b, h].
     """
     start, stop = module.vocab_start_index, module.vocab_end_index
     rows = torch.where((ids >= start) & (ids < stop), ids - start, -1)

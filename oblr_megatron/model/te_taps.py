@@ -1,19 +1,20 @@
-"""The taps of Transformer Engine's linear layers: the factors of a delayed weight gradient go to the sink.
+"""Taps of Transformer Engine's linear layers: the factors of a delayed weight gradient go to the sink.
 
-Transformer Engine can put a weight gradient off. Where a layer's `wgrad_store` says so, backward leaves the product
-out and puts x, dy and the function that would multiply them into the store. `HandOver` stands in the store's place and
-passes the factors on at that moment: the input is gathered, its gradient on its way to the other ranks, nothing waits.
-When the sink is training's own, `HandOver` says no, and Transformer Engine multiplies as it always does, by its own
-kernel and with fused accumulation if it is on. So no product is ever delayed, `delay_wgrad_compute` stays off in
-megatron-core's configuration, and the hooks on parameters do what they do without taps.
+Transformer Engine can delay a weight gradient. If a layer's `wgrad_store` says so, backward skips the product and puts
+x, dy and the function that would multiply them into the store. `HandOver` replaces the store and passes the factors to
+the sink at once. At that moment the input is gathered and the reduction of its gradient has started.
 
-Left to autograd and `main_grad`, which means one sample a microbatch: weights of norms, and what `install_te` returns.
-FP8 and FP4 layers are among these. Block-scaled, x and dy are held in two roundings, by rows for the input's gradient
-and by columns for the weight's, and `dequantize` gives the rows: the norm would be that of a gradient which training
-does not make; and where only columns are left it raises, up to 2.12 at least.
+With the sink of ordinary training, `HandOver` answers no, and Transformer Engine multiplies with its own kernel, with
+fused accumulation if that is on. No product is ever delayed: `delay_wgrad_compute` stays off in megatron-core's
+configuration, and parameter hooks work as without taps.
 
-Written against the sources of Transformer Engine 2.3 to 2.20 (megatron-core 0.16 asks for 2.9 to 2.11). Not yet run on
-a GPU.
+The weights of norms and the layers that `install_te` returns stay with autograd and `main_grad`, which need one sample
+a microbatch. FP8 and FP4 layers are among them. Block scaling keeps two roundings of x and dy, by rows for the input's
+gradient and by columns for the weight's. `dequantize` returns the rows, so that the norm would be that of a gradient
+which training never makes. If only columns are left, it raises (at least up to 2.12).
+
+Written against the sources of Transformer Engine 2.3 to 2.20 (megatron-core 0.16 needs 2.9 to 2.11). Not yet run on a
+GPU.
 """
 
 from __future__ import annotations
@@ -35,36 +36,37 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class HandOver:
-    """What a layer's backward finds as its `wgrad_store`; a new one for every forward.
+    """Replaces a layer's `wgrad_store`; a new one for every forward.
 
-    Microbatches overlap, so what is known in the forward only (b, whose tokens an expert sees) is kept here.
+    Forwards of several microbatches may precede a backward, so that this object keeps facts known only in the forward:
+    b, and the replicas that an expert's tokens come from.
     """
 
     tap: Tap
     weights: Sequence[nn.Parameter]  # [p, d] each; a grouped layer has one for each expert
-    rows: int | None  # b of the layer's input [t, b, d]; None where the input is tokens [tokens, d]
+    rows: int | None  # b of the layer's input [t, b, d]; None for an input [tokens, d]
     splits: Sequence[Splits | None]  # of each weight
-    own_outputs: bool  # a grouped layer's products would go to memory of its own, not straight to main_grad
+    own_outputs: bool  # a grouped layer's products would go to separate memory, not directly to main_grad
 
     def delay_wgrad_compute(self) -> bool:
-        """Transformer Engine's question before it multiplies."""
+        """Whether Transformer Engine should call `put` instead of multiplying."""
         return type(self.tap.sink) is not AccumulateSink
 
     def put(self, factors: Sequence[Any], product: Callable[..., Any]) -> None:
-        """Transformer Engine's way to leave the product out.
+        """Pass the factors to the sink; Transformer Engine calls this instead of multiplying.
 
         Args:
-            factors: x [tokens, d] and dy [tokens, p]; of a grouped layer a list of each, and the list of its outputs.
-            product: what would multiply them.
+            factors: x [tokens, d] and dy [tokens, p]; for a grouped layer a list of each, and the list of its outputs.
+            product: the function that would multiply them; unused.
         """
         x, dy, *outputs = factors
         pairs = list(zip(x, dy, strict=True)) if outputs else [(x, dy)]
         for weight, splits, (own_x, own_dy) in zip(self.weights, self.splits, pairs, strict=True):
             kinds = {type(own_x), type(own_dy)}
-            assert kinds == {Tensor}, f"factors are {kinds}: quantised, which the configuration does not say"
+            assert kinds == {Tensor}, f"factors are {kinds}: quantised, although the configuration is not"
             if weight.requires_grad:
                 self.tap.sink.linear(weight, self._laid_out(own_x), self._laid_out(own_dy), splits)
-        if outputs and self.own_outputs:  # autograd is given them, written or not
+        if outputs and self.own_outputs:  # autograd receives them even if nothing was written
             for output in outputs[0]:
                 output.zero_()
 
@@ -79,16 +81,16 @@ def install_te(
     config: TransformerConfig,
     splits: Mapping[nn.Module, Sequence[SplitsFn]] | None = None,
 ) -> Mapping[str, str]:
-    """Tap the Transformer Engine layers of this model chunk, beside `taps.install`. Nothing without CUDA or without it.
+    """Tap the Transformer Engine layers of this model chunk, after `taps.install`. No-op without CUDA or the package.
 
     Args:
         module: the model chunk.
-        tap: where to.
-        config: of the model.
-        splits: for the grouped layers of experts, whose tokens each expert is given (`moe.grouped_splits_of`).
+        tap: connects the layers to a sink.
+        config: the model's configuration.
+        splits: for grouped layers, the replicas that each expert's tokens come from (`moe.grouped_splits_of`).
 
     Returns:
-        The layers left to autograd, by name, and why.
+        The layers left to autograd: name -> reason.
     """
     left: dict[str, str] = {}
     kinds = _kinds()
@@ -106,7 +108,7 @@ def install_te(
 
 
 def _kinds() -> tuple[type[nn.Module], ...]:
-    """What megatron-core's `TELinear`, `TELayerNormColumnParallelLinear`, `TEGroupedLinear` and their kin extend."""
+    """The base classes of megatron-core's `TELinear`, `TELayerNormColumnParallelLinear`, `TEGroupedLinear` etc."""
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         return ()
     from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear
@@ -115,13 +117,13 @@ def _kinds() -> tuple[type[nn.Module], ...]:
 
 
 def _weights(layer: Any) -> list[nn.Parameter]:
-    """A grouped layer has no `weight_names`; its weights are numbered."""
+    """The layer's weights; a grouped layer numbers them and has no `weight_names`."""
     names = getattr(layer, "weight_names", None) or [f"weight{index}" for index in range(layer.num_gemms)]
     return [getattr(layer, name) for name in names]
 
 
 def _obstacle(layer: Any, config: TransformerConfig) -> str | None:
-    """Why the layer's factors cannot be had; None if they can."""
+    """The reason why the layer cannot be tapped; None if it can."""
     store = getattr(layer, "wgrad_store", None)
     if store is None:
         return "Transformer Engine is older than 2.3 and keeps no factors"
@@ -144,7 +146,7 @@ def _renew_store(
     layer: Any,
     inputs: tuple[Any, ...],
 ) -> None:
-    """Before each forward."""
+    """Forward pre-hook: give the layer a new `HandOver`."""
     rows = inputs[0].shape[1] if inputs[0].dim() == 3 else None
     known = [None] * len(weights) if splits is None else [split() for split in splits]
     layer.wgrad_store = HandOver(tap, weights, rows, known, not layer.fuse_wgrad_accumulation)

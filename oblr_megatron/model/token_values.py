@@ -1,4 +1,4 @@
-"""A number for every response token of a step, from a forward pass, whoever of the ranks has worked it out."""
+"""One value for every response token of a step from a forward pass, gathered on every rank."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ if TYPE_CHECKING:
     from oblr_megatron.model.qwen3 import Policy
 
 ValuesFn = Callable[[Tensor, MicroBatch], Tensor]
-"""logits [b, t, Vp / tp], this rank's part of a microbatch -> a value of each position [b, t]."""
+"""(logits [b, t, Vp / tp], this rank's part of a microbatch) -> one value for each position [b, t]."""
 
 
 def token_values(
     policy: Policy, samples: Sequence[Sample], batches: Sequence[MicroBatch], values_of: ValuesFn
 ) -> Tensor:
-    """[N, T] fp64 on every rank, T the longest response (at least 1); 0 past its end, and of samples in no microbatch.
+    """[N, T] fp64 on every rank, T the longest response (at least 1). Collective over all ranks.
 
-    Collective over all ranks. Ranks of a pipeline's last stage have the values, replicas those of their own samples,
-    and under context parallelism each rank those of its part of the sequences.
+    The value is 0 past a response's end, and for samples in no microbatch.
 
     Args:
-        policy: as it is now; no gradient is taken.
+        policy: the model; no gradient is taken.
         samples: [N] of the step, the same on every rank.
-        batches: this replica's, each sample on one replica and in one microbatch; possibly none.
-        values_of: the value of each position; what stands outside the mask is not read.
+        batches: this replica's microbatches, possibly none; each sample is on one replica and in one microbatch.
+        values_of: the value of each position; values outside the mask are not read.
     """
     parallel = policy.parallel
 
     def placed(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.token_index is not None, "the microbatch does not know where its tokens stand"
+        assert batch.token_index is not None, "the microbatch has no token_index"
         columns = (values_of(logits, batch), batch.per_token(batch.sample_index), batch.token_index)
         values, rows, places = (column[batch.mask] for column in columns)
         return logits.new_zeros(()), {"values": values.to(torch.float64), "rows": rows, "places": places}

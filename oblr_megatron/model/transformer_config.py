@@ -1,4 +1,4 @@
-"""A Hugging Face Qwen3's configuration and a run's, as megatron-core's TransformerConfig."""
+"""Build megatron-core's TransformerConfig from a Hugging Face Qwen3 config and a run's configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HFConfig = Qwen3Config | Qwen3MoeConfig
 def transformer_config_of(
     hf_config: HFConfig, config: ModelConfig, parallel: Parallel, options: ParallelConfig | None = None
 ) -> TransformerConfig:
-    """Megatron's configuration of a Hugging Face Qwen3; arguments as of `qwen3.build_policy`."""
+    """The TransformerConfig of a Hugging Face Qwen3; arguments as in `qwen3.build_policy`."""
     options = with_sizes(options or ParallelConfig(), parallel)
     by_transformer_engine = uses_transformer_engine(config, parallel)
     return TransformerConfig(
@@ -42,24 +42,23 @@ def transformer_config_of(
         pipeline_model_parallel_size=parallel.pp_size,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
         context_parallel_size=parallel.cp_size,
-        tp_comm_overlap=options.tp_comm_overlap,
-        cp_comm_type=options.cp_comm_type,  # of Transformer Engine's attention; ours gathers keys and values
+        cp_comm_type=options.cp_comm_type,  # for Transformer Engine's attention; SdpaAttention gathers keys and values
         sequence_parallel=parallel.sequence_parallel,
         **_recompute(options),
         **_schedule(options),
         **precision_fields(config, transformer_engine=by_transformer_engine),
         **_kernels(parallel.device),
         **moe.moe_fields(hf_config, parallel, DTYPES[config.dtype], transformer_engine=by_transformer_engine),
-        # Nothing may divide the loss: run_schedule's loss function returns (loss, 1, metrics).
+        # megatron-core must not divide the loss: run_schedule's loss function returns (loss, 1, metrics).
         calculate_per_token_loss=True,
-        # Microbatches differ in length, so pipeline stages tell each other the shape first.
+        # Microbatches differ in length, so that pipeline stages exchange shapes first.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # checked against variable_seq_lengths in dense models, too
+        moe_token_dispatcher_type="alltoall",  # megatron-core checks it with variable_seq_lengths, even if dense
         batch_p2p_comm=False,
-        # Interleaved, activations and gradients go in separate exchanges: with two stages both have the same peer, and
-        # in one exchange the shapes of the two would be taken for one another.
+        # The interleaved schedule sends activations and gradients separately. With two stages both have the same peer,
+        # and a single exchange would confuse their shapes.
         overlap_p2p_comm=parallel.vp_size > 1,
-        # With an initialisation that does nothing, megatron-core still marks each weight with how it is split.
+        # megatron-core marks how each weight is split only during initialisation, so initialise with a no-op.
         perform_initialization=True,
         use_cpu_initialization=False,
         init_method=_leave_as_is,
@@ -68,7 +67,7 @@ def transformer_config_of(
 
 
 def with_sizes(options: ParallelConfig, parallel: Parallel) -> ParallelConfig:
-    """The options, with the sizes that the layout has."""
+    """The options with the layout's sizes filled in."""
     sizes = {
         "tensor_model_parallel_size": parallel.tp_size,
         "pipeline_model_parallel_size": parallel.pp_size,
@@ -82,7 +81,7 @@ def with_sizes(options: ParallelConfig, parallel: Parallel) -> ParallelConfig:
 
 
 def _recompute(options: ParallelConfig) -> dict[str, Any]:
-    """Which activations are computed again in backward; `machine_checks` says what the machine can."""
+    """The fields that select which activations backward recomputes."""
     if options.recompute_granularity == "none":
         return {}
     if options.recompute_granularity == "selective":
@@ -95,18 +94,15 @@ def _recompute(options: ParallelConfig) -> dict[str, Any]:
 
 
 def _schedule(options: ParallelConfig) -> dict[str, Any]:
-    """When and where weight gradients are made, in Megatron's names; `config_parallel_checks` says what may be on."""
+    """The fields that select how megatron-core computes weight gradients."""
     return {
         "gradient_accumulation_fusion": options.gradient_accumulation_fusion,
         "defer_embedding_wgrad_compute": options.defer_embedding_wgrad_compute,
-        "overlap_moe_expert_parallel_comm": options.overlap_moe_expert_parallel_comm,
-        "delay_wgrad_compute": options.delay_wgrad_compute,
-        "cuda_graph_impl": options.cuda_graph_impl,
     }
 
 
 def _kernels(device: torch.device) -> dict[str, Any]:
-    """Fused kernels need CUDA: without it megatron-core would compile them with a C++ compiler, or fail."""
+    """Fused kernels only with CUDA: otherwise megatron-core would compile them with a C++ compiler, or fail."""
     fused = device.type == "cuda"
     return {
         "bias_activation_fusion": fused,
@@ -118,4 +114,4 @@ def _kernels(device: torch.device) -> dict[str, Any]:
 
 
 def _leave_as_is(weight: Tensor) -> None:
-    """Weights are loaded, never drawn."""
+    """Do not initialise: the weights are loaded later."""
