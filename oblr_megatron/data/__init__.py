@@ -1,4 +1,4 @@
-"""From rows of a data set to microbatches: `rows` and `prompts` before the rollout, `packing` after it.
+"""Data set rows -> prompts (before the rollout); samples -> microbatches (after it). Imports neither megatron nor vLLM.
 
-Imports neither megatron nor vLLM.
+sources.py -> rows.py -> template.py, prompt_set.py -> training.py, prompts.py     packing.py
 """

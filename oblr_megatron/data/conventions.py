@@ -1,10 +1,10 @@
-"""How benchmarks write their rows: one table. Nothing is read or downloaded here.
+"""Conventions: how each known benchmark stores its rows. Nothing is read or downloaded here.
 
     CONVENTIONS["gsm8k"].gold("... #### 1,234")      # "1234"
 
-A convention says which set of the Hugging Face hub it stands for, under which names rows keep question and answer,
-where in the answer column the gold answer stands, and how far off an answer may be. Gold readers leave an answer as it
-is that is already bare, so that a cleaned copy of a set loads by the convention of the original.
+A convention names the data set on the Hugging Face hub, the question and answer columns, how to read the gold answer
+from its column, and the tolerance. Gold readers do not change an answer that is already bare, so a cleaned copy of a
+set loads with the convention of the original.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DAPO = re.compile(
 
 
 def text(value: Any) -> str:
-    """A value as text: numbers are written out, anything but a string or a number counts as absent.
+    """A value as text: strings unchanged, numbers written out, anything else empty.
 
     Examples: " 5" -> " 5"; 5 -> "5"; True -> ""; None -> ""; ["5"] -> "".
     """
@@ -39,7 +39,7 @@ def text(value: Any) -> str:
 
 
 def as_written(value: Any) -> Any:
-    """The column as it is."""
+    """The column, unchanged."""
     return value
 
 
@@ -68,7 +68,7 @@ def joined(value: Any) -> str:
 
 
 def without_instruction(value: Any) -> Any:
-    """DAPO: the problem alone, without the instruction around it; anything else as it is."""
+    """DAPO: the problem without the instruction around it; any other value unchanged."""
     message = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else None
     content = message.get("content") if isinstance(message, dict) and message.get("role") == "user" else value
     match = _DAPO.fullmatch(content) if isinstance(content, str) else None
@@ -77,23 +77,23 @@ def without_instruction(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """How one benchmark writes its rows.
+    """How one benchmark stores its rows.
 
     Example: CONVENTIONS["aime24"] == Convention(hub="HuggingFaceH4/aime_2024", ...)
     """
 
     title: str
-    hub: str = ""  # set of the hub that the bare name stands for; empty: there is not one
+    hub: str = ""  # data set on the hub that the bare name stands for; empty if there is none
     subset: str = ""
-    split: str = ""  # to evaluate on
-    training_split: str = ""  # to train on; empty: the only one
-    questions: tuple[str, ...] = ("question", "problem")  # columns, the first that a row has
+    split: str = ""  # for evaluation
+    training_split: str = ""  # for training; empty: the same as `split`
+    questions: tuple[str, ...] = ("question", "problem")  # columns; the first one that the row has is read
     answers: tuple[str, ...] = ("answer",)  # likewise
     question: Reader = as_written
     gold: Reader = text
-    tolerance: str = ""  # as types.Prompt's, for every row
-    tolerances: tuple[str, ...] = ()  # columns that may hold a row's own
-    customary: str = ""  # how the set is used in the literature
+    tolerance: str = ""  # for every row, in the format of types.Prompt.tolerance
+    tolerances: tuple[str, ...] = ()  # columns that may hold a tolerance for the row
+    customary: str = ""  # prompt format and sampling in the literature; docs only
 
 
 _BOXED = r"\boxed{}"
@@ -101,7 +101,7 @@ _FEW = "32 samples at temperature 0.6 or 1, since 30 problems say little"
 
 
 def _solved(title: str, *, hub: str, customary: str, training_split: str = "") -> Convention:
-    """MATH's rows: the answer in a column of its own, or in the box of the solution."""
+    """MATH's rows: the answer has its own column or stands in the solution's box."""
     return Convention(
         title,
         hub=hub,
@@ -115,7 +115,7 @@ def _solved(title: str, *, hub: str, customary: str, training_split: str = "") -
 
 
 def _contest(title: str, *, hub: str = "", split: str = "", customary: str = _FEW) -> Convention:
-    """A contest's rows: the answers are whole numbers."""
+    """Rows of a contest with whole numbers as answers."""
     return Convention(
         title,
         hub=hub,

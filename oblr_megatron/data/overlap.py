@@ -1,8 +1,9 @@
-"""What is kept out of training: questions that occurred before, contradictions, and questions of a benchmark.
+"""Find duplicate training questions and training questions that overlap a benchmark. Both tests are exact.
 
-Both tests are exact. Duplicates are questions that are equal after NFKC and white space. A training question overlaps a
-benchmark's when it holds at least a given share of its shingles, all runs of n lower-cased words; a benchmark question
-of fewer than n words has none and has to be equal as text (not as words: "12+34" and "12*34" have the same words).
+Two questions are duplicates if they are equal after NFKC and white-space normalization. A shingle is a run of n
+lower-cased words. A training question overlaps a benchmark question if it contains at least a given share of its
+shingles. A benchmark question of fewer than n words has no shingles and must be equal as text. Equal words would not
+do: "12+34" and "12*34" have the same words.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from typing import NamedTuple
 
 from oblr_megatron.data.rows import Row, normalized, plain_text
 
-_WORD = re.compile(r"[^\W_]+")  # of "A_{1}" and "A_1" the same
+_WORD = re.compile(r"[^\W_]+")  # finds the same words in "A_{1}" and "A_1"
 
 Shingle = tuple[str, ...]
 
 
 class Duplicates:
-    """Rows seen so far, by their questions: 16 bytes each, since DAPO's 1.8 million rows are 17,000 problems."""
+    """Answers by question digest (16 bytes): DAPO has 1.8 million rows for 17,000 problems."""
 
     def __init__(self) -> None:
-        self._answers: dict[bytes, str | None] = {}  # None: they contradict one another
+        self._answers: dict[bytes, str | None] = {}  # None: the rows of the question have different answers
 
     def is_new(self, row: Row) -> bool:
-        """Whether the question has not come before; remembers it, and whether its answer is a different one."""
+        """Whether the question was not seen before. Records the question and its answer."""
         key, answer = _digest(row), normalized(row.answer)
         if key not in self._answers:
             self._answers[key] = answer
@@ -46,14 +47,14 @@ def _digest(row: Row) -> bytes:
 
 
 class _Held(NamedTuple):
-    """A benchmark question: its set, and how many shingles it has."""
+    """A benchmark question."""
 
-    name: str
-    size: int
+    name: str  # of the benchmark
+    size: int  # number of shingles
 
 
 class Benchmarks:
-    """The questions that training must not hold.
+    """Benchmark questions that must not occur in the training set.
 
     Example:
         benchmarks = Benchmarks(ngram=10, threshold=0.5)
@@ -68,7 +69,7 @@ class Benchmarks:
         self._short: dict[str, str] = {}
 
     def add(self, name: str, questions: Iterable[str]) -> None:
-        """Keep the questions of a set out."""
+        """Add the questions of a benchmark."""
         for question in questions:
             shingles = self._shingles(question)
             if not shingles:
@@ -79,7 +80,7 @@ class Benchmarks:
             self._held.append(_Held(name, len(shingles)))
 
     def overlapping(self, question: str) -> str:
-        """The set of which `question` holds a question, empty for none; of several the first that was added."""
+        """Name of the benchmark that `question` overlaps, the first added if several; empty if none."""
         if name := self._short.get(_spelling(question)):
             return name
         shingles = self._shingles(question) if self._by_shingle else ()

@@ -1,4 +1,4 @@
-"""Samples -> microbatches, in padded rows or packed, and the split of a step's prompts into folds of whole prompts."""
+"""Samples -> microbatches, in padded rows or packed; prompts of a step -> folds of whole prompts."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def pack(
     packed: bool = False,
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
-    """Microbatches of at most `max_tokens` padded tokens; a sample that is longer alone goes alone.
+    """Microbatches of at most `max_tokens` padded tokens. A sample longer than that gets its own microbatch.
 
-    Longest first, so that samples of like length share a microbatch and the largest one shows a lack of memory at once;
-    equal lengths keep the order of `sample_indices`. The same input gives the same microbatches.
+    Samples are sorted longest first, so that a microbatch holds samples of similar length and the first microbatch
+    needs the most memory. Equal lengths keep the order of `sample_indices`; the result is deterministic.
 
     Args:
         samples: [N] of the step.
         sample_indices: positions in `samples` to pack, each at most once; may be empty.
-        max_tokens: bound on the tokens of a microbatch, padding included.
-        pad_multiple: padded lengths, packed those of each sample, are multiples of this.
-        packed: all samples of a microbatch behind one another in one row, each put into the first microbatch that has
-            room; by default a row each, padded to the longest.
-        device: where the tensors are made.
+        max_tokens: upper bound on the tokens of a microbatch, padding included.
+        pad_multiple: padded lengths are multiples of this: of each sample if packed, else of each row.
+        packed: concatenate the samples of a microbatch in one row, first fit. By default each sample is a row, padded
+            to the longest.
+        device: of the tensors.
 
     Example, lengths 9, 4, 4, 3 and max_tokens 12: rows [9], [4, 4, 3]; packed [9, 3], [4, 4].
     """
@@ -55,7 +55,7 @@ def one_per_microbatch(
     pad_multiple: int = 1,
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
-    """One microbatch for each index, in the order given, padded to `pad_multiple` only."""
+    """One microbatch for each index, in the given order, padded to `pad_multiple` only."""
     widths = (-(-_length(samples[index]) // pad_multiple) * pad_multiple for index in sample_indices)
     return [_batch(samples, [index], width, device) for index, width in zip(sample_indices, widths, strict=True)]
 
@@ -68,15 +68,15 @@ def microbatches(
     *,
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
-    """`pack` as the configuration says.
+    """`pack` with the options of a run's configuration.
 
     Args:
         samples: [N] of the step.
         sample_indices: positions in `samples` to pack.
-        options: of the run.
-        padding: to what the model will pad (`Policy.padding`), so that the bound on tokens holds for what it computes;
-            by default as the layout in `options` needs it.
-        device: where the tensors are made.
+        options: packing, parallel sizes and micro_batch_tokens.
+        padding: the padding that the model applies (`Policy.padding`), so that the token bound includes it; by default
+            the padding that the layout in `options` needs.
+        device: of the tensors.
     """
     packed, padding = options.packing == "packed", padding or padding_of_layout(options)
     return pack(
@@ -90,7 +90,7 @@ def microbatches(
 
 
 def empty_batch(*, device: torch.device | str = "cpu") -> MicroBatch:
-    """One token of no sample's response: it takes part in every exchange between ranks and has no gradient."""
+    """One masked token: lets a rank without samples take part in all collectives; its gradient is zero."""
     ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
     return MicroBatch(
         input_ids=ids,
@@ -103,16 +103,16 @@ def empty_batch(*, device: torch.device | str = "cpu") -> MicroBatch:
 
 
 def check_folds(num_prompts: int, num_folds: int, dp_size: int) -> None:
-    """Refuse folds that are not equal, or that a data-parallel rank would have to share.
+    """Check that folds have equal size and that no fold is split over data-parallel ranks.
 
     Raises:
         UserError: num_folds does not divide num_prompts, or dp_size does not divide num_folds.
     """
     if num_prompts % num_folds:
         raise UserError(
-            f"num_prompts {num_prompts} does not divide into algo.snr.num_folds {num_folds} equal folds",
+            f"num_prompts {num_prompts} is not a multiple of algo.snr.num_folds {num_folds}",
             where="config: algo.snr.num_folds",
-            fix="make num_prompts a multiple of num_folds",
+            fix="make num_prompts a multiple of algo.snr.num_folds",
         )
     if num_folds % dp_size:
         raise UserError(
@@ -123,7 +123,7 @@ def check_folds(num_prompts: int, num_folds: int, dp_size: int) -> None:
 
 
 def local_folds(num_prompts: int, num_folds: int, dp_rank: int, dp_size: int) -> list[range]:
-    """The folds of one data-parallel rank, each a range of prompt positions; all of them in order make 0..Q-1.
+    """The folds of one data-parallel rank, as ranges of prompt positions. The folds of all ranks in order are 0..Q-1.
 
     Example: local_folds(8, 4, dp_rank=1, dp_size=2) == [range(4, 6), range(6, 8)].
 
@@ -140,7 +140,7 @@ def _length(sample: Sample) -> int:
 
 
 def _as_rows(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: int) -> list[list[int]]:
-    """Cut the samples, longest first, where another row of the first one's width would be too much."""
+    """Group samples in the given order; a group is full when one more row of its first width would exceed the bound."""
     groups: list[list[int]] = []
     for index in by_length:
         if groups and (len(groups[-1]) + 1) * widths[groups[-1][0]] <= max_tokens:
@@ -151,7 +151,7 @@ def _as_rows(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: in
 
 
 def _first_fit(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: int) -> list[list[int]]:
-    """Put each sample, longest first, into the first group that has room: at most 11/9 of the fewest groups and one."""
+    """First-fit decreasing bin packing: at most 11/9 OPT + 1 groups."""
     groups: list[list[int]] = []
     room: list[int] = []
     for index in by_length:
@@ -165,7 +165,7 @@ def _first_fit(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: 
 
 
 def _batch(samples: Sequence[Sample], group: Sequence[int], width: int, device: torch.device | str) -> MicroBatch:
-    """A row each."""
+    """A microbatch with one sample in each row."""
     rows = [_row(samples[index], width) for index in group]
     ids, labels, mask, logprobs, index = (torch.stack(values).to(device) for values in zip(*rows, strict=True))
     numbers = torch.tensor(list(group), device=device)
@@ -175,7 +175,7 @@ def _batch(samples: Sequence[Sample], group: Sequence[int], width: int, device: 
 def _packed(
     samples: Sequence[Sample], group: Sequence[int], widths: Mapping[int, int], device: torch.device | str
 ) -> MicroBatch:
-    """All in one row."""
+    """A microbatch with all samples in one row."""
     rows = [_row(samples[index], widths[index]) for index in group]
     ids, labels, mask, logprobs, index = (torch.cat(values)[None].to(device) for values in zip(*rows, strict=True))
     lengths = torch.tensor([0, *(widths[index] for index in group)], device=device)
@@ -191,9 +191,9 @@ def _packed(
 
 
 def _row(sample: Sample, width: int) -> tuple[torch.Tensor, ...]:
-    """Tokens, labels, mask, rollout log-probs and token numbers of one sample, each [width], on the CPU."""
-    assert sample.prompt_ids, "a sample without a prompt has no position that predicts its first token"
-    assert len(sample.logprobs) == len(sample.response_ids), "one log-prob for each response token"
+    """Tokens, labels, mask, rollout log-probs and token indices of one sample, each [width], on the CPU."""
+    assert sample.prompt_ids, "without a prompt, no position predicts the first response token"
+    assert len(sample.logprobs) == len(sample.response_ids), "each response token needs one log-prob"
     tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
     first, last = len(sample.prompt_ids) - 1, len(tokens) - 1  # positions that predict the response
     input_ids, labels, index = torch.zeros(3, width, dtype=torch.int64)

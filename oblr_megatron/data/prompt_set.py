@@ -1,8 +1,8 @@
-"""Rows -> prompts: template, tokens, length filter, and what is said of the rows left out.
+"""Rows -> prompts: template, tokenization, length filter, and a report of the skipped rows.
 
-Every row is read and tokenised once, when the set is opened: the length filter has to see each row anyway, and only
-then can an unusable set be refused before anything is started. What is kept of a row is its text, its answer and its
-token ids (32-bit integers in one flat array), about 1 kB for a row of competition mathematics.
+Every row is read and tokenized once, when the set is opened. The length filter needs this, and an unusable set is found
+before any process starts. The set keeps text, answer and token ids (32-bit integers in one flat array) of each row:
+about 1 kB for a row of competition mathematics.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOKENIZE_ROWS = 1024  # rows handed to the tokenizer at once
-NAMED_ROWS = 3  # of each reason, in the warning
+TOKENIZE_ROWS = 1024  # rows in one call of the tokenizer
+NAMED_ROWS = 3  # rows named in the warning for each reason
 
 
 class PromptSet(Sequence[Prompt]):
-    """The usable rows of one source, in file order: a sequence of `Prompt`, made on access.
+    """The usable rows of one source in file order, as `Prompt`s made on access.
 
-    `skipped` names the rows left out, in file order.
+    `skipped` lists the skipped rows in file order.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class PromptSet(Sequence[Prompt]):
         *,
         limit: int | None = None,
     ) -> None:
-        """Template, tokenise and filter.
+        """Render, tokenize and filter the rows.
 
         Args:
             path: of the source, as configured.
-            rows: its rows, in file order.
-            skipped: those left out so far, and while `rows` is read; belongs to the set from now on.
+            rows: of the source, in file order.
+            skipped: rows skipped earlier and while `rows` is read; the set takes ownership of the list.
             config: template and length limit.
-            tokenizer: turns a prompt into token ids; its own special tokens are added unless the chat template did.
-            limit: keep the first so many usable rows.
+            tokenizer: adds its special tokens, unless a chat template renders the prompt.
+            limit: keep only the first `limit` usable rows.
 
         Raises:
-            UserError: no row is left, or the template cannot be applied.
+            UserError: no usable row, or the template cannot be applied.
         """
         check_template(config, tokenizer)
         self.path = path
@@ -88,7 +88,7 @@ class PromptSet(Sequence[Prompt]):
         return Prompt(row.row, row.id, text, token_ids, row.answer, row.source, row.tolerance)
 
     def fingerprint(self) -> str:
-        """A digest of what the prompts are, so that a position is never taken up in another data set."""
+        """A digest of the prompts. A saved data position stores it, so that resuming with other data is refused."""
         digest = hashlib.sha256(self._tokens.tobytes())
         digest.update(self._ends.tobytes())
         for row in self._rows:
@@ -106,7 +106,7 @@ class PromptSet(Sequence[Prompt]):
             if len(self) == limit:
                 return
             if 0 < len(ids) <= config.max_prompt_tokens:
-                self._rows.append(row._replace(question=""))  # the text holds it
+                self._rows.append(row._replace(question=""))  # `text` contains the question
                 self._texts.append(text)
                 self._tokens.extend(ids)
                 self._ends.append(len(self._tokens))
@@ -136,10 +136,10 @@ class PromptSet(Sequence[Prompt]):
 def load_prompts(
     source: SourceConfig, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None
 ) -> list[Prompt]:
-    """All usable rows of a held-out set, in file order; `limit` keeps the first so many.
+    """The first `limit` usable rows of a held-out set, by default all, in file order.
 
     Raises:
-        UserError: the source cannot be read or holds no usable row.
+        UserError: the source cannot be read or has no usable row.
     """
     return list(read_prompts(source, config, tokenizer, limit=limit))
 
@@ -152,17 +152,17 @@ def read_prompts(
     limit: int | None = None,
     training: bool = False,
 ) -> PromptSet:
-    """The rows of one source as they are, duplicates and all; says in one warning what was left out.
+    """The usable rows of one source, duplicates included. Logs one warning about the skipped rows.
 
     Args:
-        source: what to read.
+        source: the data set.
         config: columns, template and length limit.
         tokenizer: see `PromptSet`.
-        limit: keep the first so many usable rows.
-        training: leave out rows flagged `overlaps_benchmark`, and take the convention's training split.
+        limit: keep only the first `limit` usable rows.
+        training: skip rows flagged `overlaps_benchmark`, and read the convention's training split.
 
     Raises:
-        UserError: the source cannot be read or holds no usable row.
+        UserError: the source cannot be read or has no usable row.
     """
     skipped: list[Skipped] = []
     rows = read_rows(source, config, skipped, training=training)
@@ -172,18 +172,14 @@ def read_prompts(
 
 
 def warn_of(sets: Sequence[PromptSet]) -> None:
-    """One warning for the rows left out of all sets."""
-    said = [
-        f"{prompts.path}: left out {len(prompts.skipped)} rows ({summary(prompts.skipped)})"
-        for prompts in sets
-        if prompts.skipped
-    ]
-    if said:
-        logger.warning("%s", "; ".join(said))
+    """Log one warning about the skipped rows of all sets."""
+    parts = [f"{one.path}: skipped {len(one.skipped)} rows ({summary(one.skipped)})" for one in sets if one.skipped]
+    if parts:
+        logger.warning("%s", "; ".join(parts))
 
 
 def summary(skipped: Sequence[Skipped]) -> str:
-    """Rows left out by reason, the most frequent first: "12 duplicate (lines 4, 9, 30, ...), 1 not JSON (line 5)"."""
+    """Skipped rows by reason, most frequent first: "12 duplicate (lines 4, 9, 30, ...), 1 not JSON (line 5)"."""
     by_reason: dict[str, list[Skipped]] = {}
     for skip in skipped:
         by_reason.setdefault(skip.reason, []).append(skip)

@@ -1,13 +1,19 @@
-"""Training prompts without end: sources mixed by weight, a shuffle per epoch, and an exact position to resume from."""
+"""An endless stream of training prompts: sources mixed by weight, shuffled every epoch, resumable at any prompt.
+
+Sources are mixed by Balinski and Young's quota method (1975), an apportionment rule without randomness. Let W be the
+share of a source. After t prompts it has given more than W t - 1 and less than W t + 1 prompts. Among the sources that
+stay below this bound with one more prompt, the one with the smallest (taken + 1) / W gives the next.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.data.mixture import next_source, whole_weights
 from oblr_megatron.data.prompt_set import PromptSet
 from oblr_megatron.data.rows import Skipped
 from oblr_megatron.data.training import training_sets
@@ -21,11 +27,10 @@ if TYPE_CHECKING:
 
 
 class PromptStream:
-    """Prompts without end: every epoch of a source holds each of its usable rows exactly once.
+    """An endless stream of prompts: every epoch of a source contains each of its usable rows exactly once.
 
-    The order within an epoch is drawn from the seed and the epoch. A batch that begins at the end of an epoch goes on
-    in the next one: within an epoch no prompt is lost or repeated. Several sources take turns by their weights
-    (mixture.py), each with epochs of its own.
+    The order within an epoch depends on the seed and the epoch number. A batch may span two epochs; no prompt is lost
+    or repeated. Several sources are mixed by their weights; each counts its own epochs.
 
     Example:
         stream = PromptStream(config.data, tokenizer, seed=0, held_out=config.evaluate.data)
@@ -47,73 +52,73 @@ class PromptStream:
             config: sources, columns, template and filters.
             tokenizer: see `PromptSet`.
             seed: of the order.
-            held_out: further sets whose questions are kept out, beside config.exclude.
+            held_out: benchmarks to exclude from training, in addition to config.exclude.
 
         Raises:
-            UserError: a source cannot be read, or holds no usable row.
+            UserError: a source cannot be read or has no usable row.
         """
         sets = training_sets(config, tokenizer, held_out or {})
-        self._lanes = [_Lane(prompts, seed, number, config.shuffle) for number, prompts in enumerate(sets)]
+        self._sources = [_Source(prompts, seed, number, config.shuffle) for number, prompts in enumerate(sets)]
         self._weights = whole_weights([_weight(*pair) for pair in zip(config.train, sets, strict=True)])
         self._seed = seed
         self._fingerprint = _fingerprint(sets)
 
     @property
     def skipped(self) -> list[Skipped]:
-        """Rows left out: source by source, each in file order."""
-        return [skip for lane in self._lanes for skip in lane.prompts.skipped]
+        """Skipped rows: source by source, each in file order."""
+        return [skip for source in self._sources for skip in source.prompts.skipped]
 
     @property
     def num_skipped(self) -> int:
-        """How many rows that is."""
-        return sum(len(lane.prompts.skipped) for lane in self._lanes)
+        """The number of skipped rows."""
+        return sum(len(source.prompts.skipped) for source in self._sources)
 
     @property
     def epoch(self) -> int:
-        """Passes that were completed over every source."""
-        return min(lane.epoch for lane in self._lanes)
+        """Epochs completed on every source."""
+        return min(source.epoch for source in self._sources)
 
     def __len__(self) -> int:
         """Usable rows of all sources."""
-        return sum(map(len, self._lanes))
+        return sum(map(len, self._sources))
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
-        taken = [lane.taken for lane in self._lanes]
+        taken = [source.taken for source in self._sources]
         prompts = []
         for _ in range(count):
-            source = next_source(taken, self._weights)
-            taken[source] += 1
-            prompts.append(self._lanes[source].take())
+            number = next_source(taken, self._weights)
+            taken[number] += 1
+            prompts.append(self._sources[number].take())
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands; plain JSON values."""
-        whose = {"seed": self._seed, "fingerprint": self._fingerprint}
-        if len(self._lanes) == 1:
-            return {**self._lanes[0].position(), **whose}
-        return {"sources": [lane.position() for lane in self._lanes], "weights": self._weights, **whose}
+        """The position in the stream, as plain JSON values."""
+        identity = {"seed": self._seed, "fingerprint": self._fingerprint}
+        if len(self._sources) == 1:
+            return {**self._sources[0].position(), **identity}
+        return {"sources": [source.position() for source in self._sources], "weights": self._weights, **identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the prompt that would have come next.
+        """Continue at the saved position.
 
         Raises:
-            UserError: the position belongs to other data, another seed or other weights.
+            UserError: the position was saved with other data, another seed or other weights.
         """
-        weights = self._weights if len(self._lanes) > 1 else None
+        weights = self._weights if len(self._sources) > 1 else None
         for key, own in (("fingerprint", self._fingerprint), ("seed", self._seed), ("weights", weights)):
             if state.get(key) != own:
                 raise UserError(
-                    f"the saved data position belongs to another {key} ({state.get(key)!r}, now {own!r})",
-                    where=", ".join(lane.prompts.path for lane in self._lanes),
-                    fix="resume with the data, weights, template and seed the run was started with",
+                    f"the data position was saved with {key} {state.get(key)!r}, this run has {own!r}",
+                    where=", ".join(source.prompts.path for source in self._sources),
+                    fix="resume with the data, weights, template and seed that the run was started with",
                 )
-        for lane, position in zip(self._lanes, state.get("sources", [state]), strict=True):
-            lane.seek(position["epoch"], position["index"])
+        for source, position in zip(self._sources, state.get("sources", [state]), strict=True):
+            source.seek(position["epoch"], position["index"])
 
 
-class _Lane:
-    """One source of a stream, and where it stands."""
+class _Source:
+    """One source of a stream and the position in it."""
 
     def __init__(self, prompts: PromptSet, seed: int, number: int, shuffle: bool) -> None:
         self.prompts = prompts
@@ -126,7 +131,7 @@ class _Lane:
 
     @property
     def taken(self) -> int:
-        """Prompts given since the run began."""
+        """Prompts taken since the run began."""
         return self.epoch * len(self) + self._index
 
     def position(self) -> dict[str, int]:
@@ -146,12 +151,33 @@ class _Lane:
         return prompt
 
 
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """The weights scaled to whole numbers, exactly. [0.5, 0.25] -> [2, 1]"""
+    exact = [Fraction(weight) for weight in weights]
+    common = lcm(*(weight.denominator for weight in exact))
+    return [int(weight * common) for weight in exact]
+
+
+def next_source(taken: Sequence[int], weights: Sequence[int]) -> int:
+    """Position of the source that gives the next prompt.
+
+    Args:
+        taken: prompts that each source has given so far.
+        weights: positive whole numbers.
+
+    Example: weights [3, 1] give the order 0, 0, 0, 1, 0, 0, 0, 1, ...
+    """
+    total, given = sum(weights), sum(taken) + 1
+    eligible = [source for source, weight in enumerate(weights) if taken[source] * total < weight * given]
+    return min(eligible, key=lambda source: Fraction(taken[source] + 1, weights[source]))
+
+
 def _weight(source: SourceConfig, prompts: PromptSet) -> float:
-    """Of a source in the mixture: its own, else its number of rows (all of them have one, or none)."""
+    """The configured weight, else the number of rows. Either all sources have a weight or none."""
     return len(prompts) if source.weight is None else source.weight
 
 
 def _fingerprint(sets: list[PromptSet]) -> str:
-    """Of one source its own, as positions saved before there were mixtures have it."""
+    """One source: its own fingerprint, so that positions saved by old versions stay valid. Several: a digest."""
     own = [prompts.fingerprint() for prompts in sets]
     return own[0] if len(own) == 1 else hashlib.sha256("".join(own).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Records of a source -> rows with a question and an answer; what cannot be used is left out and remembered."""
+"""Records of a source -> rows with a question and an answer; unusable records are skipped and listed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Question = str | Messages
 
 
 class Skipped(NamedTuple):
-    """A row that was left out.
+    """A skipped row.
 
     Example: Skipped(source="rows.jsonl", line=12, reason="longer than data.max_prompt_tokens 20", detail="40 tokens")
     """
 
-    source: str  # its path, as configured
-    line: int  # line or row in the file, counted from 1 as editors do
-    reason: str  # the same words for all rows left out for it
+    source: str  # path, as configured
+    line: int  # line or row in the file, counted from 1 as in editors
+    reason: str  # rows are grouped by this text
     detail: str = ""
-    file: str = ""  # name without suffix: a source may have several
+    file: str = ""  # name without suffix; a source may have several files
 
 
 class Row(NamedTuple):
@@ -37,28 +37,28 @@ class Row(NamedTuple):
     """
 
     row: int  # line in the file, counted from 0
-    id: str  # the row's own "id", else file name and line
+    id: str  # the row's "id" column, else file name and line
     question: Question
     answer: str
-    source: str  # the row's own "source", else the file name
-    tolerance: str  # as types.Prompt's
+    source: str  # the row's "source" column, else the file name
+    tolerance: str  # in the format of types.Prompt.tolerance
     file: str  # name without suffix
 
     def left_out(self, source: str, reason: str, detail: str = "") -> Skipped:
-        """What is remembered of the row where it is not used; `source` is the configured path."""
+        """The record of this row as skipped; `source` is the configured path."""
         return Skipped(source, self.row + 1, reason, detail, self.file)
 
 
 def read_rows(
     source: SourceConfig, config: DataConfig, skipped: list[Skipped], *, training: bool = False
 ) -> Iterator[Row]:
-    """The usable rows in file order; blank lines are passed over.
+    """The usable rows in file order; blank lines are ignored.
 
     Args:
-        source: what to read.
-        config: names of the columns where neither the source nor its convention has them.
-        skipped: receives the rows left out.
-        training: leave out rows flagged `overlaps_benchmark`, and take the convention's training split.
+        source: the data set.
+        config: fallback column names, after those of the source and its convention.
+        skipped: skipped rows are appended here.
+        training: skip rows flagged `overlaps_benchmark`, and read the convention's training split.
 
     Raises:
         UserError: the source cannot be read.
@@ -75,19 +75,19 @@ def read_rows(
 
 
 def plain_text(question: Question) -> str:
-    """The question's words, whatever its form: what duplicates and overlaps are found by."""
+    """The question as one text, with which duplicates and overlaps are found."""
     return question if isinstance(question, str) else "\n".join(message["content"] for message in question)
 
 
 def normalized(words: str) -> str:
-    """NFKC with single spaces: "a\\u00a0 b" -> "a b". Two questions are the same if this is."""
+    """NFKC with single spaces: "a\\u00a0 b" -> "a b". Equal results mean equal questions."""
     return " ".join(unicodedata.normalize("NFKC", words).split())
 
 
 def _row(
     record: Record, convention: Convention, questions: Iterable[str], answers: Iterable[str], training: bool
 ) -> Row | str:
-    """The row, or why it is left out."""
+    """The row, or the reason to skip it."""
     values = record.value
     if isinstance(values, str):
         return values
@@ -115,13 +115,14 @@ class _Unusable(NamedTuple):
 
 
 def _question(values: dict[str, Any], columns: Iterable[str], convention: Convention) -> Question | _Unusable:
-    """The first column that holds text, a number or messages, read as the convention has it."""
+    """The first column with text, a number or messages, after the convention's `question` reader."""
     for column in columns:
         value = convention.question(_field(values, column))
         if text(value).strip():
             return text(value)
         if isinstance(value, list) and value:
-            return value if _is_conversation(value) else _Unusable(f"{column!r} is no conversation that a user ends")
+            reason = f"{column!r} is not a conversation that ends with a user turn"
+            return value if _is_conversation(value) else _Unusable(reason)
     return _Unusable(_missing(columns))
 
 
@@ -136,7 +137,7 @@ def _missing(columns: Iterable[str]) -> str:
 
 
 def _field(values: dict[str, Any], name: str) -> Any:
-    """Column `name`; "a.b" is field b of column a, unless there is a column of that very name."""
+    """Column `name`; "a.b" is field b of column a, unless a column "a.b" exists."""
     if name in values:
         return values[name]
     first, dot, rest = name.partition(".")
@@ -145,7 +146,7 @@ def _field(values: dict[str, Any], name: str) -> Any:
 
 
 def _tolerance(values: dict[str, Any], convention: Convention) -> str:
-    """The row's own tolerance as a plain decimal, else the convention's. "1e-1" -> "0.1"."""
+    """The row's tolerance as a plain decimal ("1e-1" -> "0.1"), else the convention's."""
     for column in convention.tolerances:
         written = text(values.get(column)).strip()
         try:

@@ -1,7 +1,7 @@
-"""A configured source -> its records, one after another, with the file and row each one stands in.
+"""A configured source -> its records in order, each with its file and row number.
 
-JSONL is read by our own line reader: a malformed line must cost that line alone, and the JSON loader of `datasets`
-gives up the whole file. Everything else (parquet, directories, sets of the hub) goes through `datasets`, local files
+JSONL has its own line reader, so that a malformed line costs only that line; the JSON loader of `datasets` would refuse
+the whole file. Everything else (parquet, directories, hub data sets) goes through `datasets`, which streams local files
 without a copy in its cache.
 """
 
@@ -21,24 +21,24 @@ from oblr_megatron.errors import UserError
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz")
 _SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # written by Dataset.save_to_disk
-BATCH_ROWS = 1024  # read at once
+BATCH_ROWS = 1024  # rows per read
 _CANNOT = "cannot read the data set"
 
 
 class Record(NamedTuple):
-    """One row as it is stored. Example: Record("train", 3, {"question": "2+3?", "answer": "5"})"""
+    """One stored row. Example: Record("train", 3, {"question": "2+3?", "answer": "5"})"""
 
-    file: str  # name without suffix, or that of the hub's set
-    number: int  # line or row in that file, from 0
-    value: dict[str, Any] | str  # or why it cannot be read
+    file: str  # name without suffix, or name of the hub data set
+    number: int  # line or row in the file, from 0
+    value: dict[str, Any] | str  # the columns, or the reason why the row cannot be read
 
 
 def named_source(text: str) -> tuple[str, SourceConfig]:
-    """A data set as a command line names it.
+    """Name and source of a command-line argument.
 
     Args:
-        text: "NAME=PATH", a path, a set of the hub, or the name of a convention. NAME's own convention applies to PATH
-            if there is one; without NAME a file or directory goes by its stem, a set of the hub by its last part.
+        text: "NAME=PATH", a path, a hub data set, or a convention. A convention called NAME applies to PATH. The
+            default NAME is the stem of a file or directory, or the last part of a hub name.
 
     Examples:
         "gsm8k=data/test.jsonl" -> "gsm8k", SourceConfig(path="data/test.jsonl", convention="gsm8k")
@@ -46,15 +46,15 @@ def named_source(text: str) -> tuple[str, SourceConfig]:
         "aime24"                -> "aime24", SourceConfig(path="aime24", convention="aime24")
 
     Raises:
-        UserError: there is no path, or no name can be had from it.
+        UserError: the path is empty, or is a pattern without a NAME.
     """
     name, sign, path = text.partition("=")
     if not sign or not re.fullmatch(r"[\w.-]+", name) or Path(text).exists():
         name, path = "", text
     if not path:
-        raise UserError(f"{text!r} names no data", where="--data", fix="write NAME=PATH, a path, or a convention")
+        raise UserError(f"{text!r} has no path", where="--data", fix="write NAME=PATH, a path, or a convention")
     if not name and has_magic(path):
-        raise UserError(f"{path!r} is a pattern, the set needs a name", where="--data", fix=f"write NAME={path}")
+        raise UserError(f"the pattern {path!r} has no name", where="--data", fix=f"write NAME={path}")
     if not name:
         name = Path(path).name if Path(path).is_dir() or _is_hub_name(path) else Path(path).stem
         return name, SourceConfig(path=path, convention=_bare_convention(path))
@@ -62,15 +62,15 @@ def named_source(text: str) -> tuple[str, SourceConfig]:
 
 
 def convention_of(source: SourceConfig) -> Convention:
-    """The convention that was named; else the one whose name or hub set the path is; else plain columns.
+    """The configured convention; else the one that the path names, by its name or hub data set; else plain columns.
 
     Raises:
-        UserError: no convention of that name.
+        UserError: unknown convention.
     """
     name = source.convention or _bare_convention(source.path)
     if name and name not in CONVENTIONS:
         raise UserError(
-            f"unknown convention {name!r}", where=f"data: {source.path}", fix=f"known: {', '.join(CONVENTIONS)}"
+            f"unknown convention {name!r}", where=f"data: {source.path}", fix=f"use one of {', '.join(CONVENTIONS)}"
         )
     return CONVENTIONS[name] if name else PLAIN
 
@@ -79,11 +79,11 @@ def open_source(source: SourceConfig, *, training: bool = False) -> Iterator[Rec
     """The records of a source, in order.
 
     Args:
-        source: what was asked for; an existing file comes first, then a directory, a convention, a set of the hub.
-        training: take the convention's training split.
+        source: its path is tried as a file, a pattern, a directory, a convention and a hub data set, in this order.
+        training: read the convention's training split.
 
     Raises:
-        UserError: it cannot be opened or read.
+        UserError: the source cannot be opened or read.
     """
     path = Path(source.path)
     if path.is_file():
@@ -97,7 +97,7 @@ def open_source(source: SourceConfig, *, training: bool = False) -> Iterator[Rec
 
 
 def _bare_convention(path: str) -> str:
-    """The convention whose name, or whose set of the hub, the path is; empty where something local has that name."""
+    """The convention that the path names, by its name or hub data set; empty if a local path of that name exists."""
     if Path(path).exists():
         return ""
     return next((name for name, convention in CONVENTIONS.items() if path in (name, convention.hub)), "")
@@ -116,23 +116,23 @@ def _file(path: Path) -> Iterator[Record]:
 def _pattern(pattern: str) -> Iterator[Record]:
     files = [Path(name) for name in sorted(glob(pattern, recursive=True)) if Path(name).is_file()]
     if not files:
-        raise UserError(f"{_CANNOT}: no file has that name", where=pattern, fix="correct the pattern")
+        raise UserError(f"{_CANNOT}: no file matches the pattern", where=pattern, fix="correct the pattern")
     for file in files:
         yield from _file(file)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(position from 0, bytes) of each line; a byte-order mark is dropped."""
+    """(position from 0, bytes) of each line, without a byte-order mark."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file):
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
     except OSError as error:
-        raise UserError(f"{_CANNOT}: {error.strerror}", where=str(path), fix="give a file that can be read") from error
+        raise UserError(f"{_CANNOT}: {error.strerror}", where=str(path), fix="use a readable file") from error
 
 
 def _parse(line: bytes) -> dict[str, Any] | str:
-    """The row, or why it cannot be read."""
+    """The row, or the reason why it cannot be read."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
@@ -143,13 +143,13 @@ def _parse(line: bytes) -> dict[str, Any] | str:
 
 
 def _directory(path: Path, source: SourceConfig, training: bool) -> Any:
-    """The chosen split of a directory: one saved by `save_to_disk`, or files that `datasets` finds in it."""
+    """The chosen split of a directory, written by `save_to_disk` or loadable by `datasets`."""
     if any((path / name).exists() for name in _SAVED_TO_DISK):
         splits = _load_from_disk(path)
     else:
         splits = _load(str(path), source.path, name=source.subset or None)
     if not isinstance(splits, dict):
-        return splits  # saved as a single split
+        return splits  # a data set without splits
     usual = (_usual_split(convention_of(source), training), "train")
     only = list(splits)[:1] if len(splits) == 1 else []
     chosen = next((name for name in ((source.split,) if source.split else (*usual, *only)) if name in splits), None)
@@ -172,13 +172,13 @@ def _hub(source: SourceConfig, training: bool) -> Iterator[Record]:
     name = convention.hub if source.path in CONVENTIONS else source.path
     if not name:
         raise UserError(
-            f"the convention {source.path!r} stands for no set of the hub", where="data", fix="give a file, or a year"
+            f"the convention {source.path!r} has no hub data set", where=source.path, fix="give a file, or a year"
         )
     if not _is_hub_name(name):
         raise UserError(
-            f"{_CANNOT}: there is no such file, directory or convention",
+            f"{_CANNOT}: no such file, directory or convention",
             where=source.path,
-            fix=f"give an existing path, OWNER/NAME of a set on the hub, or one of {', '.join(CONVENTIONS)}",
+            fix=f"give an existing path, OWNER/NAME of a hub data set, or one of {', '.join(CONVENTIONS)}",
         )
     split = _usual_split(convention, training) if own else ""
     rows = _load(
@@ -193,7 +193,7 @@ def _hub(source: SourceConfig, training: bool) -> Iterator[Record]:
 
 
 def _records(file: str, data: Any, where: str) -> Iterator[Record]:
-    """The rows of a `datasets` object, taken from its arrow tables: eight times as fast as one by one."""
+    """The rows of a `datasets` object. Reading its arrow tables is 8 times as fast as reading row by row."""
     number = 0
     tables = iter(data.with_format("arrow").iter(batch_size=BATCH_ROWS))
     while True:
@@ -201,7 +201,7 @@ def _records(file: str, data: Any, where: str) -> Iterator[Record]:
             rows = next(tables).to_pylist()
         except StopIteration:
             return
-        except Exception as error:  # what a damaged file makes of datasets, pyarrow and fsspec
+        except Exception as error:  # on a damaged file, datasets, pyarrow and fsspec raise unrelated classes
             raise _refusal(error, where) from error
         for row in rows:
             yield Record(file, number, row)
@@ -209,12 +209,12 @@ def _records(file: str, data: Any, where: str) -> Iterator[Record]:
 
 
 def _load(kind: str, where: str, *, streaming: bool = True, **options: Any) -> Any:
-    """`datasets.load_dataset`; what it cannot do is the user's to mend."""
+    """`datasets.load_dataset`, with its errors as UserError."""
     from datasets import load_dataset
 
     try:
         return load_dataset(kind, streaming=streaming, **options)
-    except Exception as error:  # its errors share no class: hub, files, names of splits and subsets
+    except Exception as error:  # errors of the hub, files, splits and subsets share no base class
         raise _refusal(error, where) from error
 
 
@@ -223,15 +223,15 @@ def _load_from_disk(path: Path) -> Any:
 
     try:
         return load_from_disk(str(path))
-    except Exception as error:  # as above
+    except Exception as error:  # its errors share no base class, as in `_load`
         raise _refusal(error, str(path)) from error
 
 
 def _refusal(error: Exception, where: str) -> UserError:
     if isinstance(error, ConnectionError):
-        fix = "download it where there is a network, and give the path of its files"
+        fix = "download the data set on a machine with network access, and give the path of its files"
     elif type(error).__name__ in ("DatasetNotFoundError", "GatedRepoError"):
-        fix = "correct the name, log in to the hub if the set asks for it, or give the path of its files"
+        fix = "correct the name, log in to the hub for a gated data set, or give the path of its files"
     else:
         fix = "correct path, subset, split or revision, or repair the file"
     what = " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""A question -> the prompt's text: data.template, or the tokenizer's own chat template."""
+"""A question -> the prompt's text, with data.template and the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _OURS = {"conversation", "tokenize", "add_generation_prompt", "continue_final_me
 
 
 class RefusedError(ValueError):
-    """The chat template does not take this conversation."""
+    """The chat template raised an error for this conversation."""
 
 
 def check_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse what no row could be rendered with.
+    """Check data.chat_template and data.chat_template_options against the tokenizer.
 
     Raises:
-        UserError: the tokenizer has no chat template, or an option is not for it.
+        UserError: the tokenizer has no chat template, or an option is reserved.
     """
     if not config.chat_template:
         return
@@ -31,25 +31,25 @@ def check_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
         raise UserError(
             "data.chat_template is true, but the tokenizer has no chat template",
             where="config: data.chat_template",
-            fix="set it to false and give data.template, or use a chat model's tokenizer",
+            fix="set it to false and use data.template, or use the tokenizer of a chat model",
         )
     if taken := sorted(_OURS & set(config.chat_template_options)):
         raise UserError(
-            f"data.chat_template_options may not set {', '.join(taken)}",
+            f"data.chat_template_options sets {', '.join(taken)}, which this package sets itself",
             where="config: data.chat_template_options",
-            fix="give only what the tokenizer's chat template reads, e.g. enable_thinking",
+            fix="give only options that the tokenizer's chat template reads, e.g. enable_thinking",
         )
 
 
 def render(question: Question, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """The prompt's text.
 
-    A question of text is put into data.template, which with data.chat_template is the user turn. A conversation is
-    rendered as it stands; without a chat template it has to be a single user turn, which counts as text.
+    A text question is inserted into data.template; with data.chat_template the result is the user turn. A conversation
+    is rendered unchanged. Without a chat template it must be a single user turn, which is handled as text.
 
     Raises:
-        UserError: a conversation of several turns and no chat template.
-        RefusedError: the chat template does not take the conversation, e.g. because it knows no system turn.
+        UserError: a conversation of several turns, but no chat template.
+        RefusedError: the chat template raised an error, e.g. because it supports no system turn.
     """
     from jinja2 import TemplateError
 
@@ -77,6 +77,6 @@ def _only_turn(question: Question) -> str:
         raise UserError(
             f"a question is a conversation of {len(messages)} messages, but data.chat_template is false",
             where="config: data.chat_template",
-            fix="set it to true, or name a column of text in question_column",
+            fix="set it to true, or use a text column as question_column",
         )
     return messages[0]["content"]

@@ -1,4 +1,4 @@
-"""The training sources without what is to be kept out: duplicates, contradictions, questions of benchmarks."""
+"""The training sources without duplicates, contradicting answers and benchmark questions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 def training_sets(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, held_out: Mapping[str, SourceConfig]
 ) -> list[PromptSet]:
-    """The usable rows of each source of config.train; says in one warning what was left out of them.
+    """The usable rows of each source of config.train. Logs one warning about the skipped rows.
 
     Args:
         config: sources, columns, template and filters.
         tokenizer: see `PromptSet`.
-        held_out: sets whose questions are kept out, beside config.exclude.
+        held_out: benchmarks to exclude from training, in addition to config.exclude.
 
     Raises:
-        UserError: a source cannot be read, or holds no usable row.
+        UserError: a source cannot be read or has no usable row.
     """
     skipped: list[list[Skipped]] = [[] for _ in config.train]
     rows = _distinct(config, skipped) if config.deduplicate else _all(config, skipped)
@@ -53,9 +53,9 @@ def _all(config: DataConfig, skipped: list[list[Skipped]]) -> list[Iterator[Row]
 
 
 def _distinct(config: DataConfig, skipped: list[list[Skipped]]) -> list[list[Row]]:
-    """The rows of each source, one for each question of all of them, and none where the answers differ.
+    """The first row of each question over all sources; questions with contradicting answers are skipped.
 
-    Only after the last row is it known which questions have one answer, so that first occurrences are held until then.
+    A contradiction may come with the last row, so all first occurrences are held in memory.
     """
     duplicates = Duplicates()
 
@@ -71,7 +71,7 @@ def _distinct(config: DataConfig, skipped: list[list[Skipped]]) -> list[list[Row
 
 
 def _benchmarks(config: DataConfig, held_out: Mapping[str, SourceConfig]) -> Benchmarks:
-    """The questions of config.exclude and of the held-out sets; none if overlaps are allowed."""
+    """The questions of config.exclude and of the held-out sets; empty if overlaps are allowed."""
     benchmarks = Benchmarks(ngram=config.overlap_ngram, threshold=config.overlap_threshold)
     if config.overlap_threshold > 0:
         for name, source in [*((source.path, source) for source in config.exclude), *held_out.items()]:
@@ -80,7 +80,7 @@ def _benchmarks(config: DataConfig, held_out: Mapping[str, SourceConfig]) -> Ben
 
 
 def _without(reason_of: Callable[[Row], str], rows: Iterable[Row], path: str, skipped: list[Skipped]) -> Iterator[Row]:
-    """The rows there is no reason to leave out; the others are remembered with theirs."""
+    """The rows with an empty `reason_of`; the others are appended to `skipped` with their reason."""
     for row in rows:
         if reason := reason_of(row):
             skipped.append(row.left_out(path, reason))

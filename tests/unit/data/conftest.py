@@ -1,4 +1,4 @@
-"""A character tokenizer made on the spot (every printable ASCII character is a token), and rows as files."""
+"""A tokenizer with one token for each printable ASCII character, and helpers that write rows to files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; no chat template."""
+    """One token for each character; no chat template."""
     vocabulary = {character: index for index, character in enumerate(string.printable)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="~"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -42,7 +42,7 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_network() -> Iterator[None]:
-    """Nothing is downloaded: `datasets` and the hub's client read this when they are imported and when they ask."""
+    """Prevent downloads. `datasets` reads the variable when imported, the hub client at every request."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -50,24 +50,24 @@ def _no_network() -> Iterator[None]:
 
 
 def config(train: object = SUMS, **values: object) -> DataConfig:
-    """A [data] section of one source, unless `train` is a list of them."""
+    """A [data] section; `train` is one source or a list of sources."""
     return DataConfig.model_validate({"train": train, **values})
 
 
 def stream(
     tokenizer: PreTrainedTokenizerFast, train: object = SUMS, *, seed: int = 0, **values: object
 ) -> PromptStream:
-    """Training prompts of a [data] section."""
+    """The training prompts of a [data] section."""
     return PromptStream(config(train, **values), tokenizer, seed=seed)
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, object]]) -> Path:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def sums(path: Path, count: int, first: int = 0) -> Path:
-    """Different sums: row n asks for n + 1."""
+    """Write different sums: row n asks for n + 1."""
     rows = ({"question": f"{number} + 1 = ?", "answer": number + 1} for number in range(first, first + count))
     return write_rows(path, rows)

@@ -1,6 +1,6 @@
-r"""The table of benchmarks: rows as each set publishes them, in miniature, and the page that repeats the table.
+r"""Conventions: one row of each benchmark in its published format, and the copy of the table in docs/data.md.
 
-Not covered: whether the sets of the hub still have these columns; the rows below were written after their pages.
+Not covered: whether the hub data sets still have these columns. The rows below follow their dataset cards.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from oblr_megatron.config.data import DataConfig, EvaluateConfig
+from oblr_megatron.config.data import CONVENTION_NAMES, DataConfig, EvaluateConfig
 from oblr_megatron.data.conventions import CONVENTIONS, Convention, text
 from oblr_megatron.data.prompt_set import load_prompts
 from oblr_megatron.data.sources import convention_of
@@ -57,6 +57,10 @@ GOLD = {
 }
 
 
+def test_the_config_lists_all_conventions() -> None:
+    assert set(CONVENTION_NAMES) == set(CONVENTIONS) and len(CONVENTION_NAMES) == len(CONVENTIONS)
+
+
 @pytest.mark.parametrize("name", CONVENTIONS)
 def test_rows_as_published(name: str, tmp_path: Path, tokenizer) -> None:
     path = write_rows(tmp_path / "published.jsonl", [PUBLISHED[name]])
@@ -68,7 +72,7 @@ def test_rows_as_published(name: str, tmp_path: Path, tokenizer) -> None:
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
-def test_gold_readers_leave_a_bare_answer_alone(name: str) -> None:
+def test_gold_readers_do_not_change_a_bare_answer(name: str) -> None:
     gold = CONVENTIONS[name].gold
     assert gold(GOLD[name]) == GOLD[name] == gold(gold(GOLD[name]))
     for answer in ("-3", "0", "x"):
@@ -106,7 +110,7 @@ def test_tolerances_of_rows(written: object, tolerance: str, tmp_path: Path, tok
     assert [prompt.tolerance for prompt in load_prompts(data.train[0], data, tokenizer)] == [tolerance] * 2
 
 
-def test_only_dapos_own_instruction_is_taken_off(tmp_path: Path, chat_tokenizer) -> None:
+def test_only_dapos_instruction_is_removed(tmp_path: Path, chat_tokenizer) -> None:
     talk = [{"role": "user", "content": "Solve: 1+1"}]
     rows = [{"prompt": talk, "answer": 2}, {"prompt": "1+1", "answer": 2}, {"prompt": DAPO, "solution": "2"}]
     data = config({"path": str(write_rows(tmp_path / "a.jsonl", rows)), "convention": "dapo"}, chat_template=True)
@@ -114,7 +118,7 @@ def test_only_dapos_own_instruction_is_taken_off(tmp_path: Path, chat_tokenizer)
     assert texts == ["<u>Solve: 1+1<a>", "<u>1+1<a>", "<u>What is $1+1$?<a>"]
 
 
-def test_the_columns_of_the_source_come_first_and_those_of_data_last(tmp_path: Path, tokenizer) -> None:
+def test_columns_of_the_source_come_first_and_those_of_the_data_section_last(tmp_path: Path, tokenizer) -> None:
     row = {"problem": "p", "question": "q", "answer": "a 1", "solution": r"\boxed{s}", "text": "t", "gold": "#### 5"}
     path = str(write_rows(tmp_path / "a.jsonl", [row]))
     for source, pair in (
@@ -132,7 +136,7 @@ def test_the_columns_of_the_source_come_first_and_those_of_data_last(tmp_path: P
 
 
 def as_row(name: str, convention: Convention) -> str:
-    """The table's line for a convention."""
+    """The row of a convention in docs/data.md."""
     splits = ", ".join(dict.fromkeys(filter(None, (convention.training_split, convention.split))))
     where = " ".join(filter(None, (f"`{convention.hub}`" if convention.hub else "none", convention.subset, splits)))
     columns = ", ".join(f"`{column}`" for column in convention.questions)
@@ -144,13 +148,13 @@ def as_row(name: str, convention: Convention) -> str:
     return " | ".join(["", *cells, convention.customary, ""]).strip()
 
 
-def test_the_page_repeats_the_table() -> None:
+def test_docs_table_is_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
     missing = [row for row in (as_row(*item) for item in CONVENTIONS.items()) if row not in page]
-    assert not missing, "docs/data.md has not the lines\n" + "\n".join(missing)
+    assert not missing, "docs/data.md lacks these lines\n" + "\n".join(missing)
 
 
-def test_the_pages_examples_are_configurations() -> None:
+def test_docs_examples_are_valid_configurations() -> None:
     blocks = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     sources = []
     for block in blocks:

@@ -1,6 +1,6 @@
-"""What is kept out of training.
+"""Rows excluded from training: duplicates, contradictions, overlaps with benchmarks.
 
-The oracle of the overlap is the definition, computed by brute force. Not covered: paraphrases, which no shingle finds.
+Oracle of the overlap: the definition, computed by brute force. Not covered: paraphrases, which shingles cannot find.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_contradicting_answers_drop_all_rows_of_a_question(tokenizer: PreTrained
     assert {prompt.text for prompt in prompts.take(2)} == {"1+1", "4+4"}
 
 
-def test_rows_that_hold_a_benchmark_question_are_dropped(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_rows_that_contain_a_benchmark_question_are_dropped(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     test = rows(tmp_path / "test.jsonl", (DUCKS, 1), ("12+34", 46))
     held = rows(tmp_path / "held.jsonl", ("What is two plus two?", 4))
     train = rows(
@@ -80,11 +80,12 @@ def test_rows_that_hold_a_benchmark_question_are_dropped(tokenizer: PreTrainedTo
     assert len(stream(tokenizer, train, exclude=str(test), overlap_threshold=0)) == 5
 
 
-def test_nothing_is_left_to_train_on(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_an_error_if_no_training_row_remains(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     train = rows(tmp_path / "train.jsonl", (DUCKS, 1), (DUCKS, 1), ("2+2", 4))
-    with pytest.raises(UserError, match=r"no usable row \(2 overlapping .*train.jsonl \(lines 1, 3\), 1 duplicate"):
+    with pytest.raises(UserError, match=r"2 overlapping .*train.jsonl \(lines 1, 3\), 1 duplicate") as error:
         stream(tokenizer, train, exclude=str(train))
-    with pytest.raises(UserError, match=r"no usable row \(3 duplicate"):
+    assert error.value.where == str(train)
+    with pytest.raises(UserError, match="3 duplicate"):
         stream(tokenizer, [str(train), str(train)])
 
 
@@ -94,7 +95,7 @@ def test_nothing_is_left_to_train_on(tokenizer: PreTrainedTokenizerFast, tmp_pat
     st.integers(1, 4),
     st.sampled_from([0.01, 0.3, 0.5, 1.0]),
 )
-def test_overlaps_are_those_of_the_definition(held, question, ngram, threshold) -> None:
+def test_overlaps_match_the_definition(held, question, ngram, threshold) -> None:
     def shingles(text: str) -> set[tuple[str, ...]]:
         words = re.findall(r"[a-z]+", text.lower())
         return {tuple(words[first : first + ngram]) for first in range(len(words) - ngram + 1)}

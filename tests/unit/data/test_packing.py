@@ -1,7 +1,7 @@
 """Microbatches and folds.
 
-The oracle reads a microbatch back into samples, token by token, and compares them with what went in. Not covered: that
-a loss does not depend on the packing, which needs a model (tests/distributed).
+Oracle: a microbatch is converted back into samples, token by token, and compared with the input. Not covered: that the
+loss does not depend on the packing, which needs a model (tests/distributed).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from oblr_megatron.types import MicroBatch, Sample
 
 
 def sample(prompt: int, response: int, first: int = 1) -> Sample:
-    """Distinct tokens, log-probs that name their token."""
+    """A sample with distinct tokens; the log-prob of token t is -t."""
     tokens = tuple(range(first, first + prompt + response))
     logprobs = tuple(-float(token) for token in tokens[prompt:])
     return Sample(0, tokens[:prompt], tokens[prompt:], logprobs, "", "stop", 0)
 
 
 def as_rows(batch: MicroBatch) -> MicroBatch:
-    """The samples of a packed microbatch, a row each."""
+    """A packed microbatch with one sample in each row."""
     if batch.cu_seqlens is None:
         return batch
     assert batch.cu_seqlens.dtype == torch.int32
@@ -39,7 +39,7 @@ def as_rows(batch: MicroBatch) -> MicroBatch:
 
 
 def unpack(batch: MicroBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:
-    """Sample index -> (tokens up to the last label, response, log-probs), as the loss would see them."""
+    """Sample index -> (input tokens, response, log-probs), as the loss reads them."""
     found = {}
     batch = as_rows(batch)
     for ids, labels, mask, logprobs, index in zip(
@@ -51,7 +51,7 @@ def unpack(batch: MicroBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...
     return found
 
 
-def test_the_example_of_the_record() -> None:
+def test_the_docstring_example_of_microbatch() -> None:
     [batch] = pack([Sample(0, (5, 9), (7, 1), (-0.1, -0.02), "", "stop", 0)], [0], max_tokens=100)
     assert batch.input_ids.tolist() == [[5, 9, 7, 1]]
     assert batch.labels.tolist() == [[9, 7, 1, 0]]
@@ -67,7 +67,7 @@ def test_the_example_of_the_record() -> None:
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_nothing_is_lost_and_the_budget_holds(shapes, max_tokens, pad_multiple, packed, random) -> None:
+def test_all_samples_are_packed_within_the_token_budget(shapes, max_tokens, pad_multiple, packed, random) -> None:
     samples = [sample(*shape, first=1 + 20 * index) for index, shape in enumerate(shapes)]
     chosen = random.sample(range(len(samples)), random.randint(0, len(samples)))
     batches = pack(samples, chosen, max_tokens=max_tokens, pad_multiple=pad_multiple, packed=packed)
@@ -93,7 +93,7 @@ def tokens_of_first(samples: list[Sample], batch: MicroBatch) -> tuple[int, ...]
     return first.prompt_ids + first.response_ids
 
 
-def test_packed_samples_fill_the_first_microbatch_with_room() -> None:
+def test_packing_is_first_fit() -> None:
     samples = [sample(1, length - 1) for length in (3, 9, 4, 4)]
     batches = pack(samples, [0, 1, 2, 3], max_tokens=12, packed=True)
     assert [batch.sample_index.tolist() for batch in batches] == [[1, 0], [2, 3]]
@@ -102,7 +102,7 @@ def test_packed_samples_fill_the_first_microbatch_with_room() -> None:
     assert [batch.sample_index.tolist() for batch in rows] == [[1], [2, 3, 0]]
 
 
-def test_the_configuration_says_how_samples_are_packed() -> None:
+def test_packing_follows_the_configuration() -> None:
     samples = [sample(1, length - 1) for length in (3, 9, 4, 4)]
     options = ParallelConfig(packing="packed", context_parallel_size=2, micro_batch_tokens=16)
     batches = microbatches(samples, [0, 1, 2, 3], options)
@@ -111,7 +111,7 @@ def test_the_configuration_says_how_samples_are_packed() -> None:
     assert [tuple(batch.input_ids.shape) for batch in rows] == [(1, 9), (3, 4)]
 
 
-def test_packing_is_deterministic_and_a_long_sample_goes_alone() -> None:
+def test_order_of_equal_lengths_and_a_sample_longer_than_the_budget() -> None:
     samples = [sample(1, length) for length in (3, 8, 3, 2)]
     batches = pack(samples, [0, 1, 2, 3], max_tokens=8)
     assert [batch.sample_index.tolist() for batch in batches] == [[1], [0, 2], [3]]
@@ -123,10 +123,10 @@ def test_one_per_microbatch_keeps_the_order() -> None:
     batches = one_per_microbatch(samples, [2, 0, 1], pad_multiple=4)
     assert [batch.sample_index.tolist() for batch in batches] == [[2], [0], [1]]
     assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 4), (1, 8), (1, 4)]
-    assert not batches[2].mask.any(), "an empty response has no position to learn from"
+    assert not batches[2].mask.any(), "an empty response has no masked-in position"
 
 
-def test_a_sample_has_a_prompt_and_a_logprob_for_each_token() -> None:
+def test_a_sample_needs_a_prompt_and_a_logprob_for_each_token() -> None:
     with pytest.raises(AssertionError, match="prompt"):
         pack([sample(0, 3)], [0], max_tokens=9)
     with pytest.raises(AssertionError, match="log-prob"):
@@ -142,17 +142,18 @@ def test_folds_cover_the_prompts_in_order(prompts: int, folds: int, ranks: int) 
 
 
 @pytest.mark.parametrize(("prompts", "folds", "ranks", "named"), [(9, 4, 1, "9"), (8, 4, 3, "3"), (8, 2, 4, "4")])
-def test_uneven_folds_are_refused(prompts: int, folds: int, ranks: int, named: str) -> None:
-    with pytest.raises(UserError, match=named):
+def test_uneven_folds_are_an_error(prompts: int, folds: int, ranks: int, named: str) -> None:
+    with pytest.raises(UserError, match=named) as error:
         check_folds(prompts, folds, ranks)
-    with pytest.raises(UserError, match="num_folds"):
+    assert error.value.where == "config: algo.snr.num_folds"
+    with pytest.raises(UserError, match=named):
         local_folds(prompts, folds, 0, ranks)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("pad_multiple", [1, 4])
-def test_every_token_finds_its_own_value(packed: bool, pad_multiple: int) -> None:
-    """Of a table of the whole step: a response token's entry names it, and nothing else has one."""
+def test_of_tokens_gathers_the_value_of_each_token(packed: bool, pad_multiple: int) -> None:
+    """The table [N, T] holds the log-probs, so gathering must reproduce `rollout_logprobs`."""
     samples = [sample(2, 3, first=10), sample(1, 0, first=20), sample(4, 6, first=30), sample(1, 1, first=50)]
     table = torch.zeros(len(samples), 6, dtype=torch.float64)
     for n, one in enumerate(samples):

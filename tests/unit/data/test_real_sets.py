@@ -1,7 +1,7 @@
-"""Real sets, where they lie beside the checkout; skipped elsewhere.
+"""Real data sets in shared/data next to the checkout; skipped if absent.
 
-The oracle of the overlap is the flag that whoever prepared the sets put on training rows, by an index of their own. Not
-covered: the same sets as the hub has them (test_conventions.py has their rows in miniature).
+Oracle of the overlap: the `overlaps_benchmark` column, computed with an independent index when the sets were prepared.
+Not covered: the rows in the hub's format (test_conventions.py has one row of each set).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from oblr_megatron.data.rows import read_rows
 from oblr_megatron.data.sources import named_source
 from tests.unit.data.conftest import config
 
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"  # beside the checkout
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 ROWS = {
     "gsm8k_train": ("gsm8k", 7473, 7471),
     "gsm8k_test": ("gsm8k", 1319, 1319),
@@ -38,7 +38,7 @@ def raw(name: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_set_loads_by_its_convention_and_by_its_path_alike(name: str) -> None:
+def test_a_set_loads_the_same_with_and_without_its_convention(name: str) -> None:
     convention, count, _ = ROWS[name]
     path = str(SHARED / f"{name}.jsonl")
     by_name, plain = named_source(f"{convention}={path}")[1], named_source(path)[1]
@@ -47,14 +47,14 @@ def test_a_set_loads_by_its_convention_and_by_its_path_alike(name: str) -> None:
     own, other = (list(read_rows(source, data, [])) for source in (by_name, plain))
     assert len(own) == count
     assert [row._replace(tolerance="") for row in own] == other
-    assert [row.answer for row in own] == [row["answer"] for row in raw(name)], "nothing is done to a clean answer"
+    assert [row.answer for row in own] == [row["answer"] for row in raw(name)], "clean answers are not changed"
     tolerant = {row.id: row.tolerance for row in own if row.tolerance}
     assert tolerant == ({"olympiadbench-2592": "0.1"} if name == "olympiadbench" else {})
 
 
 @pytest.fixture(scope="module")
 def words() -> PreTrainedTokenizerFast:
-    """A token a word, all of them unknown: what is counted here are rows."""
+    """A tokenizer that makes each word the unknown token; these tests count rows only."""
     core = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core)

@@ -1,8 +1,8 @@
-"""The order of epochs and of mixtures, and resuming.
+"""The order of epochs and mixtures, and resuming.
 
-The oracle of the order is counting: over any number of epochs every usable row has to come exactly that often, and a
-mixture's shares may never be a whole prompt off. The oracle of a resume is the stream that was never interrupted. Not
-covered: a run that is killed and resumed as a whole (tests/e2e/test_resume.py).
+Oracle of the order: counting. Every usable row comes exactly once per epoch, and the share of a source is off by less
+than one prompt. Oracle of a resume: an uninterrupted stream. Not covered: resuming a killed run
+(tests/e2e/test_resume.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from oblr_megatron.data.mixture import next_source, whole_weights
-from oblr_megatron.data.prompts import PromptStream
+from oblr_megatron.data.prompts import PromptStream, next_source, whole_weights
 from oblr_megatron.errors import UserError
 from tests.unit.data.conftest import DATA, SUMS, stream, sums
 
@@ -27,7 +26,7 @@ BROKEN = DATA / "broken.jsonl"
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 7, 10])
-def test_every_epoch_holds_every_prompt_once(batch: int, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_epoch_contains_every_prompt_once(batch: int, tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = stream(tokenizer, seed=3)
     taken = [prompt.row for _ in range(21) for prompt in prompts.take(batch)]
     for epoch in range(len(taken) // 7):
@@ -36,7 +35,7 @@ def test_every_epoch_holds_every_prompt_once(batch: int, tokenizer: PreTrainedTo
     assert prompts.epoch == len(taken) // 7
 
 
-def test_order_is_drawn_from_seed_and_epoch(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_order_depends_on_seed_and_epoch(tokenizer: PreTrainedTokenizerFast) -> None:
     def orders(seed: int) -> list[tuple[int, ...]]:
         prompts = stream(tokenizer, seed=seed)
         return [tuple(prompt.row for prompt in prompts.take(7)) for _ in range(3)]
@@ -48,7 +47,7 @@ def test_order_is_drawn_from_seed_and_epoch(tokenizer: PreTrainedTokenizerFast) 
 
 
 @pytest.mark.parametrize("before", [0, 3, 7, 10, 13, 14])
-def test_resume_goes_on_at_the_next_prompt(before: int, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_resume_continues_at_the_next_prompt(before: int, tokenizer: PreTrainedTokenizerFast) -> None:
     whole, interrupted, resumed = (stream(tokenizer, seed=5) for _ in range(3))
     expected = whole.take(before + 20)[before:]
     interrupted.take(before)
@@ -59,17 +58,17 @@ def test_resume_goes_on_at_the_next_prompt(before: int, tokenizer: PreTrainedTok
 
 def test_resume_refuses_other_data(tokenizer: PreTrainedTokenizerFast) -> None:
     state = stream(tokenizer).state_dict()
-    with pytest.raises(UserError, match="another fingerprint"):
-        stream(tokenizer, BROKEN).load_state_dict(state)
-    with pytest.raises(UserError, match="another fingerprint"):
-        stream(tokenizer, template="{question} ").load_state_dict(state)
-    with pytest.raises(UserError, match="another seed"):
-        stream(tokenizer, seed=1).load_state_dict(state)
-    with pytest.raises(UserError, match="another fingerprint"):  # the same questions and answers, with a tolerance
-        stream(tokenizer, {"path": str(SUMS), "convention": "minerva"}).load_state_dict(state)
+    for other, key in (
+        (stream(tokenizer, BROKEN), "fingerprint"),
+        (stream(tokenizer, template="{question} "), "fingerprint"),
+        (stream(tokenizer, seed=1), "seed"),
+        (stream(tokenizer, {"path": str(SUMS), "convention": "minerva"}), "fingerprint"),  # differs by its tolerance
+    ):
+        with pytest.raises(UserError, match=f"with {key} "):
+            other.load_state_dict(state)
 
 
-def test_the_order_is_what_it_has_always_been(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_order_does_not_change_between_versions(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = stream(tokenizer, seed=11)
     for epoch in range(3):
         order = list(range(7))
@@ -92,7 +91,7 @@ def test_shares_are_exact_to_less_than_a_prompt(weights: list[float], count: int
     assert sum(taken) == count
 
 
-def test_the_example_of_the_mixture() -> None:
+def test_the_docstring_example_of_next_source() -> None:
     taken, order = [0, 0], []
     for _ in range(8):
         order.append(next_source(taken, [3, 1]))
@@ -116,12 +115,12 @@ def mixture(
     return stream(tokenizer, sources, seed=seed)
 
 
-def test_sources_count_by_their_rows(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> None:
+def test_default_weights_are_the_numbers_of_rows(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> None:
     prompts = mixture(tokenizer, files)
     assert len(prompts) == 19
     for epoch in range(3):
         assert prompts.epoch == epoch
-        assert len({prompt.text for prompt in prompts.take(19)}) == 19, "a pass over all of them holds each row once"
+        assert len({prompt.text for prompt in prompts.take(19)}) == 19, "each row once per epoch of all sources"
 
 
 def test_sources_are_mixed_by_weight(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> None:
@@ -130,10 +129,10 @@ def test_sources_are_mixed_by_weight(tokenizer: PreTrainedTokenizerFast, files: 
     assert Counter(prompt.source for prompt in taken) == {"a": 40, "b": 20, "c": 20}
     own = [prompt.row for prompt in taken if prompt.source == "a"]
     assert all(sorted(own[first : first + 5]) == list(range(5)) for first in range(0, 40, 5))
-    assert prompts.epoch == 1, "20 prompts are one pass over the 11 of c and some"
+    assert prompts.epoch == 1, "20 prompts complete one epoch of c, which has 11 rows"
 
 
-def test_sources_are_not_shuffled_alike(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_sources_are_shuffled_differently(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     twins = [sums(tmp_path / f"{name}.jsonl", 30, first) for name, first in (("a", 0), ("b", 30))]
     taken = mixture(tokenizer, twins).take(60)
     own, other = ([prompt.row for prompt in taken if prompt.source == name] for name in "ab")
@@ -146,8 +145,8 @@ def test_sources_are_not_shuffled_alike(tokenizer: PreTrainedTokenizerFast, tmp_
     st.lists(st.integers(0, 9), min_size=1, max_size=12),
     st.lists(st.integers(0, 9), max_size=5),
 )
-def test_a_resume_takes_exactly_the_next_prompt(tokenizer, files, weights, before, after) -> None:
-    """`before` are the takes up to the cut: steps of one size, and the further draws of dynamic sampling between."""
+def test_a_mixture_resumes_at_the_next_prompt(tokenizer, files, weights, before, after) -> None:
+    """`before` and `after` are sizes of the batches taken before the interruption and after it."""
     whole, interrupted, resumed = (mixture(tokenizer, files, weights) for _ in range(3))
     for count in before:
         assert interrupted.take(count) == whole.take(count)
@@ -158,16 +157,16 @@ def test_a_resume_takes_exactly_the_next_prompt(tokenizer, files, weights, befor
     assert resumed.state_dict() == whole.state_dict()
 
 
-def test_a_position_of_another_mixture_is_refused(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> None:
+def test_a_mixture_refuses_the_position_of_another(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> None:
     state = mixture(tokenizer, files).state_dict()
-    for other, what in (
+    for other, key in (
         (mixture(tokenizer, files, (1, 1, 1)), "weights"),
         (mixture(tokenizer, files[::-1]), "fingerprint"),
         (mixture(tokenizer, files[:2]), "fingerprint"),
         (mixture(tokenizer, files[:1]), "fingerprint"),
         (mixture(tokenizer, files, seed=1), "seed"),
     ):
-        with pytest.raises(UserError, match=f"another {what}"):
+        with pytest.raises(UserError, match=f"with {key} "):
             other.load_state_dict(state)
-        with pytest.raises(UserError, match="another"):
+        with pytest.raises(UserError):
             mixture(tokenizer, files).load_state_dict(other.state_dict())
