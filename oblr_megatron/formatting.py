@@ -1,4 +1,4 @@
-"""Numbers as people read them, and settings by dotted names: for the console, the report and resumed runs."""
+"""Formats numbers for people, and flattens nested settings to dotted names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MISSING = "–"  # noqa: RUF001 (an en dash is the typographic sign for "no valu
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A value with so many significant digits, short enough for a table cell.
+    """A value with `digits` significant digits, short enough for a table cell.
 
     >>> number(0.53124), number(8.1e-4), number(12345.6), number(3), number(None), number(float("nan"))
     ('0.531', '8.1e-4', '12,346', '3', '–', 'nan')
@@ -42,12 +42,12 @@ def scientific(value: float | None, digits: int = 2) -> str:
 
 
 def fixed(value: float | None, decimals: int) -> str:
-    """A value with so many decimals, for columns that should not jump."""
+    """A value with a fixed number of decimals."""
     return MISSING if value is None else f"{value:.{decimals}f}"
 
 
 def duration(seconds: float | None) -> str:
-    """A time span in the two units that matter.
+    """A time span in its two largest units.
 
     >>> duration(0.063), duration(2.13), duration(312), duration(7500), duration(200000)
     ('63 ms', '2.1 s', '5 min 12 s', '2 h 05 min', '2 d 7 h')
@@ -81,7 +81,7 @@ def size(num_bytes: float | None) -> str:
 
 
 def quantity(value: float | None, unit: str) -> str:
-    """A value in the unit the metrics table declares for it; units that are words stand behind the number."""
+    """A value with the prefix of its unit, for bytes and seconds; other units are not part of the text."""
     if unit == "bytes":
         return size(value)
     if unit == "s":
@@ -90,7 +90,7 @@ def quantity(value: float | None, unit: str) -> str:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted names, in their order.
+    """Nested sections as dotted names, in order.
 
     >>> flatten({"seed": 0, "snr": {"floor": 0.1}})
     {'seed': 0, 'snr.floor': 0.1}

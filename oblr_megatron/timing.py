@@ -1,4 +1,4 @@
-"""Wall-clock time of the phases of a step; the loop says only `with timer("rollout"):`."""
+"""Measures the seconds of each phase of a step: `with timer("rollout"): ...`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ PHASES = ("rollout", "reward", "gradnorm", "gradient", "optimizer", "push", "eva
 
 
 class StepObserver(Protocol):
-    """What hangs on a timer to see steps and phases go by: the profiler (observe/performance/profiler.py)."""
+    """Notified of steps and phases; implemented by the profiler (observe/performance/profiler.py)."""
 
     def begin_step(self, step: int) -> None:
         """Step `step` begins, counted from 0."""
 
     def end_step(self) -> None:
-        """That step's figures are taken."""
+        """The step's metrics have been collected."""
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """Entered with a phase, left with it."""
+        """A context that is open during the phase."""
         ...
 
 
@@ -36,7 +36,7 @@ class _Unobserved:
 
 
 class PhaseTimer:
-    """Collects seconds by phase and hands them over at the end of the step.
+    """Collects seconds by phase and returns them at the end of the step.
 
         timer = PhaseTimer(on_phase=display.phase)
         timer.begin_step(0)
@@ -44,17 +44,17 @@ class PhaseTimer:
             samples = engines.generate(...)
         ...
         metrics |= timer.finish_step()  # {"timing_s/rollout": 1.2, ..., "timing_s/step": 2.1}
-        timer.own                       # {"rollout": 0.1, ...}: the rest of it this process waited
+        timer.own                       # {"rollout": 0.1, ...}: seconds without waiting
 
-    A phase entered twice in a step adds up. Phases do not nest: the inner one would be counted twice.
+    A phase entered twice in a step adds up. Phases must not nest.
 
     Args:
-        on_phase: told each phase's name when it begins, and None when it ends.
-        synchronize: called at both ends of a phase; torch.cuda.synchronize on a GPU, where a phase would otherwise be
-            charged for kernels of the one before.
+        on_phase: called with each phase's name when it begins, and with None when it ends.
+        synchronize: called at both ends of a phase. On a GPU, torch.cuda.synchronize charges each kernel to the phase
+            that launched it.
         clock: seconds, monotonic.
-        own_clock: seconds that stand still while this process waits (time.thread_time); None: the same as `clock`.
-        observer: of steps and phases.
+        own_clock: seconds that exclude waiting (time.thread_time); None: same as `clock`.
+        observer: notified of steps and phases.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PhaseTimer:
         own_clock: Callable[[], float] | None = None,
         observer: StepObserver | None = None,
     ) -> None:
-        self.own: dict[str, float] = {}  # own seconds by phase, of the step finished last
+        self.own: dict[str, float] = {}  # own seconds by phase, of the last finished step
         self._on_phase, self._synchronize, self._clock, self._own_clock = on_phase, synchronize, clock, own_clock
         self._observer: StepObserver = observer or _Unobserved()
         self._seconds: dict[str, float] = {}
@@ -74,12 +74,12 @@ class PhaseTimer:
         self._step_start: float | None = None
 
     def begin_step(self, step: int) -> None:
-        """Tell the observer; time runs from the first phase on."""
+        """Notify the observer; the step's time starts with its first phase."""
         self._observer.begin_step(step)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Charge the time inside to `phase`; an exception passes through and is charged as well."""
+        """Charge the time inside the block to `phase`, also if it raises."""
         assert phase in PHASES, f"{phase!r} is not one of the phases {PHASES}"
         assert self._current is None, f"phase {phase!r} begins inside phase {self._current!r}"
         self._synchronize()
@@ -100,7 +100,7 @@ class PhaseTimer:
             self._on_phase(None)
 
     def finish_step(self) -> dict[str, float]:
-        """The step's metrics, and a clean slate; "step" runs from the first phase's begin until now."""
+        """Return the step's metrics and reset; "step" is the time since the first phase began."""
         now = self._clock()
         seconds = {**self._seconds, "step": now - (now if self._step_start is None else self._step_start)}
         self.own = self._own_seconds
@@ -109,6 +109,6 @@ class PhaseTimer:
         return {f"timing_s/{phase}": value for phase, value in seconds.items()}
 
     def _now(self) -> tuple[float, float]:
-        """Seconds of both clocks."""
+        """Seconds of `clock` and `own_clock`."""
         now = self._clock()
         return now, now if self._own_clock is None else self._own_clock()

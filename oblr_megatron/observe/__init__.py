@@ -1,1 +1,1 @@
-"""What a person sees of a run: metrics of a step, alarms, console, status, report, performance."""
+"""Everything a person sees of a run: step metrics, alarms, console, status, report, performance."""

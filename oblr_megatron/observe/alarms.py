@@ -1,12 +1,12 @@
-"""What should not go unnoticed in a run: each alarm is one line with its figure and a remedy, said once.
+"""Detects problems in a run's metrics: each alarm is one line with a number and a remedy, reported once.
 
     watch = Watch(floor=0.1)
-    for record in records:                 # as they are logged, or as metrics.jsonl has them
-        for alarm in watch.take(record):   # those that go off for the first time
+    for record in records:                 # as logged, or from metrics.jsonl
+        for alarm in watch.take(record):   # alarms raised for the first time
             ...
 
-A run watches itself (`LiveAlarms`, in `sampling.py`), and the report watches it again; both by the CHECKS. A check sees
-the first and the last EDGE values of each figure, and some counts: a step costs the same however long the run is.
+The running trainer (`LiveAlarms`, used by sampling.py) and the report apply the same CHECKS. A check sees the first and
+last EDGE values of each watched metric and a few counters, so the cost of a step does not grow with the run.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
     from oblr_megatron.metrics import Record
 
 ALARMS_FILE = "alarms.jsonl"
-EDGE = 20  # values at either end of a figure's course that are compared
-RESTING = 30  # steps at the floor, and a quarter of the run, before the rate has collapsed
-SLOWER = 1.2  # times the median rank's own time: a rank that is so for EDGE steps is a slow one
-BEYOND = 5.0  # standard errors by which means must differ: every step asks again
+EDGE = 20  # first and last values of a metric that are compared
+RESTING = 30  # steps at the floor (and a quarter of the run) after which the rate counts as collapsed
+SLOWER = 1.2  # times the median rank's own time; a rank above it for EDGE steps is slow
+BEYOND = 5.0  # standard errors between two means; large, because the test is repeated every step
 
-# A step of equal lengths or equal rewards leaves these without a value, and nothing is wrong.
+# Steps with equal lengths or equal rewards leave these undefined; that is no problem.
 MAY_BE_UNDEFINED = frozenset({"gradnorm/length_corr", "gradnorm/estimate_corr", "baseline/variance_ratio_vs_rloo"})
 COUNTED = ("gradnorm/nonfinite", "reward/failures")
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Example: Alarm("truncation", 212, "Truncated responses rose from 2% to 31%; raise ...")"""
+    """One alarm. Example: Alarm("truncation", 212, "Truncated responses rose from 2% to 31%; raise ...")"""
 
-    name: str  # of the check
-    step: int  # at which it went off first
+    name: str  # key of CHECKS
+    step: int  # at which it was first raised
     text: str
 
 
 @dataclass(slots=True)
 class Course:
-    """What is kept of one figure."""
+    """The first and last values of one metric."""
 
     early: list[float] = field(default_factory=list)  # the first EDGE values
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE))  # the last ones
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE))  # the last EDGE values
     count: int = 0
 
     def add(self, value: float) -> None:
@@ -61,14 +61,14 @@ class Course:
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """Medians of the first and of the last values; None while they are partly the same."""
+        """Medians of the first and the last values; None while the two overlap."""
         if self.count < 2 * EDGE:
             return None
         return statistics.median(self.early), statistics.median(self.recent)
 
     @property
     def risen(self) -> float:
-        """How far the last values' mean is above the first ones', in standard errors; 0 while they are the same."""
+        """Rise of the mean from the first to the last values, in standard errors; 0 while the two overlap."""
         if self.count < 2 * EDGE:
             return 0.0
         change = statistics.fmean(self.recent) - statistics.fmean(self.early)
@@ -78,20 +78,20 @@ class Course:
 
 @dataclass(slots=True)
 class Window:
-    """A run so far, as the checks see it."""
+    """What the checks know about the run so far."""
 
-    floor: float | None  # of the shrink factor, where the snr schedule sets the rate by it
+    floor: float | None  # of the shrink factor, see `floor_of`
     step: int = 0
     courses: dict[str, Course] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)  # the newest value of each figure
-    nulls: Counter[str] = field(default_factory=Counter)  # values that were not finite
-    totals: Counter[str] = field(default_factory=Counter)  # of the COUNTED figures
-    resting: int = 0  # steps in a row that the shrink factor has been at its floor
-    lagging: int = 0  # steps in a row that the same rank has been SLOWER than the median one
+    last: dict[str, float] = field(default_factory=dict)  # newest value of each metric
+    nulls: Counter[str] = field(default_factory=Counter)  # number of non-finite values by metric
+    totals: Counter[str] = field(default_factory=Counter)  # sums of the COUNTED metrics
+    resting: int = 0  # consecutive steps with the shrink factor at its floor
+    lagging: int = 0  # consecutive steps with the same rank SLOWER than the median
     laggard: float = -1.0  # that rank
 
     def take(self, record: Record) -> None:
-        """One more record of metrics.jsonl."""
+        """Add one record of metrics.jsonl."""
         self.step = int(record["step"] or 0)
         for name, value in record.items():
             if value is None:
@@ -116,7 +116,7 @@ class Window:
 
 def _nonfinite(window: Window) -> str:
     names = [f"{name} x{count:,}" for name, count in window.nulls.most_common() if count]
-    return f"Not finite: {', '.join(names)}; find them as null in metrics.jsonl." if names else ""
+    return f"Not finite: {', '.join(names)}; look for null in metrics.jsonl." if names else ""
 
 
 def _mismatch(window: Window) -> str:
@@ -125,24 +125,23 @@ def _mismatch(window: Window) -> str:
         return ""
     early, recent = statistics.median(course.early), statistics.median(list(course.recent)[-5:])
     if recent < 0.1:
-        early, recent = course.ends or (early, 0.0)  # growth is slower, and told from noise by more steps
+        early, recent = course.ends or (early, 0.0)  # slow growth needs more steps to stand out from noise
         if recent < max(1e-3, 5 * early):
             return ""
     return (
-        f"Trainer and vLLM differ by {number(recent, 2)} nats a token, {number(early, 2)} at the start; "
+        f"Trainer and vLLM differ by {number(recent, 2)} nats per token ({number(early, 2)} at the start); "
         "check dtypes and the weight push."
     )
 
 
 def _gradnorm(window: Window) -> str:
     count = window.totals["gradnorm/nonfinite"]
-    text = f"{_counted(count, 'response gradient')} found without a finite norm; lower the rate or raise the precision."
-    return text if count else ""
+    return f"Response gradients without a finite norm: {count:,}; lower optimizer.lr or use float32." if count else ""
 
 
 def _failures(window: Window) -> str:
     count = window.totals["reward/failures"]
-    text = f"{_counted(count, 'response')} not judged, and scored 0; raise reward.timeout_s or look at the verifier."
+    text = f"Responses that could not be scored and count as 0: {count:,}; raise reward.timeout_s or check the reward."
     return text if count else ""
 
 
@@ -150,21 +149,21 @@ def _reward(window: Window) -> str:
     course = window.course("reward/mean")
     if course.ends is None or course.ends[1] >= course.ends[0] - 0.02 or course.risen > -BEYOND:
         return ""
-    return f"The reward fell from {number(course.ends[0], 2)} to {number(course.ends[1], 2)}; lower optimizer.lr."
+    return f"Mean reward fell from {number(course.ends[0], 2)} to {number(course.ends[1], 2)}; lower optimizer.lr."
 
 
 def _rate(window: Window) -> str:
     if window.resting < max(RESTING, window.step / 4):
         return ""
-    rate = f", lr {number(window.last['lr'], 2)}" if "lr" in window.last else ""
+    rate = f" (lr {number(window.last['lr'], 2)})" if "lr" in window.last else ""
     return (
-        f"The learning rate has collapsed: the shrink factor has been at its floor {number(window.floor, 2)} for "
-        f"{window.resting:,} steps{rate}; raise num_prompts, or look for rewards that do not vary."
+        f"The learning rate has collapsed{rate}: the shrink factor has been at its floor {number(window.floor, 2)} for "
+        f"{window.resting:,} steps; raise num_prompts, or check that rewards vary within groups."
     )
 
 
 def _spread(window: Window) -> str:
-    """A mean of rewards, however weighted, spreads no more than they do, unless single responses rule their groups."""
+    """A weighted mean of rewards varies no more than the rewards, unless single responses dominate their groups."""
     spread, rewards = (list(window.course(name).recent) for name in ("baseline/spread", "reward/std"))
     if len(spread) < EDGE or len(rewards) < EDGE:
         return ""
@@ -172,8 +171,9 @@ def _spread(window: Window) -> str:
     if found <= max(1.5 * usual, 1e-9):
         return ""
     return (
-        f"The baseline spreads by {number(found, 2)} over the prompts, the rewards by {number(usual, 2)}: single "
-        "responses with outsized norms rule their groups; look at gradnorm/sq_max, or set algo.baseline to rloo_prior."
+        f"The baseline's standard deviation over prompts is {number(found, 2)}, the rewards' is {number(usual, 2)}: "
+        "single responses with very large norms dominate their groups; check gradnorm/sq_max, or set algo.baseline to "
+        "rloo_prior."
     )
 
 
@@ -182,8 +182,8 @@ def _self_dependence(window: Window) -> str:
     if found <= 1e-6:
         return ""
     return (
-        f"A response's baseline moves by {number(found, 2)} with each unit of its own reward: the gradient is scaled, "
-        "or biased; rloo and optimal_prior leave the response itself out."
+        f"A response's baseline moves by {number(found, 2)} per unit of its own reward, so the gradient is scaled or "
+        "biased; set algo.baseline to rloo or optimal_prior."
     )
 
 
@@ -192,10 +192,10 @@ def _entropy(window: Window) -> str:
     if ends is None or ends[1] > 0.1 * ends[0]:
         return ""
     if ends[1] > 0.03 * ends[0] and window.course("reward/mean").risen > BEYOND:
-        return ""  # it grows sure of what is right
+        return ""  # the policy becomes certain because it improves
     return (
-        f"Entropy fell from {number(ends[0], 2)} to {number(ends[1], 2)} nats: the policy hardly explores any more; "
-        "lower optimizer.lr, or set algo.kl_coefficient."
+        f"Entropy fell from {number(ends[0], 2)} to {number(ends[1], 2)} nats, so the policy hardly explores; "
+        "lower optimizer.lr or set algo.kl_coefficient."
     )
 
 
@@ -210,7 +210,7 @@ def _mixed(window: Window) -> str:
     ends = window.course("groups/mixed_fraction").ends
     if ends is None or ends[1] >= 0.05:
         return ""
-    return f"Only {ends[1]:.0%} of the prompts still have unequal rewards; the data are solved, or too hard."
+    return f"Only {ends[1]:.0%} of prompts have unequal rewards; use harder data if most are solved, easier if few are."
 
 
 def _slow_rank(window: Window) -> str:
@@ -218,15 +218,10 @@ def _slow_rank(window: Window) -> str:
         return ""
     ratio = window.last["perf/slowest_rank_ratio"]
     return (
-        f"Rank {window.laggard:g} has taken {ratio:.1f} times as long as the median rank over its own work, for "
-        f"{window.lagging} steps: the others wait for it; look at its device and node, or at how the layout deals work "
+        f"Rank {window.laggard:g} has taken {ratio:.1f} times the median rank's time for its own work over "
+        f"{window.lagging} steps, and the others wait for it; check its device and node, or the layout "
         "(logs/ranks.jsonl)."
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    """2, "response" -> "2 responses were"."""
-    return f"{count:,} {noun} was" if count == 1 else f"{count:,} {noun}s were"
 
 
 CHECKS: dict[str, Callable[[Window], str]] = {
@@ -243,7 +238,7 @@ CHECKS: dict[str, Callable[[Window], str]] = {
     "mixed": _mixed,
     "slow_rank": _slow_rank,
 }
-"""What is looked for, in order of weight; each gives its line, or "" while nothing is wrong."""
+"""All checks, most severe first; each returns the alarm's text, or "" if nothing is wrong."""
 
 WATCHED = frozenset(
     {
@@ -256,11 +251,11 @@ WATCHED = frozenset(
         "groups/mixed_fraction",
     }
 )
-"""The figures whose course is kept."""
+"""Metrics of which a Course is kept."""
 
 
 class Watch:
-    """Goes through a run record by record.
+    """Applies the checks to a run, record by record.
 
     Args:
         floor: see `floor_of`.
@@ -268,10 +263,10 @@ class Watch:
 
     def __init__(self, floor: float | None) -> None:
         self._window = Window(floor)
-        self._first: dict[str, Alarm] = {}  # as each went off
+        self._first: dict[str, Alarm] = {}  # by check, as first raised
 
     def take(self, record: Record) -> list[Alarm]:
-        """The alarms that this record sets off for the first time."""
+        """The alarms that this record raises for the first time."""
         self._window.take(record)
         found = []
         for name, check in CHECKS.items():
@@ -281,25 +276,27 @@ class Watch:
         return found
 
     def all(self) -> list[Alarm]:
-        """Every alarm that has gone off, in order of weight, with the figures of now where it still holds."""
+        """Every alarm raised so far, most severe first; current numbers where the check still fires."""
         first = [self._first[name] for name in CHECKS if name in self._first]
         return [Alarm(alarm.name, alarm.step, CHECKS[alarm.name](self._window) or alarm.text) for alarm in first]
 
 
 def floor_of(algo: AlgoConfig) -> float | None:
-    """The floor that a collapsed rate rests on; None where the rate does not follow the shrink factor."""
+    """The shrink factor's floor; None if the schedule does not use the shrink factor."""
     return algo.snr.floor if algo.schedule == "snr" else None
 
 
 class LiveAlarms:
-    """Says each alarm of a run once, and keeps it in RUN_DIR/alarms.jsonl: {"name": ..., "step": ..., "text": ...}.
+    """Reports each alarm of a run once and appends it to RUN_DIR/alarms.jsonl.
+
+    A line of the file is {"name": ..., "step": ..., "text": ...}.
 
     Args:
-        run_dir: of the run; the file is made by the first alarm.
+        run_dir: of the run; the first alarm creates the file.
         floor: see `floor_of`.
         say: shows a line.
-        past: the records of the steps that a resumed run has behind it, whose alarms are not said again, nor those in
-            the file; without any, the run begins anew, and so does the file.
+        past: records of the steps before a resume. Their alarms, and those in the file, are not reported again.
+            Without past records the run is new and an existing file is removed.
     """
 
     def __init__(
@@ -311,7 +308,7 @@ class LiveAlarms:
         self._said = {alarm.name for record in past for alarm in self._watch.take(record)} | set(_names(self._path))
 
     def take(self, record: Record) -> None:
-        """A step was logged."""
+        """Check the record of a logged step."""
         for alarm in self._watch.take(record):
             if alarm.name not in self._said:
                 self._said.add(alarm.name)
@@ -321,7 +318,7 @@ class LiveAlarms:
 
 
 def _names(path: Path) -> Iterable[str]:
-    """Of the alarms in the file; a line that was cut when a run was killed is passed over."""
+    """Names of the alarms in the file; a line cut by a kill is skipped."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             yield str(json.loads(line)["name"])

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live display on a terminal, one plain line a step elsewhere.
+"""Shows a run's progress: a live display on a terminal, one plain line per step elsewhere.
 
     with open_display(config.log, config.num_steps, rank=parallel.rank) as display:
         timer = PhaseTimer(on_phase=display.phase)
@@ -44,8 +44,8 @@ EVAL_LABELS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """A key figure of the step. Example: Figure("lr", "lr", "learning rate", scientific)."""
+class Shown:
+    """A metric that the displays show. Example: Shown("lr", "lr", "learning rate", scientific)."""
 
     name: str  # in metrics.jsonl
     short: str  # in plain lines
@@ -53,23 +53,26 @@ class Figure:
     show: Callable[[float | None], str]
 
 
-FIGURES = (
-    Figure("reward/mean", "reward", "reward", lambda value: fixed(value, 2)),
-    Figure("response_length/mean", "len", "response length, tokens", lambda value: fixed(value, 1)),
-    Figure("lr", "lr", "learning rate", scientific),
-    Figure("snr/shrink_ema", "shrink", "shrink, averaged", lambda value: fixed(value, 2)),
-    Figure("snr/critical_batch_size", "crit", "critical batch size, prompts", number),
-    Figure("grad_norm", "grad", "gradient norm", lambda value: number(value, 2)),
-    Figure("perf/mfu/actor", "mfu", "model FLOPs utilization", lambda value: number(value, 2)),
-    Figure("rollout/logprob_abs_diff", "diff", "trainer - rollout log-prob", lambda value: scientific(value, 1)),
+SHOWN = (
+    Shown("reward/mean", "reward", "reward", lambda value: fixed(value, 2)),
+    Shown("response_length/mean", "len", "response length, tokens", lambda value: fixed(value, 1)),
+    Shown("lr", "lr", "learning rate", scientific),
+    Shown("snr/shrink_ema", "shrink", "shrink, averaged", lambda value: fixed(value, 2)),
+    Shown("snr/critical_batch_size", "crit", "critical batch size, prompts", number),
+    Shown("grad_norm", "grad", "gradient norm", lambda value: number(value, 2)),
+    Shown("perf/mfu/actor", "mfu", "model FLOPs utilization", lambda value: number(value, 2)),
+    Shown("rollout/logprob_abs_diff", "diff", "trainer - rollout log-prob", lambda value: scientific(value, 1)),
 )
 
 
 def open_display(config: LogConfig, num_steps: int, *, rank: int = 0, console: Console | None = None) -> Display:
-    """The display the config asks for; a silent one on other ranks than 0.
+    """The display that log.console selects; a silent one on ranks other than 0.
 
     Args:
-        console: rich's console, for the live display and for finding out whether this is a terminal.
+        config: `console` is read.
+        num_steps: of the run.
+        rank: of this process.
+        console: rich's console, for the live display and to detect a terminal.
     """
     if rank != 0:
         return Display(num_steps)
@@ -80,7 +83,7 @@ def open_display(config: LogConfig, num_steps: int, *, rank: int = 0, console: C
 
 
 class Display:
-    """Keeps what the summary needs and shows nothing: the display of ranks other than 0, and the base of the others."""
+    """Base class; shows nothing and keeps what the summary needs. Ranks other than 0 use it as it is."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -91,27 +94,27 @@ class Display:
         self._start = time.monotonic()
 
     def phase(self, name: str | None) -> None:
-        """A phase begins, or ends (None)."""
+        """A phase begins (its name) or ends (None)."""
         self._phase = name or self._phase
 
     def step(self, step: int, values: Values) -> None:
-        """A step is done (or, with figures of an evaluation alone, an evaluation between steps)."""
+        """Show a finished step, or, if `values` holds only eval/ metrics, an evaluation between steps."""
         evaluation = self.recall(values)
         self.last_step = step
         self._show_step(step, values, evaluation)
 
     def recall(self, values: Values) -> Values:
-        """Keep for the summary, and return, the figures of an evaluation; of a step that an earlier process did."""
+        """Keep a step's eval/ metrics for the summary and return them; also called for steps before a resume."""
         evaluation = {name: value for name, value in values.items() if name.startswith("eval/")}
         self.first_evaluation = evaluation | self.first_evaluation
         self.last_evaluation |= evaluation
         return evaluation
 
     def message(self, text: str) -> None:
-        """A line of its own, e.g. an alarm."""
+        """Show a separate line, e.g. an alarm."""
 
     def summary(self) -> str:
-        """How the run went, in one line."""
+        """One line: steps, time, and first and last accuracy of each set."""
         parts = [f"{self.last_step} of {self.num_steps} steps in {duration(time.monotonic() - self._start)}"]
         for name, after in self.last_evaluation.items():
             if name.endswith(("/accuracy", "/mean_at_k")):
@@ -133,58 +136,58 @@ class Display:
             self.message(f"stopped by {kind.__name__} after {self.summary()}{phase}")
 
     def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
-        """Put the step before the reader's eyes."""
+        """Show the step; a hook for subclasses."""
 
     def _restore(self) -> None:
-        """Give the terminal back as it was."""
+        """Restore the terminal; a hook for subclasses."""
 
 
 class PlainDisplay(Display):
-    """One line a step on standard output, flushed: for log files."""
+    """One line per step on standard output, flushed, for log files."""
 
     def message(self, text: str) -> None:
         print(text, flush=True)
 
     def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
-        if any(figure.name in values for figure in FIGURES):
+        if any(metric.name in values for metric in SHOWN):
             self.message(step_line(step, self.num_steps, values))
         if evaluation:
             self.message(evaluation_line(step, evaluation))
 
 
 def step_line(step: int, num_steps: int, values: Values) -> str:
-    """The key figures of a step; those that were not measured are left out."""
+    """One line with the SHOWN metrics of a step, as far as they were measured."""
     parts = [f"step {step}/{num_steps}"]
-    parts += [f"{figure.short} {figure.show(values[figure.name])}" for figure in FIGURES if figure.name in values]
+    parts += [f"{metric.short} {metric.show(values[metric.name])}" for metric in SHOWN if metric.name in values]
     if "timing_s/step" in values:
         parts.append(duration(values["timing_s/step"]))
     return "  ".join(parts)
 
 
 def evaluation_line(step: int, evaluation: Values) -> str:
-    """All figures of an evaluation, set by set; the set is named before its first figure."""
+    """One line with all metrics of an evaluation; each set's name precedes its first metric."""
     parts, previous = [f"eval at step {step}"], None
     for name, value in evaluation.items():
-        set_name, _, figure = name.removeprefix("eval/").rpartition("/")
+        set_name, _, metric = name.removeprefix("eval/").rpartition("/")
         prefix = "" if set_name == previous else f"{set_name} "
-        parts.append(f"{prefix}{EVAL_LABELS.get(figure, figure)} {fixed(value, 2)}")
+        parts.append(f"{prefix}{EVAL_LABELS.get(metric, metric)} {fixed(value, 2)}")
         previous = set_name
     return "  ".join(parts)
 
 
 def _eval_label(name: str) -> str:
-    """ "eval/gsm8k/accuracy" -> "gsm8k accuracy"."""
-    set_name, _, figure = name.removeprefix("eval/").rpartition("/")
-    return f"{set_name} {EVAL_LABELS.get(figure, figure)}"
+    """Example: "eval/gsm8k/accuracy" -> "gsm8k accuracy"."""
+    set_name, _, metric = name.removeprefix("eval/").rpartition("/")
+    return f"{set_name} {EVAL_LABELS.get(metric, metric)}"
 
 
 class LiveDisplay(Display):
-    """A progress bar with the current phase, and a table of key figures with their recent course."""
+    """A progress bar with the current phase, and a table of the SHOWN metrics with sparklines."""
 
     def __init__(self, num_steps: int, console: Console) -> None:
         super().__init__(num_steps)
         self._console = console
-        self._history: dict[str, deque[float | None]] = {figure.name: deque(maxlen=HISTORY) for figure in FIGURES}
+        self._history: dict[str, deque[float | None]] = {metric.name: deque(maxlen=HISTORY) for metric in SHOWN}
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -194,7 +197,7 @@ class LiveDisplay(Display):
             TimeRemainingColumn(elapsed_when_finished=False),
             TextColumn("[cyan]{task.fields[phase]}"),
             console=console,
-            speed_estimate_period=1800,  # a step may take minutes; the default of 30 s would never give an estimate
+            speed_estimate_period=1800,  # steps may take minutes; the default of 30 s would give no estimate
         )
         self._task = self._progress.add_task("steps", total=num_steps, phase="")
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
@@ -228,10 +231,10 @@ class LiveDisplay(Display):
         table.add_column(justify="right", min_width=8)
         table.add_column()
         table.add_column(style="cyan")
-        for figure in FIGURES:
-            history = list(self._history[figure.name])  # a copy: rich renders from a thread of its own
+        for metric in SHOWN:
+            history = list(self._history[metric.name])  # a copy, because rich renders in its own thread
             if history:
-                table.add_row(figure.long, figure.show(history[-1]), trend(history), sparkline(history))
+                table.add_row(metric.long, metric.show(history[-1]), trend(history), sparkline(history))
         for name, value in list(self.last_evaluation.items()):
             before = self.first_evaluation[name]
             table.add_row(_eval_label(name), fixed(value, 2), "", Text(f"from {fixed(before, 2)}", style="dim"))
@@ -239,7 +242,7 @@ class LiveDisplay(Display):
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """Block characters from the smallest to the largest value; a blank where there is none.
+    """Block characters scaled from the smallest to the largest value; a blank for None.
 
     >>> sparkline([0, 1, None, 2, 3.5])
     '▁▃ ▅█'
@@ -252,7 +255,7 @@ def sparkline(values: Sequence[float | None]) -> str:
 
 
 def trend(values: Sequence[float | None]) -> str:
-    """An arrow: the newest quarter's mean against that of the rest, beyond half the rest's spread."""
+    """An arrow: up or down if the newest quarter's mean differs from the rest by over half the rest's deviation."""
     known = [value for value in values if value is not None]
     recent = known[-max(1, len(known) // 4) :]
     rest = known[: -len(recent)]
@@ -261,17 +264,14 @@ def trend(values: Sequence[float | None]) -> str:
     mean = sum(rest) / len(rest)
     spread = (sum((value - mean) ** 2 for value in rest) / len(rest)) ** 0.5
     change = sum(recent) / len(recent) - mean
-    if abs(change) <= max(0.5 * spread, 1e-6 * abs(mean)):  # a constant has no trend, whatever its last bits say
+    if abs(change) <= max(0.5 * spread, 1e-6 * abs(mean)):  # rounding of a constant is no trend
         return "→"
     return "↑" if change > 0 else "↓"
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error if that is a terminal, nothing elsewhere.
-
-    It keeps the console it found, whatever is redirected in the block.
-    """
+    """A progress bar on standard error if that is a terminal; redirections inside the block do not affect it."""
     console = Console(file=sys.stderr)
     with Progress(console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False) as bar:
         task = bar.add_task(what, total=total)

@@ -1,4 +1,4 @@
-"""A run directory with the course of a plausible training run, for tests of the report: no figure here was measured."""
+"""A synthetic run directory with plausible metrics, for tests of report and alarms; no number was measured."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RATIOS = {
 
 
 def synthetic_records(num_steps: int = 150, *, evaluate_every: int = 25, seed: int = 0) -> list[dict]:
-    """Records of step 0 (evaluation alone) and of every step, in rising order."""
+    """Records of step 0 (evaluation only) and of every training step."""
     draw = np.random.default_rng(seed)
     records: list[dict] = [{"step": 0, **_evaluation(0.0, draw), "timing_s/evaluate": 1.9, "timing_s/step": 1.9}]
     shrink = 0.45
@@ -125,7 +125,7 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
 
 
 def _ranks(timing: dict[str, float], draw: np.random.Generator) -> dict[str, float]:
-    """Two ranks that take turns at being the slower one."""
+    """Metrics of two ranks that are slower in turn."""
     found: dict[str, float] = {}
     for phase, seconds in timing.items():
         slower = 1 + 0.1 * float(draw.random())
@@ -150,7 +150,7 @@ def _evaluation(progress: float, draw: np.random.Generator) -> dict:
 def write_run(
     run_dir: Path, records: list[dict], config: dict | None = CONFIG, environment: dict | None = ENVIRONMENT
 ) -> Path:
-    """The files of a run directory that the report reads."""
+    """Write the files of a run directory that the report reads."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     for name, table in (("config.json", config), ("environment.json", environment)):

@@ -1,6 +1,6 @@
 """The metrics table, the writer, the reader and the phase timer.
 
-Not covered: that the training loop logs each name with the meaning the table gives it.
+Not covered: whether the training loop logs each name with its documented meaning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def lines_of(run_dir: Path) -> list[str]:
 
 
 def strict(line: str) -> dict:
-    """JSON as RFC 8259 has it: Python's reader alone would take NaN."""
+    """Parse RFC 8259 JSON; Python's parser alone accepts NaN."""
 
     def refuse(name: str) -> float:
         raise AssertionError(f"{name} is not JSON")
@@ -118,8 +118,9 @@ def test_environment_is_recorded(tmp_path):
 
 def test_a_directory_with_metrics_is_refused(tmp_path):
     MetricsWriter(tmp_path, QUIET).close()
-    with pytest.raises(UserError, match=r"holds metrics already.*metrics.jsonl.*new run_dir"):
+    with pytest.raises(UserError) as error:
         MetricsWriter(tmp_path, QUIET)
+    assert error.value.where == str(tmp_path / "metrics.jsonl")
 
 
 def test_resuming_drops_the_steps_after_the_checkpoint_and_appends(tmp_path):
@@ -127,7 +128,7 @@ def test_resuming_drops_the_steps_after_the_checkpoint_and_appends(tmp_path):
         for step in range(5):
             writer.write(step, {"lr": step + 0.5})
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lr"')  # the run died while writing
+        file.write('{"step": 5, "lr"')  # cut by a kill
     started = (tmp_path / "environment.json").read_text()
     with MetricsWriter(tmp_path, QUIET, resume_step=2) as writer:
         with pytest.raises(AssertionError):
@@ -158,7 +159,7 @@ def test_a_half_written_last_line_is_left_out_with_a_warning(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lr": 0.5}\n{"step": 2, "l')
     with caplog.at_level(logging.WARNING):
         assert read_metrics(tmp_path) == [{"step": 1, "lr": 0.5}]
-    assert "last line was cut" in caplog.text
+    assert str(tmp_path / "metrics.jsonl") in caplog.text
 
 
 def test_a_whole_last_line_without_newline_counts(tmp_path, caplog):
@@ -170,13 +171,15 @@ def test_a_whole_last_line_without_newline_counts(tmp_path, caplog):
 @pytest.mark.parametrize("line", ["{", "[1]", '{"lr": 1}', '{"step": "1"}', '{"step": 1, "lr": NaN}', ""])
 def test_a_corrupt_line_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{line}\n{{"step": 2}}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl:2\]; remove the line"):
+    with pytest.raises(UserError) as error:
         read_metrics(tmp_path)
+    assert error.value.where == f"{tmp_path / 'metrics.jsonl'}:2"
 
 
-def test_missing_metrics_are_the_users_to_mend(tmp_path):
-    with pytest.raises(UserError, match=r"no metrics here .*metrics\.jsonl.*run_dir"):
+def test_missing_metrics_are_a_user_error(tmp_path):
+    with pytest.raises(UserError) as error:
         read_metrics(tmp_path)
+    assert error.value.where == str(tmp_path / "metrics.jsonl")
 
 
 def make_timer(ticks: list[float], **options) -> PhaseTimer:
@@ -194,7 +197,7 @@ def test_phases_add_up_and_a_step_ends_clean():
     assert timer.finish_step() == {"timing_s/push": 1.0, "timing_s/step": 3.0}
 
 
-def test_own_seconds_stand_still_while_a_phase_waits():
+def test_own_seconds_exclude_waiting():
     own = iter([1.0, 1.5, 2.0, 2.25, 2.25, 2.5]).__next__
     timer = make_timer([0.0, 4.0, 5.0, 7.0, 8.0, 9.0, 10.0], own_clock=own)
     for phase in ("gradient", "push", "gradient"):
@@ -208,12 +211,12 @@ def test_a_step_without_phases_took_no_time():
     assert make_timer([5.0]).finish_step() == {"timing_s/step": 0.0}
 
 
-def test_listeners_hear_begin_and_end_and_the_device_is_synchronised():
-    heard: list[object] = []
-    timer = make_timer([0.0, 1.0], on_phase=heard.append, synchronize=lambda: heard.append("sync"))
+def test_begin_and_end_are_reported_and_the_device_is_synchronised():
+    calls: list[object] = []
+    timer = make_timer([0.0, 1.0], on_phase=calls.append, synchronize=lambda: calls.append("sync"))
     with timer("gradient"):
-        heard.append("work")
-    assert heard == ["sync", "gradient", "work", "sync", None]
+        calls.append("work")
+    assert calls == ["sync", "gradient", "work", "sync", None]
 
 
 def test_an_exception_passes_and_the_timer_stays_usable():
@@ -225,7 +228,7 @@ def test_an_exception_passes_and_the_timer_stays_usable():
     assert timer.finish_step() == {"timing_s/rollout": 2.0, "timing_s/reward": 1.0, "timing_s/step": 5.0}
 
 
-def test_unknown_and_nested_phases_are_bugs():
+def test_unknown_and_nested_phases_are_refused():
     timer = make_timer([0.0, 1.0])
     with pytest.raises(AssertionError, match="'sleep' is not one of the phases"), timer("sleep"):
         pass
@@ -241,5 +244,5 @@ def test_examples_in_the_number_formats_hold():
     ("seconds", "text"),
     [(0, "0 s"), (0.5, "500 ms"), (9.96, "10.0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (3599.7, "1 h 00 min")],
 )
-def test_durations_at_the_seams(seconds, text):
+def test_durations_at_the_limits_of_units(seconds, text):
     assert formatting.duration(seconds) == text

@@ -1,9 +1,9 @@
-"""GPUs by name: what they compute, hold and move, by their vendors' data sheets. Imports torch only to look at its own.
+"""FLOP/s, memory and bandwidth of GPUs by name, from NVIDIA's data sheets.
 
-FLOP/s are dense (data sheets headline twice as much, with structured sparsity). Bytes a second of links count one
-direction (data sheets of NVLink headline both). GB are 1e9 bytes. Sources: NVIDIA's data sheets of A100, H100, H200,
-H20, B200 (DGX B200), GB200 NVL72, L40S, and, for links between nodes, of the DGX of that generation: one network card
-a GPU, of 200 Gbit/s (A100) or 400 Gbit/s (later).
+FLOP/s are dense; data sheets often give twice as much, with structured sparsity. Link bandwidths count one direction;
+NVLink data sheets add both. GB are 1e9 bytes. Sources: data sheets of A100, H100, H200, H20, B200 (DGX B200),
+GB200 NVL72 and L40S; for links between nodes, those of the DGX of that generation, with one network card per GPU of
+200 Gbit/s (A100) or 400 Gbit/s (later).
 
     device_named("H100").bf16_tflops        # 989.4
     this_device()                           # the Device of torch.cuda's first GPU; None on a CPU or an unknown GPU
@@ -23,8 +23,8 @@ class Device:
 
     name: str
     bf16_tflops: float  # 1e12 FLOP/s, dense
-    fp8_tflops: float | None  # None: has no FP8
-    memory_gb: float  # 1e9 bytes, by the data sheet; a driver shows somewhat less
+    fp8_tflops: float | None  # None: no FP8 support
+    memory_gb: float  # 1e9 bytes; drivers report slightly less
     memory_gb_s: float  # 1e9 bytes/s
     intra_node_gb_s: float  # 1e9 bytes/s of one GPU to the others of its node, one direction
     inter_node_gb_s: float  # 1e9 bytes/s of one GPU to other nodes, one direction
@@ -50,7 +50,7 @@ DEVICES: tuple[Device, ...] = (
     Device("l40s", 362.0, 733.0, 48, 864, 32, 25, 8),
 )
 
-_DRIVER_NAMES: tuple[tuple[str, str], ...] = (  # words in torch.cuda.get_device_name(); the first that fit
+_DRIVER_NAMES: tuple[tuple[str, str], ...] = (  # words in torch.cuda.get_device_name(); the first match counts
     ("GB200", "gb200"),
     ("B200", "b200"),
     ("H200", "h200"),
@@ -69,10 +69,10 @@ _OTHER_NAMES = {"a100": "a100-80gb", "h100-80gb": "h100", "h100-sxm": "h100", "h
 
 
 def device_named(name: str) -> Device:
-    """A device by its name in DEVICES, in any case ("H100", "a100-80gb").
+    """A device by its name in DEVICES, ignoring case ("H100", "a100-80gb").
 
     Raises:
-        UserError: no such device.
+        UserError: the name is unknown.
     """
     wanted = name.strip().lower().replace("_", "-")
     wanted = _OTHER_NAMES.get(wanted, wanted)
@@ -80,11 +80,11 @@ def device_named(name: str) -> Device:
         if device.name == wanted:
             return device
     known = ", ".join(device.name for device in DEVICES)
-    raise UserError(f"no device is known by the name {name!r}", where="device", fix=f"name one of {known}")
+    raise UserError(f"unknown device {name!r}", where="device", fix=f"use one of {known}")
 
 
 def device_of_driver(driver_name: str) -> Device | None:
-    """The device whose driver calls it so, e.g. "NVIDIA H100 80GB HBM3"; None if it is not in DEVICES."""
+    """The device with this driver name, e.g. "NVIDIA H100 80GB HBM3"; None if it is not in DEVICES."""
     for part, name in _DRIVER_NAMES:
         if re.search(rf"\b{part}\b", driver_name, re.IGNORECASE):
             return device_named(name)
@@ -92,7 +92,7 @@ def device_of_driver(driver_name: str) -> Device | None:
 
 
 def this_device() -> Device | None:
-    """This process's GPU; None without one, and for one that is not in DEVICES."""
+    """This process's GPU; None if there is none or it is not in DEVICES."""
     import torch
 
     return device_of_driver(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

@@ -1,12 +1,11 @@
-"""Profiles of chosen steps on chosen ranks, with the phases of a step as named ranges (`log.profile`).
+"""Profiles chosen steps on chosen ranks, with the phases of a step as ranges named "oblr/<phase>" (`log.profile`).
 
-    torch  a trace a rank, RUN_DIR/profile/rank_N.json.gz: open it at https://ui.perfetto.dev, or in chrome://tracing
+    torch  one trace per rank, RUN_DIR/profile/rank_N.json.gz; open it at https://ui.perfetto.dev or chrome://tracing
     nsys   NVTX ranges, and cudaProfilerStart/Stop around the steps, for a job started under
            nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop --output=... COMMAND
 
-A profiled step is all that happens from its first sampling until its figures are taken; the push of its weights and an
-evaluation are part of it, saving is not, unless the next step is profiled as well. The profiler hangs on the phase
-timer (timing.py). A range is named "oblr/<phase>".
+A profiled step includes rollout, training, weight push and evaluation. Its checkpoint is included only if the next step
+is profiled as well. The profiler observes the phase timer (timing.py).
 """
 
 from __future__ import annotations
@@ -24,33 +23,33 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.config.log import LogConfig
 
-PROFILES = "profile"  # directory in the run's
+PROFILES = "profile"  # subdirectory of the run directory
 
 
 class Backend(Protocol):
-    """What records: torch's profiler, or nsys from outside."""
+    """Records a profile: torch's profiler, or nsys from outside."""
 
     def start(self) -> None:
-        """From here on everything is recorded."""
+        """Start recording."""
 
     def stop(self) -> str:
-        """Keep what was recorded, and tell where it is; "" where there is nothing to say."""
+        """Stop recording, keep the profile, and return a message that says where it is."""
         ...
 
     def range(self, name: str) -> AbstractContextManager[object]:
-        """A named stretch of the record."""
+        """A named range of the profile."""
         ...
 
 
 class TorchProfile:
-    """torch.profiler of CPU operators and, with CUDA, of kernels; written as one compressed Chrome trace."""
+    """torch.profiler of CPU operators and CUDA kernels; written as one compressed Chrome trace."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._profile: Any = None
 
     def start(self) -> None:
-        """Begin; one trace at a time."""
+        """Start recording; one trace at a time."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -58,7 +57,7 @@ class TorchProfile:
         self._profile.start()
 
     def stop(self) -> str:
-        """Write the trace, over an earlier one of the same rank; a full disk costs the trace and not the run."""
+        """Write the trace, replacing an earlier one of this rank. A failed write does not end the run."""
         profile, self._profile = self._profile, None
         profile.stop()
         try:
@@ -69,22 +68,22 @@ class TorchProfile:
         return f"profile: {self._file}; open it at https://ui.perfetto.dev"
 
     def range(self, name: str) -> AbstractContextManager[object]:
-        """A user annotation of the trace."""
+        """A user annotation in the trace."""
         return torch.profiler.record_function(name)
 
 
 class NsysProfile:
-    """Marks for `nsys profile`, which records from outside."""
+    """Marks steps for `nsys profile`, which records from outside."""
 
     def start(self) -> None:
-        """cudaProfilerStart: what --capture-range=cudaProfilerApi waits for."""
+        """Call cudaProfilerStart, which --capture-range=cudaProfilerApi waits for."""
         torch.cuda.profiler.start()
 
     def stop(self) -> str:
-        """cudaProfilerStop; nsys writes its report by itself."""
+        """Call cudaProfilerStop; nsys writes its report."""
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
-        return "profile: the steps are marked for nsys, which writes to the file named by --output"
+        return "profile: marked the steps for nsys, which writes to its --output file"
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -97,9 +96,9 @@ class NsysProfile:
 
 
 class Profiler:
-    """A step observer that profiles steps `start` to `end` - 1, counted from 0; without a backend it does nothing.
+    """A step observer that profiles steps `start` to `end` - 1, counted from 0.
 
-    A run that goes on in the middle of these steps is profiled from there.
+    Without a backend it does nothing. A run resumed in the middle of these steps is profiled from there.
     """
 
     def __init__(self, backend: Backend | None, start: int, end: int, say: Callable[[str], None]) -> None:
@@ -108,34 +107,33 @@ class Profiler:
         self._recording = False
 
     def begin_step(self, step: int) -> None:
-        """Start recording when the step is one of those."""
+        """Start recording at the first of these steps."""
         self._step = step
         if self._backend is not None and not self._recording and self._start <= step < self._end:
             self._recording = True
             self._backend.start()
 
     def end_step(self) -> None:
-        """Stop recording after the last of them."""
+        """Stop recording after the last of these steps."""
         if self._step + 1 >= self._end:
             self.close()
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """A range of the record."""
+        """A range of the profile."""
         if self._backend is None or not self._recording:
             return nullcontext()
         return self._backend.range(f"oblr/{name}")
 
     def close(self) -> None:
-        """Stop recording, if that was not done: a run that ends or breaks off in the middle keeps what there is."""
+        """Stop recording if necessary, so that an interrupted run keeps its profile."""
         if self._backend is not None and self._recording:
             self._recording = False
-            said = self._backend.stop()
-            self._say(said)
+            self._say(self._backend.stop())
 
 
 @contextmanager
 def open_profiler(config: Config, rank: int, say: Callable[[str], None]) -> Iterator[Profiler]:
-    """The profiler that log.profile asks for; one that does nothing on ranks that log.profile_ranks does not name."""
+    """The profiler that log.profile selects; on ranks not in log.profile_ranks it does nothing."""
     log = config.log
     backend: Backend | None = None
     if log.profile != "none" and rank in log.profile_ranks:
@@ -149,23 +147,23 @@ def open_profiler(config: Config, rank: int, say: Callable[[str], None]) -> Iter
 
 
 def check_profile(log: LogConfig, world_size: int, *, on_gpu: bool) -> None:
-    """Refuse a profile that this machine or this many ranks cannot make.
+    """Check that this machine and the number of ranks allow the configured profile.
 
     Raises:
-        UserError: nsys without CUDA; a rank that there is not.
+        UserError: nsys without CUDA, or a rank that does not exist.
     """
     if log.profile == "none":
         return
     if log.profile == "nsys" and not on_gpu:
         raise UserError(
-            'log.profile is "nsys", which records CUDA, and there is no GPU here',
+            'log.profile is "nsys", but there is no GPU',
             where="log.profile",
             fix='set log.profile to "torch"',
         )
     beyond = [rank for rank in log.profile_ranks if not 0 <= rank < world_size]
     if beyond:
         raise UserError(
-            f"log.profile_ranks names rank {beyond[0]}, and the run has {world_size} ranks, 0 to {world_size - 1}",
+            f"log.profile_ranks names rank {beyond[0]}, but the run has ranks 0 to {world_size - 1}",
             where="log.profile_ranks",
-            fix="name ranks that there are",
+            fix="name existing ranks",
         )

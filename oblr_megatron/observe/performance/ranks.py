@@ -1,14 +1,14 @@
-"""What every rank takes of a step, in seconds and memory, gathered on rank 0: one small exchange a step.
+"""Time and memory of every rank in a step, gathered on rank 0 in one small collective.
 
-Ranks that compute together wait for each other inside a phase, so that their times by the clock are nearly the same and
-do not say who is slow. What a rank does by itself does:
+Ranks wait for each other inside a phase, so their wall-clock times are nearly equal and do not reveal a slow rank.
+These two values do:
 
-    own seconds    of a phase: on a CPU the time that the rank's thread computed, which stands still while it waits in a
-                   collective or for an engine; on a GPU, whose kernels wait as busily as they work, the clock's time
-    pace           on a CPU the own seconds of gradnorm, gradient and optimizer; on a GPU the seconds of a fixed matrix
-                   product that each rank makes alone when the step is over (17 MB, 0.55 TFLOPs)
+    own seconds    of a phase. On a CPU: thread time, which excludes waiting in a collective or for an engine. On a GPU:
+                   wall-clock time, because waiting kernels look busy.
+    pace           On a CPU: own seconds of gradnorm, gradient and optimizer. On a GPU: seconds of a fixed matrix product
+                   that each rank computes alone after the step (17 MB, 0.55 TFLOPs).
 
-Rank 0 writes everything to RUN_DIR/logs/ranks.jsonl, one line a step with a list over ranks for each value, and logs
+Rank 0 writes all values to RUN_DIR/logs/ranks.jsonl, one line per step with a list over ranks for each value, and logs
 the extremes (docs/performance.md).
 """
 
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-PROBE_SIDE = 2048  # of the square matrices of the fixed product
+PROBE_SIDE = 2048  # rows and columns of the fixed product's matrices
 PROBE_REPEATS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of one rank's process. Example: Memory(allocated=6.1e9, reserved=7.0e9, peak=6.8e9)."""
+    """Memory of one rank's process in bytes. Example: Memory(allocated=6.1e9, reserved=7.0e9, peak=6.8e9)."""
 
-    allocated: float  # bytes: of tensors on the GPU; on a CPU resident
-    reserved: float  # bytes: that the GPU's allocator holds; on a CPU the same as allocated
-    peak: float  # bytes: the largest so far; of tensors on the GPU, on a CPU resident
+    allocated: float  # GPU: tensors; CPU: resident memory
+    reserved: float  # GPU: held by the allocator; CPU: same as allocated
+    peak: float  # largest `allocated` so far
 
     @classmethod
     def now(cls) -> Memory:
-        """Of this process."""
+        """Memory of this process."""
         if torch.cuda.is_available():
             return cls(torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated())
         resident = resident_bytes()
@@ -59,15 +59,15 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One rank's share of a step. Example: RankStep({"gradient": 1.2}, {"gradient": 0.9}, Memory(...), pace_s=0.9)."""
+    """One rank's values of a step. Example: RankStep({"gradient": 1.2}, {"gradient": 0.9}, Memory(...), pace_s=0.9)."""
 
-    wall_s: Mapping[str, float]  # by phase, by the clock
-    own_s: Mapping[str, float]  # by phase, without waiting
+    wall_s: Mapping[str, float]  # wall-clock seconds by phase
+    own_s: Mapping[str, float]  # own seconds by phase, see the module
     memory: Memory
     pace_s: float
 
     def row(self) -> Tensor:
-        """fp64 [2 * phases + 4], what travels; a phase that was not entered is NaN."""
+        """fp64 [2 * phases + 4] for the gather; NaN for a phase that was not entered."""
         seconds = [times.get(phase, float("nan")) for times in (self.wall_s, self.own_s) for phase in PHASES]
         memory = asdict(self.memory).values()
         return torch.tensor([*seconds, *memory, self.pace_s], dtype=torch.float64)
@@ -75,7 +75,7 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """The same of all ranks, each value a list over ranks."""
+    """Values of all ranks; each value is a list over ranks."""
 
     wall_s: dict[str, list[float]]
     own_s: dict[str, list[float]]
@@ -84,7 +84,7 @@ class RankTable:
 
     @classmethod
     def of(cls, rows: Sequence[Tensor]) -> RankTable:
-        """From what each rank sent, in the order of ranks; phases that no rank entered are left out."""
+        """The table from all ranks' rows, in rank order; phases that no rank entered are left out."""
         columns = torch.stack(list(rows)).T.nan_to_num(0.0).tolist()
         entered = (~torch.stack(list(rows)).isnan().all(0)).tolist()
         count = len(PHASES)
@@ -94,7 +94,7 @@ class RankTable:
         return cls(wall, own, {"allocated": allocated, "reserved": reserved, "peak": peak}, pace)
 
     def metrics(self) -> dict[str, float]:
-        """What is logged of it; of a single rank its memory alone."""
+        """The perf/ metrics of the table; for a single rank only its memory."""
         peaks = self.memory["peak"]
         found: dict[str, float] = {"perf/peak_memory_bytes": int(max(peaks))}
         if len(peaks) == 1:
@@ -113,7 +113,7 @@ class RankTable:
         return found
 
     def line(self, step: int) -> str:
-        """JSON of ranks.jsonl; seconds to four digits, whole bytes."""
+        """One line of ranks.jsonl; seconds with four digits, whole bytes."""
         table = {
             "step": step,
             "wall_s": {phase: _rounded(seconds) for phase, seconds in self.wall_s.items()},
@@ -129,12 +129,12 @@ def _rounded(seconds: Sequence[float]) -> list[float]:
 
 
 class RankLog:
-    """Gathers every step's figures and, on rank 0, writes RUN_DIR/logs/ranks.jsonl.
+    """Gathers every step's values and, on rank 0, writes RUN_DIR/logs/ranks.jsonl.
 
     Args:
         run_dir: of the run.
-        group: of all ranks, on the CPU; its deadline bounds the exchange.
-        keep_until: the step whose line is the last to be kept of an earlier file; None: a new file.
+        group: CPU group of all ranks; its timeout bounds the gather.
+        keep_until: last step to keep from an existing file; None: start a new file.
     """
 
     def __init__(self, run_dir: Path, group: ProcessGroup, keep_until: int | None = None) -> None:
@@ -146,12 +146,15 @@ class RankLog:
             self._path.write_text(kept, encoding="utf-8")
 
     def take(self, step: int, timing: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
-        """Of a step that is over, its figures; on rank 0, elsewhere none. Collective.
+        """Gather a finished step; collective.
 
         Args:
-            step: as it is logged, from 1.
+            step: as logged, from 1.
             timing: "timing_s/<phase>" of this rank.
             own: this rank's own seconds by phase.
+
+        Returns:
+            The step's perf/ metrics on rank 0, {} elsewhere.
         """
         wall = {name.removeprefix("timing_s/"): seconds for name, seconds in timing.items()}
         row = RankStep(wall, own, Memory.now(), pace_s(own)).row()
@@ -166,7 +169,7 @@ class RankLog:
 
 
 def _lines_until(path: Path, step: int) -> str:
-    """The lines of steps up to `step`; what was cut when a run was killed is dropped."""
+    """The lines of steps up to `step`; a line cut by a kill is dropped."""
     kept = ""
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
         try:
@@ -177,17 +180,17 @@ def _lines_until(path: Path, step: int) -> str:
 
 
 def pace_s(own: Mapping[str, float]) -> float:
-    """Seconds by which ranks are compared: see above; 0 in a step that trained nothing, on a CPU."""
+    """The pace (see the module) in seconds; on a CPU, 0 in a step without training."""
     if torch.cuda.is_available():
         return probe_s(torch.device("cuda", torch.cuda.current_device()))
     return sum(own.get(phase, 0.0) for phase in TRAINING)
 
 
 def probe_s(device: torch.device, side: int = PROBE_SIDE, repeats: int = PROBE_REPEATS) -> float:
-    """Seconds of `repeats` products of two bf16 matrices [side, side] on a device that does nothing else."""
+    """Seconds for `repeats` products of two bf16 matrices [side, side] on an idle device."""
     left = torch.ones(side, side, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(left)
-    torch.mm(left, left, out=out)  # loads the kernel
+    torch.mm(left, left, out=out)  # warm-up: loads the kernel
     _drain(device)
     start = time.perf_counter()
     for _ in range(repeats):

@@ -1,10 +1,10 @@
-"""How well a step used its devices: MFU of the training, tokens a second and device. Pure arithmetic on records.
+"""Device utilization of a step: MFU of the training, and throughput.
 
-    perf/mfu/actor       training FLOPs of the samples that have a gradient / (T * ranks * peak)
-    perf/mfu/with_norms  the same with a pass of their own for the norms counted as needed: twice the FLOPs
-    perf/throughput      prompt and response tokens / (time of the step without evaluation * ranks)
+    perf/mfu/actor       training FLOPs of the samples with a gradient / (T * ranks * peak)
+    perf/mfu/with_norms  the same, with twice the FLOPs if the norms take a separate pass
+    perf/throughput      prompt and response tokens / (step time without evaluation * ranks)
 
-T is the time of the phases gradnorm, gradient and optimizer together; docs/performance.md compares with verl's figures.
+T is the time of the gradnorm, gradient and optimizer phases; docs/performance.md compares with verl's definitions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRAINING = ("gradnorm", "gradient", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class Utilization:
-    """What a run's steps are measured by.
+    """Computes the utilization metrics of a run's steps.
 
     Example: Utilization(hf_config, config, world_size=8, peak_flops=989.4e12)
     """
@@ -34,19 +34,19 @@ class Utilization:
     hf_config: Mapping[str, Any]
     config: Config
     world_size: int
-    peak_flops: float | None  # of one device, FLOP/s in the training's precision; None: unknown, and there is no MFU
+    peak_flops: float | None  # FLOP/s of one device in the training precision; None: unknown, no MFU is logged
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any], config: Config, world_size: int) -> Utilization:
-        """Of this process's device, unless log.peak_tflops says what it can do."""
+        """With the peak of log.peak_tflops, or of this process's device."""
         return cls(hf_config, config, world_size, peak_flops(config, this_device()))
 
     def metrics(self, samples: Sequence[Sample], scored: Scored, timing: Mapping[str, float]) -> dict[str, float]:
-        """Of one step.
+        """The perf/ metrics of one step.
 
         Args:
             samples: [Q * G], prompt-major.
-            judged: their rewards [Q, G].
+            scored: their rewards [Q, G].
             timing: "timing_s/<phase>" of the step, and "timing_s/step".
         """
         tokens = sum(_length(sample) for sample in samples)
@@ -60,8 +60,8 @@ class Utilization:
         return found
 
     def _trained(self, samples: Sequence[Sample], scored: Scored) -> list[int]:
-        """Tokens of the samples that went through a backward pass."""
-        if self.config.algo.kl_coefficient:  # the penalty has a gradient whatever the advantage is
+        """Lengths in tokens of the samples that went through a backward pass."""
+        if self.config.algo.kl_coefficient:  # the penalty has a gradient even where the advantage is 0
             return [_length(sample) for sample in samples]
         active = active_groups(self.config.algo.baseline, scored.rewards).tolist()
         group = scored.rewards.shape[1]
@@ -69,12 +69,12 @@ class Utilization:
 
     @property
     def _norms_apart(self) -> bool:
-        """Whether norms take a forward and a backward pass of their own."""
+        """Whether norms take a separate forward and backward pass."""
         return self.config.measures_norms and self.config.gradnorm.mode not in ("stash", "bookkeep")
 
 
 def peak_flops(config: Config, device: Device | None) -> float | None:
-    """FLOP/s of one device in the training's precision; None where that is unknown."""
+    """FLOP/s of one device in the training precision; None if unknown."""
     if config.log.peak_tflops is not None:
         return config.log.peak_tflops * 1e12
     if device is None or config.model.dtype != "bfloat16":

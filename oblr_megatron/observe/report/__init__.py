@@ -1,7 +1,7 @@
 """One self-contained HTML file about a run.
 
-history.py (what the run directory holds) -> figures.py (which figures, with their captions) -> chart.py, axes.py
-(how they are drawn) -> page.py (the page). alarms.py looks for what should not go unnoticed.
+history.py (reads the run directory) -> sections.py, costs.py, panel.py (which charts, with captions)
+-> chart.py, axes.py (draw them as SVG) -> page.py (the page).
 """
 
 from oblr_megatron.observe.report.page import write_report

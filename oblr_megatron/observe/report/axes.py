@@ -1,4 +1,4 @@
-"""Scales with round ticks."""
+"""Axes with round ticks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from oblr_megatron.observe.report.history import Array
 
-TINIEST = 1e-280  # below it, spans lose themselves in denormal numbers
+TINIEST = 1e-280  # smaller spans would become denormal numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A scale with its ticks. Example: linear_axis(0.0, 0.93, 4) -> Axis(0.0, 1.0, (0.0, 0.25, ...), log=False)."""
+    """An axis with its ticks. Example: linear_axis(0.0, 0.93, 4) -> Axis(0.0, 1.0, (0.0, 0.25, ...), log=False)."""
 
     low: float
     high: float
@@ -22,7 +22,7 @@ class Axis:
     log: bool = False
 
     def place(self, values: Array) -> Array:
-        """[n] -> [n] shares of the axis in 0..1; what lies beyond the ends is put on them."""
+        """[n] values -> [n] positions in 0..1; values beyond an end are clipped to it."""
         low, high = self.low, self.high
         if self.log:
             values, low, high = np.log10(np.maximum(values, self.low)), math.log10(low), math.log10(high)
@@ -30,9 +30,9 @@ class Axis:
 
 
 def linear_axis(low: float, high: float, intervals: int, whole: bool = False) -> Axis:
-    """Ends and ticks at multiples of 1, 2, 2.5 or 5 times a power of ten; `whole` keeps to integers."""
+    """Ends and ticks at multiples of 1, 2, 2.5 or 5 times a power of ten; `whole` allows integers only."""
     largest = max(abs(low), abs(high))
-    if high - low <= 1e-12 * max(largest, TINIEST):  # one value, up to its last bits
+    if high - low <= 1e-12 * max(largest, TINIEST):  # one value up to rounding
         pad = 0.1 * largest if largest > TINIEST else 0.5
         low, high = low - pad, high + pad
     rough = (high - low) / intervals
@@ -45,7 +45,7 @@ def linear_axis(low: float, high: float, intervals: int, whole: bool = False) ->
 
 
 def log_axis(low: float, high: float, intervals: int) -> Axis:
-    """Ends at 1, 2 or 5 times a power of ten; ticks at powers of ten, or at the ends' kind within a short range."""
+    """Ends at 1, 2 or 5 times a power of ten; ticks at powers of ten, on a short axis also at 2 and 5 times them."""
     first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
     steps = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
     bottom = max(step for step in steps if step <= low * 1.0001)
@@ -58,7 +58,7 @@ def log_axis(low: float, high: float, intervals: int) -> Axis:
 
 
 def step_axis(last_step: int) -> Axis:
-    """The horizontal axis of every chart of a report: from 0 to the run's last step."""
+    """The horizontal axis of every chart: from 0 to the run's last step."""
     nice = linear_axis(0.0, float(max(1, last_step)), 6, whole=True)
     ticks = tuple(tick for tick in nice.ticks if tick <= max(1, last_step))
     return Axis(0.0, float(max(1, last_step)), ticks)

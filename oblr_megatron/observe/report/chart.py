@@ -1,8 +1,8 @@
-"""Marks: a panel of curves, or a stack of layers, as inline SVG with HTML labels.
+"""Draws a panel of curves, or a stack of layers, as inline SVG with HTML labels.
 
-The SVG holds shapes alone and stretches to its box; labels are HTML, placed in percent, so that text keeps its size at
-any width. Colours are CSS classes (s1, s2, ...), so that the page's theme decides them. No script is needed to read a
-chart; `data-*` attributes carry what the pointer's read-out shows.
+The SVG holds only shapes and stretches to its box. Labels are HTML placed in percent, so text keeps its size at any
+width. Colours are CSS classes (s1, s2, ...) that the page's theme defines. `data-*` attributes hold the values that the
+page's script shows under the pointer; charts are readable without scripts.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from oblr_megatron.formatting import number, scientific
 from oblr_megatron.observe.report.axes import Axis, linear_axis, log_axis
 from oblr_megatron.observe.report.history import Array, smooth, thin_line, thin_points
 
-CANVAS = 1000.0  # the SVG's own units, both ways
-MOST_STRETCHES = 50  # of a stack
+CANVAS = 1000.0  # width and height in SVG units
+MOST_BINS = 50  # steps of a stack are averaged in at most this many bins
 
 Kind = Literal["cloud", "average", "dots", "line", "marks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A series of a panel.
+    """One series of a panel.
 
-    cloud: single steps as faint points with a running average; average: that alone, where curves are many; dots: the
-    points alone, for what must not be averaged; line: as logged; marks: a line with a mark a value.
+    Kinds: "cloud" shows single steps as faint points, with a running average; "average" only the running average;
+    "dots" only the points, for values that must not be averaged; "line" the logged values; "marks" a line with a mark
+    at each value.
     """
 
     label: str
@@ -43,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A horizontal line of reference; drawn where the axis reaches it, or always if `forced`."""
+    """A horizontal line with a label; drawn if the axis reaches it, or always if `forced`."""
 
     value: float
     label: str
@@ -59,7 +60,7 @@ class Panel:
     log: bool = False
     include: tuple[float, ...] = ()  # values the axis must reach
     rules: Sequence[Rule] = ()
-    short: bool = False  # a strip below the main panel
+    short: bool = False  # a low strip below the main panel
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +71,19 @@ class Frame:
     vertical: Axis
 
     def path(self, steps: Array, values: Array) -> str:
-        """A line through the points, in SVG's own language."""
+        """SVG path of a line through the points."""
         return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in self._places(steps, values))
 
     def dots(self, steps: Array, values: Array) -> str:
-        """The points one by one: strokes too short to be seen but for their round ends."""
+        """SVG path of separate points: tiny strokes that show as dots because of their round ends."""
         return "".join(f"M{x:.0f} {y:.0f}h.01" for x, y in self._places(steps, values))
 
     def across(self, value: float) -> str:
-        """A horizontal line from end to end."""
+        """SVG path of a horizontal line over the full width."""
         return f"M0 {10 * self.top(value):.1f}H{CANVAS:g}"
 
     def top(self, value: float) -> float:
-        """Distance from the upper edge in percent."""
+        """Distance of a value from the upper edge, percent."""
         return float(100 * (1 - self.vertical.place(np.array([value]))[0]))
 
     def _places(self, steps: Array, values: Array) -> list[tuple[float, float]]:
@@ -92,7 +93,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A legend entry: its key, the value it shows at rest, and those it shows under the pointer."""
+    """A legend entry: its key, the value shown by default, and the values shown under the pointer."""
 
     label: str
     key: str  # CSS classes
@@ -107,7 +108,7 @@ def draw_panel(panel: Panel, horizontal: Axis, step_labels: bool) -> str:
     Args:
         panel: at least one of its curves has a value.
         horizontal: from step_axis.
-        step_labels: whether the steps are written below; on the lowest panel of a figure.
+        step_labels: write step numbers below; for the lowest panel of a chart.
     """
     frame = Frame(horizontal, _vertical_axis(panel))
     rules = [rule for rule in panel.rules if frame.vertical.low <= rule.value <= frame.vertical.high]
@@ -135,17 +136,17 @@ def draw_stack(
     show: Callable[[float], str],
     step_labels: bool = True,
 ) -> str:
-    """Layers on top of each other, averaged over stretches of steps.
+    """Layers on top of each other, averaged over bins of steps.
 
     Args:
-        labels: one a layer; its colour is its position.
+        labels: one per layer; the colour follows the position.
         steps: [n] rising.
         layers: [layers, n] seconds, not negative.
         horizontal: from step_axis.
-        show: writes read-outs.
-        step_labels: whether the steps are written below.
+        show: formats a value for the legend.
+        step_labels: write step numbers below.
     """
-    edges = np.linspace(0, len(steps), min(len(steps), MOST_STRETCHES) + 1).round().astype(int)
+    edges = np.linspace(0, len(steps), min(len(steps), MOST_BINS) + 1).round().astype(int)
     means = np.stack([layers[:, start:end].mean(axis=1) for start, end in pairwise(edges)], axis=1)
     rights = steps[edges[1:] - 1]
     sides = np.stack((np.concatenate(([steps[0] - 1], rights[:-1])), rights), axis=1).ravel()
@@ -162,14 +163,14 @@ def draw_stack(
 
 
 def _line_of(curve: Curve, log: bool) -> tuple[Array, Array]:
-    """The curve's line: the running average, or the values; on a logarithmic axis only where it is positive."""
+    """The running average or the values of a curve; on a logarithmic axis only the positive ones."""
     values = smooth(curve.values) if curve.kind in ("cloud", "average") else curve.values
     drawn = values > 0 if log else np.isfinite(values)
     return curve.steps[drawn], values[drawn]
 
 
 def _vertical_axis(panel: Panel) -> Axis:
-    """From end to end of the data, without points so far out that they would flatten all the rest."""
+    """Axis over the data's range, without outliers that would flatten everything else."""
     ends: list[float] = [*panel.include, *(rule.value for rule in panel.rules if rule.forced)]
     for curve in panel.curves:
         values = _line_of(curve, panel.log)[1]
@@ -183,7 +184,7 @@ def _vertical_axis(panel: Panel) -> Axis:
 
 
 def _without_outliers(values: Array) -> Array:
-    """[n] -> [m] the middle 96 percent, and what lies no farther from it than it is wide."""
+    """[n] -> [m] values in the middle 96 percent, or no farther from it than its width."""
     if len(values) == 0:
         return values
     low, high = np.quantile(values, (0.02, 0.98))
@@ -201,7 +202,7 @@ def _cloud(curve: Curve, frame: Frame, log: bool) -> str:
 
 
 def _line(curve: Curve, steps: Array, values: Array, frame: Frame) -> str:
-    """The line, with marks where they are asked for or where a single value would otherwise be invisible."""
+    """The line, with marks if the kind asks for them or a single value would be invisible."""
     shapes = f'<path class="line s{curve.colour}" d="{frame.path(steps, values)}"/>'
     if curve.kind == "marks" or len(steps) == 1:
         shapes += f'<path class="mark s{curve.colour}" d="{frame.dots(steps, values)}"/>'

@@ -1,28 +1,27 @@
-"""Figures of what a step costs: time by phase and rank, use of the devices, memory."""
+"""Charts of what a step costs: time by phase and rank, device utilization, memory."""
 
 from __future__ import annotations
 
 from oblr_megatron.observe.report.chart import Rule
-from oblr_megatron.observe.report.specs import CurveSpec, FigureSpec, PanelSpec
+from oblr_megatron.observe.report.specs import ChartSpec, CurveSpec, PanelSpec
 from oblr_megatron.timing import PHASES
 
-TIME = FigureSpec(
+TIME = ChartSpec(
     "Time by phase",
-    "Seconds of each step by phase on rank 0, stacked; the legend gives averages. Evaluation is left out here. The "
-    "strip shows which rank took longest by itself in sampling and in the gradient, in the phase's colour.",
-    "A phase that grows while response length does not: memory pressure, a slow disk, a waiting rank. Marks that rest "
-    "on one rank.",
+    "Seconds of each step by phase on rank 0, stacked, without evaluation. The legend shows averages. The strip shows, "
+    "in the phase's colour, which rank took longest for its own work in rollout and gradient.",
+    "A phase that grows while response length does not: memory pressure, a slow disk or a waiting rank. In the strip, "
+    "marks that stay at one rank.",
 )
 
-MARKED = ("rollout", "gradient")  # a strip of more of them would hide one behind another
+MARKED = ("rollout", "gradient")  # marks of more phases would hide each other in the strip
 RANKED = ("rollout", "gradnorm", "gradient")  # the phases that take long
 
-RANKS = FigureSpec(
+RANKS = ChartSpec(
     "Slow ranks",
-    "Longest and, in the same colour, shortest time that a rank took by itself in a phase, waiting for others left out "
-    "where it is known. The strips show how much longer than the median rank the slowest one took over its part of the "
-    "training, and which one that was.",
-    "A ratio that stays above 1.2 at the same rank: all others wait for it in every step.",
+    "Longest and, in the same colour, shortest time of any rank in a phase, without waiting where that is measured. "
+    "The strips show the slowest rank's own training time over the median rank's, and which rank is slowest.",
+    "A ratio that stays above 1.2 at the same rank: all other ranks wait for it in every step.",
     (
         PanelSpec(
             "s",
@@ -47,12 +46,12 @@ RANKS = FigureSpec(
     ),
 )
 
-UTILIZATION = FigureSpec(
-    "Use of the devices",
-    "Model FLOPs of the samples trained on, over what the devices could have done in the time of norms, gradient and "
-    "optimizer; and with a pass of their own for the norms counted as needed. The strip shows prompt and response "
-    "tokens a second and rank over the whole step.",
-    "Utilization that sinks at constant length: microbatches too small, ranks that wait, memory that is full.",
+UTILIZATION = ChartSpec(
+    "Device utilization",
+    "Model FLOPs of the samples trained on, divided by the devices' peak over the gradnorm, gradient and optimizer "
+    "phases. The second curve counts a separate norms pass as useful work. The strip shows prompt and response tokens "
+    "per second and rank over the whole step.",
+    "Utilization that falls at constant length: microbatches too small, ranks that wait, or memory that is full.",
     (
         PanelSpec(
             "MFU",
@@ -66,11 +65,11 @@ UTILIZATION = FigureSpec(
     ),
 )
 
-THROUGHPUT = FigureSpec(
+THROUGHPUT = ChartSpec(
     "Throughput and memory",
-    "Response tokens and responses per second over the whole step without evaluation; peak memory of the trainer "
-    "process that took most. The last strip shows what each rank held after the step; of many ranks, the fullest ones.",
-    "Throughput that sinks at constant response length, or memory that climbs without end.",
+    "Response tokens and responses per second over the step without evaluation, and the largest peak memory of any "
+    "trainer process. The last strip shows the memory each rank held after the step, for at most eight ranks.",
+    "Throughput that falls at constant response length, or memory that keeps growing.",
     (
         PanelSpec("tokens/s", (CurveSpec("perf/tokens_per_s", "tokens per second"),), include=(0.0,)),
         PanelSpec(

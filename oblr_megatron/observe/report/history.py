@@ -1,4 +1,4 @@
-"""A run directory as arrays: metrics.jsonl by name, config.json and environment.json by dotted key."""
+"""Reads a run directory: metrics.jsonl as arrays by name, config.json and environment.json by dotted key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class History:
-    """What a run has logged so far; nothing but the metrics has to be there."""
+    """What a run has logged so far; only the metrics must exist."""
 
     directory: Path
     records: list[Record]
@@ -28,7 +28,7 @@ class History:
 
     @cached_property
     def steps(self) -> Array:
-        """[records] the step of each record."""
+        """[records] step of each record."""
         return self.values("step")
 
     @property
@@ -36,7 +36,7 @@ class History:
         return int(self.steps[-1])
 
     def values(self, name: str) -> Array:
-        """[records] a metric, NaN where it was not logged or not finite."""
+        """[records] values of a metric, NaN where it was not logged or not finite."""
         return np.array([record.get(name) for record in self.records], dtype=np.float64)
 
     def points(self, name: str) -> tuple[Array, Array]:
@@ -50,12 +50,12 @@ class History:
         return float(np.nansum(self.values(name)))
 
     def evaluation_sets(self) -> list[str]:
-        """Names of the sets that were evaluated, in order of appearance."""
+        """Names of the evaluated sets, in order of appearance."""
         names = (name for record in self.records for name in record if name.startswith("eval/"))
         return list(dict.fromkeys(name.removeprefix("eval/").rpartition("/")[0] for name in names))
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """A value of the resolved config by dotted key, e.g. "optimizer.lr"."""
+        """A value of the resolved config. Example key: "optimizer.lr"."""
         table: Any = self.config
         for part in key.split("."):
             if not isinstance(table, dict) or part not in table:
@@ -65,21 +65,21 @@ class History:
 
 
 def load_history(run_dir: Path) -> History:
-    """Read what a finished, running or broken-off run has left so far.
+    """Read the directory of a finished, running or interrupted run.
 
     Raises:
-        UserError: no metrics, not one step, or a file that is not JSON.
+        UserError: no metrics, no logged step, or a file that is not JSON.
     """
     directory = Path(run_dir)
     records = read_metrics(directory)
     if not records:
-        raise UserError("no step is logged yet", where=str(directory), fix="wait for the run's first step")
+        raise UserError("the run has logged no step yet", where=str(directory), fix="wait for the first step")
     config = _read_json(directory / "config.json")
     return History(directory.resolve(), records, config, _read_json(directory / ENVIRONMENT_FILE))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An object; empty if the file is absent, since a report without it is still of use."""
+    """A JSON object; {} if the file is absent, because the report is still useful without it."""
     if not path.exists():
         return {}
     try:
@@ -90,9 +90,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def smooth(values: Array) -> Array:
-    """Gaussian running average that does not lag; its deviation is 1/30 of the series, cut at the ends.
+    """Centred Gaussian running average with a standard deviation of 1/30 of the series.
 
-    Series of fewer than 20 values are returned as they are.
+    Series of fewer than 20 values are returned unchanged.
     """
     count = len(values)
     if count < 20:
@@ -105,7 +105,7 @@ def smooth(values: Array) -> Array:
 
 
 def thin_line(steps: Array, values: Array, limit: int = 400) -> tuple[Array, Array]:
-    """At most about `limit` points of a line, evenly, the last one kept."""
+    """At most `limit` evenly spaced points of a line, the last one included."""
     if len(steps) <= limit:
         return steps, values
     index = np.unique(np.linspace(0, len(steps) - 1, limit).round().astype(int))
@@ -113,7 +113,7 @@ def thin_line(steps: Array, values: Array, limit: int = 400) -> tuple[Array, Arr
 
 
 def thin_points(steps: Array, values: Array, limit: int = 900, extremes: int = 20) -> tuple[Array, Array]:
-    """A cloud in at most about `limit` points: evenly taken ones, and the largest and smallest of all."""
+    """At most `limit` points of a cloud: evenly spaced ones, and the `extremes` largest and smallest values."""
     if len(steps) <= limit:
         return steps, values
     even = np.linspace(0, len(steps) - 1, limit - 2 * extremes).round().astype(int)

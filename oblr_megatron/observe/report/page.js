@@ -1,4 +1,4 @@
-// The pointer's step on every plot at once: a line, and the legends' values at that step.
+// Shows the pointer's step on every plot: a vertical line, and the legends' values at that step.
 "use strict";
 (() => {
   const plots = [...document.querySelectorAll(".plot")].map((box) => ({

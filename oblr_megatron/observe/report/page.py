@@ -1,8 +1,7 @@
-"""The page: header, headline figures, alarms, sections of figures, the last step and the config."""
+"""Writes the report's page: header, headline numbers, alarms, charts, the last step and the config."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from html import escape
@@ -13,35 +12,31 @@ from typing import Any
 import numpy as np
 
 from oblr_megatron.formatting import MISSING, duration, fixed, flatten, quantity
-from oblr_megatron.metrics import describe
+from oblr_megatron.metrics import describe, write_whole
 from oblr_megatron.observe.alarms import Alarm, Watch
 from oblr_megatron.observe.report.axes import step_axis
 from oblr_megatron.observe.report.history import Array, History, load_history
-from oblr_megatron.observe.report.sections import FigureSpec, draw_figure, sections
+from oblr_megatron.observe.report.sections import ChartSpec, draw_chart, sections
 
 HERE = Path(__file__).parent
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write RUN_DIR/report.html: one file without outside resources, for a run that is finished, running or broken off.
+    """Write RUN_DIR/report.html, one file without outside resources, and return its path.
 
-    Returns:
-        The file's path.
+    The run may be finished, running or interrupted.
 
     Raises:
         UserError: the run has logged no step, or its files cannot be read.
     """
-    history = load_history(Path(run_dir))
     path = Path(run_dir) / "report.html"
-    draft = path.with_name("report.html.new")
-    draft.write_text(render(history), encoding="utf-8")
-    os.replace(draft, path)  # a browser that reloads during the write sees the old report or the new one
+    write_whole(path, render(load_history(Path(run_dir))))  # a browser that reloads sees the old or the new report
     return path
 
 
 def render(history: History) -> str:
-    """The report's HTML."""
-    figures, missing = _figures(history)
+    """The report as HTML."""
+    charts, missing = _charts(history)
     return Template(_resource("page.html")).substitute(
         style=_resource("page.css"),
         script=_resource("page.js"),
@@ -50,7 +45,7 @@ def render(history: History) -> str:
         headlines=_headlines(history),
         alarms=_alarms(history),
         facts="".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in _facts(history)),
-        figures=figures,
+        charts=charts,
         missing=_missing(missing),
         last_step=f"{history.last_step:,}",
         metrics=_metrics_rows(history),
@@ -64,7 +59,7 @@ def _resource(name: str) -> str:
 
 
 def _subtitle(history: History) -> Iterable[str]:
-    """Model, arm and seed; what the config does not say is left out."""
+    """Model, baseline, schedule and seed, as far as the config records them."""
     model = history.setting("model.path")
     yield Path(model).name if model else "model not recorded"
     if baseline := history.setting("algo.baseline"):
@@ -76,7 +71,7 @@ def _subtitle(history: History) -> Iterable[str]:
 
 
 def _headlines(history: History) -> str:
-    """Tiles: accuracy before and after, reward, steps, time."""
+    """Tiles with accuracy before and after, reward, steps and time."""
     tiles = []
     for name in history.evaluation_sets():
         for metric, label in (("accuracy", "greedy accuracy"), ("mean_at_k", "sampled accuracy")):
@@ -94,18 +89,18 @@ def _headlines(history: History) -> str:
     state = "finished" if history.last_step == planned else "so far"
     tiles.append(_tile("steps", f"{history.last_step:,}", f"of {planned:,}, {state}" if planned else state))
     step_time = history.points("timing_s/step")[1]
-    per_step = f"{duration(float(np.median(step_time)))} a step in the middle" if len(step_time) else ""
+    per_step = f"{duration(float(np.median(step_time)))} per step (median)" if len(step_time) else ""
     tiles.append(_tile("time", duration(history.total("timing_s/step")) if len(step_time) else MISSING, per_step))
     return "".join(tiles)
 
 
-def _tile(label: str, figure: str, note: str) -> str:
-    """`figure` is HTML already."""
-    return f'<div class="tile"><span>{escape(label)}</span><strong>{figure}</strong><small>{escape(note)}</small></div>'
+def _tile(label: str, value: str, note: str) -> str:
+    """One tile; `value` is already HTML."""
+    return f'<div class="tile"><span>{escape(label)}</span><strong>{value}</strong><small>{escape(note)}</small></div>'
 
 
 def _change(values: Array) -> str:
-    """First and last value; one alone if there is no more."""
+    """First and last value as HTML, or the only one."""
     if len(values) == 1:
         return fixed(values[0], 2)
     return f'<em>{fixed(values[0], 2)}</em><span class="arrow">→</span>{fixed(values[-1], 2)}'
@@ -116,13 +111,13 @@ def _gain(values: Array) -> str:
 
 
 def _alarms(history: History) -> str:
-    """All that went off in the run, with the step at which each did first."""
+    """The run's alarms as HTML, with the step at which each was first raised."""
     floor = history.setting("algo.snr.floor")
     watch = Watch(floor if history.setting("algo.schedule") == "snr" and isinstance(floor, float) else None)
     for record in history.records:
         watch.take(record)
     if not watch.all():
-        return '<p class="sound">No alarm: the automatic checks found nothing to look at.</p>'
+        return '<p class="sound">No alarm: the automatic checks found no problem.</p>'
     return f'<ul class="alarms">{"".join(_alarm(alarm) for alarm in watch.all())}</ul>'
 
 
@@ -131,7 +126,7 @@ def _alarm(alarm: Alarm) -> str:
 
 
 def _facts(history: History) -> Iterable[tuple[str, str]]:
-    """What was run, where and with what; one line each, left out where it is not recorded."""
+    """(name, text) of each recorded fact: model, layout, batch, optimizer, data, device, versions."""
     setting, environment = history.setting, history.environment
     if setting("model.path"):
         yield "model", f"{setting('model.path')} ({setting('model.dtype')})"
@@ -142,7 +137,7 @@ def _facts(history: History) -> Iterable[tuple[str, str]]:
     if setting("rollout"):
         yield (
             "sampling",
-            f"temperature {setting('rollout.temperature')}, {setting('rollout.max_response_tokens')} tokens at most",
+            f"temperature {setting('rollout.temperature')}, at most {setting('rollout.max_response_tokens')} tokens",
         )
     if setting("optimizer"):
         yield (
@@ -160,7 +155,7 @@ def _facts(history: History) -> Iterable[tuple[str, str]]:
 
 
 def _layout(history: History) -> str:
-    """ "TP 2 x PP 1 x DP 2, 4 ranks"; the data-parallel size needs the recorded number of ranks."""
+    """Example: "TP 2 x PP 1 x DP 2, 4 ranks". The data-parallel size needs the recorded number of ranks."""
     tensor = history.setting("parallel.tensor_model_parallel_size", 1)
     pipeline = history.setting("parallel.pipeline_model_parallel_size", 1)
     sequence = ", sequence parallel" if history.setting("parallel.sequence_parallel") else ""
@@ -169,24 +164,24 @@ def _layout(history: History) -> str:
     return f"TP {tensor} x PP {pipeline}{data}{sequence}"
 
 
-def _figures(history: History) -> tuple[str, list[str]]:
-    """All sections, and the titles of the figures for which nothing was logged."""
+def _charts(history: History) -> tuple[str, list[str]]:
+    """All sections as HTML, and the titles of charts without logged metrics."""
     horizontal = step_axis(history.last_step)
     html, missing = "", []
     for section in sections(history):
         drawn = ""
-        for spec in section.figures:
-            plot = draw_figure(spec, history, horizontal)
+        for spec in section.charts:
+            plot = draw_chart(spec, history, horizontal)
             if plot:
-                drawn += _figure(spec, plot)
+                drawn += _chart(spec, plot)
             else:
                 missing.append(spec.title)
         if drawn:
-            html += f'<section><h2>{escape(section.title)}</h2><div class="figures">{drawn}</div></section>'
+            html += f'<section><h2>{escape(section.title)}</h2><div class="charts">{drawn}</div></section>'
     return html, missing
 
 
-def _figure(spec: FigureSpec, plot: str) -> str:
+def _chart(spec: ChartSpec, plot: str) -> str:
     return (
         f"<figure><h3>{escape(spec.title)}</h3>{plot}<figcaption>{escape(spec.caption)} "
         f'<span class="alarming"><b>Alarming:</b> {escape(spec.alarming)}</span></figcaption></figure>'
@@ -198,12 +193,12 @@ def _missing(titles: list[str]) -> str:
 
 
 def _metrics_rows(history: History) -> str:
-    """The last record, a row a metric."""
+    """The last record, one row per metric."""
     rows = ""
     for name, value in history.records[-1].items():
         try:
             metric = describe(name)
-        except KeyError:  # written by another version
+        except KeyError:  # another version's metric
             rows += f"<tr><th>{escape(name)}</th><td>{quantity(value, '')}</td><td></td><td></td></tr>"
             continue
         unit = "" if metric.unit in ("s", "bytes") else metric.unit
@@ -215,7 +210,7 @@ def _metrics_rows(history: History) -> str:
 
 
 def _config_tables(config: dict[str, Any]) -> str:
-    """The resolved config, a table a section; top-level values first."""
+    """The resolved config, one table per section, top-level values first."""
     top = {key: value for key, value in config.items() if not isinstance(value, dict)}
     named = [("run", top)] + [(key, flatten(value)) for key, value in config.items() if isinstance(value, dict)]
     return "".join(

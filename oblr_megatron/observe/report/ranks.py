@@ -12,14 +12,14 @@ import numpy as np
 from oblr_megatron.metrics import RANKS_FILE
 from oblr_megatron.observe.report.chart import Curve, Panel
 
-MOST_RANKS = 8  # that are drawn: those that held most in the last step
+MOST_RANKS = 8  # drawn: the ranks that held most in the last step
 
 
 def memory_of_ranks(run_dir: Path) -> Panel:
-    """A strip with a line a rank; without a curve where there is no table of ranks, or one rank."""
+    """A strip with one line per rank; it has no curve if ranks.jsonl is missing or names a single rank."""
     table = [(line["step"], line["memory_bytes"]["allocated"]) for line in _lines(run_dir / RANKS_FILE)]
     ranks = len(table[-1][1]) if table else 0
-    table = [(step, values) for step, values in table if len(values) == ranks]  # a resumed run may have others
+    table = [(step, values) for step, values in table if len(values) == ranks]  # a resumed run may have another count
     curves = []
     if ranks > 1:
         steps = np.array([step for step, _ in table], dtype=np.float64)
@@ -33,7 +33,7 @@ def memory_of_ranks(run_dir: Path) -> Panel:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The table's lines; one that was cut when the run was killed is passed over."""
+    """The lines of ranks.jsonl; a line cut by a kill is skipped."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             yield json.loads(line)

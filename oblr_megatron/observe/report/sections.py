@@ -1,4 +1,4 @@
-"""Which figures a report shows, and what their captions say."""
+"""The charts of a report with their captions, and how they are drawn from a run's values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from oblr_megatron.observe.report.costs import MARKED, RANKS, THROUGHPUT, TIME, 
 from oblr_megatron.observe.report.history import Array, History
 from oblr_megatron.observe.report.panel import VARIANCE, batch_size, every_baseline
 from oblr_megatron.observe.report.ranks import memory_of_ranks
-from oblr_megatron.observe.report.specs import CurveSpec, FigureSpec, PanelSpec, Section
+from oblr_megatron.observe.report.specs import ChartSpec, CurveSpec, PanelSpec, Section
 from oblr_megatron.timing import PHASES
 
 
 def sections(history: History) -> Iterator[Section]:
-    """All sections of the report in order; some figures depend on what the run has evaluated and measured."""
+    """All sections of the report in order; some charts depend on what the run evaluated and measured."""
     evaluations = [_evaluation_chart(name) for name in history.evaluation_sets()] or [EVALUATION_MISSING]
     experts = [EXPERTS] if len(history.points("moe/max_load")[1]) else []
     yield Section("Learning", (REWARD, *evaluations, RESPONSE_LENGTH, ENTROPY, *experts))
@@ -28,38 +28,38 @@ def sections(history: History) -> Iterator[Section]:
     yield Section("Cost", (TIME, RANKS, UTILIZATION, THROUGHPUT))
 
 
-REWARD = FigureSpec(
+REWARD = ChartSpec(
     "Reward",
-    "Mean reward of each step's responses: dots are single steps, the line is their running average. The strip shows"
-    " the share of prompts whose responses did not all earn the same reward; only these carry a gradient.",
-    "A flat or falling line, or mixed groups near 0: the task is then solved already or out of reach.",
+    "Mean reward of each step's responses: dots are single steps, the line is their running average. The strip shows "
+    "the share of prompts with unequal rewards in their group; only these give a gradient.",
+    "A flat or falling line, or mixed groups near 0: the task is already solved, or too hard.",
     (
         PanelSpec("", (CurveSpec("reward/mean", "mean reward"),), include=(0.0, 1.0)),
         PanelSpec("", (CurveSpec("groups/mixed_fraction", "mixed groups", colour=3),), include=(0.0, 1.0), short=True),
     ),
 )
 
-EVALUATION_MISSING = FigureSpec("Held-out accuracy", "", "")
+EVALUATION_MISSING = ChartSpec("Held-out accuracy", "", "")
 
 
 def _strip(unit: str, metric: str, label: str, *, include: tuple[float, ...] = (0.0,)) -> PanelSpec:
     return PanelSpec(unit, (CurveSpec(metric, label, "marks", 5),), include=include, short=True)
 
 
-def _evaluation_chart(name: str) -> FigureSpec:
+def _evaluation_chart(name: str) -> ChartSpec:
     curves = (
         CurveSpec(f"eval/{name}/accuracy", "greedy", "marks", 1),
         CurveSpec(f"eval/{name}/mean_at_k", "sampled, mean@k", "marks", 2),
         CurveSpec(f"eval/{name}/pass_at_k", "sampled, pass@k", "marks", 3),
         CurveSpec(f"eval/{name}/maj_at_k", "sampled, maj@k", "marks", 4),
     )
-    return FigureSpec(
+    return ChartSpec(
         f"Held-out accuracy: {name}",
-        "Share of held-out prompts answered right: by the greedy response, by the average sampled response, by at "
-        "least one of k sampled ones, and by the answer that most of them give. The strips show the mean length of all "
-        "these responses, and the share that was cut at the limit.",
-        "Held-out accuracy that stalls while the reward rises (memorising), or pass@k falling as mean@k rises "
-        "(narrowing).",
+        "Share of held-out prompts answered correctly: by the greedy response, by the average of k sampled responses "
+        "(mean@k), by at least one of them (pass@k), and by their most frequent answer (maj@k). The strips show mean "
+        "response length, and the share of responses cut at the token limit.",
+        "Accuracy that stalls while the reward rises (memorisation), or pass@k that falls while mean@k rises (loss of "
+        "diversity).",
         (
             PanelSpec("", curves, include=(0.0, 1.0)),
             _strip("tokens", f"eval/{name}/response_length", "mean length"),
@@ -68,11 +68,10 @@ def _evaluation_chart(name: str) -> FigureSpec:
     )
 
 
-RESPONSE_LENGTH = FigureSpec(
+RESPONSE_LENGTH = ChartSpec(
     "Response length",
-    "Mean length of the responses, and the share of them that were cut at the token limit.",
-    "A length that runs off while the reward does not move, or a truncated share that climbs: cut answers earn "
-    "nothing.",
+    "Mean response length, and the share of responses cut at the token limit.",
+    "Length that grows while the reward does not, or a truncated share that grows: truncated answers earn nothing.",
     (
         PanelSpec("tokens", (CurveSpec("response_length/mean", "mean length"),), include=(0.0,)),
         PanelSpec(
@@ -84,22 +83,22 @@ RESPONSE_LENGTH = FigureSpec(
     ),
 )
 
-ENTROPY = FigureSpec(
+ENTROPY = ChartSpec(
     "Entropy",
-    "How undecided the policy is about the next token, averaged over response tokens. It falls as the policy grows "
-    "sure. The strip shows how far the policy has come from the model the run began with, where a penalty holds it.",
-    "A sudden drop to near 0 while the reward is still low (collapse), or a steady climb (the policy dissolves).",
+    "Entropy of the next-token distribution, averaged over response tokens. It falls as the policy becomes certain. "
+    "With a KL penalty, the strip shows the divergence from the reference model.",
+    "A drop to near 0 while the reward is still low (collapse), or a steady rise (the policy degenerates).",
     (
         PanelSpec("nats", (CurveSpec("entropy", "entropy"),), include=(0.0,)),
         PanelSpec("nats", (CurveSpec("kl/mean", "divergence", colour=3),), include=(0.0,), short=True),
     ),
 )
 
-EXPERTS = FigureSpec(
+EXPERTS = ChartSpec(
     "Experts",
-    "How evenly the routers of a mixture spread tokens: the load of the fullest expert of any layer, 1 when all have "
-    "the same, and the balancing loss, 1 when all are equally likely. The strip is the routers' z-loss.",
-    "A load that climbs towards the number of experts (the router collapses onto few), or a z-loss that keeps growing.",
+    "How evenly the routers spread tokens: the largest load of any expert (1 if all loads are equal), and the "
+    "balancing loss (1 if all experts are equally likely). The strip shows the routers' z-loss.",
+    "A load that approaches the number of experts (the router uses only a few), or a z-loss that keeps growing.",
     (
         PanelSpec(
             "",
@@ -110,12 +109,12 @@ EXPERTS = FigureSpec(
     ),
 )
 
-SHRINK = FigureSpec(
+SHRINK = ChartSpec(
     "Shrink factor",
-    "Share of the squared gradient norm that is signal and not noise: near 0, the batch says little about where to "
-    "go; near 1, more responses would not help. Dots are single steps, which scatter widely and go below 0 by "
-    "nature; the line is the averaged, clamped value that governs the learning rate.",
-    "A line that rests on the floor for many steps: the learning rate has collapsed, take more prompts a step.",
+    "Share of the squared gradient norm that is signal: near 0 the batch is mostly noise; near 1 more responses would "
+    "not help. Dots are unbiased single-step estimates, which scatter widely and may be negative. The line is the "
+    "averaged, clamped value that scales the learning rate.",
+    "A line that stays at the floor for many steps: the learning rate has collapsed; use more prompts per step.",
     (
         PanelSpec(
             "",
@@ -129,10 +128,10 @@ SHRINK = FigureSpec(
     ),
 )
 
-LEARNING_RATE = FigureSpec(
+LEARNING_RATE = ChartSpec(
     "Learning rate",
-    "The rate each step was taken with, after warm-up and, under the snr schedule, after scaling by the shrink factor.",
-    "A rate pinned to its lower end long before the reward has settled, or one that swings from step to step.",
+    "Learning rate of each step, after warm-up and, under the snr schedule, after scaling by the shrink factor.",
+    "A rate at its lower end long before the reward settles, or one that swings from step to step.",
     (
         PanelSpec(
             "", (CurveSpec("lr", "learning rate", "line"),), include=(0.0,), rules=(("optimizer.lr", "optimizer.lr"),)
@@ -140,22 +139,22 @@ LEARNING_RATE = FigureSpec(
     ),
 )
 
-SIGNAL = FigureSpec(
+SIGNAL = ChartSpec(
     "Signal and noise",
-    "Estimated squared norm of the true gradient; single steps go below 0 by nature, as an unbiased estimate must. The"
-    " strip shows the estimated variance of one prompt's gradient, the noise.",
-    "Noise growing by orders of magnitude, or signal vanishing while the reward is far from settled.",
+    "Unbiased estimate of the true gradient's squared norm; single steps may be negative. The strip shows the noise: "
+    "the estimated variance of one prompt's gradient.",
+    "Noise that grows by orders of magnitude, or signal that vanishes while the reward still changes.",
     (
         PanelSpec("", (CurveSpec("snr/signal_sq", "signal, squared norm"),), rules=(Rule(0.0, "", forced=True),)),
         PanelSpec("", (CurveSpec("snr/noise_trace", "noise, trace", colour=2),), log=True, short=True),
     ),
 )
 
-GRADIENT = FigureSpec(
+GRADIENT = ChartSpec(
     "Gradient norm",
-    "Norm of the whole gradient before clipping, and the loss. The loss of a policy gradient says little by itself: "
-    "only its gradient has a meaning.",
-    "Spikes that keep growing, or every step above the clipping threshold: the rate is then set by the clip.",
+    "Norm of the full gradient before clipping. The strip shows the loss; in policy gradients only its gradient is "
+    "meaningful.",
+    "Spikes that keep growing, or every step above the clipping threshold: clipping then sets the step size.",
     (
         PanelSpec(
             "", (CurveSpec("grad_norm", "gradient norm"),), include=(0.0,), rules=(("optimizer.clip_grad", "clip"),)
@@ -164,12 +163,11 @@ GRADIENT = FigureSpec(
     ),
 )
 
-SAMPLE_NORMS = FigureSpec(
+SAMPLE_NORMS = ChartSpec(
     "Gradient norms of single responses",
-    "Mean and largest squared norm of the gradients of the step's single responses: the weights of the optimal "
-    "baseline. The strip shows how far plain response length would have foretold them (1: entirely), and, where norms "
-    "are estimated, how far the estimates do.",
-    "A largest norm that pulls away from the mean by orders of magnitude: single responses then rule their groups.",
+    "Mean and largest squared gradient norm of the step's responses, the weights of the optimal baseline. The strip "
+    "shows their correlation with response length and, if norms are estimated, of the estimates with exact norms.",
+    "A largest norm orders of magnitude above the mean: single responses then dominate their groups.",
     (
         PanelSpec(
             "",
@@ -188,12 +186,11 @@ SAMPLE_NORMS = FigureSpec(
     ),
 )
 
-MISMATCH = FigureSpec(
+MISMATCH = ChartSpec(
     "Trainer against vLLM",
-    "Mean difference between the log-probabilities the trainer and vLLM give to the same sampled tokens. Around 1e-6"
-    " in float32 and 1e-2 in bfloat16 is rounding. The strip shows the share of importance ratios cut at the cap.",
-    "A sudden rise by orders of magnitude (vLLM serves other weights than the trainer holds) or growth from step to "
-    "step.",
+    "Mean absolute difference between the trainer's and vLLM's log-probabilities of the sampled tokens. Rounding "
+    "causes about 1e-6 in float32 and 1e-2 in bfloat16. The strip shows the share of importance ratios cut at the cap.",
+    "A sudden rise by orders of magnitude (vLLM serves other weights than the trainer's), or growth from step to step.",
     (
         PanelSpec("nats", (CurveSpec("rollout/logprob_abs_diff", "mean difference"),), log=True),
         PanelSpec(
@@ -205,13 +202,12 @@ MISMATCH = FigureSpec(
     ),
 )
 
-SOURCES = FigureSpec(
-    "Where samples came from",
-    "Age of the step's oldest sample in weight updates (0: on-policy), and engines that had to be started anew. The "
-    "strips show what dynamic sampling did, where it is on: batches drawn, groups of equal rewards left out, mixed "
-    "groups drawn in vain.",
-    "Restarts that keep coming, or batches that rest at rollout.dynamic_sampling_max_batches: few groups are mixed "
-    "then, and what is trained on says little about the data.",
+SOURCES = ChartSpec(
+    "Sample staleness and dynamic sampling",
+    "Age of the step's oldest sample in weight updates (0 is on-policy), and engine restarts. With dynamic sampling, "
+    "the strips show the batches drawn, the groups dropped for equal rewards, and the mixed groups left unused.",
+    "Repeated restarts, or batches that stay at rollout.dynamic_sampling_max_batches: few groups are mixed, so the "
+    "training groups are not representative of the data.",
     (
         PanelSpec(
             "",
@@ -225,7 +221,7 @@ SOURCES = FigureSpec(
         PanelSpec("", (CurveSpec("rollout/dynamic_batches", "batches", "line", 3),), include=(0.0,), short=True),
         PanelSpec(
             "groups",
-            (CurveSpec("groups/dropped", "left out", colour=2), CurveSpec("groups/unused", "in vain", colour=5)),
+            (CurveSpec("groups/dropped", "dropped", colour=2), CurveSpec("groups/unused", "unused", colour=5)),
             include=(0.0,),
             short=True,
         ),
@@ -233,8 +229,8 @@ SOURCES = FigureSpec(
 )
 
 
-def draw_figure(spec: FigureSpec, history: History, horizontal: Axis) -> str:
-    """The panels of a figure, from top to bottom; "" if nothing of it was logged."""
+def draw_chart(spec: ChartSpec, history: History, horizontal: Axis) -> str:
+    """The panels of a chart, from top to bottom; "" if none of its metrics was logged."""
     if spec is TIME:
         return _draw_time(history, horizontal)
     panels = [panel for panel in (_fill_panel(panel, history) for panel in spec.panels) if panel.curves]
@@ -244,7 +240,7 @@ def draw_figure(spec: FigureSpec, history: History, horizontal: Axis) -> str:
 
 
 def _fill_panel(spec: PanelSpec, history: History) -> Panel:
-    """The panel with the curves that have a value; on a logarithmic axis, a positive one."""
+    """The panel with all curves that have a value; on a logarithmic axis, a positive value."""
     curves = []
     for curve in spec.curves:
         steps, values = history.points(curve.metric)
@@ -263,7 +259,7 @@ def _fill_rule(rule: Rule | tuple[str, str], history: History) -> Rule | None:
 
 
 def _draw_time(history: History, horizontal: Axis) -> str:
-    """Phases of the training steps, and what is left of the step outside them."""
+    """Seconds of the training steps by phase, and the rest of each step."""
     trained = np.isfinite(history.values("timing_s/step")) & (history.steps > 0)
     if not trained.any():
         return ""
@@ -284,7 +280,7 @@ def _draw_time(history: History, horizontal: Axis) -> str:
 
 
 def _slowest_ranks(phases: list[str], history: History) -> Panel:
-    """Which rank took longest in the MARKED phases, in the stack's colours; without a curve where there is one rank."""
+    """The slowest rank of the MARKED phases, in the stack's colours; no curve with a single rank."""
     curves = [
         CurveSpec(f"perf/ranks/{phase}/slowest", phase, "dots", position)
         for position, phase in enumerate(phases, start=1)

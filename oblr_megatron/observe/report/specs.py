@@ -1,4 +1,4 @@
-"""What a figure of the report is made of, before the values of a run are known."""
+"""Descriptions of the report's charts, before the values of a run are known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from oblr_megatron.observe.report.chart import Kind, Rule
 
 @dataclass(frozen=True, slots=True)
 class CurveSpec:
-    """A curve before its values are known."""
+    """A curve: which metric, and how it is drawn."""
 
     metric: str
     label: str
@@ -20,7 +20,7 @@ class CurveSpec:
 
 @dataclass(frozen=True, slots=True)
 class PanelSpec:
-    """A panel before its values are known; left out when none of its curves was logged."""
+    """A panel; left out when none of its curves was logged."""
 
     unit: str
     curves: Sequence[CurveSpec]
@@ -32,8 +32,8 @@ class PanelSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class FigureSpec:
-    """A figure: what it shows, and what in it would be a reason to look closer."""
+class ChartSpec:
+    """A chart: what it shows, and what in it is a reason to look closer."""
 
     title: str
     caption: str
@@ -43,7 +43,7 @@ class FigureSpec:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Figures under a heading."""
+    """Charts under a heading."""
 
     title: str
-    figures: Sequence[FigureSpec]
+    charts: Sequence[ChartSpec]

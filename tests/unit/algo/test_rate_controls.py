@@ -101,7 +101,7 @@ def test_a_source_that_will_not_do_is_refused(tmp_path: Path) -> None:
         assert "\n" not in str(found.value)
 
     whole = write_source(tmp_path / "whole")
-    refuse("no metrics here", schedule="shuffled", schedule_from=tmp_path / "nothing")
+    refuse("metrics file does not exist", schedule="shuffled", schedule_from=tmp_path / "nothing")
     refuse("10 learning rates are logged, and the run has num_steps 11", 11, schedule="shuffled", schedule_from=whole)
     refuse("none is named", schedule="matched_decay")
     refuse("takes nothing from it", schedule="snr", schedule_from=whole)

@@ -47,7 +47,7 @@ def test_plain_line():
     assert step_line(12, 150, STEP) == LINE
 
 
-def test_plain_line_leaves_out_what_was_not_measured_and_shows_what_is_not_finite():
+def test_plain_line_leaves_out_missing_metrics_and_shows_non_finite_ones():
     assert step_line(3, 9, {"reward/mean": 1.0}) == "step 3/9  reward 1.00"
     assert step_line(3, 9, {"reward/mean": None, "lr": float("nan")}) == "step 3/9  reward –  lr nan"  # noqa: RUF001
 
@@ -97,7 +97,7 @@ def test_the_config_chooses_the_display(choice, is_terminal, kind):
     assert type(open_display(LogConfig(console=choice), 10, console=terminal(is_terminal))) is kind
 
 
-def test_live_display_shows_progress_phase_figures_and_evaluations():
+def test_live_display_shows_progress_phase_metrics_and_evaluations():
     screen = terminal()
     with open_display(LogConfig(console="live"), 150, console=screen) as display:
         display.step(0, {"eval/sums/accuracy": 0.45})

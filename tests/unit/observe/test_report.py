@@ -1,7 +1,7 @@
-"""The report: what it holds, that it stands alone, and that no course of a run breaks it.
+"""The report: its content, that it is self-contained, and that no course of a run breaks it.
 
-The runs are synthetic (synthetic_run.py). Not covered: how the page looks, which a person has to judge in a browser,
-and the pointer's read-out, which needs one.
+The page is parsed; the tests compare elements, coordinates and numbers with the run (synthetic_run.py). Not covered:
+how the page looks, and the values shown under the pointer, which need a browser.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree.ElementTree import Element, TreeBuilder
 
 import numpy as np
 import pytest
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import METRICS
+from oblr_megatron.observe.alarms import Watch
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.report.axes import linear_axis, log_axis, step_axis
 from oblr_megatron.observe.report.costs import RANKED
@@ -26,89 +28,106 @@ from oblr_megatron.observe.report.sections import sections
 from oblr_megatron.timing import PHASES
 from tests.unit.synthetic_run import CONFIG, RATIOS, synthetic_records, write_run
 
-VOID = {"meta", "br", "hr", "img", "link", "input"}
 NAMES = [
     metric.name.replace("<set>", "sums").replace("<term>", "overlong").replace("<name>", name).replace("<phase>", phase)
     for metric in METRICS
     for name in (RATIOS if "<name>" in metric.name else ("",))
     for phase in (PHASES[:6] if "<phase>" in metric.name else ("",))
 ]
-OUTSIDE = ("src", "href", "xlink:href", "action", "srcset", "data", "poster")
+OUTSIDE = {"src", "href", "xlink:href", "action", "srcset", "data", "poster"}  # attributes that load or link
 
 
 class Page(HTMLParser):
-    """Checks that tags close in order; collects texts and attributes by tag."""
+    """A report as an element tree; tags must close in order, and no attribute may appear twice."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, run_dir: Path) -> None:
         super().__init__()
-        self.open: list[str] = []
-        self.texts: dict[str, list[str]] = {}
-        self.attributes: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
+        path = write_report(run_dir)
+        assert path == run_dir / "report.html"
+        self.text = path.read_text(encoding="utf-8")
+        self._tree, self._open = TreeBuilder(), list[str]()
+        self.feed(self.text)
         self.close()
-        assert not self.open, f"never closed: {self.open}"
+        assert not self._open, f"never closed: {self._open}"
+        self.root: Element = self._tree.close()
+        written = "".join("".join(element.itertext()) for element in self.root.findall("./body/main"))
+        written += "".join(value for element in self.root.iter() for value in element.attrib.values())
+        assert not re.search(r"\bnan\b|NaN|Infinity|\binf\b|None", written)
 
     def handle_starttag(self, tag, attrs):
         assert len({name for name, _ in attrs}) == len(attrs), f"<{tag}> has an attribute twice"
-        self.attributes.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-            self.texts.setdefault(tag, []).append("")
-
-    def handle_startendtag(self, tag, attrs):
-        self.attributes.append((tag, dict(attrs)))
+        self._tree.start(tag, {name: value or "" for name, value in attrs})
+        self._tree.end(tag) if tag == "meta" else self._open.append(tag)
 
     def handle_endtag(self, tag):
-        assert self.open and self.open[-1] == tag, f"</{tag}> inside {self.open[-3:]}"
-        self.open.pop()
+        assert self._open and self._open.pop() == tag, f"</{tag}> after {self._open[-3:]}"
+        self._tree.end(tag)
 
     def handle_data(self, data):
-        if self.open:
-            self.texts[self.open[-1]][-1] += data
+        if self._open:
+            self._tree.data(data)
+
+    def all(self, tag: str, cls: str = "") -> list[Element]:
+        """Elements of a tag that have all classes of `cls`."""
+        wanted = set(cls.split())
+        return [element for element in self.root.iter(tag) if wanted <= set(element.get("class", "").split())]
+
+    def texts(self, tag: str, cls: str = "") -> list[str]:
+        return ["".join(element.itertext()) for element in self.all(tag, cls)]
+
+    def tiles(self) -> dict[str, tuple[str, str]]:
+        """Headlines: label -> (value, note)."""
+        tiles = [["".join(part.itertext()) for part in tile] for tile in self.all("div", "tile")]
+        return {label: (value, note) for label, value, note in tiles}
+
+    def legend(self) -> list[tuple[str, str]]:
+        """(label, value) of every legend entry."""
+        entries = self.all("span", "entry")
+        return [("".join(entry.itertext()).removesuffix(entry[1].text).strip(), entry[1].text) for entry in entries]
+
+    def missing(self) -> set[str]:
+        """Titles of the charts without logged metrics."""
+        return {title for text in self.texts("p", "missing") for title in re.split(", ", text.partition(": ")[2][:-1])}
+
+    def paths(self, cls: str) -> list[list[list[float]]]:
+        """[[x, y], ...] of every SVG path with these classes."""
+        points = [re.findall(r"[ML]([\d.-]+ [\d.-]+)", path.get("d", "")) for path in self.all("path", cls)]
+        return [[[float(number) for number in point.split()] for point in path] for path in points]
+
+    def caption(self, title: str) -> str:
+        """A chart's caption, without its alarming part."""
+        return next(one.find("figcaption").text for one in self.all("figure") if one.findtext("h3") == title)
+
+    def no_alarm(self) -> bool:
+        assert len(self.all("p", "sound")) + len(self.all("ul", "alarms")) == 1
+        return not self.all("ul", "alarms")
 
 
-def report_of(run_dir: Path) -> tuple[str, Page]:
-    path = write_report(run_dir)
-    assert path == run_dir / "report.html"
-    text = path.read_text(encoding="utf-8")
-    assert not re.search(
-        r"\bnan\b|NaN|Infinity|\binf\b|None", re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
-    )
-    return text, Page(text)
+def page_of(tmp_path: Path, records: list[dict], **files) -> Page:
+    return Page(write_run(tmp_path / "run", records, **files))
 
 
-def report_from(tmp_path: Path, records: list[dict], **files) -> tuple[str, Page]:
-    return report_of(write_run(tmp_path / "run", records, **files))
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
-def test_every_figure_and_every_metric_is_there(tmp_path):
-    text, page = report_from(tmp_path, synthetic_records(150))
-    history = load_history(tmp_path / "run")
-    titles = [figure.title for section in sections(history) for figure in section.metrics]
-    assert page.texts["h3"] == titles
-    assert len(titles) == 19
+def test_every_chart_and_every_metric_is_there(tmp_path):
+    page = page_of(tmp_path, synthetic_records(150))
+    titles = [chart.title for section in sections(load_history(tmp_path / "run")) for chart in section.charts]
+    assert page.texts("h3") == titles and len(titles) == 19
     assert "Held-out accuracy: sums" in titles
-    assert text.count("<b>Alarming:</b>") == len(titles)
-    assert "Not logged in this run" not in text
-    assert set(NAMES) <= set(page.texts["th"])
+    assert len(page.all("span", "alarming")) == len(page.all("figcaption")) == len(titles)
+    assert page.missing() == set() and page.no_alarm()
+    assert set(NAMES) <= set(page.texts("th"))
 
 
 def test_every_metric_is_drawn_or_counted_by_an_alarm(tmp_path):
     history = load_history(write_run(tmp_path, synthetic_records(30)))
-    metrics = [figure for section in sections(history) for figure in section.metrics]
-    drawn = {curve.metric for figure in metrics for panel in figure.panels for curve in panel.curves}
+    charts = [chart for section in sections(history) for chart in section.charts]
+    drawn = {curve.metric for chart in charts for panel in chart.panels for curve in panel.curves}
     elsewhere = {
-        "step",
-        "reward/std",
-        "reward/failures",
-        "reward/timeouts",
-        "rewards/overlong/mean",
-        "rewards/overlong/std",
-        "gradnorm/nonfinite",
-        "baseline/self_dependence",
-        "weights/version",
-        "data/epoch",
-        "data/skipped",
+        *("step", "reward/std", "reward/failures", "reward/timeouts", "rewards/overlong/mean", "rewards/overlong/std"),
+        *("gradnorm/nonfinite", "baseline/self_dependence", "weights/version", "data/epoch", "data/skipped"),
         "perf/peak_memory_rank",
         *(name for name in NAMES if name.startswith("perf/ranks/") and name.split("/")[2] not in RANKED),
         *(f"perf/ranks/{phase}/slowest" for phase in RANKED),
@@ -119,65 +138,65 @@ def test_every_metric_is_drawn_or_counted_by_an_alarm(tmp_path):
 
 
 def test_the_page_needs_nothing_from_outside(tmp_path):
-    text, page = report_from(tmp_path, synthetic_records(40))
-    assert "http" not in text.lower()
-    assert "@import" not in text
-    assert "url(" not in text
-    for tag, attributes in page.attributes:
-        assert not set(attributes) & set(OUTSIDE), f"<{tag}> points outside"
-        assert tag not in ("link", "iframe", "object", "embed", "img")
+    page = page_of(tmp_path, synthetic_records(40))
+    assert not re.search(r"http|@import|url\(", page.text, re.IGNORECASE)
+    for element in page.root.iter():
+        assert not set(element.attrib) & OUTSIDE, element.tag
+        assert element.tag not in ("link", "iframe", "object", "embed", "img")
 
 
 def test_header_and_headlines(tmp_path):
-    text, page = report_from(tmp_path, synthetic_records(150))
-    assert page.texts["h1"] == ["run"]
-    assert "tiny-qwen3 · optimal_prior baseline · snr schedule · seed 0" in text
-    for fact in ("TP 1 x PP 1 x DP 2, 2 ranks", "64 prompts x 8 responses", "torch 2.13.0", "2030-01-02 03:04:05 UTC"):
-        assert fact in text
     records = synthetic_records(150)
+    page = page_of(tmp_path, records)
+    assert page.texts("h1") == ["run"]
+    (subtitle,) = page.texts("p", "subtitle")
+    assert subtitle.split(" · ") == ["tiny-qwen3", "optimal_prior baseline", "snr schedule", "seed 0"]
+    facts = dict(zip(page.texts("dt"), page.texts("dd"), strict=True))
+    assert facts["layout"] == "TP 1 x PP 1 x DP 2, 2 ranks"
+    assert facts["batch"] == "64 prompts x 8 responses"
+    assert facts["started"] == "2030-01-02 03:04:05 UTC"
+    assert "torch 2.13.0" in facts["versions"].split(", ")
     before, after = records[0]["eval/sums/accuracy"], records[-1]["eval/sums/accuracy"]
-    assert f'<em>{before:.2f}</em><span class="arrow">→</span>{after:.2f}' in text
-    assert f"{100 * (after - before):+.1f} points" in text
-    assert "of 150, finished" in text
-    assert "No alarm" in text
+    value, note = page.tiles()["sums: greedy accuracy"]
+    assert value == f"{before:.2f}→{after:.2f}" and note.split()[0] == f"{100 * (after - before):+.1f}"
+    assert page.tiles()["steps"] == ("150", "of 150, finished")
 
 
 def test_text_of_the_run_is_escaped(tmp_path):
     records = [record | {"eval/<b>&/accuracy": 0.5} for record in synthetic_records(3)]
     config = CONFIG | {"model": {"path": "models/<script>alert(1)</script>", "dtype": "float32"}}
-    text, _ = report_of(write_run(tmp_path / "a<b&c", records, config=config))
-    assert "<script>alert" not in text
-    assert "a&lt;b&amp;c" in text
-    assert "eval/&lt;b&gt;&amp;/accuracy" in text
-    assert "{question} &lt;&amp;&gt;" in text
+    page = Page(write_run(tmp_path / "a<b&c", records, config=config))
+    assert len(page.all("script")) == 1
+    assert page.texts("h1") == ["a<b&c"]
+    assert "eval/<b>&/accuracy" in page.texts("th")
+    assert CONFIG["data"]["template"] in page.texts("td")
 
 
 def test_one_step(tmp_path):
-    text, page = report_from(tmp_path, synthetic_records(1, evaluate_every=0), config=CONFIG | {"num_steps": 1})
-    assert "of 1, finished" in text
-    assert "Not logged in this run: Held-out accuracy." in text
-    assert len(page.texts["h3"]) == 18
+    page = page_of(tmp_path, synthetic_records(1, evaluate_every=0), config=CONFIG | {"num_steps": 1})
+    assert page.tiles()["steps"] == ("1", "of 1, finished")
+    assert page.missing() == {"Held-out accuracy"}
+    assert len(page.all("h3")) == 18
 
 
 def test_only_an_evaluation_so_far(tmp_path):
-    text, page = report_from(tmp_path, synthetic_records(1)[:1])
-    assert page.texts["h3"] == ["Held-out accuracy: sums"]
-    assert "evaluated once" in text
-    assert "of 150, so far" in text
+    records = synthetic_records(1)[:1]
+    page = page_of(tmp_path, records)
+    assert page.texts("h3") == ["Held-out accuracy: sums"]
+    assert page.tiles()["sums: greedy accuracy"][0] == f"{records[0]['eval/sums/accuracy']:.2f}"
+    assert page.tiles()["steps"] == ("0", "of 150, so far")
 
 
 def test_a_run_in_progress_with_a_half_written_line(tmp_path):
     run = write_run(tmp_path, synthetic_records(150)[:74])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 74, "rew')
-    text, _ = report_of(run)
-    assert "of 150, so far" in text
-    assert "<h2>Step 73</h2>" in text
+    assert Page(run).tiles()["steps"] == ("73", "of 150, so far")
 
 
 def test_without_config_and_environment(tmp_path):
-    text, _ = report_from(tmp_path, synthetic_records(30), config=None, environment=None)
-    assert "model not recorded" in text
+    page = page_of(tmp_path, synthetic_records(30), config=None, environment=None)
+    assert page.texts("p", "subtitle") == ["model not recorded"] and not page.all("dt")
 
 
 @pytest.mark.parametrize("missing", sorted({name.partition("/")[0] for name in synthetic_records(1)[1]} - {"step"}))
@@ -186,13 +205,15 @@ def test_a_family_of_metrics_may_be_missing(tmp_path, missing):
         {name: value for name, value in record.items() if name.partition("/")[0] != missing}
         for record in synthetic_records(30)
     ]
-    report_from(tmp_path, records)
+    page = page_of(tmp_path, records)
+    (table,) = page.all("table", "metrics")
+    assert missing not in {row.findtext("th").partition("/")[0] for row in table.findall("./tbody/tr")}
+    assert len(page.all("h3")) + len(page.missing()) == 19 - (missing == "moe")
 
 
 def test_only_steps(tmp_path):
-    text, page = report_from(tmp_path, [{"step": 1}, {"step": 2}])
-    assert "h3" not in page.texts
-    assert text.count("Not logged in this run") == 1
+    page = page_of(tmp_path, [{"step": 1}, {"step": 2}])
+    assert not page.all("h3") and len(page.missing()) == 18
 
 
 @pytest.mark.parametrize("value", [None, 0, 0.0, -1.0, 1e-300, 1e300])
@@ -201,35 +222,28 @@ def test_any_value_everywhere(tmp_path, value):
         {name: step if name == "step" else value for name in record}
         for step, record in enumerate(synthetic_records(25))
     ]
-    text, _ = report_from(tmp_path, records)
-    assert ("Not finite: " in text) == (value is None)
+    page = page_of(tmp_path, records)
+    assert any(text.startswith("Not finite") for text in page.texts("li")) == (value is None)
+    assert all(0 <= number <= 1000 for path in page.paths("") for point in path for number in point)
 
 
 def test_single_nulls_leave_gaps(tmp_path):
     records = synthetic_records(60)
     for record in records[1::7]:
         record["reward/mean"] = record["lr"] = record["timing_s/step"] = record["rollout/logprob_abs_diff"] = None
-    text, _ = report_from(tmp_path, records)
-    names = ("reward/mean", "rollout/logprob_abs_diff", "lr", "timing_s/step")
-    assert f"Not finite: {', '.join(f'{name} x9' for name in names)}; find them" in text
-
-
-def test_an_undefined_correlation_is_no_alarm(tmp_path):
-    records = [record | {"gradnorm/length_corr": None} for record in synthetic_records(30)]
-    text, _ = report_from(tmp_path, records)
-    assert "No alarm" in text
+    (alarm,) = page_of(tmp_path, records).texts("li")
+    counted = {"reward/mean": 9, "lr": 9, "timing_s/step": 9, "rollout/logprob_abs_diff": 9}
+    assert {name: int(count) for name, count in re.findall(r"(\S+) x(\d+)", alarm)} == counted
 
 
 def test_a_long_run_stays_a_small_file(tmp_path):
-    text, _ = report_from(
-        tmp_path, synthetic_records(10_000, evaluate_every=500), config=CONFIG | {"num_steps": 10_000}
-    )
-    assert len(text) < 1_000_000, len(text)
-    assert all(len(path) < 25_000 for path in re.findall(r' d="([^"]*)"', text))
+    page = page_of(tmp_path, synthetic_records(10_000, evaluate_every=500), config=CONFIG | {"num_steps": 10_000})
+    assert len(page.text) < 1_000_000
+    assert all(len(path.get("d")) < 25_000 for path in page.all("path"))
 
 
 def test_the_fullest_ranks_are_drawn(tmp_path):
-    """Of ten the eight that hold most, but for lines of another layout and the one that was being written."""
+    """Of ten ranks the eight that hold most; lines of another layout and an unfinished line are skipped."""
     run = write_run(tmp_path / "run", synthetic_records(3))
     held = [(step, [2**30 * (1 + rank % 9) for rank in range(10)]) for step in (1, 2, 3)]
     lines = [json.dumps({"step": step, "memory_bytes": {"allocated": values}}) for step, values in held]
@@ -240,110 +254,96 @@ def test_the_fullest_ranks_are_drawn(tmp_path):
     assert [curve.label for curve in panel.curves] == [f"rank {rank}" for rank in range(1, 9)]
     assert [float(curve.values[-1]) for curve in panel.curves] == list(range(2, 10))
     assert panel.curves[0].steps.tolist() == [1, 2, 3]
-    assert "GiB held after the step" in report_of(run)[0]
+    assert {(f"rank {rank}", str(rank + 1)) for rank in range(1, 9)} <= set(Page(run).legend())
     assert memory_of_ranks(tmp_path).curves == []
 
 
 def test_the_pointers_data_match_the_legend(tmp_path):
-    _, page = report_from(tmp_path, synthetic_records(90))
-    plots = [attributes for tag, attributes in page.attributes if "data-curves" in attributes]
-    assert len(plots) == 40
-    for plot in plots:
-        assert plot["data-last"] == "90"
-        for curve in json.loads(plot["data-curves"]):
-            assert len(curve["x"]) == len(curve["y"])
-            assert curve["x"] == sorted(curve["x"])
-            assert curve["x"][-1] <= 90
+    page = page_of(tmp_path, synthetic_records(90))
+    plots, resting = page.all("div", "plot"), [value for _, value in page.legend()]
+    assert len(plots) == 40 and {plot.get("data-last") for plot in plots} == {"90"}
+    curves = [curve for plot in plots for curve in json.loads(plot.get("data-curves"))]
+    assert len(curves) == len(resting)
+    for curve in curves:
+        assert len(curve["x"]) == len(curve["y"])
+        assert curve["x"] == sorted(curve["x"]) and curve["x"][-1] <= 90
+    stacked = len(page.all("path", "layer"))  # the legend of a stack shows averages
+    assert sum(curve["y"][-1] != value for curve, value in zip(curves, resting, strict=True)) <= stacked
 
 
-def test_alarms_are_listed_with_the_figures_of_now_and_the_step_they_began(tmp_path):
-    """What goes off when is tests/unit/observe/test_alarms.py's matter."""
-    records = synthetic_records(100, evaluate_every=0)
+def test_alarms_are_listed_with_current_numbers_and_their_first_step(tmp_path):
+    """What raises which alarm is tested in test_alarms.py."""
+    records, watch = synthetic_records(100, evaluate_every=0), Watch(0.1)
     for record in records:
         record["response_length/truncated_fraction"] = record["step"] / 100
         record["reward/failures"] = int(record["step"] < 4)
-    text, _ = report_from(tmp_path, records)
-    assert re.findall(r"<li>(.*?)</li>", text) == [
-        "3 responses were not judged, and scored 0; raise reward.timeout_s or look at the verifier. "
-        '<span class="since">first at step 1</span>',
-        "Truncated responses rose from 11% to 90%; raise rollout.max_response_tokens. "
-        '<span class="since">first at step 40</span>',
-    ]
+        watch.take(record)
+    page = page_of(tmp_path, records)
+    assert [item.text.strip() for item in page.all("li")] == [alarm.text for alarm in watch.all()]
+    assert [numbers(item.text)[:2] for item in page.all("li")] == [[0, 3], [11, 90]]
+    assert [numbers(text) for text in page.texts("span", "since")] == [[1], [40]]
 
 
 def test_the_order_of_baselines_and_the_advice_on_the_batch_size(tmp_path):
-    text, _ = report_from(tmp_path, synthetic_records(150))
-    order = re.search(r"Over the last third: (.*?)\.? <span", text)[1].rstrip(".").split(", ")
-    assert order[0].startswith("optimal_prior 0.") and order[-1].startswith("none 4.")
-    assert len(order) == len(RATIOS)
-    shares = [float(entry.split()[1]) for entry in order]
-    assert shares == sorted(shares)
-    assert "a step takes 64, worth" in text and "noise prevails: with 128 prompts" in text
+    page = page_of(tmp_path, synthetic_records(150))
+    ranking = re.findall(r"(\w+) (\d\.\d\d)", page.caption("Variance under every baseline"))
+    assert [ranking[0][0], ranking[-1][0]] == ["optimal_prior", "none"] and len(ranking) == len(RATIOS)
+    shares = [float(ratio) for _, ratio in ranking]
+    assert shares == sorted(shares) and shares[0] < 1 and shares[-1] > 4
+    assert {64, 128} <= set(numbers(page.caption("Batch size")))
 
 
 @pytest.mark.parametrize(
-    ("critical", "advice"),
-    [
-        (
-            640.0,
-            "640 prompts, and a step takes 64, worth 9% of one without noise; noise prevails: with 128 prompts a "
-            "step would be worth 1.8 times as much.",
-        ),
-        (64.0, "worth 50% of one without noise; the batch is about right."),
-        (
-            16.0,
-            "worth 80% of one without noise; fewer prompts would do: with half of them a step would still be worth "
-            "83% as much.",
-        ),
-    ],
+    ("critical", "said"), [(640.0, [640, 64, 9, 128, 1.8]), (64.0, [64, 64, 50]), (16.0, [16, 64, 80, 83])]
 )
-def test_batch_advice(critical, advice):
+def test_batch_advice(critical, said):
     """B = 640, Q = 64: 64/704 = 1/11 against 128/768 = 1/6. B = 16: 64/80 against 32/48, which is 5/6 of it."""
     records = [{"step": step, "snr/critical_batch_size": critical} for step in range(1, 9)]
-    assert batch_advice(History(Path(), records, {"num_prompts": 64}, {})).endswith(advice)
+    assert numbers(batch_advice(History(Path(), records, {"num_prompts": 64}, {}))) == said
     assert batch_advice(History(Path(), [{"step": 1}], {"num_prompts": 64}, {})) == ""
 
 
 def test_shrink_on_its_floor_is_no_alarm_under_another_schedule(tmp_path):
-    records = [record | {"snr/shrink_ema": 0.1} for record in synthetic_records(100)]
-    text, _ = report_from(tmp_path, records, config=CONFIG | {"algo": CONFIG["algo"] | {"schedule": "constant"}})
-    assert "No alarm" in text
+    records = [record | {"snr/shrink_ema": 0.1, "gradnorm/length_corr": None} for record in synthetic_records(100)]
+    assert page_of(tmp_path, records, config=CONFIG | {"algo": CONFIG["algo"] | {"schedule": "constant"}}).no_alarm()
+    assert not Page(write_run(tmp_path / "snr", records)).no_alarm()
 
 
-def test_no_step_yet_and_no_run_are_the_users_to_mend(tmp_path):
-    with pytest.raises(UserError, match="no metrics here"):
-        write_report(tmp_path)
+def test_unreadable_runs_name_the_file(tmp_path):
+    def where() -> str:
+        with pytest.raises(UserError) as error:
+            write_report(tmp_path)
+        return error.value.where
+
+    assert where() == str(tmp_path / "metrics.jsonl")
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="no step is logged yet"):
-        write_report(tmp_path)
+    assert where() == str(tmp_path)
     write_run(tmp_path, synthetic_records(2))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"not a JSON file.*config\.json"):
-        write_report(tmp_path)
+    assert where() == str(tmp_path / "config.json")
 
 
 def test_values_are_placed_where_the_axis_says(tmp_path):
     """A straight line from (0, 0) to (10, 1) must come out as the diagonal of the canvas."""
-    records = [{"step": step, "eval/line/accuracy": step / 10} for step in range(0, 11, 5)]
-    text, _ = report_from(tmp_path, records)
-    assert 'class="line s1" d="M0.0 1000.0L500.0 500.0L1000.0 0.0"' in text
-    assert 'class="mark s1" d="M0 1000h.01M500 500h.01M1000 0h.01"' in text
+    page = page_of(tmp_path, [{"step": step, "eval/line/accuracy": step / 10} for step in range(0, 11, 5)])
+    assert page.paths("line s1") == page.paths("mark s1") == [[[0, 1000], [500, 500], [1000, 0]]]
+    lefts = {label.text: numbers(label.get("style"))[0] for label in page.all("span", "x")}
+    tops = {label.text: numbers(label.get("style"))[0] for label in page.all("span", "y")}
+    assert (lefts["0"], lefts["10"], tops["0"], tops["1"]) == (0, 100, 100, 0)
 
 
 def test_stacked_seconds_reach_the_step_time(tmp_path):
     """Two phases of 1 s in steps of 3 s: edges at 0, 1, 2 and 3 of an axis that ends at 3."""
     record = {"timing_s/rollout": 1.0, "timing_s/push": 1.0, "timing_s/step": 3.0}
-    text, _ = report_from(tmp_path, [{"step": 1, **record}, {"step": 2, **record}])
-    outlines = re.findall(r'class="layer s\d" d="M([^"]*)Z"', text)
-    heights = [sorted({float(point.split()[1]) for point in outline.split("L")}) for outline in outlines]
+    page = page_of(tmp_path, [{"step": 1, **record}, {"step": 2, **record}])
+    heights = [sorted({y for _, y in outline}) for outline in page.paths("layer")]
     assert heights == [pytest.approx([666.7, 1000.0]), pytest.approx([333.3, 666.7]), pytest.approx([0.0, 333.3])]
-    assert re.findall(r"</i>(\w+) <b>(.+?)</b>", text) == [("rollout", "1.0 s"), ("push", "1.0 s"), ("other", "1.0 s")]
+    assert page.legend() == [("rollout", "1.0 s"), ("push", "1.0 s"), ("other", "1.0 s")]
 
 
 def test_evaluation_time_is_left_out_of_the_stack(tmp_path):
     record = {"step": 1, "timing_s/rollout": 1.0, "timing_s/evaluate": 5.0, "timing_s/step": 6.0}
-    text, _ = report_from(tmp_path, [record])
-    assert re.findall(r"</i>(\w+) <b>(.+?)</b>", text) == [("rollout", "1.0 s"), ("other", "0 s")]
+    assert page_of(tmp_path, [record]).legend() == [("rollout", "1.0 s"), ("other", "0 s")]
 
 
 @pytest.mark.parametrize(
@@ -352,13 +352,11 @@ def test_evaluation_time_is_left_out_of_the_stack(tmp_path):
 )
 def test_linear_axes_hold_their_data_on_round_ticks(low, high):
     axis = linear_axis(low, high, 5)
-    assert axis.low <= low
-    assert high <= axis.high
+    assert axis.low <= low and high <= axis.high
     assert 2 <= len(axis.ticks) <= 8
     gaps = np.diff(axis.ticks)
     assert np.allclose(gaps, gaps[0])
-    leading = float(f"{gaps[0]:.6e}".split("e")[0])
-    assert leading in (1.0, 2.0, 2.5, 5.0)
+    assert float(f"{gaps[0]:.6e}".split("e")[0]) in (1.0, 2.0, 2.5, 5.0)
 
 
 @pytest.mark.parametrize(
@@ -366,11 +364,9 @@ def test_linear_axes_hold_their_data_on_round_ticks(low, high):
 )
 def test_log_axes_hold_their_data(low, high):
     axis = log_axis(low, high, 5)
-    assert axis.low <= low * 1.001
-    assert high <= axis.high * 1.001
+    assert axis.low <= low * 1.001 and high <= axis.high * 1.001
     assert 2 <= len(axis.ticks) <= 7
-    assert axis.low <= axis.ticks[0]
-    assert axis.ticks[-1] <= axis.high
+    assert axis.low <= axis.ticks[0] and axis.ticks[-1] <= axis.high
     places = axis.place(np.array([low, high]))
     assert 0 <= places[0] <= places[1] <= 1
 

@@ -140,7 +140,7 @@ def test_table_names_phases_and_what_bounds_them(capsys: pytest.CaptureFixture[s
     ("more", "said"),
     [
         (["--gpus", "0"], "--gpus 0 is too small"),
-        (["--gpu", "abacus"], "no device is known by the name 'abacus'"),
+        (["--gpu", "abacus"], "unknown device 'abacus'"),
         (["--prompt-tokens", "4096"], "leaves nothing of --sequence-length 2048"),
         (["--calibration", "/nowhere.json"], "no file of constants"),
         (["--model", "Qwen9"], "no published Qwen3 model"),

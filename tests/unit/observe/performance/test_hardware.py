@@ -1,4 +1,4 @@
-"""Devices by name. Not covered: whether the data sheets' figures are reached; no GPU is asked for its name here."""
+"""Devices by name. Not covered: real GPUs' names, and whether they reach their data sheets' numbers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def test_a_device_is_found_by_its_name_in_any_case() -> None:
         assert device_named(device.name) is device
 
 
-def test_an_unknown_name_names_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"'h9000'.*a100-80gb, .*b200"):
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match="'h9000'") as error:
         device_named("h9000")
+    assert all(device.name in error.value.fix for device in DEVICES)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_a_driver_s_name_is_understood(driver_name: str, name: str | None) -> No
 
 
 def test_fp8_is_twice_bf16_where_there_is_any() -> None:
-    """A slip between dense and sparse figures would show."""
+    """A mix-up of dense and sparse numbers would show."""
     for device in DEVICES:
         assert device.fp8_tflops is None or device.fp8_tflops == pytest.approx(2 * device.bf16_tflops, rel=0.02)
 

@@ -1,6 +1,6 @@
-"""The table of all ranks, from what they sent to what is logged; memory and the probe of this process.
+"""The table of all ranks, from gathered rows to logged metrics; memory and probe of this process.
 
-Not covered: the exchange and real ranks (tests/distributed/test_rank_timers.py); memory and probe on a GPU.
+Not covered: the gather and real ranks (tests/distributed/test_rank_timers.py); memory and probe on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from oblr_megatron.observe.performance.ranks import Memory, RankStep, RankTable,
 
 
 def table() -> RankTable:
-    """Three ranks, of which the last is slow; rank 0 alone has a "reward" phase."""
+    """Three ranks; the last is slow, and only rank 0 has a "reward" phase."""
     steps = [
         RankStep({"gradient": 3.0, "reward": 0.5}, {"gradient": 1.0, "reward": 0.25}, Memory(10, 20, 31), 1.0),
         RankStep({"gradient": 3.0}, {"gradient": 1.5}, Memory(11, 21, 40), 2.0),
@@ -35,7 +35,7 @@ def test_each_value_is_found_under_its_rank() -> None:
     }
 
 
-def test_what_is_logged_names_the_ranks() -> None:
+def test_metrics_name_the_slowest_ranks() -> None:
     found = table().metrics()
     assert found == {
         "perf/peak_memory_bytes": 40,
@@ -52,7 +52,7 @@ def test_what_is_logged_names_the_ranks() -> None:
     assert all(describe(name) for name in found)
 
 
-def test_one_rank_is_compared_with_none() -> None:
+def test_a_single_rank_logs_only_memory() -> None:
     row = RankStep({"gradient": 3.0}, {"gradient": 1.0}, Memory(10, 20, 31), 1.0).row()
     assert RankTable.of([row]).metrics() == {"perf/peak_memory_bytes": 31}
 
@@ -77,12 +77,12 @@ def test_memory_of_this_process_grows_with_what_it_holds() -> None:
 
 
 def test_the_probe_takes_longer_for_more() -> None:
-    """Eight times the work of a product twice as wide, and 16 times as many: no clock is so far off."""
+    """512 times the work per product and 64 times as many products."""
     assert probe_s(torch.device("cpu"), side=256, repeats=64) > probe_s(torch.device("cpu"), side=32, repeats=1) > 0
 
 
 @pytest.mark.parametrize("phase", ["rollout", "checkpoint"])
-def test_a_phase_travels_under_its_own_name(phase: str) -> None:
+def test_a_phase_keeps_its_name(phase: str) -> None:
     row = RankStep({phase: 2.0}, {phase: 1.0}, Memory(1, 2, 3), 0.5).row()
     found = RankTable.of([row])
     assert found.wall_s == {phase: [2.0]} and found.own_s == {phase: [1.0]} and found.pace_s == [0.5]

@@ -24,7 +24,7 @@ TIMING = {
     "timing_s/evaluate": 2.0,
     "timing_s/step": 6.0,
 }
-LENGTHS = [5, 7, 6, 9]  # of two groups; each prompt has 3 tokens
+LENGTHS = [5, 7, 6, 9]  # two groups; each prompt has 3 tokens
 
 
 def config_of(*overrides: str) -> Config:
@@ -34,7 +34,7 @@ def config_of(*overrides: str) -> Config:
 
 
 def metrics(*overrides: str, peak: float | None = PEAK, timing: dict[str, float] = TIMING) -> dict[str, float]:
-    """Of a step whose first group has equal rewards, on 4 ranks."""
+    """Metrics of a step on 4 ranks; the rewards of its first group are equal."""
     samples = [
         Sample(n // 2, (1, 2, 3), (4,) * (length - 3), (), "", "stop", version=0) for n, length in enumerate(LENGTHS)
     ]
@@ -48,7 +48,7 @@ def test_throughput_is_of_all_tokens_over_the_step_without_evaluation() -> None:
 
 
 def test_mfu_counts_the_samples_that_are_trained_on() -> None:
-    """Responses of equal rewards have no gradient, and none of their passes is made."""
+    """Groups of equal rewards have no gradient and get no training pass."""
     expected = training_flops(HF, [6, 9]) / (2.0 * 4 * PEAK)
     assert metrics()["perf/mfu/actor"] == pytest.approx(expected, rel=1e-12)
     every = training_flops(HF, LENGTHS) / (2.0 * 4 * PEAK)
@@ -69,7 +69,7 @@ def test_mfu_counts_the_samples_that_are_trained_on() -> None:
         (("gradnorm.mode=two_pass", "algo.baseline=rloo", "gradnorm.always=true"), 2),
     ],
 )
-def test_norms_count_where_they_take_a_pass_of_their_own(overrides: tuple[str, ...], passes: int) -> None:
+def test_norms_count_if_they_take_a_separate_pass(overrides: tuple[str, ...], passes: int) -> None:
     found = metrics(*overrides)
     assert found["perf/mfu/with_norms"] == pytest.approx(passes * found["perf/mfu/actor"])
 
@@ -83,7 +83,7 @@ def test_the_peak_is_that_of_the_training_s_precision() -> None:
     h100, a100 = device_named("h100"), device_named("a100")
     bf16 = "model.dtype=bfloat16"
     assert peak_flops(config_of(bf16), h100) == pytest.approx(989.4e12)
-    assert peak_flops(config_of(), h100) is None, "of float32, nothing is in the table"
+    assert peak_flops(config_of(), h100) is None, "the table has no float32 peak"
     assert peak_flops(config_of(bf16), None) is None
     assert peak_flops(config_of(bf16, "log.peak_tflops=300"), a100) == 300e12
     config = config_of(bf16)

@@ -1,0 +1,158 @@
+"""The table of metric names: unit and meaning of every name in metrics.jsonl.
+
+`METRICS` is the only list of names. The writer refuses a name that is not in it; docs/metrics.md is tested against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Record = dict[str, float | None]
+"""One step of metrics.jsonl, value by name; None if a value was not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One name of metrics.jsonl. Example: Metric("entropy", "nats", "mean entropy of ...")."""
+
+    name: str  # "<set>" stands for the name of an evaluation set, "<term>" of a reward, ...
+    unit: str  # "" for pure numbers
+    meaning: str  # one line
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step", "", "optimizer steps done, counted from 1; 0 is the evaluation before training"),
+    Metric("reward/mean", "", "mean reward of all responses sampled for the step"),
+    Metric("reward/std", "", "standard deviation of the rewards of all responses sampled for the step"),
+    Metric("reward/failures", "responses", "responses that could not be scored, timeouts included; they score 0"),
+    Metric("reward/timeouts", "responses", "responses not scored within reward.timeout_s; part of reward/failures"),
+    Metric("rewards/<term>/mean", "", "mean of one term of a weighted reward, before its weight"),
+    Metric("rewards/<term>/std", "", "standard deviation of that term"),
+    Metric("response_length/mean", "tokens", "mean response length, the end-of-sequence token included"),
+    Metric("response_length/truncated_fraction", "", "share of responses cut at rollout.max_response_tokens"),
+    Metric("groups/mixed_fraction", "", "share of all sampled prompts with unequal rewards in their group"),
+    Metric("groups/dropped", "groups", "groups of equal rewards that dynamic sampling left out of the step"),
+    Metric("groups/unused", "groups", "mixed groups that dynamic sampling drew but did not use"),
+    Metric("entropy", "nats", "entropy of the sampling distribution, mean over tokens with an advantage"),
+    Metric("kl/mean", "nats", "divergence from the reference model, mean over those tokens; with algo.kl_coefficient"),
+    Metric("moe/aux_loss", "", "load-balancing loss over those tokens, mean over layers, before its weight"),
+    Metric("moe/z_loss", "", "mean square of the routers' log-sum-exp over those tokens, before its weight"),
+    Metric("moe/max_load", "", "largest share of those tokens on one expert of a layer, times the number of experts"),
+    Metric(
+        "rollout/logprob_abs_diff",
+        "nats",
+        "mean absolute difference of the trainer's and vLLM's log-probs over tokens with an advantage",
+    ),
+    Metric(
+        "rollout/truncated_ratio_fraction", "", "share of those tokens' importance ratios cut at rollout.importance_cap"
+    ),
+    Metric("rollout/dynamic_batches", "", "batches that dynamic sampling drew for the step; at least 1"),
+    Metric(
+        "rollout/staleness_max", "updates", "weight updates between the step's oldest sample and the trainer's weights"
+    ),
+    Metric("rollout/restarts", "", "engines restarted, or servers reconnected, since the previous step"),
+    Metric(
+        "gradnorm/sq_mean",
+        "",
+        "mean squared norm w of a response's own gradient, over the responses where it was measured",
+    ),
+    Metric("gradnorm/sq_max", "", "largest squared norm of a response's own gradient"),
+    Metric("gradnorm/length_corr", "", "correlation of w with response length over the step's responses"),
+    Metric(
+        "gradnorm/estimate_corr", "", "correlation of estimated with exact w on a few prompts (gradnorm.check_every)"
+    ),
+    Metric("gradnorm/nonfinite", "responses", "responses with a non-finite norm; they are left out of the gradient"),
+    Metric(
+        "baseline/variance_ratio_vs_rloo", "", "E|A score|^2 under the run's baseline divided by the same under rloo"
+    ),
+    Metric(
+        "baseline/<name>/variance_ratio",
+        "",
+        "the same ratio for another baseline, corrected for its self-dependence",
+    ),
+    Metric("baseline/spread", "", "standard deviation over prompts of the run's baseline, averaged over each group"),
+    Metric("baseline/self_dependence", "", "change of a response's baseline per unit of its own reward"),
+    Metric("snr/signal_sq", "", "this step's estimate of the squared norm of the true gradient (may be negative)"),
+    Metric("snr/noise_trace", "", "this step's estimate of the trace of one prompt's gradient covariance"),
+    Metric("snr/shrink_raw", "", "this step's signal over squared gradient norm, neither averaged nor clamped"),
+    Metric(
+        "snr/shrink_ema", "", "averaged and clamped shrink factor that scales the learning rate under the snr schedule"
+    ),
+    Metric("snr/snr", "", "averaged signal over averaged noise of one prompt's gradient; absent without a signal"),
+    Metric("snr/critical_batch_size", "prompts", "averaged noise over averaged signal; absent without a signal"),
+    Metric("loss", "", "policy-gradient loss; only its gradient is meaningful"),
+    Metric("lr", "", "learning rate of the step"),
+    Metric("grad_norm", "", "norm of the gradient over all parameters, before clipping"),
+    Metric("timing_s/rollout", "s", "sampling the responses"),
+    Metric("timing_s/reward", "s", "scoring the responses"),
+    Metric("timing_s/gradnorm", "s", "norms of the responses' own gradients"),
+    Metric("timing_s/gradient", "s", "policy-gradient forward and backward passes"),
+    Metric("timing_s/optimizer", "s", "gradient clipping and the optimizer update"),
+    Metric("timing_s/push", "s", "sending the new weights to vLLM"),
+    Metric("timing_s/evaluate", "s", "evaluation, in steps that have one"),
+    Metric("timing_s/checkpoint", "s", "waiting for the previous step's checkpoint: its copy, or a save in progress"),
+    Metric("timing_s/step", "s", "wall-clock time of the whole step, evaluation included"),
+    Metric("perf/tokens_per_s", "tokens/s", "response tokens of the step per second, without evaluation"),
+    Metric("perf/samples_per_s", "samples/s", "responses of the step per second, without evaluation"),
+    Metric(
+        "perf/throughput",
+        "tokens/s",
+        "prompt and response tokens per second and rank, without evaluation (verl's definition)",
+    ),
+    Metric(
+        "perf/mfu/actor", "", "model FLOPs of the samples trained on, over the devices' peak during the training phases"
+    ),
+    Metric("perf/mfu/with_norms", "", "the same with a separate norms pass counted as useful FLOPs"),
+    Metric("perf/ranks/<phase>/max_s", "s", "longest own time (without waiting) of any rank in a phase"),
+    Metric("perf/ranks/<phase>/min_s", "s", "shortest own time of any rank in a phase"),
+    Metric("perf/ranks/<phase>/slowest", "", "rank with the longest own time, counted from 0"),
+    Metric("perf/slowest_rank", "", "rank with the longest own time in the training phases"),
+    Metric("perf/slowest_rank_ratio", "", "that rank's time over the median rank's"),
+    Metric("perf/peak_memory_bytes", "bytes", "largest memory of any trainer process so far"),
+    Metric("perf/peak_memory_rank", "", "rank of that process"),
+    Metric("weights/version", "", "version of the weights in vLLM after the step"),
+    Metric("data/epoch", "", "completed passes over the training rows"),
+    Metric(
+        "data/skipped", "rows", "training rows left out: unreadable, incomplete, too long, or overlapping a benchmark"
+    ),
+    Metric("eval/<set>/accuracy", "", "share of the set's prompts answered correctly by the greedy response"),
+    Metric("eval/<set>/mean_at_k", "", "mean score of k sampled responses per prompt"),
+    Metric("eval/<set>/pass_at_k", "", "share of prompts answered correctly by at least one of k sampled responses"),
+    Metric(
+        "eval/<set>/maj_at_k",
+        "",
+        "share of prompts where the most frequent of k answers is correct; ties count in part",
+    ),
+    Metric("eval/<set>/response_length", "tokens", "mean length of the evaluation's responses, greedy and sampled"),
+    Metric("eval/<set>/truncated_fraction", "", "share of the evaluation's responses cut at the token limit"),
+)
+
+_NAMED = {"eval": "<set>", "rewards": "<term>", "baseline": "<name>", "perf/ranks": "<phase>"}
+_POSITION = {metric.name: position for position, metric in enumerate(METRICS)}
+
+
+def describe(name: str) -> Metric:
+    """The table's entry for a name in a record, e.g. "eval/gsm8k/accuracy".
+
+    Raises:
+        KeyError: the name is not in the table.
+    """
+    return METRICS[_POSITION[_table_name(name)]]
+
+
+def in_table_order(names: Iterable[str]) -> list[str]:
+    """The names sorted as in METRICS.
+
+    Raises:
+        KeyError: a name is not in the table.
+    """
+    return sorted(names, key=lambda name: (_POSITION[_table_name(name)], name))
+
+
+def _table_name(name: str) -> str:
+    """Example: "eval/gsm8k/accuracy" -> "eval/<set>/accuracy". The part in the middle may contain slashes."""
+    for prefix, middle in _NAMED.items():
+        if name.startswith(f"{prefix}/") and "/" in name.removeprefix(f"{prefix}/"):
+            return f"{prefix}/{middle}/{name.rpartition('/')[2]}"
+    return name
