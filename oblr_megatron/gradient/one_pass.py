@@ -20,7 +20,7 @@ from oblr_megatron.gradient.bookkeep import BookkeepSink
 from oblr_megatron.gradient.buffer import GradientBuffer, add_weighted
 from oblr_megatron.gradient.loss_fn import PassMetrics, RatioFn, score_loss
 from oblr_megatron.gradient.stash import StashSink
-from oblr_megatron.gradient.two_pass import one_sample_only
+from oblr_megatron.gradient.two_pass import rules_need_single_samples
 from oblr_megatron.gradnorm.accumulate import NormAccumulator
 from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import Kind, Rule, classify
@@ -79,7 +79,7 @@ class BookkeepPass:
 
     def _batches(self, samples: Sequence[Sample], window: Sequence[int]) -> list[MicroBatch]:
         device = self._policy.parallel.device
-        if one_sample_only(self._rules):
+        if rules_need_single_samples(self._rules):
             return one_per_microbatch(samples, window, device=device)
         return microbatches(samples, window, self._config.parallel, self._policy.padding, device=device)
 

@@ -28,7 +28,7 @@ from oblr_megatron.gradient.folds import Sharing
 from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty, RatioFn
 from oblr_megatron.gradient.one_pass import AdvantageFn, BookkeepPass, SpreadStashPass, StashBuffers, StashPass, Work
 from oblr_megatron.gradient.plain import PlainPass
-from oblr_megatron.gradient.two_pass import one_sample_only
+from oblr_megatron.gradient.two_pass import rules_need_single_samples
 from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.step import (
@@ -80,7 +80,7 @@ class TrainingGradient:
         self._sketches = sketches_of(policy, config)
         self._plain = PlainPass(policy, config, self._sharing)
         wanted = config.uses_norms
-        self._one_sample_only = wanted and one_sample_only(classify(policy))  # refuses what no rule covers
+        self._single_samples = wanted and rules_need_single_samples(classify(policy))  # refuses what no rule covers
         # A sample's gradient is one, and A alone weighs it.
         whole = not (config.algo.token_wise or reference is not None or config.model.router_losses)
         self._stash: StashBuffers | None = None
@@ -262,7 +262,7 @@ class TrainingGradient:
     def _norm_batches(self, samples: Sequence[Sample], mine: Sequence[int]) -> tuple[list[MicroBatch], Tensor]:
         """Microbatches of the norm pass, and the samples in their order; as many on every replica of a block."""
         device = self._policy.parallel.device
-        if self._one_sample_only:
+        if self._single_samples:
             batches = one_per_microbatch(samples, mine, device=device)
         else:
             batches = microbatches(samples, mine, self._config.parallel, self._policy.padding, device=device)
