@@ -1,4 +1,4 @@
-"""The configuration of a run, one file a section; `run.py` puts them together. Imports no torch."""
+"""The configuration of a run: one file per section, joined in `run.py`. Imports no torch."""
 
 from oblr_megatron.config.optimizer import OptimizerConfig
 from oblr_megatron.config.run import (

@@ -1,7 +1,4 @@
-"""How the gradient is estimated and what rate it is taken with: baselines, signal and noise, schedules, recipes.
-
-Imports no torch.
-"""
+"""Section [algo]: baselines, aggregation, learning-rate schedules and published recipes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,9 +13,8 @@ from oblr_megatron.config.section import Section
 PresetName = Literal["oblr_po", "oblr_po_paper", "opo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "otb"]
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # the defaults of this file
-    "oblr_po": {},
-    # Theorems 4 and 7 taken at their word: the last batch stands for the truth, nothing is averaged, held or floored
+    "oblr_po": {},  # the defaults of this file
+    # Theorems 4 and 7 literally: estimates of one batch alone, without averages, floor or bound on the change
     "oblr_po_paper": {
         "baseline": "optimal",
         "snr": {
@@ -38,68 +34,68 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"baseline": "reinforce_pp", "aggregation": "token_mean", "schedule": "constant"},  # 2501.03262
     "otb": {"baseline": "otb", "schedule": "constant"},  # arXiv 2602.07078
 }
-"""What `algo.preset` fills in; keys that are given beside it keep their values."""
+"""Values that `algo.preset` fills in. Keys that the user sets keep their values."""
 
 
 class SnrConfig(Section):
-    """The learning rate's signal-to-noise schedule (OBLR-PO, Theorem 4); estimates are logged for every schedule."""
+    """The signal-to-noise schedule of the learning rate (OBLR-PO, Theorem 4). Its estimates are always logged."""
 
     estimator: Literal["folds", "prompts", "momentum", "samples", "plugin"] = "folds"
-    """What signal and noise are estimated from: "folds", num_folds folds of the batch; "prompts", every prompt as a
-    fold of its own; "momentum", the gradient against the average of earlier ones (a further gradient in memory);
-    "samples", norms of single responses, biased up; "plugin", the paper's likely form: ||g||^2 stands for the signal,
-    near 1/2 under pure noise. The last two are for comparison."""
+    """How signal and noise are estimated. "folds": from num_folds folds of the batch. "prompts": each prompt is a fold.
+    "momentum": the gradient against the average of earlier ones (one more gradient in memory). For comparison only:
+    "samples", from per-response norms, biased up; "plugin", ||g||^2 as the signal, about 1/2 under pure noise."""
     momentum_horizon: float = Field(10.0, gt=1)
     """Steps over which the "momentum" estimator averages gradients."""
     num_folds: int = Field(4, ge=1)
-    """Folds of whole prompts the batch is split into, whatever the schedule; a divisor of num_prompts and a multiple of
-    the data-parallel size. With 1 nothing is known of the noise, and the snr schedule holds its rate."""
+    """Folds of whole prompts that the batch is split into, under every schedule. Must divide num_prompts and be a
+    multiple of the data-parallel size. With 1 the noise is unknown and the snr schedule keeps its rate."""
     horizon: float = Field(150.0, gt=0)
-    """Steps over which signal and noise are averaged (exponentially, separately)."""
+    """Steps over which signal and noise are averaged (two exponential averages)."""
     warmup_steps: int = Field(10, ge=0)
-    """First steps, at the rate optimizer.lr says, in which the averages are collected and not yet used."""
+    """First steps, at rate optimizer.lr, that only collect the averages."""
     floor: float = Field(0.1, gt=0, le=1)
-    """Lower clamp of the averaged shrink factor."""
+    """Lower bound of the averaged shrink factor."""
     exponent: float | None = Field(None, gt=0)
     """alpha in (shrink / reference)^alpha; by default 1 for SGD and 0.5 for Adam."""
     reference: Literal["one", "warmup"] = "warmup"
-    """"one": the paper's rule. "warmup": divide by the shrink at the end of warm-up, so that lr keeps its meaning."""
+    """"one": the paper's rule. "warmup": divide by the shrink at the end of warm-up, so that the rate starts at lr."""
     max_change: float = Field(1.1, gt=1)
-    """The rate changes by at most this factor a step, up or down."""
+    """Largest factor by which the rate may rise or fall in one step."""
 
 
 class AlgoConfig(Section):
-    """The estimator: baseline, aggregation, learning-rate schedule."""
+    """The gradient estimator: baseline, aggregation, KL penalty, learning-rate schedule."""
 
     preset: PresetName | None = None
-    """A recipe by name: sets baseline, aggregation, schedule and snr as it is published; other keys given here win."""
+    """A published recipe. Sets baseline, aggregation, schedule and snr; other keys given here win."""
     baseline: BaselineName = "optimal_prior"
-    """What is subtracted from the reward; "optimal" is OBLR-PO's leave-one-out estimate of Theorem 7."""
+    """Subtracted from the reward. "optimal" is OBLR-PO's leave-one-out estimate (Theorem 7); "optimal_prior" adds a
+    prior from the other prompts."""
     prior_strength: float = Field(1.0, ge=0)
     """lambda of optimal_prior and rloo_prior: weight of the other prompts' mean reward, in units of the group's mean
     norm."""
     length_exponent: float = Field(1.0, ge=0)
     """p of length_loo: weights are response length ** p."""
     aggregation: Literal["constant", "token_mean", "sample_mean"] = "constant"
-    """Divisor of the loss. Only "constant" (1 / (Q G)) keeps the gradient unbiased; the others are for comparison."""
+    """Divisor of the loss. Only "constant", 1 / (Q G), keeps the gradient unbiased; the others are for comparison."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """beta of a penalty on the divergence from the model the run began with; its gradient joins g, w stays the
-    score's norm. A second set of weights in memory, and a forward pass more."""
+    """beta of a KL penalty against the initial model. Its gradient is added to g; w stays the norm of the score
+    function alone. Costs a second copy of the weights and one more forward pass."""
     kl_loss: Literal["k2", "k3"] = "k3"
-    """Its form a token, d = log pi - log pi_ref: "k2", d^2 / 2, whose gradient is the divergence's own in expectation;
-    "k3", exp(-d) - 1 + d (GRPO's), whose gradient is bounded where pi_ref is small."""
+    """Penalty per token, with d = log pi - log pi_ref. "k2": d^2 / 2; its expected gradient is that of the KL
+    divergence. "k3" (GRPO): exp(-d) - 1 + d; its gradient stays bounded where pi_ref is small."""
     schedule: Literal["constant", "cosine", "snr", "shuffled", "matched_decay"] = "snr"
-    """Learning-rate schedule. The last two are controls that take their rates from an earlier run, schedule_from:
-    "shuffled", the same rates in another order; "matched_decay", their log-linear trend with the same mean."""
+    """Learning-rate schedule. The last two are controls that reuse the rates of the run in schedule_from: "shuffled",
+    the same rates in another order; "matched_decay", their log-linear trend with the same mean."""
     schedule_from: Path | None = None
-    """The run directory whose rates a control takes up."""
+    """Directory of the run that "shuffled" and "matched_decay" take their rates from."""
     snr: SnrConfig = SnrConfig()
-    """Settings of the "snr" schedule; its estimates are logged for every schedule."""
+    """Settings of the "snr" schedule."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in_preset(cls, given: Any) -> Any:
-        """The recipe's keys, under those that are given."""
+        """Merge the recipe with the given keys; given keys win."""
         recipe = PRESETS.get(given.get("preset") or "", {}) if isinstance(given, dict) else {}
         if not recipe:
             return given
@@ -109,5 +105,5 @@ class AlgoConfig(Section):
 
     @property
     def token_wise(self) -> bool:
-        """Whether each token has an advantage of its own."""
+        """Whether every token has its own advantage."""
         return BASELINES[self.baseline].token_wise

@@ -1,4 +1,4 @@
-"""What a run saves, and what it goes on from. Imports no torch."""
+"""Section [checkpoint]: what a run saves and where it resumes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from oblr_megatron.config.section import Section
 
 
 class CheckpointConfig(Section):
-    """What a run saves, and what it goes on from."""
+    """What a run saves, where it resumes, and when it stops early."""
 
     every_steps: int = Field(50, ge=0)
-    """Save RUN_DIR/checkpoints/step_N every so many steps and after the last; 0: only when the run is stopped early."""
+    """Save RUN_DIR/checkpoints/step_N every this many steps and after the last one. 0: only on an early stop."""
     keep_last: int = Field(2, ge=1)
-    """Keep this many newest checkpoints, beside the best one; one more is written before the oldest goes."""
+    """Newest checkpoints to keep, besides the best one. The next one is written before the oldest is deleted."""
     best_metric: str = ""
-    """Keep the checkpoint in which this figure of an evaluation is largest, e.g. "eval/gsm8k/accuracy", and export it
-    as RUN_DIR/hf_best at the end; every new best is saved, due or not. Empty: none is the best."""
+    """Evaluation metric, e.g. "eval/gsm8k/accuracy". Each new maximum is saved at once and kept, and exported as
+    RUN_DIR/hf_best at the end. Empty: no best checkpoint."""
     async_save: bool = True
-    """Copy the state to host memory and write it in a thread while the run goes on; false waits for the files."""
+    """Copy the state to host memory and write it in a thread while training goes on. false: wait for the files."""
     save_timeout_s: float = Field(1800.0, gt=0)
-    """Deadline for a checkpoint to be written, seconds; past it the run ends."""
+    """Deadline for writing a checkpoint, seconds; after it the run ends with an error."""
     resume: str = "none"
-    """"none"; "newest", the newest whole checkpoint of run_dir, or the beginning where there is none (`--resume`); or
-    the directory of a checkpoint."""
+    """"none"; "newest" (`--resume`): the newest complete checkpoint of run_dir, or a fresh start without one; or the
+    directory of a checkpoint."""
     time_limit_s: float | None = Field(None, gt=0)
-    """Seconds from the start of the process, or of its launcher, until the job is ended from outside; by default what
-    SLURM says."""
+    """Seconds from the start of the process (or its launcher) until the job is killed. By default SLURM's limit."""
     exit_before_timeout_s: float = Field(0.0, ge=0)
-    """Save and stop while this much of the time limit is left, seconds, or sooner if a step might not fit; 0: never."""
+    """Save and stop when this many seconds of the time limit are left, or earlier if the next step may not fit.
+    0: never."""
     export_hf: bool = True
-    """Write RUN_DIR/hf, a Hugging Face directory of the last weights, at the end."""
+    """Write the final weights to RUN_DIR/hf as a Hugging Face directory."""

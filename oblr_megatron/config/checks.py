@@ -1,4 +1,4 @@
-"""Overrides from the command line, and bounds that hold between fields of different sections. Imports no torch."""
+"""Overrides from the command line, and checks across sections of a configuration. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from oblr_megatron.errors import UserError
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
 
-EVALUATED = ("accuracy", "mean_at_k", "pass_at_k", "maj_at_k")  # of each set; the first needs no samples
+EVALUATED = ("accuracy", "mean_at_k", "pass_at_k", "maj_at_k")
+"""Metrics of each held-out set; only the first needs no sampled responses."""
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
-    """Set one dotted key; the value is read as TOML, and as a plain string where that fails (paths, names)."""
+    """Set one dotted key. The value is read as TOML, or as a plain string if it is no TOML (paths, names)."""
     key, sign, text = override.partition("=")
     if not sign or not key.strip():
         raise UserError(
@@ -39,18 +40,21 @@ def apply_override(table: dict[str, Any], override: str) -> None:
 
 
 def check_together(config: Config, where: str) -> None:
-    """Bounds that hold between fields of different sections."""
+    """Check fields of different sections against each other.
+
+    Raises:
+        UserError: the first contradiction.
+    """
     baseline = BASELINES[config.algo.baseline]
     if config.group_size == 1 and baseline.leave_one_out:
         raise UserError(
-            f"group_size is 1, but baseline {config.algo.baseline!r} needs the other responses of the group",
+            f"group_size is 1, but baseline {config.algo.baseline!r} needs other responses in the group",
             where=where,
             fix='set group_size to 2 or more, or algo.baseline to "none"',
         )
     if baseline.prior and config.num_prompts == 1:
         raise UserError(
-            f"num_prompts is 1, but baseline {config.algo.baseline!r} takes its prior from the other prompts of the "
-            "batch",
+            f"num_prompts is 1, but baseline {config.algo.baseline!r} takes its prior from the other prompts",
             where=where,
             fix='set num_prompts to 2 or more, or algo.baseline to "optimal" or "rloo"',
         )
@@ -67,7 +71,7 @@ def check_together(config: Config, where: str) -> None:
         raise UserError(
             f"num_prompts {config.num_prompts} is not a multiple of algo.snr.num_folds {config.algo.snr.num_folds}",
             where=where,
-            fix="change one of them: folds are of whole prompts and of equal size",
+            fix="change one of them; folds hold equally many whole prompts",
         )
     _check_samples(config, where)
     _check_checkpoints(config, where)
@@ -77,42 +81,39 @@ def check_together(config: Config, where: str) -> None:
     push, patience = config.rollout.push_timeout_s, config.parallel.distributed_timeout_s
     if push >= patience:
         raise UserError(
-            f"rollout.push_timeout_s {push:g} is not below parallel.distributed_timeout_s {patience:g}: the ranks that "
-            "gather weights would give up before the one that waits for its engine",
+            f"rollout.push_timeout_s {push:g} is not below parallel.distributed_timeout_s {patience:g}: ranks that "
+            "gather weights would time out before the rank that waits for its engine",
             where=where,
             fix="lower the first or raise the second",
         )
 
 
 def _check_coefficients(config: Config, where: str) -> None:
-    """One coefficient a response, where a response's gradient is taken as one.
-
-    A mode of one pass weighs it as it is made, with A alone; the "samples" estimator squares it.
-    """
+    """One-pass modes scale each response's gradient by one number A; the "samples" estimator squares that number."""
     mode, what = config.gradnorm.mode, None
     if config.algo.token_wise:
-        what = f"algo.baseline {config.algo.baseline!r} weighs every token by itself"
+        what = f"algo.baseline {config.algo.baseline!r} has one advantage per token"
     elif config.algo.kl_coefficient:
-        what = f"algo.kl_coefficient {config.algo.kl_coefficient:g} adds a gradient that no advantage weighs"
+        what = f"algo.kl_coefficient {config.algo.kl_coefficient:g} adds a gradient without an advantage"
     elif config.model.router_losses:
-        what = "a router loss (model.moe_aux_loss_coeff, moe_z_loss_coeff) adds a gradient that is no sample's own"
+        what = "a router loss (model.moe_aux_loss_coeff, moe_z_loss_coeff) adds a gradient of no single sample"
     if what and mode in ("stash", "bookkeep"):
         raise UserError(
-            f"{what}, which gradnorm.mode {mode!r} cannot do",
+            f"{what}, which gradnorm.mode {mode!r} does not support",
             where=where,
             fix='set gradnorm.mode to "two_pass" or "auto"',
         )
     if config.algo.token_wise and config.algo.snr.estimator == "samples":
         raise UserError(
-            f"algo.snr.estimator 'samples' takes one advantage a response, and baseline {config.algo.baseline!r} has "
-            "one a token",
+            f"algo.snr.estimator 'samples' needs one advantage per response, but baseline {config.algo.baseline!r} has "
+            "one per token",
             where=where,
             fix='set algo.snr.estimator to "folds"',
         )
 
 
 def _check_router_losses(config: Config, where: str) -> None:
-    """The auxiliary loss is named where it has a weight, and has one where it is named."""
+    """The load-balancing loss needs both its name and a positive weight."""
     kind, weight = config.model.moe_router_load_balancing_type, config.model.moe_aux_loss_coeff
     if (kind == "aux_loss") != (weight > 0):
         raise UserError(
@@ -123,7 +124,7 @@ def _check_router_losses(config: Config, where: str) -> None:
 
 
 def _check_data(config: Config, where: str) -> None:
-    """The template has a place for the question; a mixture's weights are complete."""
+    """The template contains {question}; all sources have a weight, or none."""
     if "{question}" not in config.data.template:
         raise UserError(
             f"data.template {config.data.template!r} has no {{question}}",
@@ -141,63 +142,63 @@ def _check_data(config: Config, where: str) -> None:
 
 
 def _check_checkpoints(config: Config, where: str) -> None:
-    """What a run goes on from exists; what says which checkpoint is best is measured."""
+    """checkpoint.resume exists; checkpoint.best_metric is measured."""
     resume, best = config.checkpoint.resume, config.checkpoint.best_metric
     if resume not in ("none", "newest") and not Path(resume).is_dir():
         raise UserError(
-            f"checkpoint.resume {resume!r} is no directory",
+            f"checkpoint.resume {resume!r} is not a directory",
             where=where,
             fix='give the directory of a checkpoint, "newest" or "none"',
         )
     metrics = EVALUATED if config.evaluate.samples_per_prompt else EVALUATED[:1]
-    measured = [f"eval/{name}/{figure}" for name in config.evaluate.data for figure in metrics]
+    measured = [f"eval/{name}/{metric}" for name in config.evaluate.data for metric in metrics]
     if best and best not in measured:
         raise UserError(
-            f"checkpoint.best_metric {best!r} is no figure of a set in evaluate.data",
+            f"checkpoint.best_metric {best!r} is not a metric of a set in evaluate.data",
             where=where,
             fix=f"name one of {', '.join(measured)}" if measured else "name a set in evaluate.data, or leave it empty",
         )
     if best and config.evaluate.every_steps == 0:
         raise UserError(
-            f"checkpoint.best_metric is {best!r}, but evaluate.every_steps is 0: nothing is evaluated",
+            f"checkpoint.best_metric is {best!r}, but evaluate.every_steps is 0, so nothing is evaluated",
             where=where,
             fix="set evaluate.every_steps to 1 or more, or leave best_metric empty",
         )
 
 
 def _check_profile(config: Config, where: str) -> None:
-    """The profiled steps are there to be profiled."""
+    """The run has the steps to be profiled."""
     log = config.log
     first, end = log.profile_step_start, log.profile_step_end
     if log.profile == "none":
         return
     if end <= first:
         raise UserError(
-            f"log.profile_step_end {end} is not beyond log.profile_step_start {first}: no step would be profiled",
+            f"log.profile_step_end {end} is not above log.profile_step_start {first}, so no step would be profiled",
             where=where,
-            fix="raise the first: it names the step before which profiling ends",
+            fix="raise log.profile_step_end, the first step that is no longer profiled",
         )
     if end > config.num_steps:
         raise UserError(
-            f"log.profile_step_end {end} is beyond num_steps {config.num_steps}",
+            f"log.profile_step_end {end} is above num_steps {config.num_steps}",
             where=where,
-            fix="profile steps that the run has, counted from 0",
+            fix="lower it; steps are counted from 0",
         )
 
 
 def _check_samples(config: Config, where: str) -> None:
-    """Where samples come from and what is done with them: one of each."""
+    """Options of [rollout] that exclude each other."""
     rollout = config.rollout
     for first, second in (("replay", "only"), ("replay", "servers")):
         if getattr(rollout, first) and getattr(rollout, second):
             raise UserError(
-                f"rollout.{first} and rollout.{second} exclude each other: a replay samples nothing",
+                f"rollout.{first} and rollout.{second} exclude each other, because a replay samples nothing",
                 where=where,
                 fix="leave one of them out",
             )
     if rollout.dynamic_sampling and config.group_size == 1:
         raise UserError(
-            "group_size is 1, but rollout.dynamic_sampling looks for groups of unequal rewards",
+            "group_size is 1, but rollout.dynamic_sampling needs groups with different rewards",
             where=where,
             fix="set group_size to 2 or more, or rollout.dynamic_sampling to false",
         )

@@ -1,4 +1,4 @@
-"""The configuration's section about logs and profiles. Imports no torch."""
+"""Section [log]: metrics, console and profiler. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from oblr_megatron.config.section import Section
 
 
 class LogConfig(Section):
-    """Where figures go, beside metrics.jsonl."""
+    """Where metrics go, besides metrics.jsonl; profiling."""
 
     tensorboard: bool = True
     """Write RUN_DIR/tensorboard."""
     console: Literal["auto", "live", "plain"] = "auto"
-    """"live": a rich progress display; "plain": a line a step; "auto": live on a terminal."""
+    """"live": a progress display; "plain": one line per step; "auto": live on a terminal."""
     peak_tflops: float | None = Field(None, gt=0)
-    """Peak TFLOP/s of one device in the training's precision, for perf/mfu; by default that of bf16 or FP8 training on
-    the GPUs in observe/performance/hardware.py, and unknown (no perf/mfu) elsewhere."""
+    """Peak TFLOP/s of one device in the training precision, for perf/mfu. By default from
+    observe/performance/hardware.py (bf16 or FP8); perf/mfu is left out for unknown devices."""
     profile: Literal["none", "torch", "nsys"] = "none"
-    """Profile steps profile_step_start to profile_step_end: with torch's profiler, a trace a rank in RUN_DIR/profile;
-    or with ranges and cudaProfilerStart/Stop for `nsys profile --capture-range=cudaProfilerApi`."""
+    """Profiler. "torch": one trace per rank in RUN_DIR/profile. "nsys": ranges and cudaProfilerStart/Stop for
+    `nsys profile --capture-range=cudaProfilerApi`."""
     profile_step_start: int = Field(3, ge=0)
-    """First step profiled, counted from 0 (Megatron's name). The first steps of a run are slower than the others."""
+    """First profiled step, counted from 0. The first steps of a run are slower than the rest."""
     profile_step_end: int = Field(5, ge=1)
-    """The step before which profiling ends."""
+    """First step that is no longer profiled."""
     profile_ranks: tuple[int, ...] = Field((0,), min_length=1)
     """Ranks that are profiled."""

@@ -1,8 +1,8 @@
-"""What FP8, Transformer Engine and quantised engines ask of the rest of a configuration. Imports no torch.
+"""Checks of FP8, Transformer Engine and quantised engines against the rest of a configuration. Imports no torch.
 
-Between fields, when a configuration is read; of a model's sizes, when there is one. What the machine must have is
-`machine_checks`' business. Sources: megatron-core 0.16.1 (`TransformerConfig.__post_init__`, `fp8_utils`) and
-Transformer Engine 2.9 to 2.11; docs/precision.md has the table.
+`check_precision` compares fields; `check_sizes` needs the model. `checks/machine.py` checks GPUs and packages. Sources:
+megatron-core 0.16.1 (`TransformerConfig.__post_init__`, `fp8_utils`) and Transformer Engine 2.9 to 2.11. The rules are
+a table in docs/precision.md.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config, ModelConfig, ParallelConfig
 
 Problem = tuple[str, str]
-"""What is wrong, and the remedy."""
+"""What is wrong, and the fix."""
 
 
 def check_precision(config: Config, where: str) -> None:
-    """Refuse fields that do not go together.
+    """Refuse contradicting fields.
 
     Raises:
-        UserError: the first pair found.
+        UserError: the first contradiction.
     """
     found = (
         _layers_problem(config.model)
         or _fp8_problem(config)
-        or _exchange_problem(config.model, config.parallel)
+        or _context_parallel_problem(config.model, config.parallel)
         or _rollout_problem(config)
     )
     if found is not None:
@@ -37,21 +37,21 @@ def check_precision(config: Config, where: str) -> None:
 
 
 def check_sizes(hf_config: Mapping[str, Any], config: Config) -> None:
-    """Refuse a model whose shards FP8's kernels, or the exchange of heads under context parallelism, do not take.
+    """Refuse a model with shards that FP8 kernels or the exchange of heads (cp_comm_type "a2a") do not support.
 
     Args:
         hf_config: the model's config.json, checked against the layout.
-        config: of the run.
+        config: the run.
 
     Raises:
-        UserError: naming the size.
+        UserError: names the size.
     """
     where = str(config.model.path)
     for name, width in _fp8_widths(hf_config, config).items():
         multiple = FP8_TOKENS[config.model.fp8_recipe]
         if width % multiple:
             raise UserError(
-                f"{name} {width} on each rank is not a multiple of {multiple}, which FP8 products ask for",
+                f"{name} {width} on each rank is not a multiple of {multiple}, as FP8 products need",
                 where=where,
                 fix='lower parallel.tensor_model_parallel_size, or set model.fp8 to "none"',
             )
@@ -60,24 +60,23 @@ def check_sizes(hf_config: Mapping[str, Any], config: Config) -> None:
 
 
 def norms_problem(config: Config, mode: str) -> Problem | None:
-    """Why FP8 keeps a mode from measuring norms; None if it does not.
+    """Why a mode cannot measure norms with FP8; None if it can.
 
-    FP8 layers hand out no factors, so that a sample's gradient is known as a whole, once it was made.
+    FP8 layers expose no factors of the weight gradients, so norms need whole gradients of single samples.
     """
     model = config.model
     if model.fp8 == "none":
         return None
     if config.gradnorm.source == "sketch":
-        return "a sketch projects factors, and FP8 layers hand out none", 'set gradnorm.source to "exact"'
+        return "a sketch projects factors, but FP8 layers expose none", 'set gradnorm.source to "exact"'
     if mode == "bookkeep":
         return (
-            "FP8 layers hand out no factors, and bookkeep would keep a whole gradient of each response",
+            "FP8 layers expose no factors, so bookkeep would keep a whole gradient per response",
             'set gradnorm.mode to "two_pass" or "stash"',
         )
     if mode == "two_pass" and model.fp8_recipe == "delayed":
         return (
-            "delayed scaling rounds by earlier passes, so the pass for norms and that for the gradient would differ, "
-            "and each would set the other's scales",
+            "delayed scales come from earlier passes, so the norm pass and the gradient pass would round differently",
             'set model.fp8_recipe to "tensorwise", or gradnorm.mode to "stash"',
         )
     return None
@@ -86,7 +85,7 @@ def norms_problem(config: Config, mode: str) -> Problem | None:
 def _layers_problem(model: ModelConfig) -> Problem | None:
     if model.transformer_impl == "transformer_engine" and model.dtype == "float64":
         return (
-            'transformer_impl "transformer_engine" with dtype "float64", in which it does not compute',
+            'transformer_impl "transformer_engine" does not support dtype "float64"',
             'set model.transformer_impl to "local"',
         )
     return None
@@ -94,57 +93,45 @@ def _layers_problem(model: ModelConfig) -> Problem | None:
 
 def _fp8_problem(config: Config) -> Problem | None:
     model = config.model
-    if model.fp8_param:
-        return (
-            "fp8_param is not supported: weights are loaded, masters made of them, and engines sent them in "
-            f"{model.dtype}",
-            "leave it out: the products are in FP8 all the same",
-        )
     if model.fp8 == "none":
         return None
     if model.dtype != "bfloat16":
         return f'fp8 "{model.fp8}" with dtype "{model.dtype}"', 'set model.dtype to "bfloat16"'
     if model.transformer_impl == "local":
         return (
-            f'fp8 "{model.fp8}" with transformer_impl "local": Transformer Engine does it',
+            f'fp8 "{model.fp8}" with transformer_impl "local": only Transformer Engine has FP8 products',
             'set model.transformer_impl to "auto"',
         )
     return _delayed_problem(config) if model.fp8_recipe == "delayed" else None
 
 
 def _delayed_problem(config: Config) -> Problem | None:
-    """One scale for the whole forward, from what earlier forwards saw: nothing may stand outside, or be run besides."""
+    """Delayed scales come from all earlier forward passes, so all layers must use FP8, in gradient passes only."""
     norms, fix = config.gradnorm, 'set model.fp8_recipe to "tensorwise"'
     if config.model.first_last_layers_bf16:
         return 'first_last_layers_bf16 with fp8_recipe "delayed"', fix
     if norms.source != "exact" and norms.check_every:
         return (
-            f'gradnorm.check_every {norms.check_every} with fp8_recipe "delayed": a pass for norms would set the '
-            "gradient's scales",
+            f'gradnorm.check_every {norms.check_every} with fp8_recipe "delayed": the norm pass would change the '
+            "scales of the gradient pass",
             f"{fix}, or gradnorm.check_every to 0",
         )
     return None
 
 
-def _exchange_problem(model: ModelConfig, parallel: ParallelConfig) -> Problem | None:
-    if parallel.tp_comm_overlap:
-        return (
-            "tp_comm_overlap is not supported: its buffers have one shape for a whole run, and microbatches differ in "
-            "length",
-            "leave it out",
-        )
+def _context_parallel_problem(model: ModelConfig, parallel: ParallelConfig) -> Problem | None:
     if parallel.context_parallel_size == 1 or model.transformer_impl == "local":
         return None
     if parallel.packing == "packed" and parallel.cp_comm_type == "all_gather":
         return (
-            'cp_comm_type "all_gather" with packing "packed": Transformer Engine gathers rows only',
+            'cp_comm_type "all_gather" with packing "packed": Transformer Engine gathers only rows',
             'set parallel.cp_comm_type to "p2p", or parallel.packing to "rows"',
         )
     return None
 
 
 def _rollout_problem(config: Config) -> Problem | None:
-    """Engines in FP8: another policy than the trainer's, made of what was pushed."""
+    """An FP8 engine rounds the pushed weights, so it samples from a policy that differs from the trainer's."""
     rollout, model = config.rollout, config.model
     if rollout.quantization == "none" or rollout.replay is not None:
         return None
@@ -156,20 +143,20 @@ def _rollout_problem(config: Config) -> Problem | None:
         )
     if config.weights.verify:
         return (
-            f'weights.verify with quantization "{rollout.quantization}": what was pushed is not what is kept',
+            f'weights.verify with quantization "{rollout.quantization}": the engine does not keep the pushed bytes',
             "set weights.verify to false",
         )
     if rollout.importance_sampling == "none" and not rollout.only:
         return (
-            f'quantization "{rollout.quantization}" with importance_sampling "none": samples would be of another policy than '
-            "the one whose gradient is taken",
+            f'quantization "{rollout.quantization}" with importance_sampling "none": the engine\'s policy differs from '
+            "the trainer's",
             'set rollout.importance_sampling to "token" or "sequence"',
         )
     return None
 
 
 def _fp8_widths(hf_config: Mapping[str, Any], config: Config) -> dict[str, int]:
-    """Dimensions of the layers' matrices on one rank; none without FP8."""
+    """Dimensions of the layers' matrices on one rank; empty without FP8."""
     if config.model.fp8 == "none":
         return {}
     tp = config.parallel.tensor_model_parallel_size

@@ -1,4 +1,4 @@
-"""The configuration's section about rewards. Imports no torch."""
+"""Section [reward]. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from oblr_megatron.config.section import Section
 
 
 class RewardTermConfig(Section):
-    """A further reward, added with its weight."""
+    """One more reward, added with its weight."""
 
     name: str
     """As reward.name."""
     weight: float = 1.0
-    """What its values are multiplied by."""
+    """Factor of its scores."""
 
 
 class RewardConfig(Section):
-    """How responses are judged."""
+    """How responses are scored."""
 
     name: str = "math"
-    """"exact_match"; "math" (the last \\boxed{...}), "math:gsm8k" (what follows ####, else \\boxed), "math:last_line";
-    "format", "overlong"; your own "package.module:function"; or the URL of a service (docs/rewards.md)."""
+    """"exact_match"; "math" (the last \\boxed{...}), "math:gsm8k" (after ####, else \\boxed), "math:last_line";
+    "format"; "overlong"; your own "package.module:function"; or the URL of a service (docs/rewards.md)."""
     weight: float = 1.0
-    """What its values are multiplied by; accuracies are of the values before that, and of this reward alone."""
+    """Factor of its scores. Accuracy metrics use this reward alone, without the factor."""
     terms: tuple[RewardTermConfig, ...] = ()
-    """Further rewards that are added, e.g. [{name = "overlong", weight = 1.0}]."""
+    """More rewards to add, e.g. [{name = "overlong", weight = 1.0}]."""
     timeout_s: float = Field(10.0, gt=0)
-    """Deadline of one call, seconds: of a response, of a batch, or of an HTTP request with its retries; past it the
-    samples score 0 and are counted."""
+    """Deadline of one call, seconds: for a response, a batch, or an HTTP request with its retries. After it the samples
+    score 0 and are counted."""
     num_workers: int = Field(2, ge=1)
-    """Worker processes that judge responses, or HTTP requests in flight at once."""
+    """Worker processes, or concurrent HTTP requests."""
     batch_size: int = Field(64, ge=1)
-    """Responses handed at once to a batch or async function or to a service, rounded up to whole groups."""
+    """Responses per call of a batch function, an async function or a service, rounded up to whole groups."""
     retries: int = Field(3, ge=0)
-    """Further attempts of an HTTP request that failed."""
+    """Retries of a failed HTTP request."""
     api_key_env: str = ""
-    """Environment variable whose value goes to the service as a bearer token; empty for none."""
+    """Environment variable with the bearer token for the service. Empty: no token."""
     format_pattern: str = ""
-    """What "format" wants of the whole response, a regular expression; by default exactly one complete \\boxed{...}."""
+    """Regular expression that "format" matches against the whole response; by default exactly one complete
+    \\boxed{...}."""
     overlong_buffer_tokens: int = Field(0, ge=0)
-    """Over the last so many tokens before rollout.max_response_tokens "overlong" falls from 0 to -1 (arXiv 2503.14476,
+    """Tokens before rollout.max_response_tokens over which "overlong" falls from 0 to -1 (arXiv 2503.14476,
     equation 13)."""

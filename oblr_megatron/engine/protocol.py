@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from oblr_megatron.checks.lengths import longest_evaluated
 from oblr_megatron.errors import UserError
+from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -142,7 +143,7 @@ class EngineSpec:
         A prompt whose prefill is cut over two steps kills it: vLLM then turns the request's generator back by an
         offset, which a CPU's generator does not have. So chunked prefill is off there.
         """
-        return max(4096, self.max_model_len)
+        return max(CPU_STEP_TOKENS, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)

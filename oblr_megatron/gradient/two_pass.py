@@ -17,6 +17,7 @@ from oblr_megatron.gradnorm.accumulate import NormAccumulator, buffered_bytes
 from oblr_megatron.gradnorm.norm_sink import NormSink
 from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import Rule, classify
+from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from oblr_megatron.gradnorm.sketch import Sketches
     from oblr_megatron.model.qwen3 import Policy
     from oblr_megatron.types import MicroBatch
-
-KEPT_BYTES = 2**29  # what a rank may put aside until ranks are summed (partials, rows of a tied embedding)
 
 
 def sample_sq_grad_norms(
@@ -44,7 +43,7 @@ def sample_sq_grad_norms(
 
     Args:
         policy: the model; weights are not touched, `main_grad` is left zero.
-        microbatches: of any length, several samples each where `one_sample_only` does not say otherwise.
+        microbatches: of any length, several samples each unless `rules_need_single_samples`.
         temperature: of the sampling distribution.
         ratios: the importance ratios of the score; without them every rho is 1.
         kept_bytes: bound on what a rank puts aside until ranks are summed; more samples than fit go in several runs of
@@ -70,8 +69,8 @@ def sample_sq_grad_norms(
     )
 
 
-def one_sample_only(rules: Sequence[Rule]) -> bool:
-    """Whether a microbatch may hold one sample only: experts, and what is not tapped, see no bounds of samples."""
+def rules_need_single_samples(rules: Sequence[Rule]) -> bool:
+    """Whether microbatches must hold one sample: experts and untapped layers cannot tell samples apart."""
     return any(rule.expert or not rule.tapped for rule in rules if rule.param.requires_grad)
 
 

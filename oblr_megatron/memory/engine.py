@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from oblr_megatron.config import Config, ParallelConfig
+from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
+from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.rank_shapes import RankSizes
 
 VOCABULARY_MULTIPLE = 64  # to which vLLM pads its embedding (`DEFAULT_VOCAB_PADDING_SIZE`)
 RESIDENT = 2 * 2**30  # CUDA context, NCCL buffers, CUDA graphs: what an engine holds that sleeps
 LARGE_DEVICE = 70 * 2**30  # vLLM's own bound between the numbers of tokens a step computes (`get_batch_defaults`)
 STEP_TOKENS = {False: 8192, True: 16384}
-CPU_STEP_TOKENS = 4096  # at least; `EngineSpec.cpu_step_tokens`
 LOGIT_COPIES = 3  # logits in fp32, their softmax, what is sorted or drawn
 
 
@@ -64,8 +65,7 @@ def engine_bytes(hf_config: Mapping[str, Any], config: Config, *, device_bytes: 
     sizes = engine_sizes(hf_config, config)
     weights, per_token = _weight_bytes(sizes, config), 2 * sizes.layers * sizes.kv * sizes.element
     if device_bytes is None:
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        work = _work_bytes(sizes, config, max(CPU_STEP_TOKENS, longest))
+        work = _work_bytes(sizes, config, max(CPU_STEP_TOKENS, longest_sample(config)))
         return EngineMemory(weights, int(config.rollout.kv_cache_gib * 2**30), work, per_token)
     other = RESIDENT + _work_bytes(sizes, config, STEP_TOKENS[device_bytes >= LARGE_DEVICE])
     share = int(device_bytes * config.rollout.gpu_memory_utilization)

@@ -82,8 +82,11 @@ def samples_of_a_rank(config: Config, layout: Layout) -> int:
     return folds_of_a_rank(config, layout) * -(-prompts // layout.sharing) * config.group_size
 
 
-def one_sample_only(hf_config: Mapping[str, Any], *, transformer_engine: bool) -> bool:
-    """Whether a microbatch of a pass for norms holds one sample: experts, untapped layers see no bounds of samples."""
+def model_needs_single_samples(hf_config: Mapping[str, Any], *, transformer_engine: bool) -> bool:
+    """Whether microbatches of a norm pass must hold one sample: experts and untapped layers cannot tell samples apart.
+
+    Predicts `gradient.two_pass.rules_need_single_samples` without the model.
+    """
     return bool(num_experts(hf_config)) or transformer_engine
 
 
@@ -118,7 +121,7 @@ def passes_of(
     group, mode = config.group_size, config.gradnorm.mode
     prompts = config.num_prompts // num_folds(config)  # of a fold
     rows = max(1, config.parallel.micro_batch_tokens // longest_sample(config))
-    alone = 1 if one_sample_only(hf_config, transformer_engine=transformer_engine) else rows
+    alone = 1 if model_needs_single_samples(hf_config, transformer_engine=transformer_engine) else rows
     share = -(-prompts // layout.sharing) * group
     gradient = Pass("gradient", share, min(rows, share))
     if not norms:

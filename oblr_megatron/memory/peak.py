@@ -17,16 +17,12 @@ from oblr_megatron.memory.activations import (
     recomputes,
     score_elements,
 )
+from oblr_megatron.memory.buffer_sizes import CPU_TILE_SIDE, ENTROPY_ROWS, GPU_TILE_SIDE, KEPT_BYTES, SQUARE_CHUNK
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.memory.pass_plan import Pass
     from oblr_megatron.memory.rank_shapes import RankSizes, Tokens
-
-KEPT_BYTES = 2**29  # `two_pass.KEPT_BYTES`
-SQUARED = 2**22  # `kernels.CHUNK`: elements that are squared in fp64 at a time
-ENTROPY_ROWS = 1024  # of `model/logprobs.py`
-TILE_SIDE = {False: 512, True: 4096}  # of `products.py`, on a CPU and on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +218,7 @@ class PassOnRank:
     def _end(self) -> Moment:
         """Norms are finished, or the gradient's own is taken: squares in fp64, some elements at a time."""
         sizes, run = self.sizes, self.run
-        scratch = 0 if sizes.element == 8 else 8 * min(sizes.largest_parameter, SQUARED)
+        scratch = 0 if sizes.element == 8 else 8 * min(sizes.largest_parameter, SQUARE_CHUNK)
         if run.kind == "bookkeep":  # what is multiplied out is copied, where a microbatch holds several samples
             scratch = max(scratch, 3 * self.tokens.count * sizes.hidden * sizes.element)
         return Moment("end of a pass", 0, 0, self.waiting(), scratch)
@@ -257,7 +253,7 @@ class PassOnRank:
         widened = n * (outputs + inputs) * sizes.wide if narrow and not self.on_gpu else 0
         if self.run.kind == "stash":
             return widened + (weight * sizes.wide if sizes.cp > 1 else 0)
-        side = TILE_SIDE[self.on_gpu]
+        side = GPU_TILE_SIDE if self.on_gpu else CPU_TILE_SIDE
         tiles = min(side * side, weight) * (sizes.wide + 8)
         return widened + (2 * weight * sizes.wide if sizes.cp > 1 else tiles)
 

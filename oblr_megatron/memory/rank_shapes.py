@@ -13,7 +13,7 @@ from typing import Any
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config
-from oblr_megatron.config.padding import Padding, padding_of
+from oblr_megatron.config.padding import Padding, padded_vocab_size, padding_of
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -87,7 +87,7 @@ class RankSizes:
         head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
         experts = num_experts(hf)
         outputs = (heads + 2 * groups) * head_dim
-        multiple = config.model.make_vocab_size_divisible_by * tp
+        vocabulary = padded_vocab_size(hf["vocab_size"], config.model.make_vocab_size_divisible_by, tp)
         element = ELEMENT_BYTES[config.model.dtype]
         return cls(
             hidden=hf["hidden_size"],
@@ -100,7 +100,7 @@ class RankSizes:
             qkv_weight=outputs // tp,
             ffn=0 if experts else hf["intermediate_size"] // tp,
             layers=hf["num_hidden_layers"] // pp,
-            columns=-(-hf["vocab_size"] // multiple) * multiple // tp,
+            columns=vocabulary // tp,
             experts=experts,
             local_experts=experts // parallel.expert_model_parallel_size,
             top_k=hf["num_experts_per_tok"] if experts else 0,

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oblr_megatron.data.packing import empty_batch
-from oblr_megatron.gradient.two_pass import KEPT_BYTES, measure
+from oblr_megatron.gradient.two_pass import measure
 from oblr_megatron.gradnorm.embedding_rows import EmbeddingRows
 from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import HEAD_NORMS, Kind, Rule, classify
+from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
 from oblr_megatron.model.qwen3 import Policy
 from oblr_megatron.model.sq_norms import row_sq_norms
 from tests.distributed.gradnorm_cases import (

@@ -41,7 +41,7 @@ def test_layouts_that_divide_pass(tp: int, pp: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("tp", "pp", "world_size", "changes", "message"),
     [
-        (2, 2, 6, {}, r"6 ranks .* = 4 ranks \[config: parallel\]; start a multiple of 4"),
+        (2, 2, 6, {}, r"6 ranks .* = 4 ranks \[config: parallel\]. Fix: start a multiple of 4"),
         (2, 1, 1, {}, "1 rank cannot"),
         (16, 1, 16, {}, "num_attention_heads 8 is not a multiple of tensor_model_parallel_size 16"),
         (1, 4, 4, {}, "num_hidden_layers 6 is not a multiple of pipeline_model_parallel_size 4"),

@@ -91,7 +91,7 @@ def test_router_losses_need_a_mixture_and_a_pass_of_their_own(losses: dict[str, 
     with pytest.raises(UserError, match="the model has no experts"):
         check_layout(MODEL | {"num_experts": 0}, run_with(losses, "auto"), 1)
     for mode in ("stash", "bookkeep"):
-        with pytest.raises(UserError, match=f"a router loss .* which gradnorm.mode '{mode}' cannot do"):
+        with pytest.raises(UserError, match=f"a router loss .* gradnorm.mode '{mode}'"):
             run_with(losses, mode)
 
 

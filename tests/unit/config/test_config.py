@@ -1,7 +1,6 @@
-"""Configuration: every way to get it wrong ends in one line that names the key, the value and what to do.
+"""Configuration: each mistake ends in one line with the key, the value and the fix; each field is documented and read.
 
-Also that each field is documented, and read by the package: an option that nothing reads would silently do nothing. Not
-covered: what a field does, which is tested beside the code that reads it.
+Not covered: what a field does. The tests of the code that reads it cover that.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def test_the_minimal_file(tmp_path: Path) -> None:
     assert (config.reward.name, config.algo.snr.horizon) == ("math", 9)
 
 
-def test_what_is_saved_can_be_read_again() -> None:
+def test_a_saved_config_can_be_read_again() -> None:
     config = parse_config(MINIMAL, overrides=["evaluate.data={gsm8k = 'g.jsonl'}", "group_size=4"])
     assert parse_config(json.loads(json.dumps(config.model_dump(mode="json")))) == config
 
@@ -91,25 +90,25 @@ def test_bad_values(override: str, named: list[str]) -> None:
         (["num_prompts=1", "algo.snr.num_folds=1"], "optimal_prior"),
         (["data.template=Q:"], "'Q:' has no {question}"),
         (["rollout.push_timeout_s=60", "parallel.distributed_timeout_s=60"], "rollout.push_timeout_s 60 is not below"),
-        (["checkpoint.resume=nowhere"], "checkpoint.resume 'nowhere' is no directory"),
-        (["checkpoint.best_metric=eval/a/accuracy"], "is no figure of a set in evaluate.data"),
+        (["checkpoint.resume=nowhere"], "checkpoint.resume 'nowhere'"),
+        (["checkpoint.best_metric=eval/a/accuracy"], "checkpoint.best_metric 'eval/a/accuracy'"),
         (["checkpoint.best_metric=eval/a/loss", "evaluate.data.a=a.jsonl"], "eval/a/accuracy, eval/a/mean_at_k, eval"),
         (["checkpoint.best_metric=eval/a/pass_at_k", "evaluate.data.a=a.jsonl"], "but evaluate.every_steps is 0"),
         *[([f"algo.baseline={name}", "group_size=1"], f"baseline '{name}'") for name in LEAVE_ONE_OUT],
     ],
 )
-def test_values_that_do_not_go_together(overrides: list[str], named: str) -> None:
+def test_contradicting_values(overrides: list[str], named: str) -> None:
     assert named in refused(overrides)
 
 
-def test_what_a_run_goes_on_from_and_which_figure_is_best(tmp_path: Path) -> None:
+def test_resume_and_best_metric(tmp_path: Path) -> None:
     best = ["evaluate.data.a=a.jsonl", "evaluate.every_steps=1", "checkpoint.best_metric=eval/a/mean_at_k"]
     for resume in ("none", "newest", str(tmp_path)):
         config = parse_config(json.loads(json.dumps(MINIMAL)), overrides=[f"checkpoint.resume={resume}", *best])
         assert config.checkpoint.resume == resume
 
 
-def test_every_figure_of_a_set_may_say_which_is_best() -> None:
+def test_every_evaluation_metric_may_be_the_best_metric() -> None:
     grade = Grade(verdict=1.0, answer="4", tokens=1, truncated=False)
     assert [*metrics(Grades([grade], [grade], 1))][: len(EVALUATED)] == [*EVALUATED]
 
@@ -119,7 +118,7 @@ def test_baselines_that_need_no_other_response(baseline: str) -> None:
     assert parse_config(MINIMAL, overrides=[f"algo.baseline={baseline}", "group_size=1"]).group_size == 1
 
 
-def test_the_template_is_the_user_turn_of_a_chat_too() -> None:
+def test_the_template_is_checked_with_a_chat_template_too() -> None:
     assert "no {question}" in refused(["data.template=Q:", "data.chat_template=true"])
 
 
@@ -153,13 +152,13 @@ def test_files_that_cannot_be_read(content: bytes | None, named: str, tmp_path: 
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_overrides_are_toml_and_plain_text_where_that_fails() -> None:
+def test_overrides_are_toml_or_else_plain_text() -> None:
     config = parse_config(MINIMAL, overrides=["run_dir=/a b/c", "data.template='{question} ='", "num_steps = 7"])
     assert (str(config.run_dir), config.data.template, config.num_steps) == ("/a b/c", "{question} =", 7)
 
 
 def fields(section: type[Section], path: str = "config") -> Iterator[tuple[type[Section], str, str]]:
-    """(section class, section's own name, field's name) of everything but the sections themselves."""
+    """(section class, section name, field name) of all fields that are not sections."""
     for name, field in section.model_fields.items():
         inner = section_in(field.annotation)
         if inner is not None:
@@ -175,10 +174,10 @@ def test_every_field_is_documented() -> None:
 
 
 def reads(tree: ast.Module) -> set[tuple[str, str]]:
-    """(section's name or class, attribute) of every attribute that a file reads from a section of the config.
+    """(section name or class, attribute) of every attribute that a file reads from a config section.
 
-    A section is known by its name (`config.reward`, `self._config`), by a parameter's or field's annotation
-    (`options: RewardConfig`), or by an assignment (`rollout = self._config.rollout`, also of several at once).
+    A section is recognised by its name (`config.reward`, `self._config`), by the annotation of a parameter or field
+    (`options: RewardConfig`), or by an assignment (`rollout = self._config.rollout`, tuples included).
     """
     aliases: dict[str, set[str]] = {}
     for node in ast.walk(tree):
@@ -206,10 +205,10 @@ def tail(node: ast.expr) -> str:
 
 
 def test_every_field_is_read() -> None:
-    """By the package, from the section it belongs to, outside of where it is declared."""
+    """By the package, from its own section, checks of the configuration left out: an unread option would do nothing."""
     found: set[tuple[str, str]] = set()
     for path in PACKAGE.rglob("*.py"):
-        if not path.name.startswith("config"):
+        if path.parent != PACKAGE / "config" or path.name == "run.py":
             found |= reads(ast.parse(path.read_text(encoding="utf-8")))
     unread = [
         f"{path}.{name}" for owner, path, name in fields(Config) if not {(path, name), (owner.__name__, name)} & found
@@ -230,8 +229,8 @@ def test_the_search_for_readers_finds_an_unread_field() -> None:
     "override",
     ['group_size="8"', "num_steps=true", "optimizer.lr=inf", "rollout.temperature=0.001", "data.shuffle=1", "seed=nan"],
 )
-def test_a_value_is_not_converted_or_stretched(override: str) -> None:
-    """Numbers in quotes, truth values for numbers, infinities, and temperatures that vLLM does not sample at."""
+def test_values_are_not_converted(override: str) -> None:
+    """Quoted numbers, truth values for numbers, infinities, and temperatures that vLLM would raise."""
     table = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
     with pytest.raises(UserError, match=override.split("=", maxsplit=1)[0]):
         parse_config(table, "test", [override])

@@ -1,6 +1,6 @@
-"""Padding: each rank of a layout gets whole blocks, no more tokens than it takes, and the estimate counts the same.
+"""Padding: each rank gets whole blocks within the token budget, and the memory estimate counts the same tokens.
 
-Not covered: that Transformer Engine takes these multiples (tests/gpu does).
+Not covered: that Transformer Engine accepts these multiples (tests/gpu).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_every_recipe_has_its_multiples() -> None:
 
 
 @given(layouts, st.sampled_from([None, *RECIPES]), st.integers(1, 5000))
-def test_what_a_rank_gets_are_whole_blocks(layout: tuple[int, int, bool], recipe: str | None, length: int) -> None:
+def test_every_rank_gets_whole_blocks(layout: tuple[int, int, bool], recipe: str | None, length: int) -> None:
     tp, cp, sequence_parallel = layout
     padding = Padding.of(tp_size=tp, cp_size=cp, sequence_parallel=sequence_parallel, recipe=recipe)
     padded = padding.rounded(length)
@@ -91,7 +91,7 @@ def test_the_bound_on_tokens_holds_after_padding(
     assert sorted(n for batch in batches for n in batch.sample_index.tolist()) == list(range(len(samples)))
 
 
-def test_a_padded_microbatch_holds_the_tokens_and_blanks() -> None:
+def test_a_padded_microbatch_holds_the_tokens_and_zeros() -> None:
     [batch] = one_per_microbatch([sample(5)], [0])
     alone: Any = SimpleNamespace(tp_size=1, cp_size=1, cp_rank=0, sequence_parallel=False)
     part = local_part(alone, batch, Padding.of(tp_size=1, cp_size=1, sequence_parallel=False, recipe="mxfp8"))

@@ -1,6 +1,6 @@
-"""Megatron's options: which are refused and with what reason, before anything starts; which reach megatron-core.
+"""Megatron's options: which ones are refused and why, and which reach megatron-core.
 
-What the allowed ones do is in tests/distributed (test_distributed_optimizer.py, test_overlap.py, test_recompute.py).
+What allowed options do: tests/distributed (test_distributed_optimizer.py, test_overlap.py, test_recompute.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from oblr_megatron.algo.snr_estimators import ESTIMATORS
 from oblr_megatron.checks.layout import check_recompute
 from oblr_megatron.checks.machine import Machine, check_machine
 from oblr_megatron.config import Config, ParallelConfig, parse_config
-from oblr_megatron.config.parallel_checks import TOTAL_ALONE, UNUSABLE
+from oblr_megatron.config.parallel_checks import TOTAL_ALONE
+from oblr_megatron.config.refused_keys import REFUSED_KEYS
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.optimizer import optimizer_implementation
 from oblr_megatron.model.shards import put_back, rectangles
@@ -40,16 +41,15 @@ def configured(*overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("optimizer.name=sgd", "parallel.use_distributed_optimizer=true"), "megatron-core shards Adam alone"),
+        (("optimizer.name=sgd", "parallel.use_distributed_optimizer=true"), "optimizer.name 'sgd'"),
         (("model.dtype=float64", "parallel.use_distributed_optimizer=true"), "model.dtype 'float64'"),
-        (("parallel.overlap_grad_reduce=true",), "which algo.baseline 'optimal_prior' asks for"),
-        (("parallel.overlap_grad_reduce=true", *NORMLESS, "gradnorm.always=true"), "which gradnorm.always asks for"),
+        (("parallel.overlap_grad_reduce=true",), "algo.baseline 'optimal_prior' needs"),
+        (("parallel.overlap_grad_reduce=true", *NORMLESS, "gradnorm.always=true"), "gradnorm.always needs"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo"), "algo.snr.estimator 'folds'"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo", "algo.snr.estimator=prompts"), "'prompts'"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo", "algo.snr.estimator=plugin"), "'plugin'"),
-        (("parallel.overlap_param_gather=true", *NORMLESS), "sends the weights to the engines as soon as"),
-        ((FUSED,), "gradient_accumulation_fusion makes weight gradients where no norm"),
-        ((DEFERRED, FUSED), "no norm of a response's own can be taken"),
+        ((FUSED,), "parallel.gradient_accumulation_fusion"),
+        ((DEFERRED, FUSED), "algo.baseline 'optimal_prior' needs"),
         ((DEFERRED, *NORMLESS), "needs gradient_accumulation_fusion = true, pipeline_model_parallel_size of 2 or more"),
         (
             (
@@ -61,10 +61,6 @@ def configured(*overrides: str) -> Config:
             ),
             "defer_embedding_wgrad_compute needs overlap_grad_reduce = false",
         ),
-        (("parallel.overlap_moe_expert_parallel_comm=true", *NORMLESS), "cuts a forward into pieces"),
-        (("parallel.delay_wgrad_compute=true", *NORMLESS), "goes with overlap_moe_expert_parallel_comm"),
-        (("parallel.cuda_graph_impl=local", *NORMLESS), "a graph replays one shape"),
-        (("parallel.cuda_graph_impl=transformer_engine",), "a graph replays one shape"),
         (
             (
                 "parallel.recompute_granularity=selective",
@@ -77,7 +73,7 @@ def configured(*overrides: str) -> Config:
         ),
     ],
 )
-def test_refused_with_the_reason_and_a_remedy(overrides: tuple[str, ...], said: str) -> None:
+def test_refused_with_the_reason_and_a_fix(overrides: tuple[str, ...], said: str) -> None:
     with pytest.raises(UserError) as caught:
         configured(*overrides)
     assert said in caught.value.what and caught.value.fix, caught.value
@@ -101,25 +97,24 @@ def test_allowed(overrides: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-def test_an_estimator_is_allowed_where_it_works_without_the_folds_norms(name: str) -> None:
-    """With overlap they are not known; "samples" wants the samples' norms, which overlap does not have either."""
+def test_overlap_allows_the_estimators_that_need_no_norms_of_folds(name: str) -> None:
+    """With overlap the norms of folds and of samples are unknown."""
     stats = GradientStats(0.0, 1.0, float("nan"), 4, 0.0, 0.0, 0.0, 1, momentum_dot=0.25)
     assert ESTIMATORS[name](stats, 8).defined == (name in TOTAL_ALONE)
 
 
 def test_options_reach_megatron_core() -> None:
-    """Under its own names; where a GPU or a package is missing, that is said."""
-    off = _schedule(ParallelConfig())
-    assert not any(value for name, value in off.items() if name != "cuda_graph_impl")
-    assert off["cuda_graph_impl"] == "none"
+    """Under its own names."""
+    assert not any(_schedule(ParallelConfig()).values())
     assert _schedule(ParallelConfig(defer_embedding_wgrad_compute=True))["defer_embedding_wgrad_compute"]
 
 
 def test_missing_kernels_are_found_before_ranks_are_started() -> None:
     fused = configured(FUSED, *NORMLESS)
     for machine in (Machine(), Machine((9, 0)), Machine(transformer_engine="2.11.0")):
-        with pytest.raises(UserError, match="needs a GPU, and Transformer Engine or apex"):
+        with pytest.raises(UserError) as caught:
             check_machine(fused, {}, machine)
+        assert caught.value.where == "config: parallel.gradient_accumulation_fusion"
     for machine in (ENGINE, Machine((9, 0), apex_gradients=True)):
         check_machine(fused, {}, machine)
 
@@ -137,8 +132,9 @@ def test_recomputed_modules_reach_megatron_core() -> None:
         (Machine((9, 0)), ("moe_act", "moe")),
     ):
         config = configured().model_copy(update={"parallel": recomputing(*modules)})
-        with pytest.raises(UserError, match="needs Transformer Engine's layers"):
+        with pytest.raises(UserError) as caught:
             check_machine(config, {}, machine)
+        assert caught.value.where == "config: parallel.recompute_modules"
         check_machine(config, {}, ENGINE)
 
 
@@ -146,22 +142,21 @@ def test_recomputed_modules_reach_megatron_core() -> None:
     ("hf_config", "module", "instead"),
     [({}, "moe", "mlp"), ({}, "moe_act", "mlp"), ({"num_experts": 4}, "mlp", "moe")],
 )
-def test_a_module_that_the_model_has_not(hf_config: dict[str, Any], module: str, instead: str) -> None:
-    with pytest.raises(UserError, match=f"'{module}' in a model") as caught:
+def test_a_module_that_the_model_does_not_have(hf_config: dict[str, Any], module: str, instead: str) -> None:
+    with pytest.raises(UserError, match=f"'{module}'") as caught:
         check_recompute(hf_config, recomputing("core_attn", module))
     assert f'"{instead}"' in caught.value.fix
     check_recompute(hf_config, recomputing(instead))
     check_recompute(hf_config, ParallelConfig(recompute_modules=(module,)))  # type: ignore[arg-type]  # nothing is recomputed
 
 
-def test_whose_kernels_update_the_weights() -> None:
-    """Neither Transformer Engine nor apex is among the CPU stack."""
+def test_the_optimizer_is_torchs_without_transformer_engine_and_apex() -> None:
     assert optimizer_implementation() == "torch"
 
 
 @given(st.integers(1, 9), st.integers(0, 60), st.integers(0, 60))
-def test_rectangles_are_the_stretch(columns: int, start: int, length: int) -> None:
-    """In order, without overlap, and not more than three."""
+def test_rectangles_cover_the_range(columns: int, start: int, length: int) -> None:
+    """In order, without overlap, at most three."""
     found = list(rectangles(start, start + length, columns))
     cells = [
         (row + y) * columns + column + x
@@ -173,17 +168,27 @@ def test_rectangles_are_the_stretch(columns: int, start: int, length: int) -> No
     assert len(found) <= 3
 
 
-def test_loaded_pieces_are_put_back_in_their_order() -> None:
-    """Whatever megatron-core loaded them into; a rank without a stretch has none."""
+def test_loaded_pieces_are_put_back_in_order() -> None:
+    """In any order of loading; a rank without a range has no pieces."""
     whole, nothing = torch.zeros(7), torch.zeros(0)
     put_back(whole, {1: torch.tensor([[3.0, 4.0], [5.0, 6.0]]), 0: torch.tensor([[0.0, 1.0, 2.0]])})
     put_back(nothing, {})
     assert whole.tolist() == list(range(7))
 
 
-def test_the_table_names_every_option() -> None:
+def test_the_doc_lists_every_option() -> None:
     table = DOC.read_text(encoding="utf-8")
-    rows = set(re.findall(r"^\| `([a-z_]+)`", table, re.MULTILINE))
-    options = {*UNUSABLE, "cuda_graph_impl", "use_distributed_optimizer", "overlap_grad_reduce"}
-    assert options | {"gradient_accumulation_fusion", "defer_embedding_wgrad_compute"} <= rows
-    assert rows <= set(ParallelConfig.model_fields)
+    rows = set(re.findall(r"^\| `([a-z0-9_]+)`", table, re.MULTILINE))
+    refused = {key.partition(".")[2] for key in REFUSED_KEYS if not key.startswith("rollout.")}
+    allowed = {"use_distributed_optimizer", "overlap_grad_reduce"}
+    allowed |= {"gradient_accumulation_fusion", "defer_embedding_wgrad_compute"}
+    assert refused | allowed <= rows <= refused | set(ParallelConfig.model_fields)
+
+
+@pytest.mark.parametrize("key", REFUSED_KEYS)
+def test_refused_and_renamed_keys_end_in_their_reason(key: str) -> None:
+    with pytest.raises(UserError) as caught:
+        configured(f"{key}=true")
+    reason, instead = REFUSED_KEYS[key]
+    assert key in caught.value.what and reason in caught.value.what and caught.value.fix == instead
+    assert "\n" not in str(caught.value)

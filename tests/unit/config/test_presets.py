@@ -1,4 +1,4 @@
-"""Recipes by name: what each sets, that given keys win, that a saved run says what it was, and what they exclude."""
+"""Presets: what each one sets, that given keys win, that a saved config is read back, and what they exclude."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def parsed(*overrides: str, **algo: Any) -> Config:
     return parse_config(table, "here", list(overrides))
 
 
-def test_every_recipe_is_listed() -> None:
+def test_every_preset_is_listed() -> None:
     assert set(PUBLISHED) == set(PRESETS) == set(PresetName.__args__)
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
-def test_what_a_recipe_sets(preset: str) -> None:
+def test_what_a_preset_sets(preset: str) -> None:
     algo = parsed(f"algo.preset={preset}").algo
     assert (algo.baseline, algo.aggregation, algo.schedule) == PUBLISHED[preset]
     assert algo.preset == preset and (algo.baseline in FORMULAS or algo.token_wise)
     assert algo.token_wise == (algo.baseline not in FORMULAS) == (preset == "otb")
 
 
-def test_the_default_is_the_recipe_of_this_name() -> None:
+def test_the_default_is_the_preset_oblr_po() -> None:
     without = parsed().algo
     assert without.preset is None and without == parsed("algo.preset=oblr_po").algo.model_copy(update={"preset": None})
 
 
-def test_the_paper_at_its_word() -> None:
+def test_the_papers_schedule() -> None:
     snr = parsed("algo.preset=oblr_po_paper").algo.snr
     assert (snr.estimator, snr.horizon, snr.warmup_steps, snr.exponent, snr.reference) == ("plugin", 1, 0, 1, "one")
     assert snr.floor <= 1e-6 and snr.max_change >= 1e6  # neither clamps
@@ -63,7 +63,7 @@ def test_given_keys_win(preset: str) -> None:
     assert all(getattr(algo.snr, name) == value for name, value in recipe.items() if name != "horizon")
 
 
-def test_the_command_line_wins_over_a_recipe_in_the_file() -> None:
+def test_the_command_line_wins_over_a_preset_in_the_file() -> None:
     assert parsed("algo.baseline=rloo", "algo.snr.floor=0.5", preset="oblr_po_paper").algo.snr.floor == 0.5
     assert parsed("algo.preset=grpo", baseline="rloo").algo.baseline == "rloo"
 
@@ -82,19 +82,19 @@ def test_what_a_run_saves_is_read_back(preset: str) -> None:
         (["algo.preset=rloo", "group_size=1"], "baseline 'rloo'"),
         (["algo.preset=oblr_po", "num_prompts=1", "algo.snr.num_folds=1"], "baseline 'optimal_prior'"),
         (["algo.baseline=rloo_prior", "num_prompts=1", "algo.snr.num_folds=1"], "baseline 'rloo_prior'"),
-        (["algo.preset=otb", "gradnorm.mode=stash"], "'otb' weighs every token by itself"),
+        (["algo.preset=otb", "gradnorm.mode=stash"], "algo.baseline 'otb'"),
         (["algo.preset=otb", "algo.snr.estimator=samples"], "algo.snr.estimator 'samples'"),
         (["algo.preset=grpo", "algo.kl_coefficient=0.04", "gradnorm.mode=bookkeep"], "algo.kl_coefficient 0.04"),
         (["algo.preset=oblr_po", "algo.kl_coefficient=0.04", "gradnorm.mode=stash"], "gradnorm.mode 'stash'"),
     ],
 )
-def test_what_does_not_go_together_ends_in_one_line(overrides: list[str], named: str) -> None:
+def test_contradictions_end_in_one_line(overrides: list[str], named: str) -> None:
     with pytest.raises(UserError) as caught:
         parsed(*overrides)
     assert named in str(caught.value) and "\n" not in str(caught.value) and caught.value.fix
 
 
 @pytest.mark.parametrize("mode", ["auto", "two_pass"])
-def test_what_does_go_together(mode: str) -> None:
+def test_a_token_wise_baseline_with_a_penalty(mode: str) -> None:
     config = parsed("algo.preset=otb", "algo.kl_coefficient=0.1", f"gradnorm.mode={mode}")
     assert config.algo.kl_loss == "k3"

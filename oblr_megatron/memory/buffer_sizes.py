@@ -1,0 +1,14 @@
+"""Sizes of working buffers, shared by the code that allocates them and by the memory model. Imports no torch."""
+
+from __future__ import annotations
+
+KEPT_BYTES = 2**29
+"""Bytes of partial norms and embedding rows that a norm pass keeps before their all-reduce (gradient/two_pass.py)."""
+SQUARE_CHUNK = 2**22
+"""Elements converted to fp64 at a time: 32 MiB, which stay in a GPU's cache between both reads (model/sq_norms.py)."""
+ENTROPY_ROWS = 1024
+"""Token positions per step of the entropy, so that no second [b, t, V] tensor is needed (model/logprobs.py)."""
+CPU_TILE_SIDE, GPU_TILE_SIDE = 512, 4096
+"""Side of a tile [side, side] of dy^T x (gradnorm/products.py)."""
+CPU_STEP_TOKENS = 4096
+"""Tokens that a CPU engine computes in one step, or its longest sequence if that is longer (engine/protocol.py)."""
