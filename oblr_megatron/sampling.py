@@ -37,8 +37,8 @@ from oblr_megatron.preflight import Inputs, preflight, write_config
 from oblr_megatron.rewards.base import Reward
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import SharedReward
+from oblr_megatron.rollout import open_engines
 from oblr_megatron.rollout.dynamic_sampling import Batch, call_seed, refill
-from oblr_megatron.rollout.open import open_engines
 from oblr_megatron.rollout.replay import ReplayEngine
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step

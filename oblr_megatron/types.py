@@ -55,20 +55,20 @@ class Sample:
 class Scored:
     """A step's rewards, on every rank.
 
-    Example for Q = 1, G = 2: Judged(rewards=[[1., 0.]], lengths=[[5, 7]], failures=0)
+    Example for Q = 1, G = 2: Scored(rewards=[[1., 0.]], lengths=[[5, 7]], failures=0)
     """
 
     rewards: Tensor  # [Q, G] fp64
     lengths: Tensor  # [Q, G] int64, response tokens
-    failures: int  # responses that could not be judged (exception, deadline) and scored 0
+    failures: int  # responses without a score (exception, deadline), counted as 0
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Right-padded samples that go through the model together.
+    """Samples that go through the model together, padded on the right.
 
     Position j predicts token j + 1: `labels[:, j]` is that token, `mask[:, j]` is True where it is a response token.
-    One sample a row; or, packed, all samples behind one another in a single row, cut at `cu_seqlens`.
+    One sample a row, or packed: all samples in one row, separated at `cu_seqlens`.
 
     Example for prompt (5, 9), response (7, 1), padded to 4:
         input_ids [[5, 9, 7, 1]]  labels [[9, 7, 1, 0]]  mask [[F, T, T, F]]  rollout_logprobs [[0, -.1, -.02, 0]]
@@ -90,18 +90,18 @@ class MicroBatch:
         return len(self.sample_index)
 
     def per_token(self, values: Tensor) -> Tensor:
-        """[n], a value for each sample -> [b, t], the same for each of its tokens."""
+        """Expand values of samples [n] to their tokens: [b, t]."""
         if self.cu_seqlens is None:
             return values[:, None].expand(self.input_ids.shape)
         return values.repeat_interleave(self.cu_seqlens.diff())[None]
 
     def of_tokens(self, table: Tensor) -> Tensor:
-        """[N, T], a value for each response token of the step -> [b, t], each token's own; 0 where mask is False."""
-        assert self.token_index is not None, "the microbatch does not know where its tokens stand"
+        """Look up values of response tokens: table [N, T] -> [b, t], 0 where mask is False."""
+        assert self.token_index is not None, "the microbatch has no token_index"
         return table[self.per_token(self.sample_index), self.token_index].masked_fill(~self.mask, 0)
 
     def per_sample(self, values: Tensor) -> Tensor:
-        """[b, t], a value for each token of this rank -> [n] sums over the response tokens of each sample."""
+        """Sum values of this rank's tokens [b, t] over the response tokens of each sample: [n]."""
         values = values.masked_fill(~self.mask, 0.0)
         if self.cu_seqlens is None:
             return values.sum(dim=1)
@@ -113,9 +113,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class RouterMetrics:
-    """What a mixture's routers did with the tokens of the policy-gradient pass, mean over tokens and layers.
+    """Router statistics of the policy-gradient pass, mean over tokens and layers.
 
-    Example: RouterFigures(aux_loss=1.02, z_loss=3.1, max_load=1.9)
+    Example: RouterMetrics(aux_loss=1.02, z_loss=3.1, max_load=1.9)
     """
 
     aux_loss: float  # before its coefficient; 1 when every expert is as likely as any other
@@ -125,7 +125,7 @@ class RouterMetrics:
 
 @dataclass(slots=True)
 class GradientStats:
-    """What the policy-gradient pass leaves behind, beside the gradient itself (in the model's main_grad).
+    """Statistics of the policy gradient; the gradient itself is in the model's main_grad.
 
     Example: GradientStats(loss=-0.02, sq_norm=3.1e-3, fold_sq_norm_mean=1.1e-2, num_folds=4, entropy=1.9,
                            logprob_abs_diff=2e-6, truncated_ratio_fraction=0.0, num_tokens=3120)
@@ -134,23 +134,23 @@ class GradientStats:
     loss: float  # sum_n coefficient_n * sum_t rho_t log pi_t, with the sign that is minimised
     sq_norm: float  # B = ||g||^2, unclipped, all parameters, all ranks
     fold_sq_norm_mean: float  # M = mean_f ||g_f||^2
-    num_folds: int  # R; 1 when the batch cannot be split, and then M says nothing
+    num_folds: int  # R; with 1, M carries no information
     entropy: float  # mean over response tokens of the sampling distribution's entropy, nats
     logprob_abs_diff: float  # mean |log pi_trainer - log pi_rollout| over response tokens
     truncated_ratio_fraction: float  # share of importance ratios cut at the cap
     num_tokens: int  # response tokens that went through the pass
     kl: float | None = None  # mean over them of k3 (algo/kl.py), nats: KL(pi || pi_ref); None without a penalty
-    momentum_dot: float = math.nan  # <g, m>, m the average of earlier raw gradients; NaN where none is kept, or is yet
+    momentum_dot: float = math.nan  # <g, m>, m the average of earlier raw gradients; NaN without one
     sample_sq_norm: float = math.nan  # sum_n coefficient_n^2 w_n; NaN where norms are not measured
-    routers: RouterMetrics | None = None  # of a mixture, whose gradient had a pass of its own
+    routers: RouterMetrics | None = None  # of a mixture, when router losses have a pass
 
 
 @dataclass(slots=True)
 class StepGradient:
-    """What a step's gradient was made of; the gradient itself is in the model's main_grad.
+    """Norms and statistics of a step's gradient; the gradient itself is in the model's main_grad.
 
     Example, N = 2: StepGradient(norms_sq=[0.31, 4.2], stats=GradientStats(...))
     """
 
-    norms_sq: Tensor  # [N] fp64, w as measured or estimated; 0 of groups that were left out
+    norms_sq: Tensor  # [N] fp64, w measured or estimated; 0 for groups that were left out
     stats: GradientStats

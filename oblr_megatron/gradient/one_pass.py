@@ -1,7 +1,7 @@
-"""Norms and policy gradient out of one forward and backward: `bookkeep`, `stash`, and `stash` over several replicas.
+"""Norms and policy gradient in one forward and backward pass: `bookkeep`, `stash`, and `stash` over several replicas.
 
-Each pass takes whole prompts, adds the gradient of their samples to `main_grad` and reports the norms on the way. The
-coefficients of a prompt's samples are asked for as soon as the norms of its group are known.
+A pass processes whole prompts. It computes their norms, asks for the coefficients of a group as soon as its norms are
+known, and adds the gradient of the samples to `main_grad`.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ AdvantageFn = Callable[[Sequence[int], "Tensor"], "Tensor"]
 
 @dataclass(slots=True)
 class Work:
-    """What a step gives to a pass, and what comes back: made anew for every step."""
+    """Inputs and results of the passes of one step."""
 
     samples: Sequence[Sample]  # [N]
     coefficients_of: AdvantageFn
     ratios: RatioFn
-    norms_sq: Tensor  # [N] fp64 on the CPU, filled in by the replica that has the sample
+    norms_sq: Tensor  # [N] fp64 on the CPU; each replica fills in its own samples
     metrics: PassMetrics
 
 
 class BookkeepPass:
-    """`bookkeep`: as many prompts together as `window_tokens` allows, several samples a microbatch."""
+    """Mode `bookkeep`: windows of prompts up to `window_tokens` tokens, several samples a microbatch."""
 
     def __init__(self, policy: Policy, config: Config, sketches: Sketches | None = None) -> None:
         self._policy, self._config, self._sketches = policy, config, sketches
@@ -59,7 +59,7 @@ class BookkeepPass:
         self._reducer = Reducer(policy.parallel)
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
-        """main_grad += the gradient of these samples, those of whole prompts in prompt-major order."""
+        """Add the gradient of these samples to main_grad; whole prompts in prompt-major order."""
         for window in self._windows(work.samples, indices):
             batches = self._batches(work.samples, window)
             accumulator = NormAccumulator(self._rules, batches, self._reducer)
@@ -84,7 +84,7 @@ class BookkeepPass:
         return microbatches(samples, window, self._config.parallel, self._policy.padding, device=device)
 
     def _windows(self, samples: Sequence[Sample], indices: Sequence[int]) -> Iterator[list[int]]:
-        """Whole prompts, together no more than `window_tokens` tokens; at least one."""
+        """Windows of whole prompts: at least one prompt, otherwise at most `window_tokens` tokens."""
         window: list[int] = []
         held = 0
         for prompt in _groups(indices, self._config.group_size):
@@ -98,7 +98,7 @@ class BookkeepPass:
 
 
 class StashPass:
-    """`stash`, the samples of a prompt on one replica: a buffer for each of them."""
+    """Mode `stash` with the samples of a prompt on one replica: one gradient buffer for each sample."""
 
     def __init__(self, policy: Policy, config: Config, buffers: StashBuffers) -> None:
         self._policy, self._config, self._buffers = policy, config, buffers
@@ -106,7 +106,7 @@ class StashPass:
         self._reducer = Reducer(policy.parallel)
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
-        """main_grad += the gradient of these samples, those of whole prompts in prompt-major order."""
+        """Add the gradient of these samples to main_grad; whole prompts in prompt-major order."""
         loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
         made_in, kept = self._buffers.take()
         for prompt in _groups(indices, self._config.group_size):
@@ -123,10 +123,10 @@ class StashPass:
 
 @dataclass(slots=True)
 class _Pending:
-    """A prompt whose samples are stashed and whose norms are on their way."""
+    """A prompt with stashed gradients, waiting for the norms of other replicas."""
 
     prompt: int
-    own: list[int]  # this replica's samples of it
+    own: list[int]  # its samples on this replica
     buffers: list[GradientBuffer]
     records: list[dict[str, Tensor]]
     gathered: Tensor  # [share, G / share] fp64
@@ -134,10 +134,10 @@ class _Pending:
 
 
 class SpreadStashPass:
-    """`stash`, the samples of a prompt dealt to the S replicas of a group: G / S buffers on each, and some more.
+    """Mode `stash` with the samples of a prompt on the S replicas of a group: G / S buffers on each, plus the lag.
 
-    Norms are exchanged by an all-gather that nobody waits for: a replica goes on with the next prompt as long as it has
-    a free buffer, and settles a prompt when its norms have arrived. Replica r has the samples r, r + S, ... of each.
+    Norms travel by an asynchronous all-gather. A replica continues with the next prompt while it has free buffers, and
+    finishes a prompt when its norms have arrived. Replica r has the samples r, r + S, ... of each prompt.
     """
 
     def __init__(self, policy: Policy, config: Config, buffers: StashBuffers, group: dist.ProcessGroup) -> None:
@@ -146,7 +146,7 @@ class SpreadStashPass:
         self._reducer = Reducer(policy.parallel)
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
-        """main_grad += the gradient of these samples: this replica's of whole prompts, in prompt-major order."""
+        """Add the gradient of this replica's samples of whole prompts, in prompt-major order, to main_grad."""
         share = self._config.group_size // self._group.size()
         pending: deque[_Pending] = deque()
         made_in, free = self._buffers.take()
@@ -160,7 +160,7 @@ class SpreadStashPass:
     def _stash(
         self, work: Work, own: list[int], buffers: list[GradientBuffer], made_in: GradientBuffer | None
     ) -> _Pending:
-        """Backward of this replica's samples of one prompt, into the buffers; their norms set out."""
+        """Backward of this replica's samples of one prompt into the buffers; starts the all-gather of their norms."""
         batches = one_per_microbatch(work.samples, own, device=self._policy.parallel.device)
         accumulator = NormAccumulator(self._rules, batches, self._reducer, squares_rows=False)
         loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
@@ -174,7 +174,7 @@ class SpreadStashPass:
         return _Pending(own[0] // self._config.group_size, own, buffers, records, gathered, arrival)
 
     def _settle(self, work: Work, item: _Pending) -> list[GradientBuffer]:
-        """Wait for the other replicas' norms, add the stashed gradients; their buffers are free again."""
+        """Wait for the other replicas' norms and add the stashed gradients. Returns the freed buffers."""
         if item.arrival is not None:
             item.arrival.wait()
         group = item.gathered.t().flatten()  # sample j of the prompt is number j // S of replica j % S
@@ -186,9 +186,9 @@ class SpreadStashPass:
 
 
 class StashBuffers:
-    """A gradient's memory for each sample that is stashed, taken when first asked for and kept from step to step.
+    """One gradient buffer for each stashed sample, allocated at first use and kept from step to step.
 
-    Between steps it can be given back, to engines that share the device.
+    Between steps `release` can free them for engines on the same device.
     """
 
     def __init__(self, policy: Policy, config: Config) -> None:
@@ -202,7 +202,7 @@ class StashBuffers:
         self._made_in: GradientBuffer | None = None
 
     def take(self) -> tuple[GradientBuffer | None, list[GradientBuffer]]:
-        """The buffer in which gradients are made, if it is not one of those they are kept in, and the latter."""
+        """The buffer that backward writes (None if it writes the stash itself), and the stash buffers."""
         missing = self._count - len(self._kept)
         self._kept += [GradientBuffer(self._policy, self._dtype, self._kept_on) for _ in range(missing)]
         if self._made_in is None and not self._as_made:
@@ -210,7 +210,7 @@ class StashBuffers:
         return self._made_in, list(self._kept)
 
     def release(self) -> None:
-        """Let go of what is on the device; what is in host memory stays, since pinning it again would take long."""
+        """Free the buffers on the device. Buffers in host memory stay, because pinning them again is slow."""
         self._made_in = None
         if self._kept_on.type == self._policy.parallel.device.type:
             self._kept = []
@@ -218,9 +218,9 @@ class StashBuffers:
 
 @contextmanager
 def untapped_aside(rules: Sequence[Rule]) -> Iterator[None]:
-    """Take the policy gradient so far out of `main_grad` where samples' own gradients are made there, and add it back.
+    """Move the accumulated gradient of untapped parameters out of `main_grad`, and add it back at the end.
 
-    Inside, `main_grad` of what is not tapped is zero but for the sample in work.
+    Inside, `main_grad` of an untapped parameter holds only the gradient of the current sample.
     """
     grads = [rule.grad for rule in rules if not rule.tapped and rule.kind is not Kind.FROZEN]
     before = [grad.clone() for grad in grads]
@@ -232,13 +232,13 @@ def untapped_aside(rules: Sequence[Rule]) -> Iterator[None]:
 
 
 def _groups(indices: Sequence[int], size: int) -> list[list[int]]:
-    """Cut prompt-major samples into prompts."""
+    """Split prompt-major samples into prompts."""
     assert len(indices) % size == 0, f"{len(indices)} samples are not whole prompts of {size}"
     return [list(indices[start : start + size]) for start in range(0, len(indices), size)]
 
 
 def _weighted(work: Work, indices: Sequence[int], group_size: int) -> Tensor:
-    """c [n] of the samples of whole prompts."""
+    """Coefficients c [n] of the samples of whole prompts."""
     prompts = [group[0] // group_size for group in _groups(indices, group_size)]
     return work.coefficients_of(prompts, work.norms_sq[list(indices)].view(-1, group_size)).flatten()
 

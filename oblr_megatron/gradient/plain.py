@@ -1,6 +1,4 @@
-"""The policy gradient by known coefficients, of samples or of tokens, and the gradients that no advantage weighs:
-of a KL penalty, of a mixture's routers.
-"""
+"""One pass for the policy gradient with known coefficients, plus KL penalty and router losses."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PlainPass:
-    """One forward and backward over the samples that have a gradient; `prepare` comes before every step's `add`."""
+    """Forward and backward over the samples with a gradient; call `prepare` before the `add` calls of a step."""
 
     def __init__(self, policy: Policy, config: Config, sharing: Sharing) -> None:
         self._policy, self._config, self._sharing = policy, config, sharing
@@ -34,7 +32,7 @@ class PlainPass:
         self.prepare(torch.zeros(config.num_prompts * config.group_size, dtype=torch.float64), None)
 
     def prepare(self, coefficients: Tensor, penalty: Penalty | None) -> None:
-        """Take up the step's c, [N] of samples or [N, T] of tokens, and its penalty; who has neither is left out."""
+        """Set c, [N] of samples or [N, T] of tokens, and the penalty. Samples with neither are left out."""
         used = coefficients != 0 if coefficients.dim() == 1 else (coefficients != 0).any(-1)
         if penalty is not None:
             used = used.cpu() | (penalty.coefficients != 0).cpu()
@@ -42,16 +40,16 @@ class PlainPass:
         self._coefficients, self._penalty = coefficients.to(self._policy.parallel.device), penalty
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """A mixture's routers will see all of the step's samples [N] that are used, on this replica or another."""
+        """Tell the router losses of a mixture how many response tokens all replicas will process in this step."""
         if self._routers is not None:
             self._routers.begin(sum(len(samples[n].response_ids) for n, used in enumerate(self._used) if used))
 
     def router_metrics(self) -> RouterMetrics | None:
-        """Of the samples since `begin`; collective over all ranks. None for a dense model, or without any sample."""
+        """Router metrics of the samples since `begin`, collective; None for a dense model or without any sample."""
         return None if self._routers is None else self._routers.metrics()
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
-        """main_grad += the gradient of these samples."""
+        """Add the gradient of these samples to main_grad."""
         used = [n for n in indices if self._used[n]]
         device = self._policy.parallel.device
         batches = self._sharing.even(
@@ -59,13 +57,13 @@ class PlainPass:
         )
         if not batches and not self._config.parallel.overlap_grad_reduce:
             return
-        batches = batches or [empty_batch(device=device)]  # a backward, in which the sum over replicas begins
+        batches = batches or [empty_batch(device=device)]  # the reduction over replicas starts in a backward pass
         temperature = self._config.rollout.temperature
         loss_of = score_loss(
             self._policy, temperature, work.ratios, self._of_batch, penalty=self._penalty, records=True
         )
         records = run_schedule(self._policy, batches, loss_of, routers=self._routers)
-        weighted = torch.ones(sum(batch.num_samples for batch in batches), dtype=torch.float64)  # c is in the scores
+        weighted = torch.ones(sum(batch.num_samples for batch in batches), dtype=torch.float64)  # the loss has c
         work.metrics.add(records, weighted)
 
     def _of_batch(self, batch: MicroBatch) -> Tensor:

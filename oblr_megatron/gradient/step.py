@@ -1,13 +1,13 @@
-"""A step's gradient: the norm of each response's own gradient, what follows for its coefficient, the sum of all.
+"""The gradient of a step: per-sample norms, coefficients, and the policy gradient.
 
     s_n = grad_theta sum_t rho_t log pi(o_t),   w_n = ||s_n||^2,   c = A(w) / (Q G),   g = -sum_n c_n s_n
 
-in one pass or two, as `gradnorm.mode` says, and g in folds. Where every token has a coefficient of its own
-(`algo.token_wise`), a forward pass for them comes first; with a KL penalty, one with the reference's weights. The
-gradient of a mixture's router losses is added to g and enters no w. Prompts
-are dealt to data-parallel ranks by whole folds, so that a fold never crosses replicas and its gradient norm needs no
-extra exchange of gradients; where replicas share experts, or the responses of a prompt, they share folds as well
-(`gradient/folds.py`).
+`gradnorm.mode` decides whether norms and gradient take one pass or two. A token-wise baseline adds a forward pass
+before them. A KL penalty adds a forward pass with the reference weights. Router losses of a mixture add their gradient
+to g and enter no w.
+
+g is computed in folds of whole prompts. A fold stays on one data-parallel replica, so the norm of its gradient needs no
+further reduction. Replicas that share experts, or the responses of a prompt, share folds too (`gradient/folds.py`).
 """
 
 from __future__ import annotations
@@ -56,38 +56,36 @@ class FoldPass(Protocol):
     """Adds the gradient of some samples to `main_grad`."""
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
-        """The samples are this replica's of one fold, in prompt-major order: whole prompts, or its share of each."""
+        """`indices`: this replica's samples of one fold, in prompt-major order; whole prompts, or its share of each."""
 
 
 class TrainingGradient:
-    """The gradient of one step after another, with the buffers and process groups that it takes.
-
-    Made once, by every rank.
+    """Computes the gradient of every step; holds the buffers and process groups for it. One object per rank.
 
     Args:
         policy: the model.
         config: the run's configuration, `gradnorm.mode` resolved (not "auto").
-        reference: what a KL penalty measures from; given if and only if `algo.kl_coefficient` is positive.
+        reference: the reference model of the KL penalty; given if and only if `algo.kl_coefficient` is positive.
 
     Raises:
-        UserError: norms are wanted, and no rule covers a trainable parameter.
+        UserError: norms are needed, and a trainable parameter has no rule.
     """
 
     def __init__(self, policy: Policy, config: Config, reference: Reference | None = None) -> None:
-        assert (reference is not None) == (config.algo.kl_coefficient > 0), "a penalty, and what it measures from"
+        assert (reference is not None) == (config.algo.kl_coefficient > 0), "only a KL penalty has a reference model"
         self._policy, self._config, self._reference = policy, config, reference
         self._sharing = Sharing(policy.parallel, config)
         self._sketches = sketches_of(policy, config)
         self._plain = PlainPass(policy, config, self._sharing)
         wanted = config.uses_norms
         self._single_samples = wanted and rules_need_single_samples(classify(policy))  # refuses what no rule covers
-        # A sample's gradient is one, and A alone weighs it.
+        # One-pass modes need one coefficient a sample and no other gradient.
         whole = not (config.algo.token_wise or reference is not None or config.model.router_losses)
         self._stash: StashBuffers | None = None
         self._one_pass = self._make_one_pass() if wanted and whole else None
 
     def release(self) -> None:
-        """Give device memory back that would be kept for the next step: the buffers of `stash`."""
+        """Free the device memory that mode `stash` keeps between steps."""
         if self._stash is not None:
             self._stash.release()
 
@@ -105,11 +103,12 @@ class TrainingGradient:
 
         Args:
             samples: [N] of the step, the same on every rank.
-            weigh: from norms to coefficients; asked for all prompts at once, or for some as their norms become known.
-            active: [Q] bool; the coefficients of the other groups are zero whatever w is, and they are left out.
-            norms_wanted: False where nothing depends on w: `weigh` gets zeros, and one plain pass is enough.
-            weigh_tokens: in place of `weigh` where the baseline is token-wise.
-            timer: entered with "gradnorm" and "gradient"; a mode of one pass is all "gradient".
+            coefficients_of: norms to coefficients, e.g. an `AdvantageRule`. Called for all prompts together, or for some
+                prompts as soon as their norms are known.
+            active: [Q] bool; the other groups have coefficients of zero for every w and are left out.
+            norms_wanted: False if nothing depends on w. `coefficients_of` then gets zeros, and one plain pass runs.
+            token_coefficients_of: replaces `coefficients_of` for a token-wise baseline.
+            timer: entered with "gradnorm" and "gradient"; one-pass modes count as "gradient".
         """
         work = Work(
             samples, coefficients_of, self._ratios, torch.zeros(len(samples), dtype=torch.float64), PassMetrics()
@@ -123,23 +122,23 @@ class TrainingGradient:
                 work.norms_sq = self.norms(samples, active)
         with timer("gradient"):
             if self._config.algo.token_wise:
-                assert token_coefficients_of is not None, "a token-wise baseline weighs tokens"
+                assert token_coefficients_of is not None, "a token-wise baseline needs coefficients of tokens"
                 coefficients = token_coefficients_of(self._energies(samples, active))
             else:
                 coefficients = coefficients_of(range(len(active)), work.norms_sq.view(len(active), -1)).flatten()
-            known = work.norms_sq.isfinite()  # else the gradient of the sample is no number either
+            known = work.norms_sq.isfinite()  # otherwise the sample's gradient is not finite either
             coefficients[~known] = 0.0
             return StepGradient(
                 work.norms_sq, self.policy_gradient(samples, coefficients, self._penalty(samples, known))
             )
 
     def norms(self, samples: Sequence[Sample], active: Tensor, *, source: str | None = None) -> Tensor:
-        """w [N] fp64 of the active groups' samples, by a pass of its own; zeros for the others, the same on every rank.
+        """Norms of the active groups by a separate pass: w [N] fp64, zeros for the other groups, same on every rank.
 
         Args:
             samples: [N] of the step, the same on every rank.
             active: [Q] bool.
-            source: as `gradnorm.source`, by default what the configuration says.
+            source: as `gradnorm.source`; the configured one by default.
         """
         mine = [n for fold in self._sharing.folds(active, split_prompts=False) for n in fold]
         norms = torch.zeros(len(samples), dtype=torch.float64)
@@ -155,13 +154,13 @@ class TrainingGradient:
     ) -> GradientStats:
         """Leave g = -sum_n c_n grad_theta sum_t rho_t log pi(o_t) in main_grad, summed over all ranks.
 
-        The gradient is taken fold by fold: beside g it yields M = mean_f ||g_f||^2, with g_f the gradient of fold f
-        scaled to stand for the whole batch (R times its share of the sum).
+        The gradient is computed fold by fold. This also gives M = mean_f ||g_f||^2, where g_f is the gradient of fold f
+        scaled to the whole batch (R times its part of the sum).
 
         Args:
             samples: [N] of the step, the same on every rank.
-            coefficients: [N] fp64, advantage times the aggregation's constant, or [N, T] of each token; samples with 0
-                alone are left out of the pass, unless the penalty has a gradient.
+            coefficients: [N] fp64, advantage times the aggregation's constant, or [N, T] of each token. Samples with
+                zeros only are left out of the pass, unless the penalty has a gradient.
             penalty: its gradient is added to g.
         """
         unused = torch.zeros(0, dtype=torch.float64)
@@ -173,12 +172,12 @@ class TrainingGradient:
         return stats
 
     def _energies(self, samples: Sequence[Sample], active: Tensor) -> Tensor:
-        """e [N, T] fp64 of the active groups' tokens on the CPU, 0 elsewhere; the same on every rank."""
+        """Energies of the active groups' tokens: [N, T] fp64 on the CPU, 0 elsewhere, the same on every rank."""
         energies_of = token_energies(self._policy, self._config.rollout.temperature, self._ratios)
         return token_values(self._policy, samples, self._forward_batches(samples, active), energies_of).cpu()
 
     def _penalty(self, samples: Sequence[Sample], counted: Tensor) -> Penalty | None:
-        """The step's KL penalty, every group included; without the samples [N] that are not `counted`."""
+        """The KL penalty of a step over all groups; samples [N] that are not `counted` are left out."""
         if self._reference is None:
             return None
         config, device = self._config, self._policy.parallel.device
@@ -192,7 +191,7 @@ class TrainingGradient:
         return Penalty(coefficients.to(device), logprobs, config.algo.kl_loss)
 
     def _forward_batches(self, samples: Sequence[Sample], active: Tensor) -> list[MicroBatch]:
-        """Microbatches of this replica's samples in active groups; as many on every replica of a block."""
+        """Microbatches of this replica's samples in active groups; every replica of a block has the same number."""
         mine = [n for fold in self._sharing.folds(active, split_prompts=False) for n in fold]
         device = self._policy.parallel.device
         return self._sharing.even(
@@ -220,9 +219,9 @@ class TrainingGradient:
         return self._stats(work.metrics, self._sharing.num_folds * float(fold_sq_norms) / self._sharing.size)
 
     def _overlapped(self, fold_pass: FoldPass, work: Work, folds: Sequence[Sequence[int]]) -> float:
-        """All folds as one, summed over replicas as backward goes on: M, which stays unknown.
+        """All folds as one, reduced over replicas during the backward pass. Returns M = NaN.
 
-        No replica ever has the gradient of a fold: a bucket is summed as soon as its last weight has its gradient.
+        Megatron reduces a bucket as soon as its last gradient is complete, so no replica holds the gradient of a fold.
         """
         self._policy.zero_grad()
         fold_pass.add(work, [n for fold in folds for n in fold])
@@ -230,7 +229,7 @@ class TrainingGradient:
         return math.nan
 
     def _stats(self, metrics: PassMetrics, fold_sq_norm_mean: float) -> GradientStats:
-        """Of the gradient in main_grad."""
+        """Statistics of the gradient in main_grad."""
         sums = metrics.total(self._policy.parallel)
         tokens = max(sums.tokens, 1)
         return GradientStats(
@@ -254,13 +253,13 @@ class TrainingGradient:
         if options.mode == "stash":
             self._stash = StashBuffers(self._policy, self._config)
             if options.stash_spread > 1:
-                assert self._sharing.group is not None, "stash_spread replicas share folds"
+                assert self._sharing.group is not None, "replicas of stash_spread share folds"
                 return SpreadStashPass(self._policy, self._config, self._stash, self._sharing.group)
             return StashPass(self._policy, self._config, self._stash)
         return None
 
     def _norm_batches(self, samples: Sequence[Sample], mine: Sequence[int]) -> tuple[list[MicroBatch], Tensor]:
-        """Microbatches of the norm pass, and the samples in their order; as many on every replica of a block."""
+        """Microbatches of the norm pass and their samples in order; every replica of a block has the same number."""
         device = self._policy.parallel.device
         if self._single_samples:
             batches = one_per_microbatch(samples, mine, device=device)
@@ -270,7 +269,7 @@ class TrainingGradient:
         return self._sharing.even(batches), order
 
     def _from_all_replicas(self, norms: Tensor) -> Tensor:
-        """[N] of which each replica knows its own samples -> [N] on every rank."""
+        """All-reduce norms [N], of which each replica knows its own samples, over the replicas."""
         whole = norms.to(self._policy.parallel.device)
         dist.all_reduce(whole, group=self._policy.parallel.dp_group)
         return whole.cpu()
@@ -281,7 +280,7 @@ class TrainingGradient:
 
 
 def importance_ratios(config: Config, policy: Policy) -> RatioFn:
-    """The importance-ratio rule of the run: log-probs [b, t], batch -> detached ratios [b, t], number of cut ones."""
+    """The importance-ratio rule: log-probs [b, t], batch -> detached ratios [b, t], number of truncated ratios."""
 
     def ratios(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return truncated_ratios(
@@ -295,7 +294,7 @@ def importance_ratios(config: Config, policy: Policy) -> RatioFn:
         )
 
     def over_context(sums: Tensor) -> Tensor:
-        """Sums over a sample's tokens, of which this rank has a part."""
+        """All-reduce sums over a sample's tokens, of which this context-parallel rank has a part."""
         dist.all_reduce(sums, group=policy.parallel.cp_group)
         return sums
 
@@ -303,9 +302,9 @@ def importance_ratios(config: Config, policy: Policy) -> RatioFn:
 
 
 class _Accumulator:
-    """Sums the gradients of a rank's folds, since main_grad holds one fold at a time.
+    """Sums the gradients of a rank's folds; main_grad holds one fold at a time.
 
-    The sum takes one more gradient's memory from the second fold of a rank on; one fold a rank takes none.
+    With two or more folds a rank, the sum takes the memory of one more gradient.
     """
 
     def __init__(self, policy: Policy, folds: int) -> None:
@@ -315,11 +314,11 @@ class _Accumulator:
         self._sums = [torch.zeros_like(grad) for grad in self._main_grads] if folds > 1 else []
 
     def add(self) -> None:
-        """Take in the fold that main_grad holds."""
+        """Add the fold in main_grad."""
         if self._sums:
             torch._foreach_add_(self._sums, self._main_grads)
 
     def finish(self) -> None:
-        """Put the sum into main_grad."""
+        """Copy the sum into main_grad."""
         if self._sums:
             torch._foreach_copy_(self._main_grads, self._sums)

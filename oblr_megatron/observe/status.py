@@ -1,4 +1,4 @@
-"""How a run stands, for whoever started it: RUN_DIR/status.json, by rank 0 when the run begins and when it ends.
+"""RUN_DIR/status.json: the state of a run, written by rank 0 when the run starts and when it ends.
 
     {
       "state": "stopped",            running, stopped (before its last step, saved), finished or failed
@@ -8,8 +8,8 @@
       "unix_time": 1764000000.0
     }
 
-One key a line in this order, so that a shell reads it with sed (slurm/lib.sh). Written under another name and renamed:
-a reader finds the whole old file or the whole new one. A process that is killed leaves "running" behind.
+One key a line in this order, so that a shell can read it with sed (slurm/lib.sh). The file is written under another
+name and renamed, so a reader sees the old file or the new one, never a part. A killed process leaves "running".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ State = Literal["running", "stopped", "finished", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The content of the file.
+    """The content of status.json.
 
     Example: Status(state="stopped", step=120, num_steps=500, reason="SIGUSR1", unix_time=1764000000.0)
     """
@@ -47,12 +47,12 @@ class Status:
 
 
 def write_status(run_dir: Path, status: Status) -> None:
-    """Put the file in place of the one there is."""
+    """Replace the file."""
     write_whole(run_dir / STATUS_FILE, json.dumps(asdict(status), indent=2) + "\n")
 
 
 class Observed(Protocol):
-    """What of an open run goes into the file."""
+    """The parts of an open run that status.json reports."""
 
     config: Config
     parallel: Parallel
@@ -61,13 +61,13 @@ class Observed(Protocol):
 
     @property
     def start(self) -> int:
-        """Steps that were done before it was opened."""
+        """Steps that were done when this process started."""
         ...
 
 
 @contextmanager
 def recorded(run: Observed) -> Iterator[None]:
-    """Keep the file of an open run; the ranks but the first do nothing."""
+    """Keep status.json of an open run up to date; only rank 0 writes."""
 
     def write(state: State, reason: str = "") -> None:
         if run.parallel.rank == 0:
