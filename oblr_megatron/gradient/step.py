@@ -103,7 +103,7 @@ class TrainingGradient:
 
         Args:
             samples: [N] of the step, the same on every rank.
-            coefficients_of: norms to coefficients, e.g. an `AdvantageRule`. Called for all prompts together, or for some
+            coefficients_of: norms to coefficients: an `AdvantageRule` in training. Called for all prompts or for some
                 prompts as soon as their norms are known.
             active: [Q] bool; the other groups have coefficients of zero for every w and are left out.
             norms_wanted: False if nothing depends on w. `coefficients_of` then gets zeros, and one plain pass runs.
