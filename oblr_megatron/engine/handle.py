@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from oblr_megatron.engine.channel import CHECK_SECONDS, Call, Channel, PeerGone, Reply
-from oblr_megatron.engine.gpu_memory import describe_memory
 from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
 from oblr_megatron.errors import EngineDeadlineError, EngineLostError, RunError
 from oblr_megatron.types import Sample
@@ -210,7 +211,7 @@ class VllmEngine:
         except EngineLostError:
             raise
         except RunError as error:
-            message = f"{error}; {describe_memory()}, and the engine's share is {self.spec.gpu_memory_utilization:g}"
+            message = f"{error}; {_free_memory()}, and the engine's share is {self.spec.gpu_memory_utilization:g}"
             self._lose(message)
             raise EngineLostError(message) from error
 
@@ -307,3 +308,15 @@ def _ending(returncode: int | None) -> str:
     if returncode < 0:
         return f"was ended by {signal.Signals(-returncode).name}"
     return f"ended with status {returncode}"
+
+
+def _free_memory() -> str:
+    """Free GPU memory of this rank's device, and the trainer's share, for an error message.
+
+    Example: "3.2 of 79.1 GiB of GPU memory are free, this rank of the trainer holds 60.4"
+    """
+    if not torch.cuda.is_available():
+        return "no GPU is visible"
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
+    held = torch.cuda.memory_reserved() / 2**30
+    return f"{free:.1f} of {total:.1f} GiB of GPU memory are free, this rank of the trainer holds {held:.1f}"

@@ -1,25 +1,22 @@
-"""What the trainer and an API server say to each other, as JSON: paths, bodies, answers. Imports no vllm and no torch.
+"""Messages between the trainer and an API server, as JSON: paths, bodies, answers. Imports no torch and no vllm.
 
-A server holds the weights of one push. The push's `holder`, drawn by each run, and its version come back with every
-request for samples, and a server that holds anything else refuses: after a restart it is not mistaken for the one that
-was pushed to, nor are the weights of another run for this one's.
+A server holds the weights of one push, named by a `Holding`: a `holder` that each run draws, and a version. A request
+for samples names the holding that it expects, and a server that holds anything else refuses. So a restarted server or
+the weights of another run cannot be used by mistake.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.types import Sample
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from oblr_megatron.engine.protocol import SamplingRequest
 
 PREFIX = "/oblr"
 INFO, GENERATE, DIGESTS = f"{PREFIX}/info", f"{PREFIX}/generate", f"{PREFIX}/digests"
@@ -27,27 +24,27 @@ PUSH_OPEN, PUSH_START, PUSH_UPDATE, PUSH_FINISH, PUSH_ABORT = (
     f"{PREFIX}/push/{step}" for step in ("open", "start", "update", "finish", "abort")
 )
 REFUSED, INVALID, FAILED = 409, 400, 500
-"""Status of what the server's state, the request itself, and the engine's failure forbid."""
+"""HTTP status if the server's state forbids the request, if the request is invalid, and if the engine failed."""
 
 PROTOCOL = 1
-"""Raised with every change of these messages; both sides must have the same."""
+"""Version of these messages, to be raised with every change. Both sides must have the same."""
 
 
 class Message(BaseModel):
-    """Base of all of them: an unknown field is an error."""
+    """Base of all messages; an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Holding(Message):
-    """Which weights a server has. Example: Holding(holder="9f2c51", version=3); as started: Holding()"""
+    """Names the weights of a push. Example: Holding(holder="9f2c51", version=3); Holding() is the checkpoint."""
 
     holder: str = ""
     version: int = 0
 
 
 class Info(Message):
-    """A server about itself.
+    """What a server says about itself.
 
     Example: Info(protocol=1, instance="7d3a90", model="/models/q", shapes="5be1...", dtype="float32",
                   max_model_len=1536, max_num_seqs=256, workers=1, transfer="oblr_server_shm", holding=Holding(),
@@ -59,17 +56,17 @@ class Info(Message):
     model: str
     shapes: str  # `shapes_digest` of the checkpoint it started from
     dtype: str
-    quantization: str = "none"  # vLLM's name of it, e.g. "fp8_per_tensor"
+    quantization: str = "none"  # vLLM's name, e.g. "fp8_per_tensor"
     max_model_len: int
     max_num_seqs: int
-    workers: int  # processes that take weights, one a GPU
+    workers: int  # processes that receive weights, one per GPU
     transfer: str  # name of the weight-transfer backend
     holding: Holding
     unusable: str | None
 
 
 class GenerateBody(Message):
-    """Prompts at their positions in the step's batch, and how to sample them; fields as in `SamplingRequest`."""
+    """Prompts with their positions in the step's batch; the other fields are those of `SamplingRequest`."""
 
     holding: Holding
     prompts: list[list[int]] = Field(min_length=1)
@@ -86,21 +83,17 @@ class GenerateBody(Message):
         cls, holding: Holding, request: SamplingRequest, prompts: Sequence[Sequence[int]], positions: Sequence[int]
     ) -> GenerateBody:
         """A request for some prompts of a batch."""
-        return cls(
-            holding=holding,
-            prompts=[list(prompt) for prompt in prompts],
-            positions=list(positions),
-            group_size=request.group_size,
-            temperature=request.temperature,
-            max_tokens=request.max_tokens,
-            seed=request.seed,
-            top_p=request.top_p,
-            top_k=request.top_k,
-        )
+        options = asdict(request)
+        del options["first_group"]  # each prompt has its position here
+        return cls(holding=holding, prompts=[list(ids) for ids in prompts], positions=list(positions), **options)
+
+    def request(self) -> SamplingRequest:
+        """How to sample the prompts."""
+        return SamplingRequest(**self.model_dump(exclude={"holding", "prompts", "positions"}))
 
 
 class Response(Message):
-    """One response; prompt and position are known to whoever asked."""
+    """One response. The trainer knows its prompt and position."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -109,13 +102,13 @@ class Response(Message):
 
 
 class GenerateAnswer(Message):
-    """A group of responses for each prompt, in the order asked, and the weights that made them."""
+    """A group of responses for each prompt, in the order of the request, and the weights that sampled them."""
 
     holding: Holding
     groups: list[list[Response]]
 
     def samples(self, prompts: Sequence[Sequence[int]], positions: Sequence[int]) -> list[list[Sample]]:
-        """The groups as records."""
+        """The groups as `Sample` records."""
         return [
             [
                 Sample(
@@ -134,20 +127,20 @@ class GenerateAnswer(Message):
 
 
 def to_response(sample: Sample) -> Response:
-    """A record as it travels."""
+    """The part of a sample that is sent."""
     return Response.model_construct(
         ids=sample.response_ids, logprobs=sample.logprobs, text=sample.text, finish_reason=sample.finish_reason
     )
 
 
 class OpenBody(Message):
-    """Parameters of the data plane, in the backend's own words."""
+    """Parameters of the transport; the keys are those of the backend."""
 
     init_info: dict[str, Any]
 
 
 class StartBody(Message):
-    """A push begins: what it will hold as (name, dtype, shape), and whose it is."""
+    """A push begins; its manifest is a list of (name, dtype, shape)."""
 
     holding: Holding
     manifest: list[tuple[str, str, tuple[int, ...]]]
@@ -174,12 +167,12 @@ class AbortBody(Message):
 
 
 class DigestsAnswer(Message):
-    """What is in place, worker by worker; see `weights.verify`."""
+    """Digests of the weights in place, one dict per worker; see `weights.verify`."""
 
     workers: list[dict[str, str]]
 
 
 def shapes_digest(shapes: Mapping[str, Sequence[int]]) -> str:
-    """What tells models of different architecture apart: a hash of all names and shapes."""
+    """A hash of all tensor names and shapes: it differs between architectures."""
     listing = json.dumps(sorted((name, list(shape)) for name, shape in shapes.items()))
     return hashlib.sha256(listing.encode()).hexdigest()[:16]

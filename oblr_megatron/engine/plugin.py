@@ -1,12 +1,10 @@
-"""What every vLLM process of ours does first: the entry point `vllm.general_plugins` of this package.
+"""vLLM plugin (entry point `vllm.general_plugins`): every vLLM process of ours runs it first. Imports no vllm.
 
-It makes our weight-transfer engines known, and on a CPU it keeps vLLM from packing weights. vLLM's CPU backend hands
-each linear layer's weight to oneDNN (or an sgl kernel) once, at load time, and computes with that packed copy for ever:
-a later weight update reaches the parameter and not the copy, log-probs are then wrong by more than 1, and no error is
-raised. Experts it packs in place, and an update would be read as if it were packed. Without packing the layers read
-their parameters, as they are in a checkpoint. `weights.transfer` checks that they do before the first push.
-
-Importing this module imports no vllm.
+It registers our weight-transfer engines and, on a CPU, stops vLLM from packing weights. vLLM's CPU backend gives each
+linear layer's weight to oneDNN (or an sgl kernel) at load time, and then computes with that packed copy. A later weight
+update changes the parameter but not the copy: log-probs are wrong by more than 1, and no error is raised. vLLM packs
+experts in place, so an update would be read as if it were packed. Without packing the layers read their parameters in
+the checkpoint's layout. `engine.transfer` checks this before the first push.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import logging
 import multiprocessing
 import os
 from enum import Enum
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +21,6 @@ SHM_BACKEND = "oblr_shm"
 IPC_BACKEND = "oblr_ipc"
 SERVER_SHM_BACKEND = "oblr_server_shm"
 NCCL_BACKEND = "oblr_nccl"
-_TRANSFER = "oblr_megatron.engine.transfer"
-_TRANSFER_SERVER = "oblr_megatron.engine.transfer_server"
-_TRANSFER_NCCL = "oblr_megatron.engine.transfer_nccl"
 
 
 def register() -> None:
@@ -39,7 +35,7 @@ def register() -> None:
 
 
 def die_with_server() -> None:
-    """In a process that vLLM's API server or engine has started: end when that one does, also by SIGKILL."""
+    """End a process that vLLM's API server or engine has started when its parent ends, even by SIGKILL."""
     from oblr_megatron.runtime.stopping import die_with
 
     starter = multiprocessing.parent_process()
@@ -48,26 +44,24 @@ def die_with_server() -> None:
 
 
 def register_transfer_engines() -> None:
-    """Our backends by name; their modules are imported when one of them is used."""
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    """Register our backends by name. vLLM imports a module when its backend is used."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    for factory, name, module, class_name in (
-        (WeightTransferEngineFactory, SHM_BACKEND, _TRANSFER, "ShmWeightTransferEngine"),
-        (WeightTransferEngineFactory, IPC_BACKEND, _TRANSFER, "RecoveringIpcWeightTransferEngine"),
-        (WeightTransferEngineFactory, SERVER_SHM_BACKEND, _TRANSFER_SERVER, "ServerShmWeightTransferEngine"),
-        (WeightTransferEngineFactory, NCCL_BACKEND, _TRANSFER_NCCL, "CheckedNcclWeightTransferEngine"),
-        (WeightTransferTrainerFactory, SHM_BACKEND, _TRANSFER, "ShmTrainerWeightTransferEngine"),
-        (WeightTransferTrainerFactory, IPC_BACKEND, _TRANSFER, "IpcTrainerWeightTransferEngine"),
+    for name, module, class_name in (
+        (SHM_BACKEND, "transfer", "ShmWeightTransferEngine"),
+        (IPC_BACKEND, "transfer", "RecoveringIpcWeightTransferEngine"),
+        (SERVER_SHM_BACKEND, "transfer_server", "ServerShmWeightTransferEngine"),
+        (NCCL_BACKEND, "transfer_nccl", "CheckedNcclWeightTransferEngine"),
     ):
-        if name not in factory._registry:
-            factory.register_engine(name, module, class_name)
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, f"oblr_megatron.engine.{module}", class_name)
 
 
 def disable_weight_packing() -> None:
-    """Make vLLM's dispatch of CPU matrix products fall through to torch's own, which reads the parameter each time.
+    """Make vLLM use torch's matrix product on a CPU, which reads the parameter each time.
 
     Raises:
-        RuntimeError: this vLLM has no such switches; its weight updates have to be looked at anew.
+        RuntimeError: this vLLM has other switches; whether weight updates reach its layers must be checked again.
     """
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import utils as layers
@@ -85,10 +79,10 @@ def disable_weight_packing() -> None:
 
 
 def disable_expert_packing() -> None:
-    """Make vLLM choose experts that read the weights as they are loaded, where it would choose a packing kernel.
+    """Make vLLM compute experts on a CPU with `engine.experts` instead of a packing kernel.
 
     Raises:
-        RuntimeError: this vLLM makes that choice elsewhere; its mixtures have to be looked at anew.
+        RuntimeError: this vLLM chooses its kernel elsewhere; whether weight updates reach its experts must be checked.
     """
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
@@ -98,13 +92,25 @@ def disable_expert_packing() -> None:
 
 
 def _unpacked_experts(backend: Enum) -> list[type]:
-    """Stands in for vLLM's list of kernels for unquantized experts, which on a CPU holds packing ones only."""
+    """Replaces vLLM's list of kernels for unquantized experts; on a CPU it has packing ones only."""
     from oblr_megatron.engine.experts import UnpackedExperts
 
-    assert backend.value == "CPU", f"a mixture by the backend {backend.value!r}, on a CPU"
+    assert backend.value == "CPU", f"backend {backend.value!r} for experts on a CPU"
     return [UnpackedExperts]
 
 
 def _never(*_: object) -> bool:
-    """Stands in for the question whether a layer's weight is packed for the sgl kernel."""
+    """Replaces vLLM's question whether a layer's weight suits the sgl kernel."""
     return False
+
+
+class ReadBack:
+    """Mixed into vLLM's worker class in an API server (--worker-extension-cls)."""
+
+    model_runner: Any
+
+    def oblr_read_back(self) -> dict[str, str]:
+        """Digests of the weights in place; see `weights.verify`. The server calls this method by name."""
+        from oblr_megatron.weights.verify import read_back
+
+        return read_back(self.model_runner.get_model())

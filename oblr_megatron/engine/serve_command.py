@@ -219,7 +219,7 @@ def command(spec: EngineSpec, host: str, port: int) -> list[str]:
         "seed": spec.seed,
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from, temperature applied
         "weight-transfer-config": json.dumps({"backend": NCCL_BACKEND if on_gpu else SERVER_SHM_BACKEND}),
-        "worker-extension-cls": "oblr_megatron.engine.worker_extension.ReadBack",
+        "worker-extension-cls": "oblr_megatron.engine.plugin.ReadBack",
         "middleware": "oblr_megatron.engine.server_guard.Guard",
         "allowed-origins": "[]",
     }

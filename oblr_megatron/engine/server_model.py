@@ -1,7 +1,7 @@
-"""The model an API server serves, and the state it may be used in: the counterpart of `vllm_process.EngineServer`.
+"""The model in an API server: `engine.core`'s counterpart over vLLM's asynchronous engine client.
 
-It serves one complete set of weights or nothing. From the first word of a push until its end it refuses to generate,
-and so it does after a push that failed, until one succeeds. Whoever asks for samples names the weights they expect.
+Each request for samples names the weights that it expects. Whether the server may sample, and which step of a push
+comes next, is decided by `engine.state`.
 """
 
 from __future__ import annotations
@@ -18,44 +18,38 @@ from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
-from oblr_megatron.errors import RunError, WeightError
+from oblr_megatron.engine.state import Refusal, WeightState, check_reset
+from oblr_megatron.errors import RunError
 from oblr_megatron.types import Sample
-from oblr_megatron.weights.manifest import Ledger, TensorSpec, check_manifest
+from oblr_megatron.weights.manifest import TensorSpec, parts_of
 from oblr_megatron.weights.names import HF_EMBEDDING
 
 
-class Refusal(RunError):
-    """What is asked for does not fit the state the server is in; the server itself is well."""
-
-
 class ServedModel:
-    """Holds vLLM's engine client (`AsyncLLM`); one instance a server, used from its event loop alone."""
+    """Holds vLLM's engine client (`AsyncLLM`). A server has one, and uses it from its event loop only."""
 
     def __init__(self, client: Any) -> None:
         self._client, self._instance = client, secrets.token_hex(8)
         self._config = client.vllm_config
         self._model_config = client.model_config
         self._tokenizer = client.get_tokenizer()
-        self._shapes = checkpoint_shapes(Path(self._model_config.model))
         self._dtype = str(self._model_config.dtype).removeprefix("torch.")
-        self._digest = http.shapes_digest(self._shapes)
-        self._holding = http.Holding()
-        self._pushing: http.Holding | None = None
-        self._ledger: Ledger | None = None
-        self._unusable: str | None = None
+        shapes = checkpoint_shapes(Path(self._model_config.model))
+        self._vocab_size, self._digest = shapes[HF_EMBEDDING][0], http.shapes_digest(shapes)
+        self._state = WeightState(shapes, self._dtype)
         self._requests: set[asyncio.Future[Any]] = set()  # prompts that are being sampled
         self._numbers = count()
         self._starting = asyncio.Lock()
         self._push_lock = asyncio.Lock()
 
     async def warm_up(self) -> None:
-        """Sample one token: what vLLM finds out only in its first forward pass shall fail the start."""
+        """Sample one token: vLLM finds some faults only in its first forward pass, and they should fail the start."""
         await self._client.update_weight_version("0")
         request = SamplingRequest(group_size=1, temperature=0.0, max_tokens=1, seed=0)
         await self._group((0,), request, 0)
 
     def info(self) -> http.Info:
-        """Which model, with which limits, in which state.
+        """The model, its limits and its state.
 
         Raises:
             RunError: the engine has died; vLLM's server ends a few seconds after it.
@@ -73,25 +67,25 @@ class ServedModel:
             max_num_seqs=self._config.scheduler_config.max_num_seqs,
             workers=self._config.parallel_config.world_size_across_dp,
             transfer=self._config.weight_transfer_config.backend,
-            holding=self._holding,
-            unusable=self._unusable,
+            holding=self._state.holding,
+            unusable=self._state.unusable,
         )
 
     async def generate(self, body: http.GenerateBody) -> http.GenerateAnswer:
-        """Sample a group for each prompt.
+        """Sample a group of responses for each prompt.
 
         Raises:
-            Refusal: other weights are held than the ones expected, or none that can be used.
-            ValueError: vLLM does not take a prompt.
+            Refusal: the server holds other weights than expected, or none that can be used.
+            ValueError: vLLM does not accept a prompt.
         """
-        request = _request(body)
+        request = body.request()
         if len(body.positions) != len(body.prompts):
             raise ValueError(f"{len(body.prompts)} prompts at {len(body.positions)} positions")
-        self._check_usable(body.holding)
+        self._state.check_usable(body.holding)
         async with self._starting:
-            if not self._requests:  # a prefix read from the cache changes the log-probs' last bits: see vllm_process
+            if not self._requests:  # a cached prefix changes the log-probs' last bits: see EngineServer.generate
                 await self._client.reset_prefix_cache()
-            self._check_usable(body.holding)
+            self._state.check_usable(body.holding)
             tasks = [
                 asyncio.ensure_future(self._group(prompt, request, position))
                 for prompt, position in zip(body.prompts, body.positions, strict=True)
@@ -104,66 +98,45 @@ class ServedModel:
         )
 
     async def open_push(self, body: http.OpenBody) -> None:
-        """Hand the data plane its parameters."""
+        """Pass the transport's parameters to vLLM."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         async with self._push_lock:
             await self._weights(self._client.init_weight_transfer_engine(WeightTransferInitRequest(body.init_info)))
 
     async def start_push(self, body: http.StartBody) -> None:
-        """Begin to replace the weights; what is being sampled is given up.
-
-        Raises:
-            Refusal: the manifest is not this model's; the weights stay, but are not to be used.
-        """
+        """Begin to replace the weights; responses that are being sampled are dropped."""
         async with self._push_lock:
             await self._end_push(f"push {body.holding.version} has not ended")
             await self._cancel_requests()
             manifest = tuple(TensorSpec(name, dtype, shape) for name, dtype, shape in body.manifest)
-            self._refusing(lambda: check_manifest(manifest, self._shapes, self._dtype))
-            await self._weights(self._client.start_weight_update())
-            self._ledger, self._pushing = Ledger(manifest), body.holding
+            with self._state.begin(body.holding, manifest):
+                await self._weights(self._client.start_weight_update())
 
     async def update_push(self, body: http.UpdateBody) -> None:
-        """Take in one bucket."""
+        """Load one bucket."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        from oblr_megatron.engine.transfer import parts_of
-
         async with self._push_lock:
-            ledger = self._open_ledger(body.holding)
-            try:
-                self._refusing(lambda: ledger.take(parts_of(body.update_info)))
+            with self._state.bucket(parts_of(body.update_info), body.holding):
                 await self._weights(self._client.update_weights(WeightTransferUpdateRequest(body.update_info)))
-            except RunError as error:
-                await self._end_push(f"push {body.holding.version} failed: {error}")
-                raise
 
     async def finish_push(self, body: http.FinishBody) -> None:
-        """Serve the new weights, if all of them have come."""
+        """Serve the new weights, provided that all of them have come."""
         async with self._push_lock:
-            ledger = self._open_ledger(body.holding)
-            try:
-                self._refusing(ledger.finish)
+            with self._state.finish(body.holding):
                 await self._weights(self._client.finish_weight_update(str(body.holding.version)))
-                if not await self._client.reset_prefix_cache():
-                    raise Refusal("vLLM kept cached prefixes of the old weights")
-            except RunError as error:
-                await self._end_push(f"push {body.holding.version} failed: {error}")
-                raise
-            self._ledger = self._pushing = self._unusable = None
-            self._holding = body.holding
+                check_reset(await self._client.reset_prefix_cache())
 
     async def digests(self) -> http.DigestsAnswer:
-        """Of the weights that are in place."""
+        """Digests of the weights in place."""
         async with self._push_lock:
             return http.DigestsAnswer(workers=await self._client.collective_rpc("oblr_read_back"))
 
     async def abort_push(self, body: http.AbortBody) -> None:
-        """Give the push up, if it is the one that is open or the last; a later complete one mends what it left."""
+        """Give up a push, if it is the open one or the last one."""
         async with self._push_lock:
-            if body.holding in (self._pushing, self._holding):
-                await self._end_push(f"push {body.holding.version} failed: {body.reason}")
+            await self._end_push(f"push {body.holding.version} failed: {body.reason}", body.holding)
 
     async def _group(self, prompt: Any, request: SamplingRequest, position: int) -> list[Sample]:
         from vllm import TokensPrompt
@@ -175,18 +148,15 @@ class ServedModel:
             final = output
         if final is None or not final.finished:
             raise RunError("vLLM ended a prompt's sampling without a result")
-        vocab_size = self._shapes[HF_EMBEDDING][0]
-        return [
-            to_sample(position, prompt, one, self._holding.version, self._tokenizer, vocab_size)
-            for one in final.outputs
-        ]
+        version = self._state.holding.version
+        return [to_sample(position, prompt, one, version, self._tokenizer, self._vocab_size) for one in final.outputs]
 
     async def _all(self, tasks: Sequence[asyncio.Future[Any]], holding: http.Holding) -> list[list[Sample]]:
-        """All of a request's groups; if one fails, or the client goes, the others are given up."""
+        """All groups of a request. If one fails, or the client disconnects, the others are cancelled."""
         try:
             return list(await asyncio.gather(*tasks))
         except asyncio.CancelledError:
-            self._check_usable(holding)  # it was a push that ended them; else it is the client who is gone
+            self._state.check_usable(holding)  # refuses if a push cancelled them; otherwise the client is gone
             raise
         finally:
             for task in tasks:
@@ -198,60 +168,27 @@ class ServedModel:
             task.add_done_callback(self._requests.discard)
 
     async def _cancel_requests(self) -> None:
-        """Abort what is being sampled, so that no sequence goes on with other weights than it began with."""
+        """Abort the responses that are being sampled, so that no sequence continues under other weights."""
         tasks = list(self._requests)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _end_push(self, reason: str) -> None:
-        """Mark the weights as unusable, and close vLLM's update session if one is open."""
+    async def _end_push(self, reason: str, holding: http.Holding | None = None) -> None:
+        """Mark the weights as unusable, and close the update session that a failed push has left open in vLLM."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        self._unusable, ledger = reason, self._ledger
-        self._ledger = self._pushing = None
-        if ledger is not None:
-            with suppress(Exception):  # vLLM ends a session when an update fails, and has no other way to
+        self._state.fail(reason, holding)
+        if self._state.leave_session():
+            with suppress(Exception):  # a failing update is the only way to end vLLM's update session early
                 await self._client.update_weights(WeightTransferUpdateRequest({}))
 
     async def _weights(self, call: Any) -> None:
-        """Await a call about weights; whatever fails in it is a refusal of the push, unless the engine died of it."""
+        """Await a call about weights. An error of vLLM becomes a refusal of the push, unless the engine died of it."""
         try:
             await call
-        except Exception as error:
+        except Exception as error:  # any error: vLLM has no type of its own for a failed update
             if self._client.errored:
                 raise
             raise Refusal(str(error) or type(error).__name__) from error
-
-    def _refusing(self, check: Any) -> None:
-        try:
-            check()
-        except WeightError as error:
-            raise Refusal(str(error)) from error
-
-    def _open_ledger(self, holding: http.Holding) -> Ledger:
-        if self._ledger is None or self._pushing != holding:
-            raise Refusal(f"push {holding.version} is not open; {self._unusable or 'none is'}")
-        return self._ledger
-
-    def _check_usable(self, holding: http.Holding) -> None:
-        if self._unusable is not None:
-            raise Refusal(f"{self._unusable}; it generates again after a complete push")
-        if holding != self._holding:
-            raise Refusal(f"it holds {_name(self._holding)}, not {_name(holding)}")
-
-
-def _request(body: http.GenerateBody) -> SamplingRequest:
-    return SamplingRequest(
-        group_size=body.group_size,
-        temperature=body.temperature,
-        max_tokens=body.max_tokens,
-        seed=body.seed,
-        top_p=body.top_p,
-        top_k=body.top_k,
-    )
-
-
-def _name(holding: http.Holding) -> str:
-    return f"version {holding.version} of run {holding.holder}" if holding.holder else "the checkpoint it started from"

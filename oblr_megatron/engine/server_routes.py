@@ -1,8 +1,8 @@
-"""Our paths in vLLM's API server: an endpoint plugin (entry point `vllm.endpoint_plugins`) over `ServedModel`.
+"""Adds our HTTP paths to vLLM's API server, as an endpoint plugin (entry point `vllm.endpoint_plugins`).
 
-vLLM's own weight endpoints need its development mode, which also opens what runs any method in the engine. This one
-reaches the engine through `EngineClient` alone and keeps count of what a push brings, so that mode stays off. Tokens go
-in and come out as numbers, many prompts a request; nothing is detokenized a token at a time.
+vLLM's own weight endpoints need its development mode, which also lets clients run any method in the engine. This plugin
+uses `EngineClient` only and checks each push for completeness, so that mode stays off. Requests carry token ids, and
+many prompts each; responses are decoded once, at their end.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.engine import http_messages as http
-from oblr_megatron.engine.server_model import Refusal, ServedModel
-from oblr_megatron.errors import RunError
+from oblr_megatron.engine.server_model import ServedModel
+from oblr_megatron.engine.state import Refusal
+from oblr_megatron.errors import RunError, WeightError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -29,7 +30,7 @@ Handler = Callable[[bytes], Awaitable[http.Message | None]]
 
 
 class ServerRoutes:
-    """The plugin object that vLLM asks for."""
+    """The plugin object that vLLM creates."""
 
     name = "oblr_megatron"
     required_tasks = ("generate",)
@@ -38,7 +39,7 @@ class ServerRoutes:
         self._served: ServedModel | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Part of vLLM's protocol: called before the engine client is handed over."""
+        """Called by vLLM before the engine client exists."""
         app.add_api_route(http.INFO, self._route(self._info), methods=["GET"])
         app.add_api_route(http.DIGESTS, self._route(self._digests), methods=["GET"])
         for path, handler in (
@@ -52,7 +53,7 @@ class ServerRoutes:
             app.add_api_route(path, self._route(handler), methods=["POST"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Part of vLLM's protocol: the engine is up."""
+        """Called by vLLM when the engine is up."""
         served = ServedModel(engine_client)
         await served.warm_up()
         self._served = served
@@ -63,7 +64,7 @@ class ServerRoutes:
         return self._served
 
     def _route(self, handler: Handler) -> Callable[[Any], Awaitable[Response]]:
-        """A handler as FastAPI takes it. Its work ends when the client goes away: generation is then aborted."""
+        """A handler in the form that FastAPI takes. It is cancelled when the client disconnects."""
         from starlette.requests import Request
         from starlette.responses import Response
         from vllm.entrypoints.serve.utils.api_utils import with_cancellation
@@ -75,9 +76,9 @@ class ServerRoutes:
 
         async def route(raw_request: Request) -> Response:
             answer = await cancellable(await raw_request.body(), raw_request)
-            return answer or Response(status_code=499)  # nobody is there to read it
+            return answer or Response(status_code=499)  # the client has disconnected
 
-        # FastAPI looks annotations up among the module's names, and vllm's server is no import of the trainer's
+        # FastAPI resolves annotations in this module, which does not import starlette at load
         route.__annotations__ = {"raw_request": Request, "return": Response}
         return route
 
@@ -107,18 +108,18 @@ class ServerRoutes:
 
 
 async def _outcome(handler: Handler, body: bytes) -> tuple[int, str]:
-    """Run a handler: HTTP status and JSON."""
+    """Run a handler; returns the HTTP status and the JSON text."""
     from vllm.exceptions import VLLMClientError
 
     try:
         answer = await handler(body)
-    except Refusal as error:
+    except (Refusal, WeightError) as error:
         return http.REFUSED, _error(error)
-    except (ValueError, VLLMClientError) as error:  # a body that is none of ours, or a prompt that vLLM does not take
+    except (ValueError, VLLMClientError) as error:  # an invalid body, or a prompt that vLLM rejects
         return http.INVALID, _error(error)
     except RunError as error:
         return http.FAILED, _error(error)
-    except Exception as error:  # whatever vLLM raises has to reach the trainer, which waits for an answer
+    except Exception as error:  # any error of vLLM must reach the trainer, which waits for an answer
         logger.exception("a request failed")
         return http.FAILED, _error(f"{type(error).__name__}: {error}")
     return 200, "{}" if answer is None else answer.model_dump_json()

@@ -1,1 +1,32 @@
-"""Sampling responses: vLLM engines in processes of their own, behind one protocol."""
+"""Sampling responses: engine processes of the run, API servers, or saved samples, behind one protocol."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.engine.protocol import RolloutEngine
+    from oblr_megatron.model.parallel import Parallel
+
+
+def open_engines(config: Config, parallel: Parallel) -> RolloutEngine:
+    """Saved samples (rollout.replay), API servers (rollout.servers), or engine processes of the run; collective.
+
+    Each module is imported only if it is used: a replay loads no vllm.
+
+    Raises:
+        UserError: the engines do not fit the ranks.
+        RunError: an engine did not start, or a server does not answer.
+    """
+    if config.rollout.replay is not None:
+        from oblr_megatron.rollout.replay import ReplayEngine
+
+        return ReplayEngine(config, parallel)
+    if config.rollout.servers:
+        from oblr_megatron.rollout.servers import ServerEngines
+
+        return ServerEngines(config, parallel)
+    from oblr_megatron.rollout.colocated import ColocatedEngines
+
+    return ColocatedEngines(config, parallel)

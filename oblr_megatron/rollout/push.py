@@ -1,218 +1,277 @@
-"""One push, as every rank of the trainer runs it: gather in lockstep, and feed an engine where the rank owns one."""
+"""One push of weights: all ranks gather the tensors in lockstep, and ranks with a receiver send them to engines.
+
+    receiver = EngineReceiver(engine, manifest, version=3)   # or `ServerReceiver`, or `Receiver` if it has no engine
+    stats = push(receiver, source, capacity, checksum=True, verify=False)
+
+A rank that left a push early would leave the others in the middle of a gather. So a receiver does not raise during a
+push. It keeps its first error and sends nothing more; `push` raises the error when all ranks have gathered everything.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from oblr_megatron.config.rollout import WeightsConfig
 from oblr_megatron.engine.protocol import PushStats
 from oblr_megatron.errors import RunError, WeightError
 from oblr_megatron.weights.manifest import Manifest, Source, manifest_of
 from oblr_megatron.weights.names import ModelShape
-from oblr_megatron.weights.shm import bucket_capacity
+from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, bucket_capacity, fill_buckets
 from oblr_megatron.weights.verify import Digests, expected_digests, first_difference
 
 if TYPE_CHECKING:
-    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+    from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
 
     from oblr_megatron.engine.handle import VllmEngine
 
-FEEDING, LOOKING_ON = 0, 1
-"""vLLM's trainer engines take a rank, and rank 0 speaks to its engine; here every owner does, each to its own."""
+SENDER, OTHER = 0, 1
+"""Rank 0 sends in vLLM's trainer engines. Here every rank that owns an engine sends to its own."""
 
 
-class Pusher:
-    """Sends sources to one engine, or, on a rank without one, takes part in gathering them."""
+def push(receiver: Receiver, source: Source, capacity: int, *, checksum: bool, verify: bool) -> PushStats | None:
+    """Send all tensors in buckets, on every rank. The source is iterated to its end, whatever the engines do.
 
-    def __init__(self, engine: VllmEngine | None, device: torch.device, options: WeightsConfig | None = None) -> None:
-        """Args:
-        engine: the one this rank owns.
-        device: of the trainer; a GPU's weights go by CUDA IPC, a CPU's through shared memory.
-        options: size of a bucket, and what is checked.
-        """
-        self._engine, self._device, self._options = engine, device, options or WeightsConfig()
-        self._bucket_bytes = self._options.bucket_mib * 2**20
-        # CUDA IPC hands out the one buffer that it fills again as soon as an update returns.
-        self._client = LockstepClient(engine, overlap=device.type != "cuda")
-        self._manifest: Manifest = ()
-        self._sender: TrainerWeightTransferEngine[Any] | None = None
+    Args:
+        receiver: of this rank, made for this push.
+        source: collective over the ranks that share its tensors.
+        capacity: bytes of a bucket.
+        checksum: compute a checksum for each bucket.
+        verify: gather once more, and compare with what the engines read back.
 
-    def push(self, source: Source, version: int) -> PushStats:
-        """Send all tensors. The source is iterated to its end whatever happens to the engine.
+    Returns:
+        What was moved; None on a rank without engines.
 
-        Args:
-            source: collective over the ranks that share its tensors.
-            version: of the weights.
-
-        Raises:
-            RunError: this rank's engine did not take them, and will refuse to generate.
-        """
-        manifest = manifest_of(source)
-        begin = self._client.begin(manifest, version)
-        sender, self._sender = self._sender, None  # back in place when all went well; else made anew next time
-        try:
-            if sender is None or manifest != self._manifest:
-                sender = self._make_sender(source, manifest)
-            sender.source = source  # type: ignore[assignment]  # vLLM names its base class, and uses no more
-            sender.send_weights()
-            if self._options.verify:
-                self._verify(source)
-        except BaseException as error:
-            self._client.abort(f"the trainer broke off: {error!r}")
-            raise
-        self._client.finish()
-        self._sender, self._manifest = sender, manifest
-        return PushStats(
-            bytes=sum(spec.num_bytes for spec in manifest),
-            seconds=time.monotonic() - begin,
-            tensors=len(manifest),
-            buckets=self._client.buckets,
-        )
-
-    def _verify(self, source: Source) -> None:
-        """Gather once more, on all ranks, and compare with what this rank's engine, if it owns one, now holds."""
-        if self._engine is None:
-            for _ in source:
-                pass
-            return
-        config = json.loads((self._engine.spec.model / "config.json").read_text(encoding="utf-8"))
-        workers = self._engine.spec.tensor_parallel_size
-        self._client.compare(expected_digests(source, ModelShape.of(config), workers))
-
-    def _make_sender(self, source: Any, manifest: Manifest) -> TrainerWeightTransferEngine[Any]:
-        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-
-        from oblr_megatron.engine.plugin import register_transfer_engines
-
-        register_transfer_engines()
-        return WeightTransferTrainerFactory.trainer_init(self._init_info(manifest), client=self._client, source=source)
-
-    def _init_info(self, manifest: Manifest) -> TrainerInitInfo:
-        from oblr_megatron.engine.transfer import IpcTrainerInitInfo, ShmTrainerInitInfo
-
-        rank = LOOKING_ON if self._engine is None else FEEDING
-        if self._device.type == "cuda":  # vLLM's engine sends whole tensors: its buffer has room for the largest
-            largest = max((spec.num_bytes for spec in manifest), default=0)
-            capacity = max(bucket_capacity(manifest, self._bucket_bytes), largest)
-            return IpcTrainerInitInfo(rank=rank, packed_buffer_size_bytes=capacity)
-        return ShmTrainerInitInfo(
-            rank=rank,
-            buffer=None if self._engine is None else self._engine.buffer,
-            bucket_bytes=self._bucket_bytes,
-            checksum=self._options.checksum,
-        )
-
-
-class LockstepClient:
-    """vLLM's `VLLMWeightSyncClient` for one engine process, which does not raise during a push.
-
-    A rank that broke out of a push would leave the others in the middle of a gather. So the first failure is kept, what
-    comes after it is not sent, and `finish` raises it.
+    Raises:
+        RunError: an engine did not take the weights. It refuses to generate until a complete push.
     """
 
-    def __init__(self, engine: VllmEngine | None, *, overlap: bool) -> None:
-        """Args:
-        engine: None on a rank that owns no engine, and never calls.
-        overlap: await an update's answer only when the next message is sent, so that the engine loads one bucket
-            while the trainer gathers the next.
-        """
-        self._engine, self._overlap = engine, overlap
-        self._manifest: Manifest = ()
-        self._version = 0
-        self._begin = 0.0
-        self._error: RunError | None = None
-        self._unanswered = False
-        self.buckets = 0
+    def send() -> None:
+        buffer = receiver.start(capacity)
+        for bucket in fill_buckets(source, capacity, buffer, checksum=checksum):
+            receiver.update(bucket)
+        receiver.finish()
 
-    def begin(self, manifest: Manifest, version: int) -> float:
-        """Say what the next push is; the engine hears of it with the first bucket. Returns when the push began.
+    return _run(receiver, source, send, verify=verify)
 
-        The clock starts when the engine is there: its start has a deadline of its own.
-        """
-        self._manifest, self._version = manifest, version
-        self._error, self.buckets = None, 0
-        if self._engine is not None:
-            try:
-                self._engine.wait_ready()
-            except RunError as error:
-                self._error = error
-        self._begin = time.monotonic()
-        return self._begin
 
-    def compare(self, expected: list[Digests]) -> None:
-        """Read the engine's weights back, unless the push has failed already."""
-        if self._error is not None:
-            return
-        try:
-            self._settle()
-            self._post("read_back", {}, time.monotonic())
-            different = first_difference(expected, self._settle())
-            if different is not None:
-                raise WeightError(f"{different} is not in {self._engine_name} what was pushed as {self._version}")
-        except RunError as error:
-            self._error = error
+def _run(receiver: Receiver, source: Source, send: Callable[[], None], *, verify: bool) -> PushStats | None:
+    try:
+        send()
+        if verify:
+            receiver.verify(source)
+    except BaseException as error:
+        receiver.abort(f"the trainer broke off: {error!r}")
+        raise
+    return receiver.result()
 
-    def abort(self, reason: str) -> None:
-        """Have the engine refuse to generate until a later push succeeds."""
-        with suppress(RunError):  # what it says is known: it is why the push is given up
-            self._settle()
-        if self._engine is not None and not self._engine.lost:
-            with suppress(RunError):  # it died since, and a dead engine generates nothing anyway
-                self._post("abort_push", {"reason": f"push {self._version} failed: {reason}"}, time.monotonic())
-                self._settle()
+
+def read_shape(model: Path) -> ModelShape:
+    """Sizes of the model in a Hugging Face directory."""
+    return ModelShape.of(json.loads((model / "config.json").read_text(encoding="utf-8")))
+
+
+def check_digests(engine: str, expected: Sequence[Digests], found: Sequence[Digests]) -> None:
+    """Compare what an engine read back with what was pushed.
+
+    Raises:
+        WeightError: names the first tensor that differs.
+    """
+    different = first_difference(expected, found)
+    if different is not None:
+        raise WeightError(f"{engine} holds another {different} than was pushed (weights.verify)")
+
+
+class Receiver:
+    """Where a rank sends one push. This base class is for a rank without engines: it gathers and sends nothing."""
+
+    def start(self, capacity: int) -> SharedBuffer | None:
+        """Tell the engines that the push begins. Returns the buffer for the buckets; None if none is needed."""
+        return None
+
+    def update(self, bucket: Bucket) -> None:
+        """Send a bucket, once the engines are done with the one before."""
 
     def finish(self) -> None:
-        """Raise what went wrong, if anything did."""
-        if self._error is not None:
-            self.abort(str(self._error))
-            raise self._error
+        """Tell the engines that all buckets have been sent."""
+
+    def verify(self, source: Iterable[tuple[str, Tensor]]) -> None:
+        """Gather once more, and compare with what the engines read back."""
+        for _ in source:
+            pass
+
+    def abort(self, reason: str) -> None:
+        """Make the engines refuse to generate until a later push succeeds."""
+
+    def result(self) -> PushStats | None:
+        """What was moved. Raises the first error of the push, if there was one."""
+        return None
+
+
+class LockstepReceiver(Receiver):
+    """Keeps the first error of a push, and does nothing after it."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self.error: Exception | None = None
+        self.buckets, self.begin, self.end = 0, time.monotonic(), 0.0
+
+    def attempt(self, call: Callable[[], Any]) -> None:
+        """Call unless the push has failed already; an error of the call is kept."""
+        if self.error is None:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001  any error: the other ranks still gather; `result` raises it
+                self.error = error
+
+    def result(self) -> PushStats | None:
+        """See `Receiver`."""
+        if self.error is not None:
+            self.abort(str(self.error))
+            raise self.error
+        num_bytes = sum(spec.num_bytes for spec in self._manifest)
+        return PushStats(num_bytes, self.end - self.begin, len(self._manifest), self.buckets)
+
+
+class EngineReceiver(LockstepReceiver):
+    """Sends to the engine process of this rank. It is also the `VLLMWeightSyncClient` of vLLM's own senders."""
+
+    def __init__(
+        self, engine: VllmEngine, manifest: Manifest, version: int, *, opened: int = 0, overlap: bool = True
+    ) -> None:
+        """Args:
+        engine: of this rank.
+        manifest: of the push.
+        version: of the weights.
+        opened: bytes of the buckets that the engine is prepared for already.
+        overlap: await the answer to an update only before the next message, so that the engine loads one bucket
+            while the trainer gathers the next.
+        """
+        super().__init__(manifest)
+        self._engine, self._version, self._opened, self._overlap = engine, version, opened, overlap
+        self._unanswered = False
+        self.attempt(engine.wait_ready)
+        self.begin = time.monotonic()  # an engine that is starting has a deadline of its own
+
+    def start(self, capacity: int) -> SharedBuffer | None:
+        """See `Receiver`."""
+        if self.error is not None:
+            return None  # an engine that is lost has no memory
+        buffer = self._engine.buffer
+        if self._opened != capacity:
+            buffer.reserve(HALVES * capacity)
+            self.init_weight_transfer_engine({"fd": buffer.fd})
+        self.start_weight_update()
+        return buffer
+
+    def update(self, bucket: Bucket) -> None:
+        """See `Receiver`."""
+        self.update_weights(bucket.update_info())
+
+    def finish(self) -> None:
+        """See `Receiver`."""
+        self.finish_weight_update()
+
+    def verify(self, source: Iterable[tuple[str, Tensor]]) -> None:
+        """See `Receiver`."""
+        spec = self._engine.spec
+        expected = expected_digests(source, read_shape(spec.model), spec.tensor_parallel_size)
+        self.attempt(lambda: check_digests(spec.name, expected, self._call("read_back", begin=time.monotonic())))
+
+    def abort(self, reason: str) -> None:
+        """See `Receiver`."""
+        with suppress(RunError):  # an answer to a push that is given up
+            self._settle()
+        if not self._engine.lost:
+            reason = f"push {self._version} failed: {reason}"
+            with suppress(RunError):  # the engine died meanwhile: a dead engine generates nothing
+                self._call("abort_push", reason=reason, begin=time.monotonic())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Part of vLLM's protocol."""
-        self._try("init_transfer", {"init_info": init_info})
+        self.attempt(lambda: self._call("init_transfer", init_info=init_info))
 
     def start_weight_update(self) -> None:
         """Part of vLLM's protocol."""
-        self._try("start_push", {"manifest": self._manifest, "version": self._version})
+        self.attempt(lambda: self._call("start_push", manifest=self._manifest, version=self._version))
 
     def update_weights(self, update_info: Any) -> None:
-        """Part of vLLM's protocol; with overlap the engine may not be done with this update, but is with the last."""
+        """Part of vLLM's protocol. With overlap the engine may still be loading this update, but no earlier one."""
         self.buckets += 1
-        self._try("update_weights", {"update_info": update_info}, wait=not self._overlap)
+        self.attempt(lambda: self._call("update_weights", update_info=update_info, wait=not self._overlap))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Part of vLLM's protocol."""
-        self._try("finish_push", {"version": self._version})
+        self.attempt(lambda: self._call("finish_push", version=self._version))
+        self.end = time.monotonic()
 
-    def _try(self, method: str, arguments: dict[str, Any], *, wait: bool = True) -> None:
-        if self._error is not None:
-            return
-        try:
-            self._settle()
-            self._post(method, arguments, self._begin)
-            if wait:
-                self._settle()
-        except RunError as error:
-            self._error = error
-
-    def _post(self, method: str, arguments: dict[str, Any], begin: float) -> None:
-        assert self._engine is not None, "a rank without an engine sends nothing"
-        what = f"push {self._version} into {self._engine_name}"
-        self._engine.post(method, arguments, what=what, seconds=self._engine.deadlines.push, begin=begin)
+    def _call(self, method: str, *, begin: float | None = None, wait: bool = True, **arguments: Any) -> Any:
+        """Post a message after the previous one was answered. Its deadline counts from `begin`, or from the push's."""
+        self._settle()
+        what = f"push {self._version} into {self._engine.spec.name}"
+        seconds, begin = self._engine.deadlines.push, self.begin if begin is None else begin
+        self._engine.post(method, arguments, what=what, seconds=seconds, begin=begin)
         self._unanswered = True
+        return self._settle() if wait else None
 
     def _settle(self) -> Any:
-        """Wait for the answer that is still owed, if one is."""
-        if not self._unanswered or self._engine is None:
+        """Wait for the answer that is due, if one is."""
+        if not self._unanswered:
             return None
         self._unanswered = False
         return self._engine.collect()
 
-    @property
-    def _engine_name(self) -> str:
-        return "no engine" if self._engine is None else self._engine.spec.name
+
+class Pusher:
+    """All pushes of one rank into the engine that it owns; a rank without one takes part in the gathers."""
+
+    def __init__(self, engine: VllmEngine | None, device: torch.device, options: WeightsConfig | None = None) -> None:
+        """Args:
+        engine: the one this rank owns.
+        device: of the trainer. Weights go by CUDA IPC from a GPU, through shared memory from a CPU.
+        options: bucket size and checks.
+        """
+        self._engine, self._device, self._options = engine, device, options or WeightsConfig()
+        self._bucket_bytes = self._options.bucket_mib * 2**20
+        self._opened = 0
+        self._sender: TrainerWeightTransferEngine[Any] | None = None
+
+    def push(self, source: Source, version: int) -> PushStats | None:
+        """See `push`.
+
+        Args:
+            source: collective over the ranks that share its tensors.
+            version: of the weights.
+        """
+        manifest, on_gpu = manifest_of(source), self._device.type == "cuda"
+        capacity = bucket_capacity(manifest, self._bucket_bytes)
+        if on_gpu:  # vLLM sends whole tensors: the largest one has to fit
+            capacity = max(capacity, max((spec.num_bytes for spec in manifest), default=0))
+        opened, self._opened = self._opened, 0  # after a failed push the engine is prepared again
+        receiver = Receiver()
+        if self._engine is not None:  # CUDA IPC has one buffer, which is filled again as soon as an update returns
+            receiver = EngineReceiver(self._engine, manifest, version, opened=opened, overlap=not on_gpu)
+        verify = self._options.verify
+        if on_gpu:
+            stats = _run(receiver, source, lambda: self._send_ipc(receiver, source, capacity, opened), verify=verify)
+        else:
+            stats = push(receiver, source, capacity, checksum=self._options.checksum, verify=verify)
+        self._opened = capacity
+        return stats
+
+    def _send_ipc(self, receiver: Any, source: Any, capacity: int, opened: int) -> None:
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+
+        if self._sender is None or opened != capacity:
+            rank = OTHER if self._engine is None else SENDER
+            info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=capacity)
+            self._sender = IPCTrainerWeightTransferEngine.trainer_init(info, client=receiver, source=source)
+        self._sender.client, self._sender.source = receiver, source
+        self._sender.send_weights()

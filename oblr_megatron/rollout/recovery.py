@@ -1,12 +1,24 @@
-"""When to try again after an engine was lost, and when to give up. The same on every rank, since all hear of a loss."""
+"""Recovery from lost engines: what colocated engines and API servers have in common.
+
+All ranks learn the outcome of every call, so all of them count the same losses and take the same branch.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TypeVar
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from oblr_megatron.errors import EngineLostError
+from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
+from oblr_megatron.errors import EngineLostError, RunError
+from oblr_megatron.rollout.staleness import check_batch
+from oblr_megatron.runtime.collectives import Collectives, Outcome
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.types import Prompt, Sample
+    from oblr_megatron.weights.manifest import Source
 
 Value = TypeVar("Value")
 
@@ -16,22 +28,22 @@ logger = logging.getLogger(__name__)
 class Recovery:
     """Counts losses since all engines last sampled a whole batch.
 
-    Several engines lost at once count as one loss, for they are started again together.
+    Engines lost at the same time count as one loss: they are restarted together.
     """
 
-    def __init__(self, limit: int, *, tells: bool) -> None:
+    def __init__(self, limit: int, *, logs: bool) -> None:
         """Args:
-        limit: losses in a row that are mended (`rollout.max_restarts`); the next one is raised.
-        tells: whether this rank logs what it does.
+        limit: losses in a row that are followed by a restart (`rollout.max_restarts`); the next one is raised.
+        logs: whether this rank logs restarts.
         """
-        self._limit, self._tells, self._in_row = limit, tells, 0
-        self.over = False  # there was one loss too many: nothing is started any more
+        self._limit, self._logs, self._in_row = limit, logs, 0
+        self.over = False  # the limit was exceeded: nothing is started any more
 
     def until_done(self, call: Callable[[], Value]) -> Value:
-        """Call, and call again after a loss; the call finds out itself what is left to do.
+        """Call, and call again after each loss. The call itself knows what is left to do.
 
         Raises:
-            EngineLostError: one loss too many.
+            EngineLostError: the limit was exceeded.
         """
         while True:
             try:
@@ -40,10 +52,10 @@ class Recovery:
                 self.count(error)
 
     def count(self, error: EngineLostError) -> None:
-        """A loss that a restart is to follow.
+        """Count a loss.
 
         Raises:
-            EngineLostError: the limit is reached; with a limit of 0 the error itself.
+            EngineLostError: the limit was exceeded; with a limit of 0 the error itself.
         """
         self.over = self.over or self._in_row == self._limit
         if self.over and self._limit == 0:
@@ -54,10 +66,83 @@ class Recovery:
                 "(rollout.max_restarts)"
             ) from error
         self._in_row += 1
-        if self._tells:
-            reason = str(error).partition("; the end of ")[0]  # of the engine's log, where it quotes that
+        if self._logs:
+            reason = str(error).partition("; the end of ")[0]  # without the quoted tail of the engine's log
             logger.warning("restart %d of at most %d in a row: %s", self._in_row, self._limit, reason)
 
     def sampled(self) -> None:
-        """All engines have sampled what they were asked for."""
+        """Start counting again: all engines have sampled their share."""
         self._in_row = 0
+
+
+class RecoveringEngines(RolloutEngine):
+    """Engines that are replaced when lost; every rank calls every method with the same arguments."""
+
+    _all = "every engine"
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self._config, self._rank = config, rank
+        self._collectives = Collectives(rank)
+        self._recovery = Recovery(config.rollout.max_restarts, logs=rank == 0)
+        self._source: Source | None = None  # of the weights being served; None: the checkpoint
+        self._version = self._restarts = 0
+        self._behind = False  # an engine does not hold the weights being served
+        self._unusable: str | None = None
+
+    @property
+    def version(self) -> int:
+        """See `RolloutEngine.version`."""
+        return self._version
+
+    def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
+        """See `RolloutEngine.generate`."""
+        if self._unusable is not None:
+            raise RunError(self._unusable)
+        samples = self._until_done(self._sampling(prompts, request))
+        self._recovery.sampled()
+        check_batch(samples, len(prompts) * request.group_size, self._version)
+        return samples
+
+    def push(self, source: Source, version: int) -> PushStats:
+        """See `RolloutEngine.push`."""
+        self._unusable = f"push {version} did not reach {self._all}; generate again after one that does"
+        stats = self._until_done(lambda: self._deliver(source, version))
+        self._source, self._version, self._unusable = source, version, None
+        return stats
+
+    def metrics(self) -> dict[str, float]:
+        """Restarts since the last call, of all engines together."""
+        restarts, self._restarts = self._restarts, 0
+        return {"rollout/restarts": restarts}
+
+    @abstractmethod
+    def _sampling(self, prompts: Sequence[Prompt], request: SamplingRequest) -> Callable[[], list[Sample]]:
+        """A call that samples what its earlier calls have not, and returns the whole batch."""
+
+    @abstractmethod
+    def _deliver(self, source: Source, version: int) -> PushStats:
+        """One push into all engines."""
+
+    def _bring_up(self) -> None:
+        """Wait for engines that are starting, and restart those that were lost."""
+
+    def _note_loss(self) -> None:
+        self._behind = True
+
+    def _until_done(self, call: Callable[[], Value]) -> Value:
+        """Call with all engines up, and again after a loss, up to the limit."""
+
+        def once() -> Value:
+            try:
+                self._bring_up()
+                return call()
+            except EngineLostError:
+                self._note_loss()
+                raise
+
+        return self._recovery.until_done(once)
+
+    def _gather(self, own: Outcome[Any], what: str, seconds: float) -> list[Outcome[Any]]:
+        """Every rank's outcome. The wait covers the engines' deadline and the skew between the ranks."""
+        patience = seconds + self._config.parallel.distributed_timeout_s
+        return self._collectives.gather(own, what=what, seconds=patience)

@@ -1,50 +1,53 @@
-"""One push into several API servers at once: gathered once, by all ranks in lockstep, and fed by rank 0.
+"""A push into several API servers at once. Rank 0 sends it; `push.push` gathers the tensors once for all servers.
 
-A server that drops out of a push does not hold the others up; it is lost, and gets everything anew when it is back. A
-server that refuses a push is a mistake of ours or damage on the way, and ends the push for all.
+A server that is lost during a push does not delay the others; when it is back, it gets all weights again. A server that
+refuses a push ends the push for all: either the trainer is wrong, or a bucket was damaged on the way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.protocol import PushStats
-from oblr_megatron.errors import EngineLostError, WeightError
+from oblr_megatron.errors import EngineLostError
+from oblr_megatron.rollout.push import LockstepReceiver, check_digests, read_shape
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer, reasons
 from oblr_megatron.runtime.http_loop import HttpLoop
-from oblr_megatron.weights.manifest import Manifest, Source, manifest_of
-from oblr_megatron.weights.names import ModelShape
-from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, bucket_capacity, fill_buckets
-from oblr_megatron.weights.verify import Digests, expected_digests, first_difference
+from oblr_megatron.weights.manifest import Manifest
+from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, bucket_capacity
+from oblr_megatron.weights.verify import Digests, expected_digests
 
 
 class Transport(Protocol):
-    """How a bucket's bytes reach the servers; what is in it, they are told over HTTP."""
+    """How the bytes of a bucket reach the servers. What the bucket holds is sent over HTTP."""
 
     def capacity(self, manifest: Manifest) -> int:
-        """Bytes of a bucket; called on every rank."""
+        """Bytes of a bucket; called on every rank, unlike the other methods."""
         ...
 
     def reserve(self, size: int) -> SharedBuffer:
-        """Where buckets are gathered; on rank 0, as everything below."""
+        """Memory to gather buckets in, at least `size` bytes."""
         ...
 
     async def connect(self, server: VllmServer, open_push: OpenPush) -> None:
-        """Make the server ready to receive: `open_push` hands it the parameters."""
+        """Make the server ready to receive; `open_push` sends it the transport's parameters."""
         ...
 
     def send(self, bucket: Bucket, servers: Sequence[VllmServer]) -> None:
-        """Called when the servers have been told of the bucket, not when they have taken it."""
+        """Send a bucket. The servers have been told of it, and have not answered yet."""
         ...
 
     def drop(self, server: VllmServer) -> None:
-        """Wait no more for a server."""
+        """Stop waiting for a server."""
         ...
 
     def close(self) -> None:
@@ -56,245 +59,181 @@ OpenPush = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
 
 class SharedMemoryTransport:
-    """Servers on rank 0's machine map its memory; there is nothing to send."""
+    """For servers on rank 0's machine: they map its memory, so nothing is sent."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._buffer: SharedBuffer | None = None
 
     def capacity(self, manifest: Manifest) -> int:
-        """See `DataPlane`."""
+        """See `Transport`."""
         return bucket_capacity(manifest, self._bucket_bytes)
 
     def reserve(self, size: int) -> SharedBuffer:
-        """See `DataPlane`."""
+        """See `Transport`."""
         if self._buffer is None:
             self._buffer = SharedBuffer.create()
         self._buffer.reserve(size)
         return self._buffer
 
     async def connect(self, server: VllmServer, open_push: OpenPush) -> None:
-        """Tell the server where the memory is."""
+        """Send the server the place of the memory."""
         from oblr_megatron.engine.transfer_server import PeerMemory
 
         assert self._buffer is not None, "reserve comes first"
         await open_push(PeerMemory.of(self._buffer).as_dict())
 
     def send(self, bucket: Bucket, servers: Sequence[VllmServer]) -> None:
-        """The bytes are there."""
+        """Nothing to send."""
 
     def drop(self, server: VllmServer) -> None:
-        """Nothing waits."""
+        """Nothing to drop."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
 
 
-@dataclass(slots=True)
-class Push:
-    """A push on its way, seen from rank 0."""
+class ServerReceiver(LockstepReceiver):
+    """Sends one push from rank 0 to all its servers."""
 
-    holding: http.Holding
-    manifest: Manifest
-    servers: list[VllmServer]  # that still take part
-    begin: float
-    faulty: list[VllmServer] = field(default_factory=list)  # that took it not, or not right
-    buckets: int = 0
-    error: BaseException | None = None  # that ends the push for all servers; raised only when all ranks have gathered
-    unanswered: Future[list[BaseException | None]] | None = None
-    checksums: list[int | None] = field(default_factory=list)
-
-
-class ServerPusher:
-    """Rank 0's side of all pushes; the other ranks gather along, see `push`."""
-
-    def __init__(self, loop: HttpLoop, transport: Transport, seconds: float) -> None:
+    def __init__(
+        self,
+        servers: Sequence[VllmServer],
+        manifest: Manifest,
+        holding: http.Holding,
+        *,
+        model: Path,
+        loop: HttpLoop,
+        transport: Transport,
+        seconds: float,
+    ) -> None:
         """Args:
-        loop: in which the servers are spoken to.
-        plane: the way of the bytes.
-        seconds: deadline of a push.
+        servers: that should get the weights.
+        manifest: of the push.
+        holding: names the weights.
+        model: Hugging Face directory of the model.
+        loop: runs the servers' coroutines.
+        transport: of the buckets.
+        seconds: deadline of the push.
         """
+        super().__init__(manifest)
+        self._asked, self.servers = tuple(servers), list(servers)  # all of them, and those that still take part
+        self._faulty: list[VllmServer] = []  # servers that refused something
+        self._holding, self._model = holding, model
         self._loop, self._transport, self._seconds = loop, transport, seconds
+        self._unanswered: Future[list[BaseException | None]] | None = None
+        self.checksums: list[int | None] = []  # of the buckets
 
-    def start(self, servers: Sequence[VllmServer], manifest: Manifest, holding: http.Holding, size: int) -> Push:
-        """Have the servers open the data plane and stop serving. Failures are kept for `finish`: see `push`."""
-        push = Push(holding, manifest, list(servers), time.monotonic())
-        for server in servers:
+    def start(self, capacity: int) -> SharedBuffer | None:
+        """See `Receiver`."""
+        for server in self.servers:
             server.ready = False
-        self._transport.reserve(size)
-        body = http.StartBody(holding=holding, manifest=[(spec.name, spec.dtype, spec.shape) for spec in manifest])
+        buffer = self._transport.reserve(HALVES * capacity)
+        manifest = [(spec.name, spec.dtype, spec.shape) for spec in self._manifest]
+        body = http.StartBody(holding=self._holding, manifest=manifest)
 
         async def open_and_start(server: VllmServer) -> None:
             async def open_push(init_info: dict[str, Any]) -> None:
-                await self._tell(push, server, http.PUSH_OPEN, http.OpenBody(init_info=init_info))
+                await self._tell(server, http.PUSH_OPEN, http.OpenBody(init_info=init_info))
 
             await self._transport.connect(server, open_push)
-            await self._tell(push, server, http.PUSH_START, body)
+            await self._tell(server, http.PUSH_START, body)
 
-        self._post(push, open_and_start)
-        self._settle(push)
-        return push
+        self.attempt(lambda: self._call(open_and_start))
+        return buffer
 
-    def update(self, push: Push, bucket: Bucket, update_info: dict[str, Any]) -> None:
-        """Tell of a bucket, once all servers are done with the one before."""
-        self._settle(push)
-        body = http.UpdateBody(holding=push.holding, update_info=update_info)
-        self._post(push, lambda server: self._tell(push, server, http.PUSH_UPDATE, body))
-        self._transport.send(bucket, push.servers)
-        push.buckets += 1
-        push.checksums.append(bucket.checksum)
+    def update(self, bucket: Bucket) -> None:
+        """See `Receiver`."""
+        body = http.UpdateBody(holding=self._holding, update_info=bucket.update_info())
 
-    def finish(self, push: Push) -> PushStats:
-        """Have the servers serve what they got; a server that has is `ready`.
+        def send() -> None:
+            self._call(lambda server: self._tell(server, http.PUSH_UPDATE, body), wait=False)
+            self._transport.send(bucket, self.servers)
 
-        Raises:
-            ServerRefusedError: a server took it not.
-        """
-        self._settle(push)
-        if push.error is not None:
-            self._refuse(push)
-        body = http.FinishBody(holding=push.holding)
-        self._post(push, lambda server: self._tell(push, server, http.PUSH_FINISH, body))
-        self._settle(push)
-        if push.error is not None:
-            self._refuse(push)
-        for server in push.servers:
+        self.attempt(send)
+        self.buckets += 1
+        self.checksums.append(bucket.checksum)
+
+    def finish(self) -> None:
+        """See `Receiver`. A server that has taken the push is ready to sample."""
+        body = http.FinishBody(holding=self._holding)
+        self.attempt(lambda: self._call(lambda server: self._tell(server, http.PUSH_FINISH, body)))
+        self.end = time.monotonic()
+        for server in self.servers if self.error is None else ():
             server.lost, server.ready = None, True
-        return PushStats(
-            bytes=sum(spec.num_bytes for spec in push.manifest),
-            seconds=time.monotonic() - push.begin,
-            tensors=len(push.manifest),
-            buckets=push.buckets,
-        )
 
-    def verify(self, push: Push, expected: Mapping[int, list[Digests]]) -> None:
-        """Have the servers read back what they now serve.
-
-        Args:
-            push: that has been finished.
-            expected: digests by worker, of an engine of so many workers.
-
-        Raises:
-            WeightError: a server holds something else; no server is to be used then.
-        """
+    def verify(self, source: Iterable[tuple[str, Tensor]]) -> None:
+        """See `Receiver`. One pass over the source serves engines of any number of workers."""
+        shape = read_shape(self._model)
+        expected: dict[int, list[Digests]] = {
+            count: [{} for _ in range(count)] for count in {server.workers for server in self.servers}
+        }
+        for pair in source:
+            for count, workers in expected.items():
+                for held, part in zip(workers, expected_digests([pair], shape, count), strict=True):
+                    held |= part  # noqa: PLW2901  in place
 
         async def compare(server: VllmServer) -> None:
-            left = self._seconds - (time.monotonic() - push.begin)
-            different = first_difference(expected[server.workers], await server.digests(max(0.1, left)))
-            if different is not None:
-                raise WeightError(f"{server.name} holds another {different} than was pushed (weights.verify)")
+            check_digests(server.name, expected[server.workers], await server.digests(self._left()))
 
-        self._post(push, compare)
-        self._settle(push)
-        if push.error is not None:
-            self._refuse(push)
+        self.attempt(lambda: self._call(compare))
 
-    def _refuse(self, push: Push) -> NoReturn:
-        """Have all servers refuse what some of them did not take right."""
-        assert push.error is not None, "something went wrong"
-        push.servers += push.faulty
-        self.abort(push, str(push.error))
-        for server in push.servers:
+    def abort(self, reason: str) -> None:
+        """See `Receiver`. A server that does not hear it is lost, or has not finished this push."""
+        body = http.AbortBody(holding=self._holding, reason=reason)
+        with suppress(Exception):  # answers to a push that is given up
+            self._settle()
+        self.servers, self._faulty = self.servers + self._faulty, []
+        for server in self.servers:
             server.ready = False
-        raise push.error
+        with suppress(Exception):  # it has failed for another reason, which is raised
+            self._call(lambda server: self._tell(server, http.PUSH_ABORT, body))
 
-    def abort(self, push: Push, reason: str) -> None:
-        """Have the servers refuse to generate until a later push succeeds; those that do not hear it do so anyway."""
-        self._settle(push)
-        body = http.AbortBody(holding=push.holding, reason=reason)
-        self._post(push, lambda server: self._tell(push, server, http.PUSH_ABORT, body))
-        self._settle(push)
+    def result(self) -> PushStats | None:
+        """See `Receiver`.
 
-    def close(self) -> None:
-        """Free the data plane."""
-        self._transport.close()
+        Raises:
+            EngineLostError: no server is left.
+        """
+        stats = super().result()
+        if not self.servers:
+            raise EngineLostError(f"push {self._holding.version} reached no server: {reasons(self._asked)}")
+        return stats
 
-    async def _tell(self, push: Push, server: VllmServer, path: str, body: http.Message) -> None:
-        left = self._seconds - (time.monotonic() - push.begin)
-        await server.tell(path, body, f"push {push.holding.version} into {server.name}", max(0.1, left))
+    async def _tell(self, server: VllmServer, path: str, body: http.Message) -> None:
+        await server.tell(path, body, f"push {self._holding.version} into {server.name}", self._left())
 
-    def _post(self, push: Push, call: Callable[[VllmServer], Coroutine[Any, Any, None]]) -> None:
+    def _left(self) -> float:
+        return max(0.1, self._seconds - (time.monotonic() - self.begin))
+
+    def _call(self, call: Callable[[VllmServer], Coroutine[Any, Any, None]], *, wait: bool = True) -> None:
+        """Call for every server after the previous calls were answered."""
+        self._settle()
+
         async def to_all() -> list[BaseException | None]:
-            return await asyncio.gather(*map(call, push.servers), return_exceptions=True)
+            return await asyncio.gather(*map(call, self.servers), return_exceptions=True)
 
-        push.unanswered = self._loop.submit(to_all())
+        self._unanswered = self._loop.submit(to_all())
+        if wait:
+            self._settle()
 
-    def _settle(self, push: Push) -> None:
-        """Wait for the answers that are owed, and drop who failed."""
-        if push.unanswered is None:
+    def _settle(self) -> None:
+        """Wait for the answers that are due. Servers that failed take no further part; a refusal is raised."""
+        if self._unanswered is None:
             return
-        outcomes, push.unanswered = push.unanswered.result(), None
-        for server, error in zip(list(push.servers), outcomes, strict=True):
+        outcomes, self._unanswered = self._unanswered.result(), None
+        refusal: BaseException | None = None
+        for server, error in zip(list(self.servers), outcomes, strict=True):
             if error is None:
                 continue
             if not isinstance(error, ServerLostError):
-                push.error = push.error or error
-                push.faulty.append(server)
+                refusal = refusal or error
+                self._faulty.append(server)
             server.lose(str(error))
-            push.servers.remove(server)
+            self.servers.remove(server)
             self._transport.drop(server)
-
-
-def push(
-    pusher: ServerPusher | None,
-    transport: Transport,
-    source: Source,
-    holding: http.Holding,
-    servers: Sequence[VllmServer],
-    *,
-    checksum: bool,
-    verify: ModelShape | None = None,
-) -> tuple[PushStats, list[int | None]] | None:
-    """One push, called on every rank; the source is iterated to its end on each of them, whatever the servers do.
-
-    Args:
-        pusher: on rank 0; None elsewhere.
-        plane: the way of the bytes.
-        source: collective over the ranks that share its tensors.
-        holding: whose weights these are, and which.
-        servers: that shall have them; used on rank 0.
-        checksum: take each bucket's.
-        verify: sizes of the model, to gather once more and compare with what the servers read back.
-
-    Returns:
-        What was moved and the buckets' checksums, on rank 0; None elsewhere.
-
-    Raises:
-        RunError: a server took it not, or (EngineLostError) none is left.
-    """
-    from oblr_megatron.engine.transfer import ShmUpdateInfo
-
-    manifest = manifest_of(source)
-    capacity = transport.capacity(manifest)
-    if pusher is None:
-        for _ in fill_buckets(source, capacity, None):
-            pass
-        for _ in source if verify is not None else ():
-            pass
-        return None
-    begun = pusher.start(servers, manifest, holding, HALVES * capacity)
-    try:
-        for bucket in fill_buckets(source, capacity, transport.reserve(HALVES * capacity), checksum=checksum):
-            pusher.update(begun, bucket, vars(ShmUpdateInfo.of(bucket)))
-    except BaseException as error:
-        pusher.abort(begun, f"the trainer broke off: {error!r}")
-        raise
-    stats = pusher.finish(begun)
-    if verify is not None:
-        pusher.verify(begun, _digests(source, verify, {server.workers for server in servers}))
-    if not begun.servers:
-        raise EngineLostError(f"push {holding.version} reached no server: {reasons(servers)}")
-    return stats, begun.checksums
-
-
-def _digests(source: Source, shape: ModelShape, counts: set[int]) -> dict[int, list[Digests]]:
-    """What engines of so many workers should hold; one pass over the source for all of them."""
-    found: dict[int, list[Digests]] = {count: [{} for _ in range(count)] for count in counts}
-    for pair in source:
-        for count, workers in found.items():
-            for held, part in zip(workers, expected_digests([pair], shape, count), strict=True):
-                held |= part  # noqa: PLW2901  in place
-    return found
+        if refusal is not None:
+            raise refusal

@@ -1,19 +1,18 @@
-"""Rollouts from API servers that somebody else started: collective calls, the same samples on every rank.
+"""Rollouts from API servers that run independently of the trainer: collective calls, the same samples on every rank.
 
     engines = ServerEngines(config, parallel)                # rollout.servers = ["http://10.0.0.5:8000", ...]
     engines.push(source, version=0)
     samples = engines.generate(prompts, SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7))
     engines.close()
 
-Rank 0 alone speaks to the servers. What it learns, good or bad, all ranks hear before any of them goes on. Prompts of a
-server that is lost go to the others; when none is left, all ranks wait for one to come back, push the weights into it,
-and what is missing is sampled; with the seeds of the prompts, which give the samples of an unbroken run.
+Rank 0 alone talks to the servers; all ranks gather each outcome before they go on. Prompts of a lost server go to the
+others. When none is left, all ranks wait until one is back, push the weights into it, and sample what is missing. The
+responses use the seeds of their prompts, so the samples equal those of an unbroken run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
@@ -22,17 +21,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from oblr_megatron.engine.http_messages import GenerateBody, Holding
-from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
+from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
 from oblr_megatron.rollout.balance import Balance
 from oblr_megatron.rollout.dispatch import dispatch
-from oblr_megatron.rollout.recovery import Recovery
+from oblr_megatron.rollout.push import Receiver, push
+from oblr_megatron.rollout.recovery import RecoveringEngines
 from oblr_megatron.rollout.server_client import VllmServer, reasons
-from oblr_megatron.rollout.server_push import ServerPusher, SharedMemoryTransport, Transport, push
-from oblr_megatron.rollout.staleness import check_batch
-from oblr_megatron.runtime.collectives import Collectives, Outcome, attempt, raise_first
+from oblr_megatron.rollout.server_push import ServerReceiver, SharedMemoryTransport, Transport
+from oblr_megatron.runtime.collectives import Outcome, attempt, raise_first
 from oblr_megatron.runtime.http_loop import HttpLoop
-from oblr_megatron.weights.names import ModelShape
+from oblr_megatron.weights.manifest import manifest_of
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -49,60 +48,30 @@ PROBE_SECONDS = 5.0
 POLL_SECONDS = 0.5
 
 
-class ServerEngines(RolloutEngine):
-    """All servers of a run; every rank calls every method, with the same arguments."""
+class ServerEngines(RecoveringEngines):
+    """All servers of a run; every rank calls every method with the same arguments."""
+
+    _all = "the servers"
 
     def __init__(self, config: Config, parallel: Parallel) -> None:
-        """Make the handles; nothing is asked yet, `rollout.server_checks` has done so before the run began."""
-        self._config, self._rank = config, parallel.rank
-        self._collectives = Collectives(parallel.rank)
-        self._recovery = Recovery(config.rollout.max_restarts, tells=parallel.rank == 0)
+        """Make the handles. Nothing is asked yet: `rollout.server_checks` did so before the run began."""
+        super().__init__(config, parallel.rank)
         self._transport = _transport(config, parallel)
-        self._servers = _Servers(config, self._transport) if parallel.rank == 0 else None
-        self._verify = _shape(config) if config.weights.verify else None
-        self._holding = Holding()
-        self._source: Source | None = None  # of the weights being served; None: the checkpoint
-        self._checksums: list[int | None] = []  # of its buckets, on rank 0
+        self._servers = _Servers(config) if parallel.rank == 0 else None
+        self._holder = ""  # names this run to the servers, once it has pushed
+        self._checksums: list[int | None] = []  # of the buckets of the weights being served, on rank 0
         self._behind = True  # no server is known to hold the weights
-        self._restarts = 0
-        self._unusable: str | None = None
-
-    @property
-    def version(self) -> int:
-        """Of the weights that all engines serve; 0 is the checkpoint they started from."""
-        return self._holding.version
-
-    def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
-        """See `RolloutEngine.generate`; the servers share the prompts by the tokens they have outstanding."""
-        if self._unusable is not None:
-            raise RunError(self._unusable)
-        ids = [prompt.token_ids for prompt in prompts]
-        costs = [len(prompt) + request.group_size * request.max_tokens for prompt in ids]
-        balance = Balance(costs, [], 1 if request.greedy else request.group_size)
-        samples = self._until_done(lambda: self._sample_rest(ids, request, balance))
-        self._recovery.sampled()
-        check_batch(samples, len(prompts) * request.group_size, self.version)
-        return samples
 
     def push(self, source: Source, version: int) -> PushStats:
-        """See `RolloutEngine.push`; it has succeeded when one server serves the weights, others may follow."""
-        self._unusable = f"push {version} did not reach the servers; generate again after one that does"
-        holder = self._holding.holder or self._from_first_rank(lambda _: secrets.token_hex(8), "the run's name", 0)
-        holding = Holding(holder=holder, version=version)
-        stats = self._until_done(lambda: self._deliver(source, holding, check=False))
-        self._source, self._holding, self._unusable = source, holding, None
-        return stats
+        """See `RolloutEngine.push`. It succeeds when one server serves the weights; others may follow later."""
+        self._holder = self._holder or self._from_first_rank(lambda _: secrets.token_hex(8), "the run's name", 0)
+        return super().push(source, version)
 
     def sleep(self, level: int = 1) -> None:
-        """Nothing: servers have their memory for themselves."""
+        """Does nothing: servers have their own memory."""
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Nothing either."""
-
-    def metrics(self) -> dict[str, float]:
-        """How many servers were given the weights again after they had been lost, since the last call."""
-        restarts, self._restarts = self._restarts, 0
-        return {"rollout/restarts": restarts}
+        """Does nothing: servers do not sleep."""
 
     def close(self) -> None:
         """Close the connections; the servers go on. Not collective."""
@@ -110,102 +79,102 @@ class ServerEngines(RolloutEngine):
             self._servers.close()
         self._transport.close()
 
-    def _until_done(self, call: Callable[[], Value]) -> Value:
-        """Call, and after the loss of all servers again when one is back, up to the limit."""
+    def _holding(self, version: int) -> Holding:
+        return Holding(holder=self._holder, version=version)
 
-        def once() -> Value:
-            try:
-                return call()
-            except EngineLostError:
-                self._behind = True
-                raise
-
-        return self._recovery.until_done(once)
-
-    def _sample_rest(
-        self, prompts: Sequence[Sequence[int]], request: SamplingRequest, balance: Balance
-    ) -> list[Sample]:
-        if self._behind and self._source is not None:
-            self._deliver(self._source, self._holding, check=True)
-        elif self._behind:
-            self._wait_for_servers()
-        self._behind = False
+    def _sampling(self, prompts: Sequence[Prompt], request: SamplingRequest) -> Callable[[], list[Sample]]:
+        """The servers share the prompts by the number of tokens that each still has to sample."""
+        ids = [prompt.token_ids for prompt in prompts]
+        costs = [len(prompt) + request.group_size * request.max_tokens for prompt in ids]
+        balance = Balance(costs, [], 1 if request.greedy else request.group_size)
         seconds = self._config.rollout.generate_timeout_s
         what = f"{len(prompts)} x {request.group_size} samples"
 
-        def sample(servers: _Servers) -> list[Sample]:
-            return servers.sample(prompts, request, balance, self._holding, what=what, seconds=seconds)
+        def sample_rest() -> list[Sample]:
+            if self._behind and self._source is not None:
+                self._deliver(self._source, self._version, check=True)
+            elif self._behind:
+                self._wait_for_servers()
+            self._behind = False
+            holding = self._holding(self._version)
+            return self._from_first_rank(
+                lambda servers: servers.sample(ids, request, balance, holding, what=what, seconds=seconds),
+                what,
+                seconds,
+            )
 
-        return self._from_first_rank(sample, what, seconds)
+        return sample_rest
 
     def _wait_for_servers(self) -> None:
         seconds = self._config.rollout.start_timeout_s
         self._restarts += self._from_first_rank(lambda servers: servers.wait_for_any(seconds), "the servers", seconds)
 
-    def _deliver(self, source: Source, holding: Holding, *, check: bool) -> PushStats:
-        """One push into all servers that are there, on every rank.
+    def _deliver(self, source: Source, version: int, *, check: bool = False) -> PushStats:
+        """One push into all servers that are there.
 
         Args:
             source: of the weights.
-            holding: their name.
-            check: whether the source must yield what it did when these weights were first pushed.
+            version: of the weights.
+            check: the source must still yield what it did at the first push of these weights.
         """
         self._wait_for_servers()
-        servers = self._servers
-        own = attempt(
-            lambda: push(
-                None if servers is None else servers.pusher,
-                self._transport,
-                source,
-                holding,
-                [] if servers is None else servers.present(),
-                checksum=self._config.weights.checksum,
-                verify=self._verify,
-            )
-        )
-        outcomes = self._gather(own, f"push {holding.version}", 2 * self._config.rollout.push_timeout_s)
+        own = attempt(lambda: self._push_once(source, version))
+        outcomes = self._gather(own, f"push {version}", 2 * self._config.rollout.push_timeout_s)
         raise_first(outcomes, own)
         stats, checksums = outcomes[0].value
         if check and checksums != self._checksums:
-            self._unusable = f"the trainer's weights have changed since push {holding.version}"
+            self._unusable = f"the trainer's weights have changed since push {version}"
             raise RunError(f"{self._unusable}: a server that came back cannot be given the old ones")
         self._checksums, self._behind = checksums, False
         return stats
 
+    def _push_once(self, source: Source, version: int) -> tuple[PushStats | None, list[int | None]]:
+        """What was moved, and the buckets' checksums; both empty on ranks other than 0."""
+        weights, manifest = self._config.weights, manifest_of(source)
+        receiver = Receiver()
+        if self._servers is not None:
+            receiver = ServerReceiver(
+                self._servers.present(),
+                manifest,
+                self._holding(version),
+                model=self._config.model.path,
+                loop=self._servers.loop,
+                transport=self._transport,
+                seconds=self._config.rollout.push_timeout_s,
+            )
+        capacity = self._transport.capacity(manifest)
+        stats = push(receiver, source, capacity, checksum=weights.checksum, verify=weights.verify)
+        return stats, receiver.checksums if isinstance(receiver, ServerReceiver) else []
+
     def _from_first_rank(self, call: Callable[[_Servers], Value], what: str, seconds: float) -> Value:
-        """Have rank 0 do something; all ranks get what it returned, or the error it ended with."""
+        """Call on rank 0; every rank gets its result or its error."""
         servers = self._servers
         own: Outcome[Any] = Outcome() if servers is None else attempt(lambda: call(servers))
         outcomes = self._gather(own, what, seconds)
         raise_first(outcomes, own)
         return outcomes[0].value
 
-    def _gather(self, own: Outcome[Any], what: str, seconds: float) -> list[Outcome[Any]]:
-        patience = seconds + self._config.parallel.distributed_timeout_s
-        return self._collectives.gather(own, what=what, seconds=patience)
-
 
 class _Servers:
-    """What rank 0 has: the handles, the loop they live in, and the feeding end of a push."""
+    """The servers' handles and the event loop that they live in; on rank 0."""
 
-    def __init__(self, config: Config, transport: Transport) -> None:
+    def __init__(self, config: Config) -> None:
         key = os.environ.get(config.rollout.api_key_env, "")
         self.servers = [VllmServer(url, key) for url in config.rollout.servers]
-        self._known: set[VllmServer] = set()  # that have been there before
-        self._loop = HttpLoop()
-        self.pusher = ServerPusher(self._loop, transport, config.rollout.push_timeout_s)
+        self._known: set[VllmServer] = set()  # servers that have answered before
+        self.loop = HttpLoop()
 
     def present(self) -> list[VllmServer]:
         """Servers that are not known to be lost."""
         return [server for server in self.servers if server.lost is None]
 
     def wait_for_any(self, seconds: float) -> int:
-        """Look which servers are there, until one is; how many of them had been lost.
+        """Ask all servers until one answers. Returns how many of the servers that answer had been lost.
 
         Raises:
-            DeadlineError: none came.
+            RunError: none answered in time.
         """
-        return self._loop.run(self._wait_for_any(seconds))
+        return self.loop.run(self._wait_for_any(seconds))
 
     async def _wait_for_any(self, seconds: float) -> int:
         deadline = time.monotonic() + seconds
@@ -216,12 +185,12 @@ class _Servers:
             if all(server.unfit for server in self.servers):
                 raise RunError(f"no server can be used: {reasons(self.servers)}")
             if time.monotonic() > deadline:
-                error = DeadlineError("rank 0", "one of the servers to be there", seconds)
+                error = DeadlineError("rank 0", "one of the servers to answer", seconds)
                 raise RunError(f"{error}: {reasons(self.servers)}")
             await asyncio.sleep(POLL_SECONDS)
 
     async def _probe(self, server: VllmServer) -> bool:
-        """Ask a server what it can do; whether it has come back after a loss."""
+        """Ask a server for its limits. Returns whether it had been lost and is back."""
         returns = server.lost is not None and server in self._known
         try:
             await server.info(PROBE_SECONDS)
@@ -231,7 +200,7 @@ class _Servers:
         server.lost = None
         self._known.add(server)
         if returns:
-            logger.warning("%s is back, and gets the weights anew", server.name)
+            logger.warning("%s is back, and gets the weights again", server.name)
         return returns
 
     def sample(
@@ -244,26 +213,22 @@ class _Servers:
         what: str,
         seconds: float,
     ) -> list[Sample]:
-        """What `balance` lacks, from the servers that are there; all samples in prompt-major order."""
+        """Sample what `balance` lacks, on the servers that are not lost. Returns all samples, prompt-major."""
         balance.restart([0 if server.lost is not None else server.capacity for server in self.servers])
 
         async def ask(server: VllmServer, items: tuple[int, ...], left: float) -> list[list[Sample]]:
             body = GenerateBody.of(holding, request, [prompts[item] for item in items], items)
             return await server.generate(body, left)
 
-        self._loop.run(dispatch(self.servers, balance, ask, what=what, seconds=seconds))
+        self.loop.run(dispatch(self.servers, balance, ask, what=what, seconds=seconds))
         return [sample for group in balance.results() for sample in group]
 
     def close(self) -> None:
         """Close the connections and the loop."""
-        if not self._loop.closed:
+        if not self.loop.closed:
             for server in self.servers:
-                self._loop.run(server.close())
-        self._loop.close()
-
-
-def _shape(config: Config) -> ModelShape:
-    return ModelShape.of(json.loads((config.model.path / "config.json").read_text(encoding="utf-8")))
+                self.loop.run(server.close())
+        self.loop.close()
 
 
 def _transport(config: Config, parallel: Parallel) -> Transport:

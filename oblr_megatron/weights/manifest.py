@@ -1,7 +1,7 @@
-"""What a push is made of, and whether it is the whole of it: names, dtypes and shapes, checked on the engine's side.
+"""The tensors of a push, and the engine's check that all of them come, in order. Imports no torch.
 
-Every push declares its manifest, which must be exactly the tensors of the checkpoint that the engine started from, in
-the engine's dtype; every bucket must then be the next stretch of that manifest, and the last one must reach its end.
+A push declares its manifest: exactly the tensors of the checkpoint that the engine started from, in the engine's dtype.
+Each bucket must continue where the previous one ended, and the last bucket must reach the end of the manifest.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from oblr_megatron.errors import WeightError
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 class Source(Protocol):
-    """What a push needs of vLLM's `WeightSource`: Hugging Face names, whole tensors, the same order on every rank."""
+    """Whole tensors under Hugging Face names, in the same order on every rank; vLLM's `WeightSource` is one."""
 
     def metadata(self) -> Sequence[Any]:
-        """(name, dtype, shape) of every tensor that iteration yields, in that order."""
+        """(name, dtype, shape) of every tensor, in the order of iteration."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
@@ -30,15 +31,15 @@ class Source(Protocol):
 
 @runtime_checkable
 class ViewSource(Protocol):
-    """A source that can do without copies of its own; see `MegatronWeights.views`."""
+    """A source that can yield tensors without copying them; see `MegatronWeights.views`."""
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors' elements in row-major order, in any number of dimensions and any dtype, each until the next."""
+        """Elements in row-major order, in any dtype and number of dimensions. A view is valid until the next one."""
         ...
 
 
 def views_of(source: Source) -> Iterator[tuple[str, Tensor]]:
-    """What to copy from: a source's views where it has them, its tensors where not."""
+    """The source's views if it has them, otherwise its tensors."""
     return source.views() if isinstance(source, ViewSource) else iter(source)
 
 
@@ -52,7 +53,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> TensorSpec:
-        """From torch's own description."""
+        """A spec from torch's dtype and shape."""
         return cls(name, str(dtype).removeprefix("torch."), tuple(shape))
 
     @property
@@ -67,7 +68,9 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """torch's dtype."""
+        import torch  # here, so that the state of an engine can be used and tested without torch
+
         return getattr(torch, self.dtype)
 
     def __str__(self) -> str:
@@ -76,7 +79,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a tensor's elements in row-major order; a tensor that one bucket does not hold comes in several.
+    """Consecutive elements of a tensor in row-major order; a tensor larger than a bucket comes in several parts.
 
     Example: Part(TensorSpec("model.embed_tokens.weight", "bfloat16", (151936, 1024)), first=8388608, count=8388608)
     """
@@ -87,25 +90,38 @@ class Part:
 
     @classmethod
     def whole(cls, spec: TensorSpec) -> Part:
-        """All of a tensor."""
+        """The part that holds all of a tensor."""
         return cls(spec, 0, spec.numel)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the stretch."""
+        """Bytes of the part."""
         return self.count * self.spec.torch_dtype.itemsize
 
     def __str__(self) -> str:
-        stretch = "" if self.count == self.spec.numel else f", {self.count} elements from {self.first} on"
-        return f"{self.spec}{stretch}"
+        if self.count == self.spec.numel:
+            return str(self.spec)
+        return f"{self.spec}, {self.count} elements from {self.first} on"
 
 
 Manifest = tuple[TensorSpec, ...]
 
 
 def manifest_of(source: Source) -> Manifest:
-    """What a source declares."""
+    """The tensors that a source declares."""
     return tuple(TensorSpec.of(meta.name, meta.dtype, meta.shape) for meta in source.metadata())
+
+
+def parts_of(update_info: Mapping[str, Any]) -> tuple[Part, ...]:
+    """The parts in one weight update, of our backends (`Bucket.update_info`) or of vLLM's IPC backend.
+
+    vLLM's IPC backend has no "firsts" and "counts": it sends whole tensors.
+    """
+    fields = (update_info["names"], update_info["dtype_names"], update_info["shapes"])
+    specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in zip(*fields, strict=True)]
+    if "firsts" not in update_info:
+        return tuple(map(Part.whole, specs))
+    return tuple(map(Part, specs, update_info["firsts"], update_info["counts"]))
 
 
 def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]], dtype: str | None = None) -> None:
@@ -113,11 +129,11 @@ def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]], dty
 
     Args:
         manifest: of the push.
-        model: names and shapes that the engine holds.
-        dtype: that the engine holds them in; None where it is not known.
+        model: name -> shape of the engine's tensors.
+        dtype: of the engine's tensors; None skips this check.
 
     Raises:
-        WeightError: naming the first tensors that are missing, unknown, doubled, of another shape or dtype.
+        WeightError: names the first tensors that are missing, unknown, given twice, or of another shape or dtype.
     """
     counts = Counter(spec.name for spec in manifest)
     known = [spec for spec in manifest if spec.name in model]
@@ -146,18 +162,18 @@ def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]], dty
 
 
 class Ledger:
-    """Follows one push: what has come, and what is still owed."""
+    """How far one push has come along its manifest."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._taken = 0  # whole tensors
-        self._next = 0  # element of the tensor after them
+        self._taken = 0  # whole tensors that have come
+        self._next = 0  # the next element of the tensor after them
 
     def take(self, parts: Sequence[Part]) -> None:
-        """Enter a bucket, which must hold the next stretches of the manifest.
+        """Count a bucket.
 
         Raises:
-            WeightError: it holds something else.
+            WeightError: the bucket does not continue the manifest.
         """
         for part in parts:
             owed = self._manifest[self._taken] if self._taken < len(self._manifest) else None
@@ -169,10 +185,10 @@ class Ledger:
             self._taken, self._next = (self._taken + 1, 0) if done else (self._taken, end)
 
     def finish(self) -> None:
-        """Refuse to end before every tensor has come.
+        """Check that every tensor has come.
 
         Raises:
-            WeightError: naming the first that is missing.
+            WeightError: names the first tensors that have not.
         """
         owed = [spec.name for spec in self._manifest[self._taken :]]
         if owed:

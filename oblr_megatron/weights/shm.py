@@ -20,6 +20,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import xxhash
@@ -85,6 +86,21 @@ class Bucket:
     used: int
     checksum: int | None  # None: not taken
 
+    def update_info(self) -> dict[str, Any]:
+        """The bucket's description as plain lists; the first three keys are those of vLLM's own backends."""
+        specs = [part.spec for part in self.parts]
+        return {
+            "names": [spec.name for spec in specs],
+            "dtype_names": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "firsts": [part.first for part in self.parts],
+            "counts": [part.count for part in self.parts],
+            "offsets": list(self.offsets),
+            "start": self.start,
+            "used": self.used,
+            "checksum": self.checksum,
+        }
+
 
 def bucket_capacity(manifest: Manifest, bucket_bytes: int) -> int:
     """Bytes of a bucket: the size asked for, but never more than the whole model's."""
@@ -107,6 +123,8 @@ def fill_buckets(
     Raises:
         WeightError: the source does not yield what its metadata declares.
     """
+    # Taken once: if the engine dies and its buffer is closed, the rest is gathered into memory that no one reads.
+    memory = None if buffer is None else buffer.bytes
     parts: list[Part] = []
     offsets: list[int] = [0]
     start = 0
@@ -114,8 +132,8 @@ def fill_buckets(
         if offsets[-1] + part.num_bytes > capacity:
             yield _seal(parts, offsets, start, buffer, checksum)
             parts, offsets, start = [], [0], (start + capacity) % (HALVES * capacity)
-        if buffer is not None:
-            _elements(buffer, start + offsets[-1], part).view(piece.shape).copy_(piece)
+        if memory is not None:
+            _elements(memory, start + offsets[-1], part).view(piece.shape).copy_(piece)
         parts.append(part)
         offsets.append(offsets[-1] + _aligned(part.num_bytes))
     if parts:
@@ -141,7 +159,7 @@ def read_bucket(bucket: Bucket, buffer: SharedBuffer) -> list[tuple[Part, Tensor
                 f"a bucket's checksum is {found:016x}, the trainer's was {bucket.checksum:016x} ({names})"
             )
     return [
-        (part, _elements(buffer, bucket.start + offset, part))
+        (part, _elements(buffer.bytes, bucket.start + offset, part))
         for part, offset in zip(bucket.parts, bucket.offsets, strict=True)
     ]
 
@@ -195,8 +213,8 @@ def _seal(parts: list[Part], offsets: list[int], start: int, buffer: SharedBuffe
     return Bucket(tuple(parts), tuple(offsets[:-1]), start, used, found)
 
 
-def _elements(buffer: SharedBuffer, offset: int, part: Part) -> Tensor:
-    return buffer.bytes[offset : offset + part.num_bytes].view(part.spec.torch_dtype)
+def _elements(memory: Tensor, offset: int, part: Part) -> Tensor:
+    return memory[offset : offset + part.num_bytes].view(part.spec.torch_dtype)
 
 
 def _aligned(size: int) -> int:

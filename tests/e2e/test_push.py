@@ -68,12 +68,10 @@ class Line:
         self.call("finish_push", version=9)
 
     def send_buckets(self, source: Weights, damage: Damage | None = None) -> None:
-        from oblr_megatron.engine.transfer import ShmUpdateInfo
-
         for index, bucket in enumerate(fill_buckets(source, CAPACITY, self.memory)):
             if damage is not None:
                 damage(index, bucket, self.memory)
-            self.call("update_weights", update_info=vars(ShmUpdateInfo.of(bucket)))
+            self.call("update_weights", update_info=bucket.update_info())
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,7 @@ def test_a_run_that_loses_its_engine_saves_its_state(tmp_path: Path, overrides: 
             assert job.poll() is None and time.monotonic() < deadline, "the job did not come so far"
             time.sleep(0.1)
         family = psutil.Process(job.pid).children(recursive=True)
-        engine = next(child for child in family if "vllm_worker" in " ".join(child.cmdline()))
+        engine = next(child for child in family if "oblr_megatron.engine.worker" in " ".join(child.cmdline()))
         engine.kill()
         stdout, stderr = job.communicate(timeout=120)
     finally:

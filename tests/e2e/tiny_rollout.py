@@ -90,7 +90,7 @@ def largest_error(model: PreTrainedModel, samples: Sequence[Sample], temperature
 
 def engine_processes() -> list[psutil.Process]:
     """This process's engine children that still exist (zombies included)."""
-    return [child for child in psutil.Process().children(recursive=True) if "vllm_worker" in " ".join(_command(child))]
+    return [child for child in psutil.Process().children(recursive=True) if "oblr_megatron.engine.worker" in " ".join(_command(child))]
 
 
 def _command(process: psutil.Process) -> list[str]:

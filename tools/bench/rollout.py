@@ -37,7 +37,7 @@ from oblr_megatron.config import Config, ParallelConfig, parse_config
 from oblr_megatron.engine.handle import child_environment
 from oblr_megatron.engine.protocol import EngineSpec, RolloutEngine, SamplingRequest
 from oblr_megatron.model.parallel import initialize, shutdown
-from oblr_megatron.rollout.open import open_engines
+from oblr_megatron.rollout import open_engines
 from oblr_megatron.types import Prompt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -35,13 +35,12 @@ def test_the_entry_point_leads_here():
 
 
 def test_registering_twice_is_registering_once(packing):
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     vllm_plugin.register()
     vllm_plugin.register()
-    for factory in (WeightTransferEngineFactory, WeightTransferTrainerFactory):
-        for name in (vllm_plugin.SHM_BACKEND, vllm_plugin.IPC_BACKEND):
-            assert factory._registry[name]().__module__ == "oblr_megatron.engine.transfer"
+    for name in (vllm_plugin.SHM_BACKEND, vllm_plugin.IPC_BACKEND):
+        assert WeightTransferEngineFactory._registry[name]().__module__ == "oblr_megatron.engine.transfer"
 
 
 @pytest.mark.parametrize("plugin", [False, True])

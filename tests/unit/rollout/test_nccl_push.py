@@ -27,7 +27,7 @@ def updates(source, capacity):
     buffer = DeviceBuffer(torch.device("cpu"))
     buffer.reserve(HALVES * capacity)
     for bucket in fill_buckets(source, capacity, buffer):
-        yield ShmUpdateInfo.of(bucket), buffer.bytes[bucket.start : bucket.start + bucket.used].clone()
+        yield ShmUpdateInfo(**bucket.update_info()), buffer.bytes[bucket.start : bucket.start + bucket.used].clone()
 
 
 def test_received_bytes_become_the_tensors_that_were_sent():

@@ -22,19 +22,19 @@ class Losing:
 @pytest.mark.parametrize("losses", [0, 1, 3])
 def test_as_many_losses_as_allowed_are_mended(losses):
     call = Losing(losses)
-    assert Recovery(3, tells=False).until_done(call) == "done"
+    assert Recovery(3, logs=False).until_done(call) == "done"
     assert call.calls == losses + 1
 
 
 def test_one_more_is_raised_and_ends_it():
-    recovery = Recovery(2, tells=False)
+    recovery = Recovery(2, logs=False)
     with pytest.raises(EngineLostError, match=r"(?s)loss 3.*after 2 restarts without a completed rollout"):
         recovery.until_done(Losing(3))
     assert recovery.over
 
 
 def test_losses_add_up_over_calls_until_a_rollout_completes():
-    recovery = Recovery(2, tells=False)
+    recovery = Recovery(2, logs=False)
     recovery.until_done(Losing(2))
     recovery.sampled()
     recovery.until_done(Losing(1))
@@ -50,7 +50,7 @@ def test_without_restarts_the_error_stays_what_it_was():
         raise error
 
     with pytest.raises(EngineDeadlineError) as caught:
-        Recovery(0, tells=False).until_done(call)
+        Recovery(0, logs=False).until_done(call)
     assert caught.value is error
 
 
@@ -62,5 +62,5 @@ def test_a_refusal_is_not_tried_again():
         raise RunError("no")
 
     with pytest.raises(RunError, match="no"):
-        Recovery(3, tells=False).until_done(call)
+        Recovery(3, logs=False).until_done(call)
     assert len(calls) == 1

@@ -1,0 +1,162 @@
+"""Which weights an engine holds, and whether it may sample from them. Imports no torch and no vllm.
+
+An engine samples from one complete set of weights, or not at all. Both kinds of engine (`core.EngineServer`, a process
+of the run, and `server_model.ServedModel`, an API server) make each vLLM call about weights inside a step of this
+state machine:
+
+    with state.begin(Holding(version=3), manifest):
+        llm.start_weight_update()
+    with state.bucket(parts):                                  # one step per bucket
+        llm.update_weights({"update_info": update_info})
+    with state.finish():
+        llm.finish_weight_update("3")
+        check_reset(llm.reset_prefix_cache())
+    state.check_usable()                                       # before each request for samples
+
+    event         allowed in   next state   refused if
+    begin         any          pushing      the manifest is not exactly the model's tensors
+    bucket        pushing      pushing      its parts are not the next ones of the manifest
+    finish        pushing      serving      a tensor has not come
+    fail          any          unusable     (ignored if it names a push that is neither open nor served)
+    check_usable  serving      serving      the caller expects other weights
+
+A step that is refused, or that ends with an error of vLLM, leads to the state unusable; only a new push leads out of
+it. A bucket or a finish of a push that is not open is refused and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from oblr_megatron.engine.http_messages import Holding
+from oblr_megatron.errors import RunError
+from oblr_megatron.weights.manifest import Ledger, Manifest, Part, check_manifest
+
+
+class Refusal(RunError):
+    """The request does not fit the state of the engine. The engine itself is healthy."""
+
+
+class WeightState:
+    """The weights of one engine; not thread-safe."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+        """Args:
+        shapes: names and shapes of the checkpoint that the engine started from.
+        dtype: of the engine's weights, torch's name without "torch.".
+        """
+        self._shapes, self._dtype = shapes, dtype
+        self.holding = Holding()  # the last complete push
+        self.pushing: Holding | None = None  # the open push
+        self.unusable: str | None = None  # why the engine may not sample
+        self._ledger = Ledger(())
+        self._session_open = False
+
+    @property
+    def phase(self) -> Literal["serving", "pushing", "unusable"]:
+        """The state, as the table of the module names it."""
+        if self.unusable is None:
+            return "serving"
+        return "unusable" if self.pushing is None else "pushing"
+
+    @contextmanager
+    def begin(self, holding: Holding, manifest: Manifest) -> Iterator[None]:
+        """Open a push. From here on the engine may not sample until `finish`.
+
+        Raises:
+            WeightError: the manifest is not exactly the model's tensors in the engine's dtype.
+        """
+        self.fail(f"push {holding.version} has not ended")
+        with self._fails(holding):
+            check_manifest(manifest, self._shapes, self._dtype)
+            self.pushing, self._ledger, self._session_open = holding, Ledger(manifest), True
+            yield
+
+    @contextmanager
+    def bucket(self, parts: Sequence[Part], holding: Holding | None = None) -> Iterator[None]:
+        """Load one bucket.
+
+        Args:
+            parts: contents of the bucket.
+            holding: the push it belongs to; None on a connection that carries one push at a time.
+
+        Raises:
+            Refusal: this push is not open.
+            WeightError: the parts are not the next ones of the manifest.
+        """
+        with self._fails(self._open(holding)):
+            self._ledger.take(parts)
+            yield
+
+    @contextmanager
+    def finish(self, holding: Holding | None = None) -> Iterator[None]:
+        """End the push; the engine may sample from its weights afterwards.
+
+        Raises:
+            Refusal: this push is not open.
+            WeightError: a tensor has not come.
+        """
+        pushed = self._open(holding)
+        with self._fails(pushed):
+            self._ledger.finish()
+            yield
+        self.holding, self.pushing, self.unusable, self._session_open = pushed, None, None, False
+
+    def fail(self, reason: str, holding: Holding | None = None) -> None:
+        """Make the weights unusable until the next complete push.
+
+        Args:
+            reason: shown to whoever asks for samples.
+            holding: the push that failed; a failure of another push than the open or the last one is ignored.
+        """
+        if holding in (None, self.pushing, self.holding):
+            self.unusable, self.pushing = reason, None
+
+    def leave_session(self) -> bool:
+        """Whether a failed push has left vLLM's update session open. The caller must close the session then."""
+        left = self._session_open and self.pushing is None
+        self._session_open &= not left
+        return left
+
+    def check_usable(self, holding: Holding | None = None) -> None:
+        """Refuse to sample from incomplete weights, or from other weights than `holding`.
+
+        Raises:
+            Refusal: with the reason.
+        """
+        if self.unusable is not None:
+            raise Refusal(f"{self.unusable}; it generates again after a complete push")
+        if holding not in (None, self.holding):
+            raise Refusal(f"it holds {_name(self.holding)}, not {_name(holding)}")
+
+    def _open(self, holding: Holding | None) -> Holding:
+        if self.pushing is None or holding not in (None, self.pushing):
+            what = "no push is open" if holding is None else f"push {holding.version} is not open"
+            raise Refusal(f"{what}: {self.unusable}" if self.unusable else what)
+        return self.pushing
+
+    @contextmanager
+    def _fails(self, holding: Holding) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # also a cancelled request: part of its bucket may be in place
+            self.fail(f"push {holding.version} failed: {str(error) or type(error).__name__}")
+            raise
+
+
+def check_reset(done: bool) -> None:
+    """Refuse to serve a push if vLLM could not drop the prefixes that it computed with the old weights.
+
+    Args:
+        done: what vLLM's `reset_prefix_cache` returned.
+    """
+    if not done:
+        raise Refusal("vLLM kept cached prefixes of the old weights")
+
+
+def _name(holding: Holding | None) -> str:
+    if holding is None or not holding.holder:
+        return "the checkpoint it started from"
+    return f"version {holding.version} of run {holding.holder}"
