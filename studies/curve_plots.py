@@ -1,7 +1,7 @@
-"""Figures of a study of curves, as SVG and PNG, at the width of a README.
+"""Draw the charts of a study of curves, as SVG and PNG, at the width of a README.
 
-Few arms share one panel, with their names at the ends of their curves. Many get a panel each, in which the arm stands
-before all others in grey and the reference in black: twelve bands on top of each other say nothing.
+Up to TOGETHER arms share one panel, with names at the ends of the curves. More arms get a panel each: the arm in
+colour, all others in grey, the reference in black.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TOGETHER = 5  # arms that share a panel
+TOGETHER = 5  # largest number of arms in one panel
 COLUMNS = 4
 RATE_LABELS = 4
 
 
 def write_charts(tasks: Sequence[TaskSummary], out: Path) -> list[Path]:
-    """curves_, auc_ and sweep_ of every task that has something to show; their paths."""
+    """Write the charts curves_, auc_ and sweep_ of every task that has data for them; returns their paths."""
     paths = []
     for task in tasks:
         for name, draw, ready in (
@@ -41,7 +41,7 @@ def write_charts(tasks: Sequence[TaskSummary], out: Path) -> list[Path]:
 
 @styled()
 def draw_curves(task: TaskSummary) -> Figure:
-    """Accuracy by step: the mean over seeds and its interval."""
+    """Accuracy by step: mean over seeds with its 95% interval."""
     title = f"{task.task}: held-out accuracy, mean over seeds and its 95% interval"
     if len(task.seen) <= TOGETHER:
         figure, axes = _single(title, height=4.2)
@@ -53,7 +53,7 @@ def draw_curves(task: TaskSummary) -> Figure:
         _label_ends(axes, ends)
         axes.set_xlabel("step")
         return figure
-    figure, panels = _panels(f"{title}; on the right the area under the mean", len(task.seen))
+    figure, panels = _panels(f"{title}; right: area under the mean", len(task.seen))
     for axes, arm in zip(panels, task.seen, strict=True):
         for other in task.seen:
             if other is not arm:
@@ -65,7 +65,7 @@ def draw_curves(task: TaskSummary) -> Figure:
 
 
 def _curve(axes: Axes, arm: ArmSummary, colour: str, *, band: bool) -> Array:
-    """The mean curve [n], and the interval around it."""
+    """Draw the mean curve and, with `band`, its interval; returns the mean [n]."""
     values = np.array([run.accuracy for run in arm.runs])  # [seeds, n]
     steps, mean = arm.runs[0].steps, values.mean(axis=0)
     axes.plot(steps, mean, color=colour, linewidth=1.8 if band else 1.0, zorder=3 if band else _depth(colour))
@@ -77,12 +77,12 @@ def _curve(axes: Axes, arm: ArmSummary, colour: str, *, band: bool) -> Array:
 
 
 def _depth(colour: str) -> float:
-    """The reference lies over the others' grey."""
+    """Drawing order: the reference lies above the grey curves."""
     return 2.4 if colour == INK else 2.0
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, str]]) -> None:
-    """Names at the curves' right ends, moved apart where they would lie on one another."""
+    """Write names at the curves' right ends, moved apart where they would overlap."""
     low, high = axes.get_ylim()
     gap = 0.055 * (high - low)
     for (text, value, colour), place in zip(ends, apart([value for _, value, _ in ends], gap), strict=True):
@@ -99,12 +99,12 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, str]]) -> None:
 
 
 def apart(values: Sequence[float], gap: float) -> list[float]:
-    """The values, moved as little as it takes for no two to be nearer than the gap; their order is kept.
+    """Move the values as little as possible so that no two are closer than the gap. Keeps their order.
 
     >>> apart([1.0, 1.0, 5.0], 1.0)
     [0.5, 1.5, 5.0]
     """
-    clusters: list[list[int]] = []  # of indices, each laid out around the mean of its members
+    clusters: list[list[int]] = []  # indices; each cluster is centred on the mean of its values
 
     def places(cluster: list[int]) -> list[float]:
         centre = sum(values[i] for i in cluster) / len(cluster)
@@ -120,7 +120,7 @@ def apart(values: Sequence[float], gap: float) -> list[float]:
 
 @styled()
 def draw_differences(task: TaskSummary) -> Figure:
-    """Each arm's area under the curve minus the reference's: mean, interval and seeds, the best on top."""
+    """Each arm's area under the curve minus the reference's: mean, interval and seeds. The best arm is on top."""
     others = [arm for arm in task.seen if arm is not task.reference]
     pairs = [(arm, arm.against(task.reference, area)) for arm in others]
     pairs = sorted((pair for pair in pairs if pair[1].pairs), key=lambda pair: pair[1].interval.mean)
@@ -148,14 +148,14 @@ def _comparable(task: TaskSummary) -> bool:
 
 
 def _paired(arm: ArmSummary, other: ArmSummary) -> list[float]:
-    """Differences of area, seed by seed."""
+    """Differences of area by seed."""
     theirs = {run.key.seed: run.auc for run in other.runs}
     return [run.auc - theirs[run.key.seed] for run in arm.runs if run.key.seed in theirs]
 
 
 @styled()
 def draw_sweeps(task: TaskSummary) -> Figure:
-    """Area under the curve by learning rate: mean and runs of the sweep's seeds, the chosen rate ringed."""
+    """Area under the curve by learning rate: mean and single runs of the sweep. A ring marks the chosen rate."""
     arms = [arm for arm in task.arms if any(arm.sweep.values())]
     figure, panels = _panels(f"{task.task}: sweep, area under the curve by learning rate (chosen: ringed)", len(arms))
     means = {
@@ -177,7 +177,7 @@ def draw_sweeps(task: TaskSummary) -> Figure:
 
 
 def _rate_axis(axes: Axes, rates: list[float]) -> None:
-    """Ticks at the rates, as many as have room for their labels."""
+    """Put at most RATE_LABELS ticks at the rates."""
     axes.set_xscale("log")
     axes.minorticks_off()
     shown = rates[:: -(-len(rates) // RATE_LABELS)]
@@ -189,14 +189,14 @@ def _line(means: dict[float, Any]) -> tuple[list[float], list[float]]:
 
 
 def _role(task: TaskSummary, arm: ArmSummary) -> str:
-    """Black for the reference, one colour for peers, another for all else."""
+    """Colour of an arm: black for the reference, orange for peers, blue for all others."""
     if arm.arm == task.reference.arm:
         return INK
     return PEER if arm.peer else COLOURS[0]
 
 
 def _single(title: str, *, height: float) -> tuple[Figure, Axes]:
-    """One panel, with room for names on its right."""
+    """A figure with one panel."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(WIDTH, height), layout="constrained")
@@ -205,7 +205,7 @@ def _single(title: str, *, height: float) -> tuple[Figure, Axes]:
 
 
 def _panels(title: str, count: int) -> tuple[Figure, list[Axes]]:
-    """A panel each, on common axes."""
+    """A figure with `count` panels on shared axes."""
     import matplotlib.pyplot as plt
 
     columns = min(COLUMNS, count)
@@ -217,7 +217,7 @@ def _panels(title: str, count: int) -> tuple[Figure, list[Axes]]:
     panels = list(grid.flat)
     for empty in panels[count:]:
         empty.set_visible(False)
-    for axes in panels[max(0, count - columns) : count]:  # where the panel below is missing
+    for axes in panels[max(0, count - columns) : count]:  # panels without a panel below
         axes.tick_params(labelbottom=True)
     return figure, panels[:count]
 
@@ -228,7 +228,7 @@ def _title(axes: Axes, arm: ArmSummary, colour: str, note: str) -> None:
 
 
 def _key(figure: Figure, task: TaskSummary, *, reference: bool = True) -> None:
-    """What the colours mean, in one line at the foot."""
+    """Explain the colours in one line at the bottom."""
     words = [(f"black: {task.reference.arm}, the reference", INK)] if reference else []
     words += [("orange: peers (published methods)", PEER), ("blue: ours and controls", COLOURS[0])]
     figure.supxlabel("      ".join(text for text, _ in words), fontsize=8, color=GREY)

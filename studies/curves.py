@@ -1,8 +1,8 @@
-"""`oblr-megatron study curves`: arms x seeds with equal samples, each arm at the best rate of its own sweep.
+"""`oblr-megatron study curves`: learning curves with equal samples, each arm at the best rate of its own sweep.
 
-sweep    every arm x every rate x sweep_seeds; where the best rate lies on the edge, the grid grows
-main     every arm at its best rate x seeds
-summary  tables and figures of whatever is whole
+sweep    arms x rates x sweep_seeds; the grid grows while the best rate lies on its edge
+main     arms at their best rates x seeds
+summary  tables and charts of all complete runs
 """
 
 from __future__ import annotations
@@ -32,22 +32,28 @@ DEADLINE_S = 1800.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the options of `study curves`."""
     parser.add_argument("plan", type=Path, metavar="PLAN.toml", help="tasks, seeds, sweep and arms")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the same command again goes on here")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="results; repeat the command to continue"
+    )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--jobs", type=int, default=cores, metavar="N", help=f"runs at once; here {cores} by default")
-    parser.add_argument("--only", nargs="+", default=[], metavar="ARM", help="these arms, and those they take rates of")
-    parser.add_argument("--deadline-s", type=float, default=DEADLINE_S, metavar="S", help="of one run; 1800 by default")
-    parser.add_argument("--summary", action="store_true", help="run nothing: tables and figures of what is there")
+    parser.add_argument("--jobs", type=int, default=cores, metavar="N", help="parallel runs (default: %(default)s)")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="ARM", help="run these arms and those in their rates_of"
+    )
+    parser.add_argument(
+        "--deadline-s", type=float, default=DEADLINE_S, metavar="S", help="deadline of a run (default: %(default)s)"
+    )
+    parser.add_argument("--summary", action="store_true", help="only write tables and charts of the existing runs")
     parser.set_defaults(function=study_curves)
 
 
 def study_curves(options: argparse.Namespace) -> int:
-    """Run what is missing, write the summary; status 1 if a run failed.
+    """Do the missing runs and write the summary; status 1 if a run failed.
 
     Raises:
-        UserError: a bad plan or option, a library is missing, or the directory holds runs of another plan.
+        UserError: a bad plan or option, a missing library, or a directory with runs of another plan.
     """
     from oblr_megatron.checks.packages import require_scipy
 
@@ -55,7 +61,7 @@ def study_curves(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     plan = plan.only(options.only) if options.only else plan
     if options.jobs < 1:
-        raise UserError(f"--jobs {options.jobs} is no number of processes", fix="give 1 or more")
+        raise UserError(f"--jobs {options.jobs} is less than 1", where="command line", fix="give 1 or more")
     out = options.out.resolve()
     with claimed(out):
         starts = dict.fromkeys(plan.tasks, out / "start") if options.summary else prepared(plan, out)
@@ -87,24 +93,23 @@ def write_summary(plan: Plan, out: Path) -> list[Path]:
 
 @contextmanager
 def claimed(out: Path) -> Iterator[None]:
-    """The directory, for one study at a time.
+    """Lock the directory for one study at a time.
 
     Raises:
-        UserError: another one is at work in it.
+        UserError: another study is running in it.
     """
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(
-                "a study is at work here", where=str(out), fix="wait for it, or give another --out"
-            ) from None
+            fix = "wait for it, or give another --out"
+            raise UserError("another study is running here", where=str(out), fix=fix) from None
         yield
 
 
 def prepared(plan: Plan, out: Path) -> dict[str, Path]:
-    """The tasks' warm-started models and data, made where they are missing."""
+    """Task -> start (warm-started model and data), made if missing."""
     from studies.start import prepare
 
     with progress("starts", len(plan.tasks)) as advance:
@@ -116,13 +121,15 @@ def prepared(plan: Plan, out: Path) -> dict[str, Path]:
 
 
 class Curves:
-    """A study's runs.
+    """Does the runs of a study.
 
     Args:
-        starts: of each task, where its runs begin.
-        processes: runs at once.
-        deadline_s: of one run.
-        worker: the command that does a run; called with the path of its asked.json.
+        plan: the study's plan.
+        out: directory of the results.
+        starts: task -> start of its runs.
+        processes: largest number of parallel runs.
+        deadline_s: of each run, seconds.
+        worker: command that does a run, called with the path of its asked.json.
     """
 
     def __init__(
@@ -140,10 +147,10 @@ class Curves:
         self._processes, self._deadline_s, self._worker = processes, deadline_s, worker
 
     def run(self) -> None:
-        """Both phases; failed runs are in `failed`.
+        """Do both phases; failed runs are in `failed`.
 
         Raises:
-            UserError: a run is whole, but of another plan.
+            UserError: a run is complete but belongs to another plan.
         """
         done: set[tuple[str, str, float]] = set()
         while wanted := [each for each in self._sweep_rates(done) if each not in done]:
@@ -153,10 +160,10 @@ class Curves:
         self._run("main", self._main_keys())
 
     def check(self) -> None:
-        """That what is there is of this plan.
+        """Check that all complete runs belong to this plan.
 
         Raises:
-            UserError: a run is whole, but of another plan.
+            UserError: a run is complete but belongs to another plan.
         """
         keys = [
             Key(task, arm.name, float(rate.name.removeprefix("lr")), int(seed.name.removeprefix("seed")))
@@ -169,7 +176,7 @@ class Curves:
         to_do(self.job(key) for key in keys)
 
     def job(self, key: Key) -> Job:
-        """The run as a job, with the run whose rates it takes."""
+        """The run as a job, with the run that supplies its rates."""
         arm = self.plan.arms[key.arm]
         needs = self.job(Key(key.task, arm.rates_of, key.lr, key.seed)) if arm.rates_of else None
         run_dir = key.run_dir(self.out)
@@ -177,7 +184,7 @@ class Curves:
         return Job(key, run_dir, arm.backend, config, needs, self._worker)
 
     def _config(self, key: Key, run_dir: Path, schedule_from: Path | None) -> dict[str, Any]:
-        """The LabConfig, whole, as JSON."""
+        """The run's ToyConfig as JSON."""
         from oblr_megatron.config import validated
         from studies.toy_trainer import ToyConfig
 
@@ -200,16 +207,16 @@ class Curves:
         return validated(ToyConfig, table, f"plan: arms.{key.arm}").model_dump(mode="json")
 
     def _sweep_rates(self, done: set[tuple[str, str, float]]) -> Iterator[tuple[str, str, float]]:
-        """Task, arm and rate of all that the sweeps ask for so far."""
+        """(task, arm, rate) of all rates that the sweeps need so far."""
         for task in self.plan.tasks:
             for arm in self.plan.arms:
                 if self.plan.swept(arm):
-                    settled = {rate for *whose, rate in done if whose == [task, arm]}
+                    settled = {rate for *swept, rate in done if swept == [task, arm]}
                     choice = choice_of(self.plan, self.out, task, arm, settled.__contains__)
                     yield from ((task, arm, rate) for rate in choice.rates)
 
     def _main_keys(self) -> list[Key]:
-        """Every arm at its rate, with all seeds; an arm of which no rate ran through has none."""
+        """Every arm at its best rate, with all seeds. An arm without a complete rate has no runs."""
         keys = []
         for task in self.plan.tasks:
             for arm in self.plan.arms:
@@ -218,9 +225,9 @@ class Curves:
         return keys
 
     def _run(self, phase: str, keys: Sequence[Key]) -> None:
-        """What of these is missing, with a line for each run that ends."""
+        """Do the missing runs; print one line per run."""
         jobs = to_do(self.job(key) for key in keys)
-        print(f"{phase}: {len(jobs)} runs, {len(keys)} asked for", flush=True)
+        print(f"{phase}: {len(jobs)} of {len(keys)} runs to do", flush=True)
         with progress(phase, len(jobs)) as advance:
             count = 0
 
@@ -234,7 +241,7 @@ class Curves:
 
 
 def line_of(ended: Ended, out: Path) -> str:
-    """How a run went."""
+    """One line about a run that ended."""
     key = ended.job.key
     result = None if ended.fault else read_result(key, out)
     if result is None:

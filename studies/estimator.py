@@ -1,4 +1,4 @@
-"""The gradient of a laboratory batch: the package's formulas on score rows, which `gradnorm/` never has in memory."""
+"""The toy trainer's gradient: the package's formulas applied to a matrix of score rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from studies.policy import Drawn, ToyPolicy
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Judged responses of a step: N = Q * G samples in prompt-major order, rewards [Q, G] fp64."""
+    """Scored responses of a step: N = Q * G samples in prompt-major order, rewards [Q, G] fp64."""
 
     samples: Sequence[Drawn]
     rewards: Tensor
@@ -33,7 +33,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a batch says: g [P], w [Q, G] fp64, and what a schedule wants to know."""
+    """Results of a batch: g [P], w [Q, G] fp64, and the statistics that a schedule needs."""
 
     gradient: Tensor
     norms_sq: Tensor
@@ -41,12 +41,12 @@ class Estimate:
 
 
 class Estimator:
-    """The policy gradient of one batch after another, in folds.
+    """Estimates the policy gradient of each batch, in folds.
 
     Args:
-        policy: as it stands when a batch is drawn.
-        algo: what is estimated.
-        reference: the policy the KL penalty is taken against; None without one.
+        policy: the policy that drew the batch.
+        algo: baseline, loss aggregation, KL penalty and signal-to-noise estimator.
+        reference: the KL penalty's reference model; None without a penalty.
     """
 
     def __init__(self, policy: ToyPolicy, algo: AlgoConfig, reference: ToyPolicy | None = None) -> None:
@@ -55,7 +55,7 @@ class Estimator:
         self._count = 0
 
     def __call__(self, batch: Batch) -> Estimate:
-        """g = 1/(Q G) sum_i A_i s_i (or its token-wise form), less the KL penalty's; and what its folds say."""
+        """g = 1/(Q G) sum_i A_i s_i (or its token-wise form) minus the KL penalty's gradient, with fold statistics."""
         rows, logits, tokens, mask = self._policy.scored(batch.samples)  # S [N, P], [N, T, V], [N, T], [N, T]
         norms_sq = squares(rows)
         coefficients = self._coefficients(batch, norms_sq, logits, tokens)
@@ -67,7 +67,7 @@ class Estimator:
         gradient = folds.mean(0)
         logprobs = logits.log_softmax(-1)
         stats = GradientStats(
-            loss=0.0,  # of no use to anyone here
+            loss=0.0,  # not used here
             sq_norm=float(squares(gradient[None])),
             fold_sq_norm_mean=float(squares(folds).mean()),
             num_folds=num_folds,
@@ -81,7 +81,7 @@ class Estimator:
         return Estimate(gradient, norms_sq.view(batch.rewards.shape), stats)
 
     def _coefficients(self, batch: Batch, norms_sq: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
-        """c [N], or [N, T] where each token has its own."""
+        """Coefficients c [N], or [N, T] for a token-wise baseline."""
         algo, rewards, lengths = self._algo, batch.rewards, batch.lengths
         if algo.token_wise:
             values = token_advantages(rewards, energies(logits, tokens), lengths)
@@ -90,7 +90,7 @@ class Estimator:
         return sample_coefficients(values, lengths.flatten(), len(rewards), rewards.shape[1], algo.aggregation)
 
     def _token_wise(self, batch: Batch, coefficients: Tensor, num_folds: int) -> Tensor:
-        """[R, P] by a pass a fold, with a coefficient for every token."""
+        """[R, P]: one pass per fold, with one coefficient per token."""
         logprobs, mask = (each.detach() for each in self._policy.logprobs(batch.samples))
         each_token = (coefficients if coefficients.dim() == 2 else coefficients[:, None]).expand(mask.shape) * mask
         if self._reference is not None:
@@ -114,7 +114,7 @@ class Estimator:
         )
 
     def _dot(self, gradient: Tensor) -> float:
-        """<g, average of the gradients before>, bias-corrected; then g joins the average."""
+        """<g, average of earlier gradients>, bias-corrected; then g enters the average."""
         if self._algo.snr.estimator != "momentum" or not gradient.any():
             return math.nan
         share = 1 / self._algo.snr.momentum_horizon
@@ -125,23 +125,23 @@ class Estimator:
 
 
 def energies(logits: Tensor, tokens: Tensor) -> Tensor:
-    """1 - 2 pi_t + sum_v pi_t(v)^2 [N, T]: the squared norm of each token's score at the logits."""
+    """1 - 2 pi_t + sum_v pi_t(v)^2 [N, T]: squared norm of each token's score with respect to the logits."""
     probabilities = logits.double().softmax(-1)
     chosen = probabilities.gather(-1, tokens[..., None]).squeeze(-1)
     return 1 - 2 * chosen + probabilities.square().sum(-1)
 
 
 def longest(samples: Sequence[Drawn]) -> int:
-    """T."""
+    """T, the longest response in tokens."""
     return max(len(sample.tokens) for sample in samples)
 
 
 def fold_gradients(rows: Tensor, coefficients: Tensor, num_folds: int) -> Tensor:
-    """[R, P]: S [N, P], c [N] -> R c_f S_f, each fold's estimate of the whole gradient."""
+    """S [N, P], c [N] -> [R, P]: R c_f S_f, each fold's estimate of the gradient."""
     parts = zip(rows.chunk(num_folds), coefficients.to(rows.dtype).chunk(num_folds), strict=True)
     return torch.stack([num_folds * (weights @ scores) for scores, weights in parts])
 
 
 def squares(rows: Tensor) -> Tensor:
-    """[n] fp64: the squared norm of each row, summed in the rows' own precision over short stretches."""
+    """Squared norm of each row: [n] fp64. The sum itself runs in the rows' precision."""
     return torch.linalg.vector_norm(rows, dim=1).double().square()

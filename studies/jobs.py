@@ -1,7 +1,7 @@
-"""Runs as processes: several at once, each with a deadline, whole ones not repeated, cut ones done again.
+"""Do runs in parallel processes, each with a deadline. Complete runs are not repeated; interrupted ones restart.
 
-Every run is a process of its own, in a session of its own, that ends when this one does: Ctrl-C leaves the runs that
-were finished, and the next call goes on with the others. A run that fails does not end the rest.
+Every run is a process in its own session and ends when this process ends. After Ctrl-C, finished runs remain and the
+next call continues with the others. A failed run does not stop the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from studies.results import ASKED_FILE, Key, asked_of, first_difference, is_whol
 LOG_FILE = "log.txt"
 POLL_S = 0.05
 WORKER = (sys.executable, "-m", "studies.worker")
-FORKED = ("toy", "trl_grpo", "trl_rloo")  # backends whose imports take as long as a short run
+FORKED = ("toy", "trl_grpo", "trl_rloo")  # for these backends, imports take as long as a short run
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class Job:
     key: Key
     run_dir: Path
     backend: str
-    config: dict[str, Any]  # LabConfig as JSON
-    needs: Job | None = None  # the run whose learning rates it takes
-    worker: Sequence[str] = field(default=WORKER, compare=False)  # called with the path of asked.json
+    config: dict[str, Any]  # ToyConfig as JSON
+    needs: Job | None = None  # the run that supplies its learning rates
+    worker: Sequence[str] = field(default=WORKER, compare=False)  # command, called with the path of asked.json
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What asked.json holds."""
+        """Contents of asked.json."""
         return {"backend": self.backend, "config": self.config}
 
     def is_done(self) -> bool:
-        """Whether there is nothing to do.
+        """Whether the run is complete.
 
         Raises:
-            UserError: the run is whole, but of another config; or its directory holds something else.
+            UserError: the run is complete but has another config; or its directory holds something else.
         """
         found = asked_of(self.run_dir)
         if found is None or not is_whole(self.run_dir, found["backend"], int(found["config"]["num_steps"])):
@@ -59,7 +59,7 @@ class Job:
         difference = first_difference(self.asked, found)
         if difference:
             fix = "restore the plan, remove the directory, or give another --out"
-            raise UserError(f"this run is of another plan: {difference}", where=str(self.run_dir), fix=fix)
+            raise UserError(f"this run belongs to another plan: {difference}", where=str(self.run_dir), fix=fix)
         return True
 
 
@@ -68,40 +68,40 @@ class Ended:
     """A run that has ended. Example: Ended(job, "status 1: error: ...", 31.2)."""
 
     job: Job
-    fault: str  # empty: it is whole
+    fault: str  # empty if the run is complete
     seconds: float
 
 
 class _Forked:
-    """A run as a fork of a server that has imported the laboratory; as much of Popen as is needed."""
+    """A run forked from a server that has imported the toy trainer; implements the parts of Popen used here."""
 
     def __init__(self, asked: Path, log: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["studies.toy_trainer"])
         self._process = context.Process(target=forked, args=(asked, log))
         self._process.start()
-        assert self._process.pid is not None, "it was started"
+        assert self._process.pid is not None, "the process was started"
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """As Popen's."""
+        """Exit status, or None while the process runs."""
         return self._process.exitcode
 
     def wait(self) -> int | None:
-        """As Popen's; for a process that was told to end: it may not have begun its session yet."""
+        """Kill and reap. `killpg` may have missed a process that had not yet opened its session."""
         self._process.kill()
         self._process.join()
         return self._process.exitcode
 
 
 def forked(asked: Path, log: Path) -> None:
-    """The run, in the fork."""
+    """Do the run, in the forked process."""
     import torch
 
     from studies.worker import main
 
     os.setsid()
-    die_with(os.getppid())  # the server, which ends with the study
+    die_with(os.getppid())  # the fork server, which ends with the study
     with log.open("wb") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
@@ -110,7 +110,7 @@ def forked(asked: Path, log: Path) -> None:
 
 
 def spawned(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """A run as a process from scratch."""
+    """Start a run in a new interpreter."""
     with log.open("wb") as file:
         return subprocess.Popen(
             command,
@@ -123,11 +123,11 @@ def spawned(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 class Running:
-    """A job as a process."""
+    """A job that runs in a process."""
 
     def __init__(self, job: Job, deadline_s: float) -> None:
         self.job, self._deadline_s = job, deadline_s
-        shutil.rmtree(job.run_dir, ignore_errors=True)  # a run that was cut
+        shutil.rmtree(job.run_dir, ignore_errors=True)  # an interrupted run
         job.run_dir.mkdir(parents=True)
         asked, log = job.run_dir / ASKED_FILE, job.run_dir / LOG_FILE
         write_whole(asked, json.dumps(job.asked, indent=2) + "\n")
@@ -136,7 +136,7 @@ class Running:
         self._process = _Forked(asked, log) if forks else spawned([*job.worker, str(asked)], log)
 
     def ended(self) -> Ended | None:
-        """How it ended, or None; past its deadline it is ended here."""
+        """The result if the run has ended, else None. Kills the run once its deadline has passed."""
         seconds = time.monotonic() - self._start
         status = self._process.poll()
         if status is None and seconds < self._deadline_s:
@@ -145,17 +145,17 @@ class Running:
         return Ended(self.job, self._fault(status), seconds)
 
     def kill(self) -> None:
-        """End the process and what it started, at once."""
-        with suppress(ProcessLookupError):  # nothing of it is left
+        """Kill the process and all that it started."""
+        with suppress(ProcessLookupError):  # the process group is gone
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _fault(self, status: int | None) -> str:
-        """Why the run is not whole; empty if it is, whatever its process did after the last step."""
+        """Why the run is incomplete; empty if it is complete, whatever the exit status."""
         try:
             if self.job.is_done():
                 return ""
-        except UserError as error:  # it left damaged files
+        except UserError as error:  # the run left damaged files
             return str(error)
         if status is None:
             return f"ran past its deadline of {self._deadline_s:g} s"
@@ -164,16 +164,16 @@ class Running:
 
 
 def last_line(log: Path) -> str:
-    """Of what a run printed, where its error stands."""
+    """The last line that a run printed, which holds its error."""
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
 
 
 def to_do(jobs: Iterable[Job]) -> list[Job]:
-    """The jobs that are not done, and those they need, each once and after those it needs.
+    """The unfinished jobs and those they need, each once, in order of need.
 
     Raises:
-        UserError: one is whole, but of another config.
+        UserError: a run is complete but has another config.
     """
     ordered: dict[Path, Job] = {}
     for job in jobs:
@@ -183,11 +183,12 @@ def to_do(jobs: Iterable[Job]) -> list[Job]:
 
 
 def run_jobs(jobs: Sequence[Job], *, processes: int, deadline_s: float, report: Callable[[Ended], None]) -> list[Ended]:
-    """Run what `to_do` left; those that failed.
+    """Do the jobs from `to_do`; returns the failed ones.
 
     Args:
-        processes: at once.
-        deadline_s: of one run.
+        jobs: ordered so that a job comes after the job it needs.
+        processes: largest number of parallel runs.
+        deadline_s: of each run, seconds.
         report: called with each run that ends.
     """
     waiting, running, failed = list(jobs), list[Running](), list[Ended]()
@@ -207,7 +208,7 @@ def run_jobs(jobs: Sequence[Job], *, processes: int, deadline_s: float, report: 
 
 
 def _start(waiting: list[Job], running: list[Running], processes: int, deadline_s: float) -> None:
-    """As many as there is room for, of those whose needs are met."""
+    """Start jobs with satisfied needs, up to the limit of processes."""
     unfinished = {job.run_dir for job in waiting} | {each.job.run_dir for each in running}
     for job in list(waiting):
         if len(running) >= processes:
@@ -218,7 +219,7 @@ def _start(waiting: list[Job], running: list[Running], processes: int, deadline_
 
 
 def _collect(running: list[Running]) -> list[Ended]:
-    """Take out those that have ended."""
+    """Remove and return the runs that have ended."""
     found = []
     for each in list(running):
         ended = each.ended()
@@ -229,9 +230,9 @@ def _collect(running: list[Running]) -> list[Ended]:
 
 
 def _give_up(waiting: list[Job], failed: Job, report: Callable[[Ended], None]) -> list[Ended]:
-    """Take out those that would have needed a run that failed."""
+    """Remove and return the jobs that need a failed run."""
     lost = [
-        Ended(job, f"not run: {failed.key} failed, whose learning rates it takes", 0.0)
+        Ended(job, f"not run: {failed.key} failed, which supplies its learning rates", 0.0)
         for job in waiting
         if job.needs is not None and job.needs.run_dir == failed.run_dir
     ]

@@ -1,12 +1,12 @@
-"""`oblr-megatron study kl`: what a penalty on the divergence from the start does to the optimal baseline and the rate.
+"""`oblr-megatron study kl`: effect of a KL penalty on the optimal baseline, the noise and the learning rate.
 
-With the penalty a response's term of the gradient is (r - b) s - beta k, with k = sum_t kappa_t grad log pi(o_t) as in
-algo/kl.py. Its variance is least, over constants b, at
+With the penalty, a response's term of the gradient is (r - b) s - beta k, with k = sum_t kappa_t grad log pi(o_t) as in
+algo/kl.py. The constant baseline b with the least variance is
 
     b* = E[<s, r s - beta k>] / E[w] = E[w r] / E[w] - beta E<s, k> / E[w]
 
-and no longer at OBLR-PO's E[w r] / E[w], which `optimal` and `optimal_prior` estimate whatever beta is. Measured at
-points of a run without a penalty: that shift, what leaving it out costs in variance, how signal and noise change.
+instead of OBLR-PO's E[w r] / E[w], which `optimal` and `optimal_prior` estimate for every beta. At points of a run
+without a penalty, the study measures this shift, the variance that ignoring it costs, and how signal and noise change.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from studies.toy_trainer import ToyRun
 from studies.variance import deals, moments, token_products
 
 FORMS: tuple[KLForm, ...] = ("k2", "k3")
-GROUP_SIZE, BATCH = 8, 128  # G and Q of the shrink factors, the paper's
+GROUP_SIZE, BATCH = 8, 128  # G and Q of the shrink factors, as in the paper
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One point and beta. Example: Line("sums", 50, "k3", 0.1, 0.8, 1.9, -0.02, 1.003, 1.4, 0.61, 0.63)."""
+    """One point at one beta. Example: Line("sums", 50, "k3", 0.1, 0.8, 1.9, -0.02, 1.003, 1.4, 0.61, 0.63)."""
 
     task: str
     step: int
     form: KLForm
     beta: float
-    accuracy: float  # mean reward of the responses drawn here
-    divergence: float  # nats a response: mean over responses of sum_t k3
-    shift: float  # of b*, mean over prompts
-    cost: float  # tr(H | q) with E[w r] / E[w] over that with b*
-    noise: float  # tr(H | q) over that without a penalty, E[w r] / E[w] in both
-    shrink_without: float  # signal / (signal + noise / Q), Q prompts of G responses
-    shrink: float
+    accuracy: float  # mean reward of the drawn responses
+    divergence: float  # nats per response: mean over responses of sum_t k3
+    shift: float  # b* - E[w r] / E[w], mean over prompts
+    cost: float  # tr(H | q) with baseline E[w r] / E[w], relative to b*
+    noise: float  # tr(H | q) relative to no penalty, both with baseline E[w r] / E[w]
+    shrink_without: float  # signal / (signal + noise / Q) without a penalty, Q prompts of G responses
+    shrink: float  # the same with the penalty
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """n responses to each of Q prompts, and the penalty's weights."""
+    """n responses to each of Q prompts, and the penalty's token weights."""
 
     rewards: Tensor  # [Q, n] fp64
     products: Tensor  # [Q, n, T, n, T] fp32, as in `variance.Pool`
     slopes: Tensor  # [Q, n, T] fp64, kappa
-    divergence: float
+    divergence: float  # nats per response
 
 
 def draw(
     policy: ToyPolicy, reference: ToyPolicy, toy: ToyRun, form: KLForm, *, prompts: int, size: int, seed: int
 ) -> Drawn:
-    """Fresh responses to held-out prompts."""
+    """Draw responses to held-out prompts."""
     generator, longest = torch.Generator().manual_seed(seed), toy.task.max_response_tokens
     rewards, products, slopes, penalties = [], [], [], []
     for row in toy.held_out[:prompts]:
@@ -87,7 +87,7 @@ def draw(
 def measure(
     toy: ToyRun, step: int, form: KLForm, betas: Sequence[float], *, prompts: int, size: int, seed: int
 ) -> list[Line]:
-    """A line a beta where the policy stands."""
+    """One line per beta at the current policy."""
     reference = load(toy.config.start_dir, toy.task, temperature=toy.config.temperature)
     drawn = draw(toy.policy, reference, toy, form, prompts=prompts, size=size, seed=seed)
     norms_sq = torch.einsum("qitiu->qi", drawn.products.double())
@@ -123,7 +123,7 @@ def shift_per_beta(drawn: Drawn, norms_sq: Tensor) -> Tensor:
 
 
 def spread_moments(drawn: Drawn, baseline: Tensor, beta: float, seed: int) -> tuple[float, float]:
-    """(E||g_q||^2, ||E g_q||^2), means over prompts, with r - b - beta kappa_t at each token."""
+    """(E||g_q||^2, ||E g_q||^2), means over prompts, with weight r - b - beta kappa_t at each token."""
     prompts, size = drawn.rewards.shape
     present = torch.einsum("qitit->qit", drawn.products) > 0  # tokens with a score
     weights = ((drawn.rewards - baseline[:, None])[..., None] - beta * drawn.slopes) * present
@@ -133,30 +133,30 @@ def spread_moments(drawn: Drawn, baseline: Tensor, beta: float, seed: int) -> tu
 
 
 def trace(both: tuple[float, float]) -> float:
-    """tr(H | q)."""
+    """tr(H | q) from the two moments."""
     return both[0] - both[1]
 
 
 def shrink(both: tuple[float, float]) -> float:
-    """Of a batch of BATCH prompts."""
+    """The shrink factor of a batch of BATCH prompts."""
     return both[1] / (both[1] + trace(both) / BATCH)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `study kl`."""
-    parser.add_argument("--out", type=Path, required=True, help="directory for the table and the starts")
+    """Add the options of `study kl`."""
+    parser.add_argument("--out", type=Path, required=True, help="directory for table and starts")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--steps", nargs="+", type=int, default=[10, 30, 80], metavar="STEP")
     parser.add_argument("--betas", nargs="+", type=float, default=[0.001, 0.01, 0.1], metavar="BETA")
-    parser.add_argument("--lr", type=float, default=5e-4, help="Adam's rate on the way")
-    parser.add_argument("--prompts", type=int, default=48, help="held-out prompts that are looked at")
-    parser.add_argument("--pool", type=int, default=64, help="responses drawn to each")
+    parser.add_argument("--lr", type=float, default=5e-4, help="Adam's learning rate of the run")
+    parser.add_argument("--prompts", type=int, default=48, help="held-out prompts to measure on")
+    parser.add_argument("--pool", type=int, default=64, help="responses per prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(function=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """`oblr-megatron study kl`."""
+    """Measure; write kl.json and kl.md."""
     from oblr_megatron.observe.console import progress
 
     torch.set_num_threads(1)
@@ -175,10 +175,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def document(lines: Sequence[Line]) -> str:
-    """A line a point and beta."""
-    head = (
-        "task, step, mean reward, KL in nats, form, beta, shift of b*, cost of leaving it out, noise, shrink, with KL"
-    )
+    """The table, one line per point and beta."""
+    head = "task, step, mean reward, KL in nats, form, beta, shift of b*, cost of ignoring it, noise, shrink, with KL"
     rows = [f"| {head.replace(', ', ' | ')} |", "|---|" + "---:|" * 10]
     for each in lines:
         where = f"| {each.task} | {each.step} | {each.accuracy:.2f} | {each.divergence:.2g} | {each.form} | "

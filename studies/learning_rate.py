@@ -1,21 +1,21 @@
-"""`oblr-megatron study learning_rate`: the SGD rate that OBLR-PO's Theorem 4 names, against the best one there is.
+"""`oblr-megatron study learning_rate`: the SGD rate that Theorem 4 of OBLR-PO predicts, against the best rate.
 
     E J(theta + eta g) >= J + eta S - C/2 eta^2 (S + tr(H) / N)     g of N prompts, S = ||grad J||^2
     best: eta = 1/C * shrink(N), shrink(N) = S / (S + tr(H) / N)    (arXiv 2511.23310, Theorem 4)
 
-At points of a training path S and tr(H) are taken from the gradients of many single prompts. Theorem 4 does not say
-what C is; 1/C is measured here as the best rate along the gradient of all those prompts together, where shrink is
-nearly 1. What is put to the test is then how the best rate moves with N and along the path. For every N, batches are
-made of the same prompts' gradients, and a line search finds the rate with the largest gain of J on average over them.
-J is the mean reward of many fresh samples, drawn with the same random numbers at every rate.
+At points of a training path, the gradients of many single prompts give S and tr(H). Theorem 4 leaves C open: the study
+measures 1/C as the best rate along the mean gradient of all those prompts, where shrink is nearly 1. It then tests how
+the best rate changes with N and along the path. For every N it builds batches from the same prompts' gradients; a line
+search finds the rate with the largest gain of J, averaged over batches. J is the mean reward of many fresh samples,
+drawn with the same random numbers at every rate.
 
-Three rules are held against the rate found, by the share of its gain that they keep:
+Three rules are compared by the share of the best rate's gain that they keep:
 
-    local     1/C measured at the point, times shrink: the theorem with all it asks for known
-    shrink    1/C of the first point, times shrink: what the snr schedule does with eta_0, with S and tr(H) known
-    constant  the rate found at the first point for this N
+    local     1/C measured at the point, times shrink: the theorem with all its quantities known
+    shrink    1/C of the first point, times shrink: the snr schedule with eta_0 = 1/C and S, tr(H) known
+    constant  the best rate at the first point for this N
 
-RLOO's estimator, so that prompts are independent; SGD, since the theorem is about nothing else.
+The estimator is RLOO's, so that prompts are independent. The optimizer is SGD, the only one the theorem covers.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
     from studies.policy import ToyPolicy
     from studies.statistics import Array
 
-AT_ONCE = 16  # prompts whose score rows are in memory together
+AT_ONCE = 16  # prompts per pass: their score rows are in memory together
 RESAMPLES = 500
 OBJECTIVE_SEED = 104_729
 RATES = tuple(float(rate) for rate in 1e-4 * 1.6 ** np.arange(16))  # 1e-4 to 0.12
-LOST = -0.05  # a loss of J beyond which larger rates are not tried
+LOST = -0.05  # once J has fallen by this much, larger rates are not tried
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One point of the path with one batch size.
+    """One point of the path at one batch size.
 
     Example: Line("chain", "middle", step=0, num_prompts=16, batches=16, signal=1.2, noise=60.0, shrink=0.24,
                   inverse_c=0.2, best=0.06, low=0.04, high=0.09, rates=[...], gains=[...])
@@ -64,50 +64,50 @@ class Line:
     task: str
     skill: str
     step: int
-    num_prompts: int  # N of a batch
-    batches: int  # the gain is a mean over so many
+    num_prompts: int  # N, prompts per batch
+    batches: int  # number of batches that gains are averaged over
     signal: float  # S
-    noise: float  # tr(H), of one prompt
-    shrink: float  # of N prompts
+    noise: float  # tr(H) of one prompt
+    shrink: float  # shrink(N)
     inverse_c: float  # 1/C
-    best: float  # the rate found
-    low: float  # 95% interval of it, over batches
+    best: float  # the rate found by line search
+    low: float  # 95% interval of `best`, over batches
     high: float
     rates: list[float]
-    gains: list[float]  # of J, at each rate, mean over batches
+    gains: list[float]  # gain of J at each rate, mean over batches
 
     @property
     def predicted(self) -> float:
-        """1/C * shrink(N)."""
+        """The rate of the theorem, 1/C * shrink(N)."""
         return self.inverse_c * self.shrink
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a measurement takes.
+    """Settings of a measurement.
 
     Example: Search(group_size=8, batch_sizes=(4, 16, 64), max_batches=12, objective=1024, repeats=4, rates=RATES)
     """
 
     group_size: int
     batch_sizes: tuple[int, ...]
-    max_batches: int  # of each size
-    objective: int  # prompts that J is measured on
-    repeats: int  # responses to each
+    max_batches: int  # per batch size
+    objective: int  # number of prompts that J is measured on
+    repeats: int  # responses per such prompt
     rates: tuple[float, ...]
     seed: int = 0
 
 
 def measure(policy: ToyPolicy, task: Task, rows: Sequence[Row], search: Search, *, skill: str, step: int) -> list[Line]:
-    """A line for every batch size; none where no signal can be seen. The policy is afterwards as it was.
+    """One line per batch size; an empty list if there is no measurable signal. Restores the policy.
 
     Args:
-        policy: at a point of the path.
-        task: whose reward is the objective.
-        rows: the last `search.objective` measure J, those before them the gradient.
-        search: see there.
-        skill: of the start, for the lines.
-        step: of the path, for the lines.
+        policy: the policy at a point of the path.
+        task: its reward is the objective J.
+        rows: the last `search.objective` rows measure J, the others the gradient.
+        search: settings.
+        skill: skill of the start, for the lines.
+        step: step of the path, for the lines.
     """
     own, asked = rows[: -search.objective], rows[-search.objective :]
     gradients = prompt_gradients(policy, task, own, search.group_size, search.seed)  # [M, P]
@@ -128,7 +128,7 @@ def measure(policy: ToyPolicy, task: Task, rows: Sequence[Row], search: Search, 
 
 
 def prompt_gradients(policy: ToyPolicy, task: Task, rows: Sequence[Row], group_size: int, seed: int) -> Tensor:
-    """[M, P]: RLOO's estimate of the gradient from each row's group alone."""
+    """[M, P]: RLOO's gradient estimate from each row's group."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for start in range(0, len(rows), AT_ONCE):
@@ -146,7 +146,7 @@ def prompt_gradients(policy: ToyPolicy, task: Task, rows: Sequence[Row], group_s
 
 
 def moments(gradients: Tensor) -> tuple[float, float]:
-    """[M, P] of independent prompts -> unbiased ||grad J||^2 (may be negative) and tr(H) of one prompt."""
+    """Gradients [M, P] of independent prompts -> unbiased ||grad J||^2 (may be negative) and tr(H) of one prompt."""
     count, mean = len(gradients), gradients.mean(0)
     noise = float(squares(gradients - mean).sum()) / (count - 1)
     return float(squares(mean[None])) - noise / count, noise
@@ -158,7 +158,7 @@ def shrink(signal: float, noise: float, num_prompts: int) -> float:
 
 
 class Gain:
-    """J(theta + eta g) - J(theta), with the same random numbers everywhere."""
+    """Computes J(theta + eta g) - J(theta), with the same random numbers at every rate."""
 
     def __init__(self, policy: ToyPolicy, task: Task, rows: Sequence[Row], search: Search) -> None:
         self._policy, self._task, self._rates = policy, task, search.rates
@@ -167,7 +167,7 @@ class Gain:
         self._base = self._objective()
 
     def curve(self, direction: Tensor) -> Array:
-        """[rates] fp64, along [P]; once J has been lost at two rates running, the second's loss for all larger ones."""
+        """Gains [rates] fp64 along [P]. After two rates in a row with a large loss, all larger rates get that loss."""
         start, found = self._policy.vector(), list[float]()
         for rate in self._rates:
             lost = len(found) > 1 and max(found[-2:]) < LOST
@@ -178,7 +178,7 @@ class Gain:
         return np.array(found)
 
     def _objective(self) -> float:
-        """Mean reward; one random number a token and response, so that near policies draw nearly the same."""
+        """Mean reward. Every token has its own random number, so that similar policies draw similar samples."""
         generator = torch.Generator().manual_seed(self._seed)
         prompts = [self._policy.encode(row.question) for row in self._asked]
         samples = self._policy.sample(prompts, self._task.max_response_tokens, generator)
@@ -186,7 +186,7 @@ class Gain:
 
 
 def peak(rates: Sequence[float], gains: Array) -> float:
-    """Where a curve is highest: the top of the parabola in log eta through its highest point and those beside it."""
+    """The rate where a curve peaks: vertex of the parabola in log eta through its highest point and neighbours."""
     top = int(np.argmax(gains))
     if top in (0, len(rates) - 1):
         return rates[top]
@@ -198,37 +198,37 @@ def peak(rates: Sequence[float], gains: Array) -> float:
 
 
 def peak_interval(rates: Sequence[float], curves: Array) -> tuple[float, float]:
-    """[batches, rates] -> 95% of the peaks of mean curves over resampled batches."""
+    """[batches, rates] -> 95% bootstrap interval of the peak of the mean curve, over batches."""
     picks = np.random.default_rng(0).integers(len(curves), size=(RESAMPLES, len(curves)))
     low, high = np.quantile([peak(rates, curves[pick].mean(0)) for pick in picks], [0.025, 0.975])
     return float(low), float(high)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `study learning_rate`."""
-    parser.add_argument("--out", type=Path, required=True, help="directory for table, figure and starts")
+    """Add the options of `study learning_rate`."""
+    parser.add_argument("--out", type=Path, required=True, help="directory for table, chart and starts")
     parser.add_argument("--tasks", nargs="+", default=["sums", "chain", "brackets"], help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--skill", default="middle", choices=get_args(Skill))
     parser.add_argument("--points", nargs="+", type=int, default=[0, 30, 90], help="steps of the path to measure at")
-    parser.add_argument("--lr", type=float, default=3e-4, help="Adam's, of the path")
+    parser.add_argument("--lr", type=float, default=3e-4, help="Adam's learning rate of the path")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[4, 16, 64], metavar="N")
-    parser.add_argument("--batches", type=int, default=12, help="of each size, at most")
-    parser.add_argument("--prompts", type=int, default=1024, help="the gradient's")
+    parser.add_argument("--batches", type=int, default=12, help="largest number of batches per size")
+    parser.add_argument("--prompts", type=int, default=1024, help="prompts for the gradients")
     parser.add_argument("--objective", type=int, default=1024, help="prompts that J is measured on")
-    parser.add_argument("--repeats", type=int, default=4, help="responses to each of these")
+    parser.add_argument("--repeats", type=int, default=4, help="responses per such prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(function=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """`oblr-megatron study learning_rate`: DIR/learning_rate.{json,md,svg,png}."""
+    """Measure; write DIR/learning_rate.{json,md,svg,png}."""
     from oblr_megatron.observe.console import progress
     from studies.learning_rate_report import write
 
     tasks = [task_named(name) for name in options.tasks]
     if options.prompts < 2 * max(options.batch_sizes):
-        where = f"--prompts {options.prompts}"
-        raise UserError("too few for batches to differ", where=where, fix="give twice the largest batch size or more")
+        what = f"{options.prompts} prompts make fewer than two batches of {max(options.batch_sizes)}"
+        raise UserError(what, where="--prompts", fix="give twice the largest batch size or more")
     torch.set_num_threads(1)
     search = Search(
         group_size=8,
@@ -246,7 +246,7 @@ def run(options: argparse.Namespace) -> int:
                 rows = toy.train[-options.prompts - options.objective :]
                 found = measure(toy.policy, task, rows, search, skill=options.skill, step=step)
                 if not found:
-                    print(f"{task.name}, step {step}: no signal in {options.prompts} prompts; left out")
+                    print(f"{task.name}, step {step}: no signal in {options.prompts} prompts; skipped")
                 lines += found
                 text = json.dumps([asdict(line) for line in lines], indent=1) + "\n"
                 write_whole(options.out / "learning_rate.json", text)
@@ -257,7 +257,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(task: str, options: argparse.Namespace) -> ToyConfig:
-    """The path's: the default recipe."""
+    """Config of the path: the default recipe."""
     start = prepare(task, options.skill, options.out / "starts")
     table = {"task": task, "skill": options.skill, "start_dir": start, "run_dir": options.out, "seed": options.seed}
     table |= {"num_steps": max(1, *options.points), "optimizer": {"lr": options.lr}}

@@ -1,4 +1,4 @@
-"""The results of `study learning_rate`: learning_rate.md, a table a task; learning_rate.svg and .png, all in one."""
+"""Write the results of `study learning_rate`: tables per task (learning_rate.md) and a chart (.svg, .png)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
     from studies.learning_rate import Line
 
-MARKS = ("o", "s", "^", "D", "v")  # by batch size
+MARKS = ("o", "s", "^", "D", "v")  # one per batch size
 
-HEAD = """# The rate that Theorem 4 names, and the best there is
+HEAD = """# The rate that Theorem 4 predicts, and the best rate
 
-SGD. *named*: 1/C times shrink(N), 1/C measured at the point; *found*: the rate of the largest mean gain of J over
-batches of N prompts [95% interval over batches]. *kept*: the share of that gain at the rate of each rule: *local*, the
-one named; *shrink*, the same with 1/C of the first point; *constant*, the rate found for this N at the first point;
-nothing where no rate gains.
+SGD. *predicted*: 1/C times shrink(N), with 1/C measured at the point. *found*: the rate with the largest mean gain of J
+over batches of N prompts [95% interval over batches]. *kept*: share of that gain at each rule's rate. *local* is the
+predicted rate; *shrink* uses 1/C of the first point; *constant* is the rate found for this N at the first point. A dash
+means that no rate gains.
 """
-HEADER = ("step", "N", "S", "tr(H)", "shrink", "1/C", "named", "found", "gain", "kept: local", "shrink", "constant")
+HEADER = ("step", "N", "S", "tr(H)", "shrink", "1/C", "predicted", "found", "gain", "kept: local", "shrink", "constant")
 
 
 def write(lines: Sequence[Line], out: Path) -> str:
@@ -40,7 +40,7 @@ def write(lines: Sequence[Line], out: Path) -> str:
 
 
 def document(lines: Sequence[Line]) -> str:
-    """All tables."""
+    """All tables as Markdown."""
     parts = [HEAD]
     for task in dict.fromkeys(line.task for line in lines):
         own = [line for line in lines if line.task == task]
@@ -49,11 +49,11 @@ def document(lines: Sequence[Line]) -> str:
 
 
 def kept(line: Line, lines: Sequence[Line]) -> dict[str, float]:
-    """Share of the largest gain at the rate of each rule; below 0 where the rate does harm, NaN where no rate gains.
+    """Rule -> share of the largest gain at the rule's rate: negative if the rate does harm, NaN if no rate gains.
 
     Args:
-        line: where.
-        lines: of the same task, those of the first point among them.
+        line: the point and batch size.
+        lines: all lines of the task, including the first point's.
     """
     first = next(each for each in lines if each.num_prompts == line.num_prompts)
     rates = {"local": line.predicted, "shrink": first.inverse_c * line.shrink, "constant": first.best}
@@ -62,7 +62,7 @@ def kept(line: Line, lines: Sequence[Line]) -> dict[str, float]:
 
 
 def gain_at(line: Line, rate: float) -> float:
-    """The mean gain at any rate: between those tried, along straight lines in log eta; beyond them, the nearest's."""
+    """Mean gain at any rate: linear in log eta between measured rates, constant beyond them."""
     return float(np.interp(np.log(rate), np.log(line.rates), line.gains))
 
 
@@ -75,7 +75,7 @@ def _cells(line: Line, shares: dict[str, float]) -> list[str]:
 
 
 def draw(lines: Sequence[Line]) -> Figure:
-    """Found over named, on equal log axes: colours are tasks, marks batch sizes, larger marks later points."""
+    """Draw found over predicted rates on equal log axes: colours are tasks, marks batch sizes, larger marks later."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.0, 5.0), layout="constrained")
@@ -92,8 +92,8 @@ def draw(lines: Sequence[Line]) -> Figure:
     axes.plot(ends, ends, color=INK, linewidth=0.8, zorder=1)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("rate named: 1/C times shrink(N)")
-    axes.set_ylabel("rate found by line search")
+    axes.set_xlabel("predicted rate: 1/C times shrink(N)")
+    axes.set_ylabel("best rate, by line search")
     axes.set_title("SGD: larger marks are later on the path")
     axes.legend(frameon=False, fontsize=8)
     return figure

@@ -1,12 +1,12 @@
-"""The tensors that are alive while something runs, counted one by one: what a memory estimate is held against.
+"""Count the bytes of live tensors, to check memory estimates.
 
     live = LiveBytes()
     with biases_uncounted(), live:
         step()
     live.peak
 
-Every storage that an operator makes counts from then on until it is freed, whoever holds it. What kernels take for
-themselves inside one call is not seen, nor what an allocator keeps beyond the tensors. Operators take longer meanwhile.
+Every storage that an operator creates counts until it is freed. Workspace inside a kernel and memory that an allocator
+caches are not seen. Operators run slower while they are watched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from oblr_megatron.model import attention
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes of all storages made inside that are still alive, and the most there ever were."""
+    """Counts the bytes of live storages created inside the context: `now`, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def biases_uncounted() -> Iterator[None]:
-    """torch cannot make its causal bias, a tensor without elements, while operators are watched."""
+    """Hide torch's causal bias from `LiveBytes`: torch cannot create it while operators are watched."""
     original: Callable[..., Any] = attention.causal_lower_right
 
     def unwatched(*sizes: int) -> Any:

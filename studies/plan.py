@@ -1,4 +1,4 @@
-"""The plan of a study of learning curves: a TOML file that says which arms meet on which tasks. Imports no torch.
+"""Read the plan of a study of learning curves: a TOML file that lists tasks, seeds and arms. Imports no torch.
 
     tasks = ["sums"]
     seeds = 5
@@ -13,7 +13,7 @@
     peer = true
     algo.preset = "rloo"
 
-An arm's settings are those of [defaults], over them its preset's, over them its own.
+An arm's own settings override its preset's, which override [defaults].
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from oblr_megatron.config.section import Section
 from oblr_megatron.errors import UserError
 
 Backend = Literal["toy", "train", "trl_grpo", "trl_rloo"]
-CONTROLS = ("shuffled", "matched_decay")  # schedules that take another run's rates
+CONTROLS = ("shuffled", "matched_decay")  # schedules that take another run's learning rates
 
 
 def nested(table: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys as tables.
+    """Expand dotted keys into tables.
 
     >>> nested({"a.b": 1, "a": {"c": 2}})
     {'a': {'b': 1, 'c': 2}}
@@ -48,7 +48,7 @@ def nested(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Two tables as one; `over` wins.
+    """Merge two tables; `over` wins.
 
     >>> merged({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})
     {'a': 1, 'b': {'c': 2, 'd': 3}}
@@ -62,12 +62,12 @@ def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counted(value: Any) -> Any:
-    """5 -> (0, 1, 2, 3, 4): so many seeds."""
+    """A count of seeds as seeds. Example: 5 -> (0, 1, 2, 3, 4)."""
     return tuple(range(value)) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _as_written(rates: Any) -> Any:
-    """Rates as far as the names of directories tell them apart: six digits."""
+    """Round rates to the six digits that directory names show."""
     return tuple(float(f"{rate:g}") for rate in rates) if isinstance(rates, (list, tuple)) else rates
 
 
@@ -76,12 +76,12 @@ Rates = Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_as
 
 
 class Overrides(Section):
-    """Settings of the algorithm and of the optimizer, by the names that a run's config has for them."""
+    """Settings of the algorithm and the optimizer, under the key names of a run's config."""
 
     algo: dict[str, Any] = Field({})
     """Keys of [algo], nested or dotted."""
     optimizer: dict[str, Any] = Field({})
-    """Keys of [optimizer] but lr, which the sweep sets."""
+    """Keys of [optimizer] except lr, which the sweep sets."""
 
     @model_validator(mode="before")
     @classmethod
@@ -91,51 +91,52 @@ class Overrides(Section):
 
 
 class Arm(Overrides):
-    """One contestant."""
+    """One method of the comparison."""
 
     backend: Backend = "toy"
-    """What runs it: "toy": one process (toy_trainer.py); "train", megatron-core and vLLM; "grpo", "rloo": TRL."""
+    """"toy": one process (toy_trainer.py); "train": megatron-core and vLLM; "trl_grpo", "trl_rloo": TRL."""
     peer: bool = False
-    """A published method: the best of these on each task is what all arms are compared with as well."""
+    """A published method. All arms are also compared with the best peer of each task."""
     rates_of: str = ""
-    """The arm whose rates a control ("shuffled", "matched_decay") takes: of the same task, seed and learning rate."""
+    """For a control ("shuffled", "matched_decay"): the arm that supplies its rates, from the run with equal task, seed
+    and learning rate."""
     sweep: bool = True
-    """false: no sweep of its own, the rate chosen for the arm that rates_of names."""
+    """false: no own sweep; the arm uses the rate chosen for the arm in rates_of."""
     learning_rates: Rates | None = None
-    """A sweep grid of its own; by default the plan's."""
+    """Sweep grid of this arm; by default the plan's."""
 
 
 class Plan(Section):
-    """A whole study; every arm gets the same samples and as careful a sweep."""
+    """A whole study. Every arm gets the same number of samples and a sweep of its learning rate."""
 
     tasks: tuple[str, ...] = Field(min_length=1)
-    """Names of tasks (study/tasks)."""
+    """Names of tasks (studies/tasks)."""
     skill: Literal["low", "middle", "high"] = "middle"
-    """How much the warm start already knows."""
+    """Skill of the warm-started model."""
     seeds: Seeds = (0, 1, 2, 3, 4)
-    """Seeds of the runs that are compared: a list, or a count from 0."""
+    """Seeds of the compared runs: a list, or a count from 0."""
     sweep_seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1000, 1001)
-    """Seeds of the sweep; none of the others, so that no run is compared that its own rate was chosen by."""
+    """Seeds of the sweep. They must differ from `seeds`, so that no compared run also chose the rate."""
     num_steps: int = Field(ge=1)
     """Optimizer steps of a run."""
     num_prompts: int = Field(16, ge=1)
-    """Q, prompts a step."""
+    """Q, prompts per step."""
     group_size: int = Field(8, ge=1)
-    """G, responses a prompt."""
+    """G, responses per prompt."""
     temperature: float = Field(1.0, ge=0.01)
     """Sampling temperature."""
     evaluate_every: int = Field(ge=1)
     """Steps between two points of a curve."""
     learning_rates: Rates
-    """The sweep's grid, for all arms."""
+    """Sweep grid of all arms."""
     grid_extensions: int = Field(2, ge=0)
-    """How often a grid grows by one step of its ratio where its best rate lies on the edge."""
+    """Largest number of rates that the sweep adds to a grid while its best rate lies on the edge."""
     reference: str
-    """The arm that all others are paired with."""
+    """The arm that every other arm is compared with, seed by seed."""
     defaults: Overrides = Overrides()
-    """Under the settings of every arm."""
+    """Settings of every arm, unless the arm or its preset overrides them."""
     arms: dict[str, Arm] = Field(min_length=1)
-    """By name."""
+    """Arms by name."""
 
     @field_validator("tasks", "seeds", "sweep_seeds", "learning_rates")
     @classmethod
@@ -145,15 +146,15 @@ class Plan(Section):
         return values
 
     def grid(self, arm: str) -> tuple[float, ...]:
-        """The rates the arm's sweep begins with, rising."""
+        """The arm's sweep grid before extensions, ascending."""
         return tuple(sorted(self.arms[arm].learning_rates or self.learning_rates))
 
     def swept(self, arm: str) -> bool:
-        """Whether the arm has a sweep: there is a choice, and it is its own."""
+        """Whether the arm has its own sweep over more than one rate."""
         return self.arms[arm].sweep and len(self.grid(arm)) > 1
 
     def algo(self, arm: str) -> dict[str, Any]:
-        """The arm's [algo]: defaults < preset < its own."""
+        """The arm's [algo]: its own keys over its preset's over the defaults."""
         own = self.arms[arm].algo
         preset = own.get("preset") or self.defaults.algo.get("preset") or ""
         return merged(merged(self.defaults.algo, PRESETS.get(preset, {})), own)
@@ -163,7 +164,7 @@ class Plan(Section):
         return merged(self.defaults.optimizer, self.arms[arm].optimizer)
 
     def only(self, arms: list[str]) -> Plan:
-        """The plan of some arms, and of those whose rates they take.
+        """The plan restricted to some arms and the arms that supply their rates.
 
         Raises:
             UserError: an arm is unknown.
@@ -176,10 +177,10 @@ class Plan(Section):
 
 
 def load_plan(path: Path) -> Plan:
-    """Read and check.
+    """Read and check a plan.
 
     Raises:
-        UserError: the file cannot be read, or the first thing that is wrong in it.
+        UserError: the file cannot be read, or has a mistake.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -187,54 +188,54 @@ def load_plan(path: Path) -> Plan:
         what = f"cannot read the plan: {error.strerror}"
         raise UserError(what, where=str(path), fix="give an existing TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"not a TOML file: {error}", where=str(path), fix="correct the line named") from error
+        raise UserError(f"not a TOML file: {error}", where=str(path), fix="correct that line") from error
     plan = validated(Plan, table, str(path))
     _check(plan, str(path))
     return plan
 
 
 def _check(plan: Plan, where: str) -> None:
-    """What holds between keys."""
+    """Check conditions between keys."""
     both = sorted(set(plan.seeds) & set(plan.sweep_seeds))
     if both:
         raise UserError(
-            f"seed {both[0]} is in seeds and in sweep_seeds: its runs would choose the rate they are judged at",
+            f"seed {both[0]} is in seeds and in sweep_seeds",
             where=where,
-            fix="make the two lists disjoint",
+            fix="make the two lists disjoint, so that no compared run also chose the rate",
         )
     if plan.reference not in plan.arms:
         fix = f"name one of {', '.join(plan.arms)}"
-        raise UserError(f"reference {plan.reference!r} is no arm", where=where, fix=fix)
+        raise UserError(f"reference {plan.reference!r} is not an arm", where=where, fix=fix)
     if plan.num_steps % plan.evaluate_every:
         raise UserError(
             f"num_steps {plan.num_steps} is not a multiple of evaluate_every {plan.evaluate_every}",
             where=where,
-            fix="change one of them: a curve's points are evenly spaced",
+            fix="change one of them, so that a curve's points are evenly spaced",
         )
     for name in plan.arms:
         _check_arm(plan, name, f"{where}: arms.{name}")
 
 
 def _check_arm(plan: Plan, name: str, where: str) -> None:
-    """Its settings are those of a run, and what a control depends on is there."""
+    """Check that the arm's settings are valid and that a control has an arm to take rates from."""
     arm = plan.arms[name]
     for key, section in (("optimizer.lr", plan.optimizer(name)), ("algo.schedule_from", plan.algo(name))):
         if key.rpartition(".")[2] in section:
-            fix = "leave it out: learning_rates and rates_of say it"
-            raise UserError(f"{key} is not the arm's to set", where=where, fix=fix)
+            fix = "remove it and use learning_rates or rates_of"
+            raise UserError(f"an arm cannot set {key}", where=where, fix=fix)
     algo = validated(AlgoConfig, plan.algo(name), f"{where}.algo")
     validated(OptimizerConfig, plan.optimizer(name), f"{where}.optimizer")
     if plan.num_prompts % algo.snr.num_folds:
         what = f"num_prompts {plan.num_prompts} is not a multiple of algo.snr.num_folds {algo.snr.num_folds}"
-        raise UserError(what, where=where, fix="change one of them: folds are of whole prompts and of equal size")
+        raise UserError(what, where=where, fix="change one of them, so that folds hold whole prompts")
     if (algo.schedule in CONTROLS) != bool(arm.rates_of):
         raise UserError(
             f"algo.schedule {algo.schedule!r} with rates_of {arm.rates_of!r}",
             where=where,
-            fix=f"the schedules {' and '.join(CONTROLS)} need an arm to take rates from, and no other does",
+            fix=f"set rates_of for the schedules {' and '.join(CONTROLS)}, and for no others",
         )
     if arm.rates_of and (arm.rates_of not in plan.arms or plan.arms[arm.rates_of].rates_of):
-        what = f"rates_of {arm.rates_of!r} is no arm that sets its own rates"
+        what = f"rates_of {arm.rates_of!r} is not an arm with its own rates"
         raise UserError(what, where=where, fix="name an arm without rates_of")
     if not arm.sweep and not arm.rates_of:
-        raise UserError("sweep = false without rates_of", where=where, fix="give learning_rates = [RATE] instead")
+        raise UserError("sweep = false without rates_of", where=where, fix="set learning_rates = [RATE] instead")

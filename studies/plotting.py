@@ -1,4 +1,4 @@
-"""The one look of a study's figures, and how they are written: SVG and PNG, at the width of a README."""
+"""Style of the charts of all studies, and saving them as SVG and PNG at the width of a README."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDTH = 9.0  # inches; 900 pixels of a README at 100 a inch
+WIDTH = 9.0  # inches
 DPI = 160
 INK, GREY, FAINT, PEER = "#1f2328", "#8c959f", "#d0d7de", "#bc4c00"
 COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#9a6700")
-STYLE: Any = {  # matplotlib's settings
+STYLE: Any = {  # matplotlib settings
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 9,
@@ -40,7 +40,7 @@ STYLE: Any = {  # matplotlib's settings
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """The figures' style, for a block or as a decorator of what draws; needs no display."""
+    """Apply the charts' style, as a context manager or decorator. Needs no display."""
     import matplotlib as mpl
 
     with mpl.rc_context(STYLE):
@@ -49,7 +49,7 @@ def styled() -> Iterator[None]:
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """STEM.svg and STEM.png; the figure is closed."""
+    """Write STEM.svg and STEM.png, and close the figure; returns the paths."""
     import matplotlib.pyplot as plt
 
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("svg", "png")]

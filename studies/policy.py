@@ -1,8 +1,8 @@
-"""A tiny Qwen3 with everything about its gradient in the open: sampling, score rows, gradients, all in one process.
+"""A tiny Qwen3 in one process: sampling, log-probs, per-response score rows and gradients.
 
-transformers' Qwen3 with torch's RMSNorm, so that fp64 stays fp64. The score of every response is a row of S [N, P]:
-with S at hand, norms, gradients under any baseline, fold gradients and covariances are products of matrices. That is
-affordable for 10^5 parameters and a few hundred responses, and for nothing larger: `gradnorm/` is for those.
+The model is transformers' Qwen3 with torch's RMSNorm, so that fp64 stays fp64. The score of every response is a row
+of S [N, P]. With S in memory, norms, gradients under any baseline, fold gradients and covariances are matrix products.
+This works for 10^5 parameters and a few hundred responses. For larger models see `oblr_megatron/gradnorm`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Drawn:
     """One response. Example: Drawn(prompt=(7, 13, 8), tokens=(4, 1), logprobs=(-0.2, -0.01))."""
 
     prompt: tuple[int, ...]
-    tokens: tuple[int, ...]  # the end token included, where it was reached
-    logprobs: tuple[float, ...]  # of the distribution they were drawn from
+    tokens: tuple[int, ...]  # including the end token, if it was reached
+    logprobs: tuple[float, ...]  # log-probs of the tokens under the sampling distribution
 
 
 class ToyPolicy:
-    """The model, and its parameters as one vector of P numbers.
+    """The model, with its parameters also as one vector [P].
 
     Args:
         model: changed in place: its RMSNorms become torch's.
-        characters: of the task; token FIRST_CHARACTER + i stands for characters[i].
+        characters: the task's alphabet; token FIRST_CHARACTER + i stands for characters[i].
         temperature: divides the logits, in sampling and in scores.
     """
 
@@ -48,11 +48,11 @@ class ToyPolicy:
         self.num_parameters = int(ends[-1])
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """One token a character."""
+        """Token ids of a text, one per character."""
         return tuple(FIRST_CHARACTER + self.characters.index(character) for character in text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Up to the end token; what stands for no character is a blank."""
+        """The text up to the end token. Special tokens become blanks."""
         text = tokens[: tokens.index(END)] if END in tokens else tokens
         return "".join(self.characters[t - FIRST_CHARACTER] if t >= FIRST_CHARACTER else " " for t in text)
 
@@ -60,12 +60,12 @@ class ToyPolicy:
     def sample(
         self, prompts: Sequence[tuple[int, ...]], max_tokens: int, generator: torch.Generator | None
     ) -> list[Drawn]:
-        """One response to each prompt (repeat a prompt G times for a group).
+        """Sample one response per prompt (repeat a prompt G times for a group).
 
         Args:
             prompts: token ids, of any lengths.
-            max_tokens: the end token included.
-            generator: None takes the most likely token (greedy).
+            max_tokens: largest response length, including the end token.
+            generator: None decodes greedily.
         """
         width = max(map(len, prompts))
         ids = torch.tensor([[PAD] * (width - len(prompt)) + list(prompt) for prompt in prompts])  # [b, t]
@@ -97,14 +97,14 @@ class ToyPolicy:
         ]
 
     def logits(self, samples: Sequence[Drawn]) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaled logits [b, T, V] at the response tokens, those tokens [b, T], and which of them are real [b, T].
+        """Scaled logits [b, T, V] at the response tokens, the tokens [b, T], and the mask of real tokens [b, T].
 
-        T is the longest response; responses are aligned at their first token.
+        T is the longest response. Responses are aligned at their first token.
         """
         longest = max(len(each.tokens) for each in samples)
         width = max(len(each.prompt) for each in samples) + longest
         ids = torch.full((len(samples), width), PAD)
-        at = torch.zeros(len(samples), longest, dtype=torch.long)  # position that predicts each token
+        at = torch.zeros(len(samples), longest, dtype=torch.long)  # position of the logits that predict each token
         tokens, mask = torch.zeros_like(at), torch.zeros_like(at, dtype=torch.bool)
         for row, each in enumerate(samples):
             start, length = len(each.prompt), len(each.tokens)
@@ -112,21 +112,21 @@ class ToyPolicy:
             at[row] = torch.arange(start - 1, start - 1 + longest)
             tokens[row, :length] = torch.tensor(each.tokens)
             mask[row, :length] = True
-        logits = self.model(input_ids=ids).logits  # padding is on the right: nobody sees it
+        logits = self.model(input_ids=ids).logits  # right padding: causal attention never sees it
         at = at.clamp(max=width - 1)[..., None].expand(-1, -1, logits.shape[-1])
         return logits.gather(1, at) / self.temperature, tokens, mask
 
     def logprobs(self, samples: Sequence[Drawn]) -> tuple[Tensor, Tensor]:
-        """log pi of the response tokens [b, T], 0 past the end, and their mask [b, T]."""
+        """log pi of the response tokens [b, T] (0 past the end) and their mask [b, T]."""
         logits, tokens, mask = self.logits(samples)
         return own_logprobs(logits, tokens, mask), mask
 
     def scores(self, samples: Sequence[Drawn], weights: Tensor | None = None) -> Tensor:
-        """S [N, P]: row n is the gradient of sum_t v_t log pi(o_t) of sample n, v = 1 or `weights` [N, T]."""
+        """S [N, P]: row n is the gradient of sum_t v_t log pi(o_t) of sample n; v is 1 or `weights` [N, T]."""
         return self.scored(samples, weights)[0]
 
     def scored(self, samples: Sequence[Drawn], weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`scores`, and what `logits` gives, without a graph."""
+        """`scores` and the three results of `logits`, detached, from one forward pass."""
         rows = torch.zeros(len(samples), self.num_parameters, dtype=self.model.dtype)
         with self._captured(rows):
             logits, tokens, mask = self.logits(samples)
@@ -137,7 +137,7 @@ class ToyPolicy:
         return rows, logits.detach(), tokens, mask
 
     def gradient(self, samples: Sequence[Drawn], coefficients: Tensor) -> Tensor:
-        """[P]: the gradient of sum_n sum_t c_{n,t} log pi(o_{n,t}); coefficients [N] or [N, T], T the longest."""
+        """[P]: the gradient of sum_n sum_t c_{n,t} log pi(o_{n,t}); coefficients are [N] or [N, T]."""
         logprobs, _ = self.logprobs(samples)
         weights = coefficients if coefficients.dim() == 2 else coefficients[:, None]
         total = (weights.to(logprobs.dtype) * logprobs).sum()
@@ -154,13 +154,13 @@ class ToyPolicy:
             parameter.copy_(vector[self._slices[id(parameter)]].view_as(parameter))
 
     def set_gradient(self, vector: Tensor) -> None:
-        """Make [P] the parameters' `grad`, for an optimizer."""
+        """Set the parameters' `grad` from [P], for an optimizer."""
         for parameter in self.parameters:
             parameter.grad = vector[self._slices[id(parameter)]].view_as(parameter)
 
     @contextmanager
     def _captured(self, rows: Tensor) -> Iterator[None]:
-        """While this is open, a backward pass adds each sample's own gradient to its row."""
+        """Inside this context a backward pass adds each sample's own gradient to its row."""
         handles = [
             module.register_forward_hook(self._hook(rows))
             for module in self.model.modules()
@@ -182,7 +182,7 @@ class ToyPolicy:
 
 
 def _add_own_gradient(own: Tensor, module: nn.Module, x: Tensor, dy: Tensor) -> None:
-    """own [b, *weight] += what each sample of dy [b, t, ...] contributes to the weight's gradient."""
+    """own [b, *weight] += each sample's contribution to the weight's gradient, from x and dy [b, t, ...]."""
     if isinstance(module, nn.Linear):
         own.add_(torch.bmm(dy.transpose(1, 2), x))
     elif isinstance(module, nn.Embedding):
@@ -195,12 +195,12 @@ def _add_own_gradient(own: Tensor, module: nn.Module, x: Tensor, dy: Tensor) -> 
 
 
 def own_logprobs(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-    """log pi of the tokens [b, T], 0 past the end."""
+    """log pi of the tokens [b, T]; 0 past the end."""
     return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1).masked_fill(~mask, 0.0)
 
 
 def use_torch_rms_norm(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """Swap transformers' RMSNorm, which computes in fp32 whatever the dtype, for torch's."""
+    """Replace transformers' RMSNorm, which always computes in fp32, by torch's."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__ == "Qwen3RMSNorm":

@@ -1,8 +1,8 @@
-"""Runs of a study as they lie on the disk: where each one is, what was asked of it, what came of it. Imports no torch.
+"""Result files of a study's runs: paths, configs and learning curves. Imports no torch.
 
 DIR/{task}/{arm}/lr{rate:g}/seed{n}/asked.json    backend and config
-                                    log.txt       what the run printed
-                                    metrics.jsonl (backend "train": in train/, which holds the whole run)
+                                    log.txt       output of the run
+                                    metrics.jsonl (backend "train": in the subdirectory train/)
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from studies.statistics import Array, area_under_curve, largest_drop
 from studies.sweep import Choice, choose
 
 ASKED_FILE = "asked.json"
-PLACES = ("run_dir", "start_dir", "algo.schedule_from")  # a study that was moved is the same study
+PLACES = ("run_dir", "start_dir", "algo.schedule_from")  # paths may change: a study can be moved
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Which run. Example: Key("sums", "rloo", 1e-3, 0)."""
+    """Identifies a run. Example: Key("sums", "rloo", 1e-3, 0)."""
 
     task: str
     arm: str
@@ -36,7 +36,7 @@ class Key:
     seed: int
 
     def run_dir(self, out: Path) -> Path:
-        """Its directory in the study's."""
+        """The run's directory below the study's."""
         return out / self.task / self.arm / f"lr{self.lr:g}" / f"seed{self.seed}"
 
     def __str__(self) -> str:
@@ -45,17 +45,17 @@ class Key:
 
 @dataclass(frozen=True)
 class Result:
-    """A whole run, as its curve. Accuracies are of the held-out set, between 0 and 1."""
+    """The learning curve of a complete run. Accuracies are on the held-out set, between 0 and 1."""
 
     key: Key
-    steps: Array  # [n] evaluations
-    accuracy: Array  # [n] mean of sampled responses, at the training temperature
+    steps: Array  # [n] steps of the evaluations
+    accuracy: Array  # [n] mean over responses sampled at the training temperature
     greedy: Array  # [n]
     num_steps: int
 
     @property
     def auc(self) -> float:
-        """Mean height of the sampled accuracy's curve."""
+        """Mean height of the curve of sampled accuracy."""
         return area_under_curve(self.steps, self.accuracy, self.num_steps)
 
     @property
@@ -70,25 +70,25 @@ class Result:
 
     @property
     def drop(self) -> float:
-        """Largest fall of the sampled accuracy below its best until then."""
+        """Largest fall of the sampled accuracy below its earlier maximum."""
         return largest_drop(self.accuracy)
 
 
 def metrics_dir(run_dir: Path, backend: str) -> Path:
-    """Where a run's metrics.jsonl is: a run of the real stack wants a directory that holds nothing else."""
+    """Directory of a run's metrics.jsonl. The real stack needs a directory of its own."""
     return run_dir / "train" if backend == "train" else run_dir
 
 
 def asked_of(run_dir: Path) -> dict[str, Any] | None:
-    """{"backend": ..., "config": {...}} of a run that was begun; None where none was.
+    """{"backend": ..., "config": {...}} of a run that was started; None if there is no run.
 
     Raises:
-        UserError: the directory holds something else, which the study will not remove.
+        UserError: the directory holds something else. The study does not remove it.
     """
     path = run_dir / ASKED_FILE
     if not path.exists():
         if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-            raise UserError(f"no run of a study: {ASKED_FILE} is missing", where=str(run_dir), fix="move it away")
+            raise UserError(f"not a run of a study: {ASKED_FILE} is missing", where=str(run_dir), fix="move it away")
         return None
     try:
         found = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -98,7 +98,7 @@ def asked_of(run_dir: Path) -> dict[str, Any] | None:
 
 
 def is_whole(run_dir: Path, backend: str, num_steps: int) -> bool:
-    """Whether the record of the last step is there."""
+    """Whether metrics.jsonl holds the record of the last step."""
     directory = metrics_dir(run_dir, backend)
     return (directory / METRICS_FILE).exists() and any(
         record["step"] == num_steps for record in read_metrics(directory)
@@ -106,7 +106,7 @@ def is_whole(run_dir: Path, backend: str, num_steps: int) -> bool:
 
 
 def first_difference(asked: dict[str, Any], found: dict[str, Any]) -> str | None:
-    """The first field in which two asked.json differ, with both values; places aside."""
+    """The first field, other than a path, in which two asked.json differ, with both values."""
     ours, theirs = _comparable(asked), _comparable(found)
     for name in dict.fromkeys((*ours, *theirs)):
         if name not in ours or name not in theirs or ours[name] != theirs[name]:
@@ -124,10 +124,10 @@ def _shown(flat: dict[str, Any], name: str) -> str:
 
 
 def read_result(key: Key, out: Path) -> Result | None:
-    """The run's curve; None as long as it is not whole.
+    """The run's curve; None while the run is incomplete.
 
     Raises:
-        UserError: its files are damaged, or it never measured its task.
+        UserError: its files are damaged, or evaluations are missing.
     """
     run_dir = key.run_dir(out)
     asked = asked_of(run_dir)
@@ -145,13 +145,13 @@ def read_result(key: Key, out: Path) -> Result | None:
     ]
     if not points or points[0][0] != 0 or points[-1][0] != num_steps:
         what = f"{sampled} or {greedy} is missing at step 0 or {num_steps}"
-        raise UserError(what, where=str(run_dir), fix="remove the run's directory and start the study again")
+        raise UserError(what, where=str(run_dir), fix="remove the run's directory and run the study again")
     steps, accuracy, greedily = np.array(points, dtype=np.float64).T
     return Result(key, steps, accuracy, greedily, num_steps)
 
 
 def sweep_results(plan: Plan, out: Path, task: str, arm: str) -> dict[float, list[Result]]:
-    """Whole runs of the sweep's seeds, by rate; a rate that was begun and has none stands with an empty list."""
+    """Complete runs of the sweep's seeds by rate. A rate that was started but has no complete run has an empty list."""
     rates = sorted(float(path.name.removeprefix("lr")) for path in (out / task / arm).glob("lr*"))
     keys = {rate: [Key(task, arm, rate, seed) for seed in plan.sweep_seeds] for rate in rates}
     return {
@@ -162,10 +162,14 @@ def sweep_results(plan: Plan, out: Path, task: str, arm: str) -> dict[float, lis
 
 
 def choice_of(plan: Plan, out: Path, task: str, arm: str, settled: Callable[[float], bool]) -> Choice:
-    """Where the sweep of an arm stands.
+    """State of an arm's sweep.
 
     Args:
-        settled: whether a rate that lacks runs will have no more of them: it failed, instead of being still to do.
+        plan: the study's plan.
+        out: the study's directory.
+        task: name of the task.
+        arm: name of the arm.
+        settled: whether an incomplete rate has failed, rather than being still to run.
     """
     if not plan.arms[arm].sweep:
         return choice_of(plan, out, task, plan.arms[arm].rates_of, settled)

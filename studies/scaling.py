@@ -1,14 +1,13 @@
-"""`study scaling`: the planner's time and memory against measured steps of real megatron-core, on this machine's cores.
+"""`oblr-megatron study scaling`: the planner's time and memory against measured megatron-core steps on this machine.
 
-    oblr-megatron study scaling --out run/study/scaling         twelve minutes on two cores, with nothing else on them
+    oblr-megatron study scaling --out run/study/scaling         twelve minutes on two otherwise idle cores
 
-Layouts of one small model on 1, 2 and 4 ranks, and model sizes at one layout (`scaling_cases.py`), each in steps
-of the trainer's own gradient and optimizer over gloo. Every number of ranks is started once a round, the cases in turn
-forwards and backwards, so that two rounds say how much a time varies. The constants of the CPU are fitted to all rows
-but one, which they then predict, for every row in turn; the ranking is that of these predictions. A time is that of the
-fastest step, since whatever else runs on a machine only adds to it.
+The cases (`scaling_cases.py`) are layouts of one small model on 1, 2 and 4 ranks, and model sizes at one layout. Each
+takes steps with the trainer's own gradient and optimizer over gloo. Rounds run the cases in alternating order; the
+difference between two rounds is the noise of a time. For every row, constants fitted to all other rows predict it; the
+ranking uses these predictions. A time is that of the fastest step, since other load only makes steps slower.
 
-DIR/scaling.json, .md, .svg, .png; DIR/constants.json holds the constants fitted to all rows, for `plan --calibration`.
+Writes DIR/scaling.{json,md,svg,png}. DIR/constants.json holds the constants fitted to all rows (`plan --calibration`).
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from oblr_megatron.planner.constants import Machine, cpu_machine
 from oblr_megatron.planner.setting import Setting
 from studies.scaling_cases import CASES, Case, case_named
 
-PHASES = ("gradient", "optimizer")  # norms are in the first
-LEAST_NOISE = 0.02  # of a log ratio: what two rounds may agree on by chance
-DEADLINE_S = 900.0  # of the ranks of one round
+PHASES = ("gradient", "optimizer")  # "gradient" includes norms
+LEAST_NOISE = 0.02  # smallest assumed noise of a log time ratio: two rounds may agree by chance
+DEADLINE_S = 900.0  # of one round on one number of ranks, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +49,16 @@ class Row:
 
     name: str
     ranks: int
-    measured: dict[str, float]  # seconds of a step's phases, of the fastest step
-    predicted: dict[str, float]  # by constants fitted to the other rows
-    fitted: dict[str, float]  # by constants fitted to all rows
-    noise: float  # |log| of the ratio of two rounds' fastest steps
-    memory: int  # bytes of the tensors alive at the fullest moment, of the fullest rank
-    estimated: int  # what the planner says of them
+    measured: dict[str, float]  # seconds of each phase of the fastest step
+    predicted: dict[str, float]  # with constants fitted to the other rows
+    fitted: dict[str, float]  # with constants fitted to all rows
+    noise: float  # |log ratio| of the fastest steps of two rounds
+    memory: int  # peak bytes of live tensors on the fullest rank
+    estimated: int  # the planner's estimate of `memory`
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Measured time of the whole step."""
         return sum(self.measured.values())
 
     @property
@@ -69,7 +68,7 @@ class Row:
 
     @property
     def memory_ratio(self) -> float:
-        """Estimated over counted memory."""
+        """Estimated over measured memory."""
         return self.estimated / self.memory
 
 
@@ -83,13 +82,13 @@ class Ranking:
     spearman: float
     noise: float  # root mean square of the rows' noise
     layouts: int
-    pairs: int  # whose measured times differ by more than twice the noise
-    right: int  # of these, those that are predicted in the order measured
-    distinct: int  # longest chain of layouts each slower than the one before by more than twice the noise
+    pairs: int  # pairs with measured times that differ by more than twice the noise
+    right: int  # such pairs that are predicted in the measured order
+    distinct: int  # longest chain of layouts, each slower than the previous by more than twice the noise
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Ranking:
-        """Of two rows or more."""
+        """Rank two or more rows."""
         from scipy.stats import spearmanr
 
         measured, predicted = [row.seconds for row in rows], [sum(row.predicted.values()) for row in rows]
@@ -105,7 +104,7 @@ class Ranking:
 
 
 def chain(seconds: Sequence[float], gap: float) -> list[float]:
-    """Times from the smallest on, each larger than the one before by more than `gap` of its logarithm."""
+    """Ascending times, starting with the smallest; each exceeds the previous by more than `gap` in log."""
     found: list[float] = []
     for value in sorted(seconds):
         if not found or log(value / found[-1]) > gap:
@@ -116,7 +115,7 @@ def chain(seconds: Sequence[float], gap: float) -> list[float]:
 def measure(
     cases: Sequence[Case], out: Path, *, rounds: int, steps: int, advance: Callable[[int], None]
 ) -> dict[str, list[dict[str, Any]]]:
-    """What the ranks say of every case, a record a round."""
+    """Case name -> the records of all rounds."""
     found: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
     for number in range(rounds):
         for ranks, group in by_ranks(cases):
@@ -128,16 +127,16 @@ def measure(
 
 
 def by_ranks(cases: Sequence[Case]) -> Iterator[tuple[int, list[Case]]]:
-    """The cases of each number of ranks."""
+    """Group the cases by number of ranks."""
     for ranks in sorted({case.ranks for case in cases}):
         yield ranks, [case for case in cases if case.ranks == ranks]
 
 
 def on_ranks(ranks: int, cases: Sequence[Case], file: Path, *, steps: int, memory: bool) -> list[dict[str, Any]]:
-    """Start so many ranks, which measure the cases one after another.
+    """Start the ranks, which measure the cases one after another; returns one record per case.
 
     Raises:
-        RunError: they failed, or did not end in time.
+        RunError: the ranks failed or passed their deadline.
     """
     launcher = ["-m", "oblr_megatron.runtime.launch", "--standalone", "--nproc-per-node", str(ranks)]
     script = ["-m", "studies.scaling_rank", str(file), *(case.name for case in cases)]
@@ -155,15 +154,13 @@ def on_ranks(ranks: int, cases: Sequence[Case], file: Path, *, steps: int, memor
                 timeout=DEADLINE_S,
             )
         except subprocess.SubprocessError as error:
-            raise RunError(
-                f"{ranks} ranks did not measure their cases ({error}); their output is in {log_file}"
-            ) from error
+            raise RunError(f"measuring on {ranks} ranks failed ({error}); see {log_file}") from error
     found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
 def rows_of(records: dict[str, list[dict[str, Any]]], machine: Machine) -> tuple[list[Row], Fitted]:
-    """A row a case, each predicted by constants fitted to the others; and the fit to all."""
+    """One row per case, each predicted with constants fitted to the others; and the fit to all."""
     observations = [observation(name, found, machine) for name, found in records.items()]
     every = fit(observations, machine.constants, CPU_TRAINING)
     rows = []
@@ -187,21 +184,21 @@ def rows_of(records: dict[str, list[dict[str, Any]]], machine: Machine) -> tuple
 
 
 def observation(name: str, found: Sequence[dict[str, Any]], machine: Machine) -> Observation:
-    """The fastest step of all rounds, phase by phase."""
+    """The fastest time of each phase over all rounds."""
     case = case_named(name)
     seconds = {phase: min(value for one in found for value in one[phase]) for phase in PHASES}
     return Observation(name, Setting(case.hf_config(), case.config(), case.ranks, machine), seconds)
 
 
 def noise_of(found: Sequence[dict[str, Any]]) -> float:
-    """|log| of the ratio of two rounds' fastest steps, the largest such ratio; 0 of one round."""
+    """Largest |log ratio| between the fastest steps of two rounds; 0 with one round."""
     fastest = [min(sum(phases) for phases in zip(*(one[name] for name in PHASES), strict=True)) for one in found]
     return log(max(fastest) / min(fastest))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `study scaling`."""
-    parser.add_argument("--out", type=Path, required=True, help="directory for table, figure and constants")
+    """Add the options of `study scaling`."""
+    parser.add_argument("--out", type=Path, required=True, help="directory for table, chart and constants")
     names = [case.name for case in CASES]
     parser.add_argument(
         "--cases",
@@ -209,11 +206,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=names,
         default=names,
         metavar="CASE",
-        help="to measure; what DIR has of others is kept",
+        help="cases to measure; earlier results of others are kept",
     )
-    parser.add_argument("--steps", type=int, default=6, help="timed of every case and round (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps per case and round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--again", action="store_true", help="fit and write anew what DIR/measured.json holds")
+    parser.add_argument("--again", action="store_true", help="measure nothing: fit DIR/measured.json again")
     parser.set_defaults(function=run)
 
 

@@ -1,4 +1,4 @@
-"""The runs that `study scaling` measures: layouts of one small model, then model sizes at one layout."""
+"""The cases that `study scaling` measures: layouts of one small model, then model sizes at one layout."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run. Example: Case("tp2 sp", ranks=2, layout={"tp": 2, "sp": True}, mode="bookkeep")."""
+    """One case. Example: Case("tp2 sp", ranks=2, layout={"tp": 2, "sp": True}, mode="bookkeep")."""
 
     name: str
     ranks: int
-    layout: dict[str, Any] = field(default_factory=dict)  # by the names in SHORT
+    layout: dict[str, Any] = field(default_factory=dict)  # keys as in SHORT
     mode: str = "two_pass"
-    rows: int = 4  # samples of a microbatch
+    rows: int = 4  # samples per microbatch
     hidden: int = 256
     experts: int = 0
-    tokens: int = 128  # of a sample
+    tokens: int = 128  # per sample
     prompts: int = 4  # Q
     folds: int = 4
     group_size: int = 4
 
     def hf_config(self) -> dict[str, Any]:
-        """A Qwen3 of four layers, or a mixture with as many weights active."""
+        """A four-layer Qwen3, or a mixture of experts with the same number of active weights."""
         mixture = {
             "model_type": "qwen3_moe",
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -66,7 +66,7 @@ class Case:
         }
 
     def config(self) -> Config:
-        """The run."""
+        """Config of the run."""
         layout = {SHORT[name]: value for name, value in self.layout.items()}
         return parse_config(
             {
@@ -84,7 +84,7 @@ class Case:
         )
 
     def estimated_bytes(self) -> int:
-        """What the planner says of a rank's tensors: everything but the process itself."""
+        """The planner's estimate of a rank's tensors, without the process itself."""
         return estimate(self.hf_config(), self.config(), self.ranks, fixed_bytes=0).total
 
 
@@ -103,7 +103,7 @@ CASES: tuple[Case, ...] = (
     Case("cp2", 2, {"cp": 2}),
     Case("dp2", 2),
     Case("dp2, bookkeep", 2, mode="bookkeep"),
-    Case("ep2", 2, {"ep": 2}, experts=4, folds=2),  # a prompt of each fold on either rank
+    Case("ep2", 2, {"ep": 2}, experts=4, folds=2),  # each rank has a prompt of each fold
     Case("tp4 sp", 4, {"tp": 4, "sp": True}),
     Case("tp2 pp2", 4, {"tp": 2, "pp": 2}),
     Case("pp4, one a microbatch", 4, {"pp": 4}, rows=1),
@@ -111,16 +111,16 @@ CASES: tuple[Case, ...] = (
     Case("dp4", 4),
     Case("dp2 tp2, bookkeep", 4, {"tp": 2}, mode="bookkeep"),
 )
-"""Ranks share this machine's cores where there are more of them."""
+"""Ranks share the machine's cores if there are more ranks than cores."""
 
 
 def case_named(name: str) -> Case:
-    """One of CASES.
+    """The case of this name.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no case has this name.
     """
     found = {case.name: case for case in CASES}.get(name)
     if found is None:
-        raise ValueError(f"{name!r} is no case")
+        raise ValueError(f"no case is called {name!r}")
     return found

@@ -1,11 +1,11 @@
-"""One rank of `study scaling`: real megatron-core over gloo, one layout after another in the same processes.
+"""Run one rank of `study scaling`: real megatron-core over gloo, one case after another in the same processes.
 
     python -m oblr_megatron.runtime.launch --standalone --nproc-per-node 2 -m studies.scaling_rank \\
         OUT.json tp2 pp2 --memory
 
-Rank 0 writes OUT.json: for each case the seconds of every step's phases, and the fullest rank's memory. Samples are
-random tokens of equal length, given to the trainer's own gradient and optimizer; nothing is sampled, pushed or logged.
-Experts are dealt tokens at random and so evenly, as in Megatron-Bridge's benchmarks: random weights favour a few.
+Rank 0 writes OUT.json: per case, the seconds of every step's phases and the fullest rank's memory. Samples are random
+tokens of equal length, passed to the trainer's own gradient and optimizer; nothing is sampled, pushed or logged. The
+router balances tokens over experts by force, as in Megatron-Bridge's benchmarks, since random weights favour a few.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.model.qwen3 import Policy
 
-WARM_UP = 1  # steps that are not counted; the optimizer gets its state in the first
+WARM_UP = 1  # uncounted steps; the first one creates the optimizer's state
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the cases named."""
+    """Measure the given cases."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("cases", nargs="+", type=case_named)
-    parser.add_argument("--steps", type=int, default=3, help="to time")
+    parser.add_argument("--steps", type=int, default=3, help="steps to time")
     parser.add_argument("--memory", action="store_true", help="count the memory of one more step")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -55,10 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(case: Case, steps: int, *, memory: bool) -> dict[str, Any]:
-    """{"name":, "gradient": [s], "optimizer": [s], "memory": bytes} of one case, on every rank.
+    """Measure one case: {"name":, "gradient": [s], "optimizer": [s], "memory": bytes}, on every rank.
 
-    The times are this rank's by the clock. Memory, if it is wanted, is that of the tensors alive at the fullest moment
-    of a step, of the rank that holds most.
+    Times are this rank's wall-clock times. Memory is the peak of live tensors during a step, on the fullest rank.
     """
     parallel = initialize(case.config().parallel)
     live = LiveBytes()
@@ -80,11 +79,11 @@ def measure(case: Case, steps: int, *, memory: bool) -> dict[str, Any]:
 
 
 class Trainer:
-    """A model under a case's layout, with its samples.
+    """A model in a case's layout, with samples.
 
     Args:
-        case: the run.
-        parallel: its layout.
+        case: model, layout and batch.
+        parallel: the initialised layout.
     """
 
     def __init__(self, case: Case, parallel: Parallel) -> None:
@@ -95,11 +94,11 @@ class Trainer:
         self._optimizer, self._gradients = PolicyOptimizer(policy, config.optimizer), TrainingGradient(policy, config)
         self._samples, self._active = random_samples(case), torch.ones(case.prompts, dtype=torch.bool)
         count = torch.arange(1, len(self._samples) + 1, dtype=torch.float64)
-        self._coefficients = (count / len(count)).view(case.prompts, -1)  # none is 0
+        self._coefficients = (count / len(count)).view(case.prompts, -1)  # all nonzero
         self._timer = PhaseTimer()
 
     def step(self) -> dict[str, float]:
-        """One update; seconds of the gradient, norms included, and of the optimizer."""
+        """One update; returns the seconds of gradient (including norms) and optimizer."""
         dist.barrier()
         found = self._gradients(
             self._samples, lambda prompts, _: self._coefficients[list(prompts)], self._active, timer=self._timer
@@ -113,19 +112,19 @@ class Trainer:
 
 
 def largest(num_bytes: int) -> int:
-    """Over all ranks."""
+    """The maximum over all ranks."""
     shared = torch.tensor(num_bytes)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return int(shared)
 
 
 def model_of(case: Case) -> Qwen3Config | Qwen3MoeConfig:
-    """The model's config as transformers has it."""
+    """The model's transformers config."""
     return Qwen3MoeConfig(**case.hf_config()) if case.experts else Qwen3Config(**case.hf_config())
 
 
 def fill(policy: Policy) -> None:
-    """Small random weights, the same where ranks hold copies; norms at 1."""
+    """Small random weights, equal on all replicas; norm weights are 1."""
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "norm" in name:

@@ -1,4 +1,4 @@
-"""The results of `study scaling`: scaling.md, a table; scaling.svg and .png, predicted over measured."""
+"""Write the results of `study scaling`: a table (scaling.md) and a chart of predicted over measured (.svg, .png)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from oblr_megatron.planner.calibration import Fitted
     from studies.scaling import Ranking, Row
 
-ROOM = 1.15  # beyond the outermost points, on a log scale
+ROOM = 1.15  # margin factor around the outermost points
 HEADER = (
     "case",
     "ranks",
@@ -32,8 +32,8 @@ HEADER = (
 )
 HEAD = """# Predicted and measured: layouts on this machine's cores
 
-{date}, {machine}. A step's norms, gradient and optimizer; *predicted* by constants fitted to all other rows. Memory is
-that of the tensors alive on the fullest rank. Ranks share the cores where there are more of them.
+{date}, {machine}. Time of a step: norms, gradient and optimizer. *predicted*: with constants fitted to all other rows.
+Memory: peak of live tensors on the fullest rank. Ranks share the cores if there are more ranks than cores.
 """
 
 
@@ -47,15 +47,15 @@ def write(rows: Sequence[Row], ranking: Ranking, fitted: Fitted, out: Path) -> s
 
 
 def document(rows: Sequence[Row], ranking: Ranking, fitted: Fitted) -> str:
-    """Summary, table, constants."""
+    """Summary, table and constants as Markdown."""
     where = environment()
     worst = max((row.memory_ratio for row in rows), key=lambda ratio: abs(ratio - 1))
     lines = [
         HEAD.format(date=where["date"], machine=where["machine"]),
         f"Rank correlation {ranking.spearman:.3f} over {ranking.layouts} layouts. Two rounds differ by "
-        f"{ranking.noise:.1%} (root mean square); of {ranking.pairs} pairs whose times differ by more than twice that, "
-        f"{ranking.right} are predicted in their order. {ranking.distinct} layouts differ from one another by as much.",
-        f"Memory: the estimate furthest off is {worst:.3f} of what was counted.",
+        f"{ranking.noise:.1%} (root mean square). {ranking.pairs} pairs of times differ by more than twice that; "
+        f"{ranking.right} of them are predicted in order. {ranking.distinct} layouts differ pairwise by that much.",
+        f"Memory: the worst estimate is {worst:.3f} of the measured bytes.",
         "",
         table(HEADER, [_cells(row) for row in sorted(rows, key=lambda row: row.seconds)]),
         "Constants fitted to all rows "
@@ -73,7 +73,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Time on the left, memory on the right, both on log axes; colours are numbers of ranks."""
+    """Draw predicted over measured, time left and memory right, on log axes. Colours are numbers of ranks."""
     import matplotlib.pyplot as plt
 
     figure, (times, memory) = plt.subplots(1, 2, figsize=(WIDTH, WIDTH / 2.2), layout="constrained")
@@ -92,7 +92,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 
 
 def _compare(axes: Axes, title: str, unit: str, values: Sequence[float]) -> None:
-    """Measured across, predicted upwards, on equal log scales with the diagonal."""
+    """Set equal log scales (measured on x, predicted on y) and draw the diagonal."""
     low, high = min(values) / ROOM, max(values) * ROOM
     axes.axline((1, 1), slope=1, color=INK, linewidth=0.8, zorder=1)
     axes.set(xscale="log", yscale="log", title=title, xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")

@@ -1,15 +1,15 @@
-"""`oblr-megatron study smoothness`: how large the constants of OBLR-PO's step-size bound are along a training path.
+"""`oblr-megatron study smoothness`: size of the constants in OBLR-PO's step-size bound along a training path.
 
-The bound (arXiv 2511.23310, Theorem 4) rests on C = B L + B^2 M, with |r - b| <= B, M a bound on E||s||^2, and L a
-Lipschitz constant of the score, ||s(theta') - s(theta)|| <= L ||theta' - theta||. eta_0 stands for 1/C. Measured here,
-at points of a run, in fp64:
+The bound (arXiv 2511.23310, Theorem 4) uses C = B L + B^2 M with |r - b| <= B, a bound M on E||s||^2, and a Lipschitz
+constant L of the score: ||s(theta') - s(theta)|| <= L ||theta' - theta||. eta_0 stands for 1/C. The study measures, at
+points of a run, in fp64:
 
     M            mean of w = ||s||^2 over fresh responses
-    L            largest eigenvalue of |Hessian of log pi(o)|, by power iteration: mean and largest over responses
-    L along g    ||s(theta + e d) - s(theta)|| / e along d = g / ||g||, mean over responses: what a step really meets
-    1/C          with the means, B = 1: the rate the bound allows at full signal
-    J''          curvature of the mean reward along d, from importance-weighted responses; 1/|J''| is the SGD rate
-                 beyond which a quadratic model of J along the gradient would turn down
+    L            largest |eigenvalue| of the Hessian of log pi(o), by power iteration: mean and maximum over responses
+    L along g    ||s(theta + e d) - s(theta)|| / e along d = g / ||g||, mean over responses: what a step experiences
+    1/C          with the means and B = 1: the rate that the bound allows without noise
+    J''          curvature of the mean reward along d, from importance-weighted responses; beyond an SGD rate of
+                 1/|J''|, a quadratic model of J along the gradient decreases
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from studies.tasks import TASKS
 from studies.toy_trainer import ToyConfig, ToyRun, score_batch
 
 SHIFT = 1e-4  # of the parameters, for differences of scores in fp64
-ITERATIONS = 12  # of the power method: the largest eigenvalue to some percent
-CURVED = 8  # responses whose Hessians are looked at
+ITERATIONS = 12  # of the power method; gives the largest eigenvalue to a few percent
+CURVED = 8  # number of responses for which a Hessian's eigenvalue is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Point:
 
 
 def path(config: ToyConfig, at: Sequence[int]) -> Iterator[tuple[int, ToyRun]]:
-    """A run, at the steps asked for; 0 is before training."""
+    """Train a run and yield (step, run) at the given steps; step 0 is before training."""
     toy, done = ToyRun(config), 0
     for target in sorted(at):
         while done < target:
@@ -62,7 +62,7 @@ def path(config: ToyConfig, at: Sequence[int]) -> Iterator[tuple[int, ToyRun]]:
 
 
 def path_config(task: str, options: argparse.Namespace) -> ToyConfig:
-    """A run with the defaults but for the rate, as long as the last of the steps that are looked at."""
+    """A default config with the given learning rate, up to the last measured step."""
     return ToyConfig(
         task=task,
         start_dir=prepare(task, "low", options.out / "starts"),
@@ -74,7 +74,7 @@ def path_config(task: str, options: argparse.Namespace) -> ToyConfig:
 
 
 def measure(toy: ToyRun, step: int, *, responses: int, seed: int) -> Point:
-    """The constants where the policy stands."""
+    """Measure the constants at the current policy."""
     config, task = toy.config, toy.task
     policy = load(config.start_dir, task, temperature=config.temperature, dtype=torch.float64)
     policy.assign(toy.policy.vector().double())
@@ -102,7 +102,7 @@ def measure(toy: ToyRun, step: int, *, responses: int, seed: int) -> Point:
 
 
 def fresh(policy: ToyPolicy, toy: ToyRun, count: int, seed: int) -> tuple[list[Drawn], Tensor]:
-    """Responses to training prompts, one each, and their rewards [n] fp64."""
+    """One response to each of `count` training prompts, and the rewards [n] fp64."""
     generator = torch.Generator().manual_seed(seed)
     rows = [toy.train[position % len(toy.train)] for position in range(count)]
     samples = policy.sample([policy.encode(row.question) for row in rows], toy.task.max_response_tokens, generator)
@@ -140,18 +140,18 @@ def reward_curvature(policy: ToyPolicy, samples: Sequence[Drawn], rewards: Tenso
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `study smoothness`."""
-    parser.add_argument("--out", type=Path, required=True, help="directory for the table and the starts")
+    """Add the options of `study smoothness`."""
+    parser.add_argument("--out", type=Path, required=True, help="directory for table and starts")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--steps", nargs="+", type=int, default=[0, 10, 30, 80], metavar="STEP")
-    parser.add_argument("--lr", type=float, default=5e-4, help="Adam's rate on the way")
+    parser.add_argument("--lr", type=float, default=5e-4, help="Adam's learning rate of the run")
     parser.add_argument("--responses", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(function=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """`oblr-megatron study smoothness`."""
+    """Measure; write smoothness.json and smoothness.md."""
     from oblr_megatron.observe.console import progress
 
     torch.set_num_threads(1)
@@ -169,7 +169,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def document(points: Sequence[Point]) -> str:
-    """A line a point."""
+    """The table, one line per point."""
     lines = [
         "| task | step | accuracy | M | L mean | L max | L along g | 1/C | J'' along g | 1/abs(J'') |",
         "|---|" + "---:|" * 9,

@@ -1,11 +1,11 @@
-"""Where a study's runs begin: a tiny Qwen3, warm-started on a teacher's answers of mixed quality, and its data.
+"""Make the model and data that a study's runs start from: a tiny Qwen3 warm-started on answers of mixed quality.
 
-A start is a directory that any of the backends can take up:
+A start is a directory that every backend can read:
 
     model/            Hugging Face directory with a character-level tokenizer
-    train.jsonl       {"question": ..., "answer": ...} a line
+    train.jsonl       one {"question": ..., "answer": ...} per line
     heldout.jsonl
-    start.json        what it was made from; a start that is there already is used again
+    start.json        the settings it was made from; a start with the same settings is reused
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from studies.tasks import TASKS, Row, Skill, Task
 
 HIDDEN, LAYERS = 64, 2
 BATCH, STEPS, LR = 64, 1500, 3e-3
-SHARE_LEARNING = 0.6  # of the steps, in which the teacher is always right
+SHARE_LEARNING = 0.6  # share of the steps in which the teacher is always right
 WEIGHT_SEED = 0
 MAX_POSITIONS = 64
 IGNORED = -100
 
 
 def task_named(name: str) -> Task:
-    """The task.
+    """The task of this name.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: no task has this name.
     """
     if name not in TASKS:
-        raise UserError(f"no task {name!r}", where="task", fix=f"name one of {', '.join(TASKS)}")
+        raise UserError(f"no task is called {name!r}", where="task", fix=f"name one of {', '.join(TASKS)}")
     return TASKS[name]
 
 
 def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS) -> Path:
-    """DIRECTORY/TASK-SKILL, made if it is not there whole; about 20 seconds of one core.
+    """Return DIRECTORY/TASK-SKILL; make it if it is missing or incomplete (about 20 s on one core).
 
     Raises:
-        UserError: there is no such task.
+        UserError: no task has this name.
     """
     task = task_named(task_name)
     made_from = {"task": task.name, "skill": skill, "hidden": HIDDEN, "layers": LAYERS, "steps": steps}
@@ -74,20 +74,20 @@ def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS
 
 
 def load(start: Path, task: Task, *, temperature: float = 1.0, dtype: torch.dtype = torch.float32) -> ToyPolicy:
-    """The policy a run begins with.
+    """Load the policy that a run starts from.
 
     Raises:
         UserError: the directory holds no start.
     """
     if not (start / "start.json").exists():
-        raise UserError("no start of a study here", where=str(start), fix="make it with `oblr-megatron study task`")
+        raise UserError("start.json is missing", where=str(start), fix="make a start with `oblr-megatron study task`")
     transformers_logging.disable_progress_bar()
     model = Qwen3ForCausalLM.from_pretrained(start / "model", dtype=dtype)
     return ToyPolicy(model, task.characters, temperature=temperature)
 
 
 def build_model(task: Task) -> Qwen3ForCausalLM:
-    """A randomly initialised Qwen3 in fp32: grouped queries, tied embeddings as in the family's small members."""
+    """A randomly initialised Qwen3 in fp32: grouped-query attention, tied embeddings as in the small Qwen3 models."""
     torch.manual_seed(WEIGHT_SEED)
     config = Qwen3Config(
         vocab_size=FIRST_CHARACTER + len(task.characters),
@@ -104,7 +104,7 @@ def build_model(task: Task) -> Qwen3ForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=END,
-        pad_token_id=None,  # a model that knows of it keeps its embedding at zero, where a norm has no gradient
+        pad_token_id=None,  # with an id, transformers keeps that embedding at 0, where RMSNorm has no gradient
         dtype="float32",
     )
     model = Qwen3ForCausalLM(config)
@@ -113,9 +113,9 @@ def build_model(task: Task) -> Qwen3ForCausalLM:
 
 
 def warm_start(model: Qwen3ForCausalLM, task: Task, rows: Sequence[Row], skill: Skill, steps: int) -> None:
-    """Learn the task, then the teacher's habits: reinforcement lifts what a policy can do and does not prefer to.
+    """Train on right answers, then on the teacher's mixed ones, so that RL starts from a policy that errs.
 
-    The rate rises for a tenth of the steps and falls linearly.
+    The learning rate warms up over a tenth of the steps and then decays linearly.
     """
     generator, policy = random.Random(WEIGHT_SEED), ToyPolicy(model, task.characters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
@@ -135,7 +135,7 @@ def warm_start(model: Qwen3ForCausalLM, task: Task, rows: Sequence[Row], skill: 
 def _lesson(
     policy: ToyPolicy, task: Task, rows: Sequence[Row], generator: random.Random, share_right: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [b, t], labels [b, t]): question, answer, end token, padded on the right; only the answer is taught."""
+    """(ids [b, t], labels [b, t]): question, answer, end token, right-padded. Only answer tokens have labels."""
     answers = [task.teach(row, generator, share_right) for row in rows]
     pairs = [(policy.encode(row.question), (*policy.encode(a), END)) for row, a in zip(rows, answers, strict=True)]
     width = max(len(question) + len(answer) for question, answer in pairs)
@@ -148,14 +148,14 @@ def _lesson(
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token a character; no token is added at the start or the end."""
+    """A tokenizer with one token per character. It adds no token at the start or the end."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     names = {"<pad>": PAD, "<eos>": END, "<unk>": UNKNOWN}
     vocabulary = names | {character: FIRST_CHARACTER + index for index, character in enumerate(characters)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()  # without it, decoding would put a space between characters
+    tokenizer.decoder = decoders.Fuse()  # otherwise decoding puts a space between characters
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",

@@ -1,8 +1,8 @@
-"""What a few seeds say: intervals of means and of paired differences, and figures of one learning curve. Pure.
+"""Statistics over a few seeds: intervals of means and of paired differences, area and largest drop of a curve.
 
-Seeds are few (five to ten), so intervals are Student's; the bootstrap stands beside them where values are skewed, and
-is too narrow for so few. The sign-flip test asks no distribution but symmetry: with n pairs its two-sided p is a
-multiple of 2 / 2^n, 0.0625 at least for five.
+Seeds are few (five to ten), so intervals are Student's t. The bootstrap interval is reported too, for skewed values,
+but is too narrow for so few seeds. The sign-flip test assumes symmetry only. With n pairs its two-sided p is a
+multiple of 2 / 2^n, so at least 0.0625 for five.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Array = NDArray[np.float64]
 
 LEVEL = 0.95
 RESAMPLES = 10_000
-EXACT_UP_TO = 14  # pairs whose sign flips are all tried
-SEED = 0  # of the resamples: the same figures every time
+EXACT_UP_TO = 14  # largest number of pairs for which all sign flips are tried
+SEED = 0  # of the resamples, so that results are reproducible
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and where it may lie; ends are NaN where nothing is known. Example: Interval(0.61, 0.55, 0.67)."""
+    """A mean and its confidence interval; unknown values are NaN. Example: Interval(0.61, 0.55, 0.67)."""
 
     mean: float
     low: float
@@ -40,7 +40,7 @@ class Difference:
 
 
 def t_interval(values: Array, level: float = LEVEL) -> Interval:
-    """[n] -> mean -+ t_{n-1} s / sqrt(n); of a single value the ends are NaN, of none the mean too."""
+    """[n] -> mean -+ t_{n-1} s / sqrt(n). With one value the ends are NaN; with none the mean is NaN too."""
     from scipy.special import stdtrit
 
     count = len(values)
@@ -52,7 +52,7 @@ def t_interval(values: Array, level: float = LEVEL) -> Interval:
 
 
 def bootstrap_interval(values: Array, level: float = LEVEL, resamples: int = RESAMPLES) -> Interval:
-    """[n] -> the percentile bootstrap's interval of the mean; ends as for `t_interval`."""
+    """[n] -> percentile bootstrap interval of the mean. NaN as in `t_interval`."""
     count = len(values)
     mean = float(np.mean(values)) if count else float("nan")
     if count < 2:
@@ -62,16 +62,16 @@ def bootstrap_interval(values: Array, level: float = LEVEL, resamples: int = RES
     return Interval(mean, float(low), float(high))
 
 
-def paired_difference(ours: Array, theirs: Array) -> Difference:
-    """[n], [n] of the same seeds in the same order -> ours - theirs."""
-    differences = ours - theirs
+def paired_difference(ours: Array, others: Array) -> Difference:
+    """[n], [n] with the same seeds in the same order -> ours - others."""
+    differences = ours - others
     return Difference(t_interval(differences), sign_flip_p(differences), len(differences))
 
 
 def sign_flip_p(differences: Array) -> float:
-    """[n] -> two-sided p of "the differences are symmetric about 0", by |mean| under flips of their signs.
+    """[n] -> two-sided p of the hypothesis that differences are symmetric about 0, from |mean| under sign flips.
 
-    All 2^n flips up to EXACT_UP_TO pairs, RESAMPLES random ones (and the observed one) beyond; NaN without pairs.
+    Tries all 2^n flips up to EXACT_UP_TO pairs, else RESAMPLES random flips and the observed signs. NaN for n = 0.
     """
     count = len(differences)
     if not count:
@@ -86,10 +86,10 @@ def sign_flip_p(differences: Array) -> float:
 
 
 def area_under_curve(steps: Array, values: Array, num_steps: int) -> float:
-    """[n], [n] -> the mean height of the curve between step 0 and num_steps, trapezoids between its points."""
+    """[n], [n] -> mean height of the curve between step 0 and num_steps, by the trapezoidal rule."""
     return float(np.trapezoid(values, steps) / num_steps)
 
 
 def largest_drop(values: Array) -> float:
-    """[n] -> how far the curve ever fell below its highest value until then; 0 for one that never falls."""
+    """[n] -> largest fall of the curve below its earlier maximum; 0 for a curve that never falls."""
     return float(np.max(np.maximum.accumulate(values) - values))

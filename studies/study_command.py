@@ -1,4 +1,4 @@
-"""`oblr-megatron study`: one subcommand a study."""
+"""`oblr-megatron study`: one subcommand per study."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from importlib import import_module
 from typing import Any
 
 STUDIES = {
-    "task": "a task of the study for the real stack, with a config to train it",
-    "curves": "arms x seeds with equal samples, each at the best rate of its sweep",
-    "variance": "the gradient's covariance under every baseline, at a fixed policy",
-    "smoothness": "the score's local Lipschitz constant along a training path",
-    "kl": "what a KL penalty does to the optimal baseline, the noise and the rate",
-    "learning_rate": "the rate the bound predicts, and the best one of a line search",
-    "scaling": "the planner's time and memory of layouts on this machine's cores, against measured steps",
+    "task": "write a task's model, data and config, to train it on the real stack",
+    "curves": "learning curves of arms x seeds with equal samples, each arm at the best rate of its own sweep",
+    "variance": "variance of the gradient under every baseline, at a fixed policy",
+    "smoothness": "local Lipschitz constant of the score along a training path",
+    "kl": "effect of a KL penalty on the optimal baseline, the noise and the rate",
+    "learning_rate": "the rate that Theorem 4 predicts against the best rate of a line search",
+    "scaling": "the planner's time and memory predictions against measured steps on this machine's cores",
 }
-"""Name of the module here, which has `add_arguments(parser)`, and of its subcommand; what it measures."""
+"""Subcommand -> help text. The module of the same name in this package has `add_arguments(parser)`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommands."""
+    """Add the subcommands."""
     studies = parser.add_subparsers(required=True, metavar="STUDY", parser_class=StudyParser)
     for name, what in STUDIES.items():
         studies.add_parser(name, module=f"{__package__}.{name}", help=what, description=what)
 
 
 class StudyParser(argparse.ArgumentParser):
-    """A parser that learns its options from a module when it is used: no other study's imports have to be waited for.
+    """A parser that imports its options from a module on first use, so that other studies' imports cost no time.
 
     Args:
-        module: its name.
-        options: argparse's.
+        module: dotted name of the module.
+        options: passed to ArgumentParser.
     """
 
     def __init__(self, *, module: str, **options: Any) -> None:
@@ -41,7 +41,7 @@ class StudyParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """argparse's, of the options the module has."""
+        """Add the module's options, then parse."""
         if self._module is not None:
             import_module(self._module).add_arguments(self)
             self._module = None

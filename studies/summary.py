@@ -1,7 +1,7 @@
-"""What a study of curves found: per task and arm level, stability and paired differences; the sweeps they rest on.
+"""Summarise a study of curves: level, stability and paired differences per task and arm, and the sweeps.
 
-summary.json   everything, with the plan            summary.md   the same as tables
-runs.csv       a line a run, the sweeps' included   *.svg, *.png figures
+summary.json   all results, with the plan               summary.md     the same as tables
+runs.csv       one line per run, including the sweeps   *.svg, *.png   charts
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ Metric = Callable[[Result], float]
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """One arm on one task, at its rate."""
+    """Results of one arm on one task, at its chosen rate."""
 
     arm: str
     backend: str
     peer: bool
-    lr: float | None  # None: no sweep ran through yet
-    on_edge: bool  # the best rate is the grid's last, after all extensions
+    lr: float | None  # None: no complete sweep yet
+    on_edge: bool  # the best rate lies on the edge of the grid, after all extensions
     runs: list[Result]  # by seed
-    sweep: dict[float, list[Result]]  # whole runs of the sweep's seeds by rate
+    sweep: dict[float, list[Result]]  # rate -> complete runs of the sweep's seeds
 
     def of(self, metric: Metric) -> Array:
-        """[seeds] a figure of each run."""
+        """A metric of each run: [seeds]."""
         return np.array([metric(run) for run in self.runs], dtype=np.float64)
 
     def against(self, other: ArmSummary, metric: Metric) -> Difference:
-        """This arm - the other, over the seeds that both have."""
+        """This arm minus the other, over their common seeds."""
         ours = {run.key.seed: metric(run) for run in self.runs}
         theirs = {run.key.seed: metric(run) for run in other.runs}
         common = sorted(ours.keys() & theirs.keys())
@@ -62,24 +62,24 @@ class ArmSummary:
 
 @dataclass(frozen=True)
 class TaskSummary:
-    """All arms on one task."""
+    """Results of all arms on one task."""
 
     task: str
     arms: list[ArmSummary]
     reference: ArmSummary
-    best_peer: ArmSummary | None  # by mean area; chosen after the fact, which favours it
+    best_peer: ArmSummary | None  # by mean area; choosing it from the results favours it
 
     @property
     def seen(self) -> list[ArmSummary]:
-        """Arms with runs to show."""
+        """Arms that have runs."""
         return [arm for arm in self.arms if arm.runs]
 
 
 def summarise(plan: Plan, out: Path) -> list[TaskSummary]:
-    """Of all runs that are whole.
+    """Summarise all complete runs.
 
     Raises:
-        UserError: there is none, or one is damaged.
+        UserError: no run is complete, or one is damaged.
     """
     tasks = []
     for task in plan.tasks:
@@ -89,7 +89,7 @@ def summarise(plan: Plan, out: Path) -> list[TaskSummary]:
         reference = next((arm for arm in arms if arm.arm == plan.reference), None)
         tasks.append(TaskSummary(task, arms, reference or _arm(plan, out, task, plan.reference), best))
     if not any(arm.runs or any(arm.sweep.values()) for task in tasks for arm in task.arms):
-        raise UserError("no whole run to summarise", where=str(out), fix="run the study first")
+        raise UserError("no complete run to summarise", where=str(out), fix="run the study first")
     return tasks
 
 
@@ -124,7 +124,7 @@ def drop(run: Result) -> float:
 
 
 def as_json(plan: Plan, tasks: Sequence[TaskSummary]) -> dict[str, Any]:
-    """Plan, circumstances, and every figure of the tables with its values by seed."""
+    """Plan, environment, and every number of the tables with its values by seed."""
     return {
         "plan": plan.model_dump(mode="json"),
         "environment": environment(),
@@ -133,7 +133,7 @@ def as_json(plan: Plan, tasks: Sequence[TaskSummary]) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """When and where the summary was written."""
+    """Date, machine and library versions."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
@@ -192,7 +192,7 @@ def _finite(value: float) -> float | None:
 
 
 def write_runs(tasks: Sequence[TaskSummary], path: Path) -> None:
-    """A line a run: the sweeps', then those compared."""
+    """Write one line per run: sweep runs, then main runs."""
     rows = []
     for task in tasks:
         for arm in task.arms:

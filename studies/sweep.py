@@ -1,4 +1,4 @@
-"""Which learning rate an arm is judged at: the best of a grid, which grows where the best lies on its edge. Pure."""
+"""Choose an arm's learning rate: the best of a grid. The grid grows while the best rate lies on its edge."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a sweep stands. Example: Choice(rates=(3e-4, 1e-3), missing=(), best=1e-3, on_edge=True)."""
+    """State of a sweep. Example: Choice(rates=(3e-4, 1e-3), missing=(), best=1e-3, on_edge=True)."""
 
-    rates: tuple[float, ...]  # rising; the grid with its extensions
-    missing: tuple[float, ...]  # those that have no figure yet
-    best: float | None  # None while something is missing, or where every rate failed
-    on_edge: bool  # the best one is still the largest or smallest, and the grid may not grow further
+    rates: tuple[float, ...]  # the grid with its extensions, ascending
+    missing: tuple[float, ...]  # rates without a result
+    best: float | None  # None while rates are missing, or if every rate failed
+    on_edge: bool  # the best rate is the smallest or largest, and the grid may not grow further
 
 
 def choose(grid: Sequence[float], extensions: int, means: Mapping[float, float]) -> Choice:
-    """What to run next, or the rate with the largest mean area under the curve.
+    """The rates to run next, or the rate with the largest mean area under the curve.
 
     Args:
-        grid: rates, rising; one alone is taken as it is.
-        extensions: how often the grid may grow by one rate.
-        means: of the rates tried, over the sweep's seeds; NaN for one with a run that failed, which is never the best.
+        grid: rates, ascending; a single rate is taken without a sweep.
+        extensions: largest number of rates to add.
+        means: rate -> mean area over the sweep's seeds. NaN marks a rate with a failed run; it is never the best.
     """
     rates = tuple(grid)
     if len(rates) == 1:
@@ -41,7 +41,7 @@ def choose(grid: Sequence[float], extensions: int, means: Mapping[float, float])
 
 
 def extended(rates: tuple[float, ...], *, upwards: bool) -> tuple[float, ...]:
-    """One rate more, by the ratio of the two at that end, in three digits.
+    """Add one rate at an end, with the ratio of the two rates there, rounded to three digits.
 
     >>> extended((3e-4, 1e-3), upwards=True), extended((3e-4, 1e-3), upwards=False)
     ((0.0003, 0.001, 0.00333), (9e-05, 0.0003, 0.001))

@@ -1,4 +1,4 @@
-"""summary.md: a study of curves as tables."""
+"""Write summary.md: a study of curves as Markdown tables."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def document(plan: Plan, tasks: Sequence[TaskSummary]) -> str:
     head = [
         "# Learning curves",
         "",
-        f"{samples:,} samples a run: {plan.num_steps} steps of {plan.num_prompts} x {plan.group_size} responses;",
-        f'{seeds} seeds, skill "{plan.skill}"; rates chosen by the mean area over seeds {rates} of a sweep.',
+        f"{samples:,} samples per run: {plan.num_steps} steps of {plan.num_prompts} x {plan.group_size} responses;",
+        f'{seeds} seeds, skill "{plan.skill}"; rates chosen by the mean area over the sweep\'s seeds {rates}.',
         f"{where['date']}, {where['machine']}; {versions}.",
         "",
-        "Accuracies are of held-out questions, mean over sampled responses, between 0 and 1; *area* is the mean height",
-        "of the curve, *drop* how far a curve ever fell below its best. Brackets hold 95% intervals over seeds, by",
-        "Student's t (*boot*: percentile bootstrap). Differences are paired by seed; p is two-sided, by sign flips",
-        f"({seeds} pairs: {2 / 2**seeds:.2g} or more). Neither is corrected for the number of comparisons.",
+        "Accuracy: held-out questions, mean over sampled responses, between 0 and 1. *area*: mean height of the curve.",
+        "*drop*: largest fall below the earlier maximum. Brackets: 95% intervals over seeds, by Student's t (*boot*:",
+        "percentile bootstrap). Differences are paired by seed; p is two-sided, from sign flips",
+        f"({seeds} pairs: {2 / 2**seeds:.2g} or more). Neither is corrected for multiple comparisons.",
         "",
     ]
     return "\n".join(head) + overview(tasks) + "".join(section(task) for task in tasks)
 
 
 def overview(tasks: Sequence[TaskSummary]) -> str:
-    """The reference beside the best peer of each task: area, worst seed, largest drop."""
+    """The reference and the best peer of each task: area, worst seed, largest drop."""
     header = ["task", "arm", "area", "worst seed", "largest drop", "best peer", "area", "worst seed", "largest drop"]
     rows = [
         [task.task, *_stability(task.reference), *_stability(peer), *_against(task.reference, peer)[:2]]
@@ -59,7 +59,7 @@ def section(task: TaskSummary) -> str:
 
 
 def levels(task: TaskSummary) -> str:
-    """Level and stability of every arm, the best area first."""
+    """Level and stability of every arm, sorted by area."""
     header = [
         "arm",
         "rate",
@@ -114,7 +114,7 @@ def _against(arm: ArmSummary, other: ArmSummary) -> list[str]:
 
 
 def sweeps(task: TaskSummary) -> str:
-    """Mean area of every rate tried, the chosen one in bold type."""
+    """Mean area of every rate tried; the chosen rate is bold."""
     rates = sorted({rate for arm in task.arms for rate in arm.sweep})
     if not rates:
         return ""
@@ -131,23 +131,23 @@ def _swept(arm: ArmSummary, rate: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 
 
 def level(interval: Interval) -> str:
-    """0.612 [0.601, 0.623]."""
+    """Example: "0.612 [0.601, 0.623]"."""
     return f"{interval.mean:.3f} {ends(interval)}".rstrip()
 
 
 def ends(interval: Interval) -> str:
-    """[0.601, 0.623], or nothing where nothing is known."""
+    """Example: "[0.601, 0.623]"; empty without an interval."""
     return "" if math.isnan(interval.low) else f"[{interval.low:.3f}, {interval.high:.3f}]"
 
 
 def signed(difference: Difference) -> str:
-    """+0.012 [-0.003, +0.027]."""
+    """Example: "+0.012 [-0.003, +0.027]"."""
     interval = difference.interval
     if math.isnan(interval.mean):
         return MISSING

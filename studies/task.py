@@ -1,4 +1,4 @@
-"""`oblr-megatron study task NAME --out DIR`: a task of the study for the real stack, with a config to train it."""
+"""`oblr-megatron study task NAME --out DIR`: write a task's model, data and config, to train it on the real stack."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from studies.tasks import TASKS, Skill
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `study task`."""
+    """Add the options of `study task`."""
     parser.add_argument("name", help=f"one of {', '.join(TASKS)}")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="DIR/NAME-SKILL is written")
-    parser.add_argument("--skill", choices=get_args(Skill), default="middle", help="how good the model starts")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="write DIR/NAME-SKILL")
+    parser.add_argument("--skill", choices=get_args(Skill), default="middle", help="skill of the warm-started model")
     parser.set_defaults(function=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Model, data, and config.toml with the settings of the study's runs."""
+    """Write model, data and config.toml, and print the command that trains it."""
     from oblr_megatron.config import parse_config
     from oblr_megatron.formatting import flatten
     from studies.start import prepare

@@ -1,7 +1,8 @@
-"""One run of the laboratory: `python -m studies.toy_trainer CONFIG.json`.
+"""Train one toy run: `python -m studies.toy_trainer CONFIG.json`.
 
-The step is that of train.py with the package's own baselines, loss, signal-to-noise estimators and schedules; a tiny
-transformers model takes megatron-core's place and a loop of its own vLLM's. RUN_DIR/metrics.jsonl has the same names.
+The step is that of oblr_megatron/train.py, with the package's baselines, loss, signal-to-noise estimators and
+schedules. A tiny transformers model replaces megatron-core, and a plain sampling loop replaces vLLM.
+RUN_DIR/metrics.jsonl uses the same metric names.
 """
 
 from __future__ import annotations
@@ -31,34 +32,34 @@ from studies.policy import Drawn, ToyPolicy
 from studies.start import load, task_named
 from studies.tasks import Row, Skill, Task
 
-EVALUATION_SEED = 7_919  # the same draws for every run's evaluation of a step
+EVALUATION_SEED = 7_919  # every evaluation of every run uses the same random numbers
 
 
 class ToyConfig(Section):
-    """A run of the laboratory; `algo` and `optimizer` are those of a training run."""
+    """Config of a toy run. `algo` and `optimizer` are the sections of a training run's config."""
 
     task: str
-    """Name of a task in study/tasks."""
+    """Name of a task in studies/tasks."""
     skill: Skill = "middle"
-    """How good the start is."""
+    """Skill of the warm-started model."""
     start_dir: Path
-    """A start of this task, see studies/start.py."""
+    """Start of this task, see studies/start.py."""
     run_dir: Path
     """Directory the run writes."""
     seed: int = Field(0, ge=0)
-    """Of prompts and samples."""
+    """Seed of prompt order and sampling."""
     num_steps: int = Field(120, ge=1)
     """Optimizer steps."""
     num_prompts: int = Field(16, ge=1)
-    """Q, prompts a step."""
+    """Q, prompts per step."""
     group_size: int = Field(8, ge=1)
-    """G, responses a prompt."""
+    """G, responses per prompt."""
     temperature: float = Field(1.0, gt=0)
-    """Of sampling, in training and evaluation."""
+    """Sampling temperature, in training and evaluation."""
     evaluate_every: int = Field(10, ge=1)
-    """Steps between evaluations; the first is before training, the last after it."""
+    """Steps between evaluations. One evaluation also runs before training and one after it."""
     evaluation_samples: int = Field(4, ge=1)
-    """Responses to each held-out prompt, beside the greedy one."""
+    """Sampled responses per held-out prompt, besides the greedy one."""
     algo: AlgoConfig = AlgoConfig()
     """As in a training run."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -66,7 +67,7 @@ class ToyConfig(Section):
 
     @model_validator(mode="after")
     def _whole_folds(self) -> Self:
-        """Folds are of whole prompts and of equal size."""
+        """Folds hold whole prompts and have equal size."""
         if self.num_prompts % self.algo.snr.num_folds:
             raise ValueError(
                 f"num_prompts {self.num_prompts} is not a multiple of algo.snr.num_folds {self.algo.snr.num_folds}"
@@ -75,20 +76,20 @@ class ToyConfig(Section):
 
 
 def read_config(path: Path) -> ToyConfig:
-    """A LabConfig from JSON.
+    """Read a ToyConfig from JSON.
 
     Raises:
-        UserError: it cannot be read, or a value is wrong.
+        UserError: the file cannot be read, or a value is wrong.
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read: {error}", where=str(path), fix="give a JSON file") from None
+        raise UserError(f"cannot read the config: {error}", where=str(path), fix="give a JSON file") from None
     return validated(ToyConfig, table, str(path))
 
 
 class ToyRun:
-    """A run in the making: `step(0)`, `step(1)`, ... up to num_steps - 1, in order."""
+    """The state of one run. Call `step(0)`, `step(1)`, ... up to num_steps - 1, in order."""
 
     def __init__(self, config: ToyConfig) -> None:
         self.config, self.task = config, task_named(config.task)
@@ -104,7 +105,7 @@ class ToyRun:
         self._order = prompt_order(len(self.train), config)
 
     def step(self, step: int) -> dict[str, float]:
-        """Sample, estimate, update; the step's figures, by the names and functions of a training run."""
+        """Sample, score, estimate, update; returns the step's metrics under a training run's names."""
         began = time.perf_counter()
         batch = draw([self.train[row] for row in self._order[step]], self.policy, self.task, self.config, step)
         estimate = self._estimator(batch)
@@ -122,7 +123,7 @@ class ToyRun:
         }
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out accuracies as the policy stands."""
+        """Held-out accuracies of the current policy."""
         return evaluate(self.policy, self.task, self.held_out, self.config)
 
 
@@ -141,7 +142,7 @@ def run_toy(config: ToyConfig) -> None:
 
 
 def prompt_order(num_rows: int, config: ToyConfig) -> list[list[int]]:
-    """Positions of the Q prompts of every step: shuffled passes over the rows, by the seed alone."""
+    """Row indices of the Q prompts of every step: shuffled passes over the rows. Only the seed decides the order."""
     generator, order = random.Random(config.seed), list[int]()
     while len(order) < config.num_steps * config.num_prompts:
         rows = list(range(num_rows))
@@ -152,7 +153,7 @@ def prompt_order(num_rows: int, config: ToyConfig) -> list[list[int]]:
 
 
 def draw(rows: Sequence[Row], policy: ToyPolicy, task: Task, config: ToyConfig, step: int) -> Batch:
-    """G responses to each row, judged."""
+    """Sample and score G responses per row."""
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     asked = [row for row in rows for _ in range(config.group_size)]
     samples = policy.sample([policy.encode(row.question) for row in asked], task.max_response_tokens, generator)
@@ -161,13 +162,13 @@ def draw(rows: Sequence[Row], policy: ToyPolicy, task: Task, config: ToyConfig, 
 
 
 def score_batch(policy: ToyPolicy, task: Task, rows: Sequence[Row], samples: Sequence[Drawn]) -> list[float]:
-    """The task's reward of each response to its row."""
+    """The task's reward of each response."""
     pairs = zip(rows, samples, strict=True)
     return [task.reward(policy.decode(sample.tokens), row.answer) for row, sample in pairs]
 
 
 def evaluate(policy: ToyPolicy, task: Task, rows: Sequence[Row], config: ToyConfig) -> dict[str, float]:
-    """Share of wholly right responses to held-out rows: greedy, and sampled at the training temperature."""
+    """Share of responses with reward 1 on held-out rows: greedy, and sampled at the training temperature."""
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
     asked = [row for row in rows for _ in range(config.evaluation_samples)]
     found = {}
@@ -180,7 +181,7 @@ def evaluate(policy: ToyPolicy, task: Task, rows: Sequence[Row], config: ToyConf
 
 
 def make_optimizer(policy: ToyPolicy, options: OptimizerConfig) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay, or SGD, as megatron-core's optimizer does them."""
+    """Adam with decoupled weight decay, or SGD, with megatron-core's update rules."""
     if options.name == "sgd":
         return torch.optim.SGD(
             policy.parameters, lr=options.lr, momentum=options.sgd_momentum, weight_decay=options.weight_decay
@@ -199,7 +200,7 @@ def update(
     options: OptimizerConfig,
     step: int,
 ) -> float:
-    """Clip, step at the schedule's rate, let the schedule see the gradient; returns the rate."""
+    """Clip, step at the schedule's rate, then pass the statistics to the schedule; returns the rate."""
     lr, norm = schedule.rate(step), estimate.stats.sq_norm**0.5
     if norm:
         factor = min(1.0, options.clip_grad / norm) if options.clip_grad else 1.0
@@ -211,10 +212,10 @@ def update(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One run, in a process of its own."""
+    """Train one run; returns the exit status."""
     from oblr_megatron.runtime.command_line import guarded
 
-    parser = argparse.ArgumentParser(prog="studies.toy_trainer", description="one run of the laboratory")
+    parser = argparse.ArgumentParser(prog="studies.toy_trainer", description="train one toy run")
     parser.add_argument("config", type=Path, help="JSON file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A run of the study on the real stack: megatron-core trains, vLLM samples, from the same start, data and settings."""
+"""Backend "train": run a study's config on the real stack (megatron-core and vLLM), from the same start and data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def train_table(config: ToyConfig) -> dict[str, Any]:
-    """The config of `oblr-megatron train` that stands for the laboratory's."""
+    """The `oblr-megatron train` config that corresponds to a toy run's config."""
     from studies.start import MAX_POSITIONS, task_named
 
     task, start = task_named(config.task), Path(config.start_dir)
@@ -49,10 +49,10 @@ def train_table(config: ToyConfig) -> dict[str, Any]:
 
 
 def run_train(config: ToyConfig) -> int:
-    """`python -m oblr_megatron.train` in this process; its exit status.
+    """Run `oblr_megatron.train` in this process; returns its exit status.
 
     Raises:
-        UserError, RunError: as there.
+        UserError, RunError: see `run_training`.
     """
     from oblr_megatron.config import parse_config
     from oblr_megatron.train import run_training

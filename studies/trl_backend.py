@@ -1,8 +1,8 @@
-"""A run of the study in TRL: `python -m studies.trl_backend CONFIG.json grpo|rloo [--loss-type NAME]`.
+"""Backends "trl_grpo", "trl_rloo": `python -m studies.trl_backend CONFIG.json grpo|rloo [--loss-type NAME]`.
 
-The same start, prompts in the same order, samples a step, reward, optimizer and evaluation as the laboratory's; how a
-batch becomes a gradient is TRL's alone (see trl_trainer.py). Of `config.algo` the schedule must be "constant", and
-kl_coefficient is TRL's beta; nothing else of it has a say.
+Start, prompt order, samples per step, reward, optimizer and evaluation are those of the toy trainer. TRL computes the
+gradient from a batch (see trl_trainer.py). Of `config.algo`, the schedule must be "constant" and kl_coefficient becomes
+TRL's beta; all other keys are ignored.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ METRICS = {  # TRL's names -> the package's
 
 
 def run_trl(config: ToyConfig, trainer: TrainerName, loss_type: str | None = None) -> None:
-    """Train, and write RUN_DIR/config.json and RUN_DIR/metrics.jsonl as `run_lab` does.
+    """Train, and write RUN_DIR/config.json and RUN_DIR/metrics.jsonl as `run_toy` does.
 
     Args:
-        config: the laboratory's.
-        trainer: whose.
-        loss_type: of GRPO; by default TRL's own, "dapo". With "dr_grpo" rewards are not scaled either, as its authors
-            have it.
+        config: config of a toy run.
+        trainer: TRL's trainer.
+        loss_type: GRPO's loss type; None keeps TRL's default, "dapo". "dr_grpo" also turns reward scaling off, as its
+            authors do.
 
     Raises:
-        UserError: TRL is not installed, or cannot do what the config asks for.
+        UserError: TRL is not installed, or does not support the config.
     """
     arguments = _arguments(config, trainer, loss_type)
     task = task_named(config.task)
@@ -71,17 +71,17 @@ def run_trl(config: ToyConfig, trainer: TrainerName, loss_type: str | None = Non
 
 
 def _arguments(config: ToyConfig, trainer: TrainerName, loss_type: str | None) -> Any:
-    """TRL's, for this config."""
+    """TRL's arguments for this config."""
     if config.algo.schedule != "constant":
         raise UserError(
-            f"the TRL backend trains at a constant rate, not {config.algo.schedule!r}",
+            f"the TRL backend trains at a constant rate, not with schedule {config.algo.schedule!r}",
             where="algo.schedule",
             fix=f'set it to "constant", as algo.preset = "{trainer}" does',
         )
     own: dict[str, Any] = {}
     if loss_type is not None:
         if trainer != "grpo":
-            raise UserError("only GRPO has loss types", where="--loss-type", fix="leave it out")
+            raise UserError(f"{trainer} has no loss types, only grpo has", where="--loss-type", fix="leave it out")
         own = {"loss_type": loss_type} | ({"scale_rewards": "none"} if loss_type == "dr_grpo" else {})
     return trainer_arguments(
         trainer,
@@ -99,14 +99,14 @@ def _arguments(config: ToyConfig, trainer: TrainerName, loss_type: str | None) -
 
 
 class Recorder(TrainerCallback):
-    """TRL's figures of every step, and the laboratory's evaluation of TRL's weights, in metrics.jsonl.
+    """Writes TRL's metrics of every step, and the toy trainer's evaluation of TRL's weights, to metrics.jsonl.
 
     Args:
-        config: of the run.
-        metrics: open.
-        policy: a second model, which takes up the trainer's weights to be evaluated.
-        task: its reward.
-        held_out: what is evaluated on.
+        config: config of the run.
+        metrics: open writer of metrics.jsonl.
+        policy: a second model, which receives the trainer's weights for evaluation.
+        task: the task that scores responses.
+        held_out: evaluation rows.
     """
 
     def __init__(
@@ -117,19 +117,19 @@ class Recorder(TrainerCallback):
         self._began = self._seconds = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """The record of step 0."""
+        """Write the record of step 0."""
         self._metrics.write(0, self._evaluate(rest["model"]))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Before prompts are sampled from."""
+        """Start the step's timer, before sampling."""
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """After the update."""
+        """Stop the step's timer, after the update."""
         self._seconds = time.perf_counter() - self._began
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **rest: Any) -> None:
-        """After `on_step_end`, for every step; and once more after the last, without a step's figures."""
+        """Write a step's record. TRL calls this after every `on_step_end`, and once more at the end without metrics."""
         if logs is None or "reward" not in logs:
             return
         record = {ours: float(logs[name]) for name, ours in METRICS.items() if logs.get(name) is not None}
@@ -146,13 +146,13 @@ class Recorder(TrainerCallback):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """One run, in a process of its own."""
+    """Train one run; returns the exit status."""
     from oblr_megatron.runtime.command_line import guarded
 
-    parser = argparse.ArgumentParser(prog="studies.trl_backend", description="one run of the study in TRL")
+    parser = argparse.ArgumentParser(prog="studies.trl_backend", description="train one toy config in TRL")
     parser.add_argument("config", type=Path, help="JSON file")
     parser.add_argument("trainer", choices=get_args(TrainerName), help="TRL's GRPOTrainer or RLOOTrainer")
-    parser.add_argument("--loss-type", help='of GRPO, such as "grpo" or "dr_grpo"; by default TRL\'s own')
+    parser.add_argument("--loss-type", help='GRPO\'s loss type, such as "grpo" or "dr_grpo" (default: TRL\'s)')
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
 

@@ -1,13 +1,13 @@
-"""TRL's own GRPOTrainer and RLOOTrainer, set up to do what a run of the study does: one update for each batch of
-num_prompts * group_size fresh responses, fp32 on the CPU, transformers' `generate`, nothing uploaded or saved.
+"""Set up TRL's GRPOTrainer and RLOOTrainer for a study's runs.
 
-TRL's defaults stay where the two differ in method and not in setting (TRL 1.16):
+Each batch of num_prompts * group_size fresh responses gives one update, in fp32 on the CPU, with transformers'
+`generate`. Nothing is uploaded or saved. Where TRL's method differs, its defaults stay (TRL 1.16):
 
-    GRPO    loss_type "dapo": A_i / sum_j L_j (the package's "token_mean"), scale_rewards "group": A divided by the
-            group's standard deviation + 1e-4; token-wise ratios clipped to 1 +- 0.2: all are 1 at one update a batch
-    RLOO    A_i / (Q G), sequence-wise ratios clipped to 1 +- 0.2, likewise 1: the same estimator as preset "rloo"
+    GRPO    loss_type "dapo": A_i / sum_j L_j (the package's "token_mean"); scale_rewards "group": A divided by the
+            group's standard deviation + 1e-4; token-wise ratios clipped to 1 +- 0.2 (all 1 with one update per batch)
+    RLOO    A_i / (Q G); sequence-wise ratios clipped to 1 +- 0.2 (all 1): the same estimator as preset "rloo"
 
-RLOO puts its KL penalty, which TRL switches on by default, into the reward; GRPO puts the k3 form into the loss.
+RLOO subtracts its KL penalty, which TRL enables by default, from the reward. GRPO adds the k3 form to the loss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TrainerName = Literal["grpo", "rloo"]
 Scorer = Callable[[int, list[int]], float]
-"""(index of the question, response tokens) -> reward."""
+"""(question index, response tokens) -> reward."""
 
 
 def trainer_arguments(
@@ -44,7 +44,7 @@ def trainer_arguments(
     optimizer: OptimizerConfig,
     **own: Any,
 ) -> Any:
-    """A GRPOConfig or RLOOConfig; `own` is for TRL's further settings, such as loss_type.
+    """A GRPOConfig or RLOOConfig; `own` holds further TRL settings, such as loss_type.
 
     Raises:
         UserError: TRL is not installed, or the optimizer is not Adam.
@@ -69,7 +69,7 @@ def trainer_arguments(
         "optim": "adamw_torch",
         "learning_rate": optimizer.lr,
         "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": optimizer.lr_warmup_steps,  # transformers' ramp is a step late: its first rate is 0
+        "warmup_steps": optimizer.lr_warmup_steps,  # transformers' warmup lags one step: its first rate is 0
         "adam_beta1": optimizer.adam_beta1,
         "adam_beta2": optimizer.adam_beta2,
         "adam_epsilon": optimizer.adam_eps,
@@ -94,26 +94,26 @@ def open_trainer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[str],
-    score_batch: Scorer,
+    score: Scorer,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Trainer:
-    """The trainer, ready for `train()`.
+    """Build the trainer, ready for `train()`.
 
     Args:
-        trainer: which one.
-        arguments: of `trainer_arguments`.
+        trainer: "grpo" or "rloo".
+        arguments: from `trainer_arguments`.
         model: trained in place.
-        tokenizer: pads on the left.
-        questions: of all steps, in order: num_steps * num_prompts of them.
-        judge: the reward.
-        callbacks: beside those that the trainer needs.
+        tokenizer: must pad on the left.
+        questions: num_steps * num_prompts questions, in order.
+        score: the reward.
+        callbacks: further callbacks.
     """
     trl = import_trl()
     from datasets import Dataset
     from transformers import PrinterCallback
 
     def reward(completion_ids: list[list[int]], question: list[int], **rest: object) -> list[float]:
-        return [score_batch(index, list(tokens)) for index, tokens in zip(question, completion_ids, strict=True)]
+        return [score(index, list(tokens)) for index, tokens in zip(question, completion_ids, strict=True)]
 
     built: Trainer = {"grpo": trl.GRPOTrainer, "rloo": trl.RLOOTrainer}[trainer](
         model=model,
@@ -128,10 +128,10 @@ def open_trainer(
 
 
 def import_trl() -> Any:
-    """TRL with its trainers, without the remarks on vLLM's version and Triton that its import of vLLM makes.
+    """Import TRL and its trainers, without the warnings about vLLM's version and Triton.
 
     Raises:
-        UserError: it is not installed.
+        UserError: TRL is not installed.
     """
     logger = logging.getLogger("vllm.triton_utils.importing")
     logger.addFilter(_not_about_triton)
@@ -141,7 +141,7 @@ def import_trl() -> Any:
             import trl
 
             for name in ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"):
-                getattr(trl, name)  # they are imported when they are asked for
+                getattr(trl, name)  # trl imports its classes on first access
     except ModuleNotFoundError as error:
         if error.name != "trl":
             raise

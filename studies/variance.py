@@ -1,16 +1,17 @@
-"""`oblr-megatron study variance`: one prompt's gradient covariance under every baseline, at a fixed policy.
+"""`oblr-megatron study variance`: variance of one prompt's gradient under every baseline, at a fixed policy.
 
     g_q = 1/G sum_i A_i s_i,     tr(H | q) = E||g_q||^2 - ||E g_q||^2
 
-Many responses are drawn to each prompt, and the inner products of all their scores, token by token, are computed: with
-them ||g_q||^2 of any group under any baseline, token-wise ones included, is a quadratic form of its advantages and no
-gradient is ever taken again. Groups are dealt from the pool without repeats, a deal being batches of Q prompts, as the
-priors need them; disjoint groups of one deal are independent, and so their inner product is an unbiased estimate of
-||E g_q||^2. Intervals are bootstrapped over prompts, which hold both sources of chance: the prompt and its pool.
+The study draws a pool of responses per prompt and computes the inner products of all token scores. Then ||g_q||^2 of
+any group under any baseline, including token-wise ones, is a quadratic form of the advantages; no further backward pass
+is needed. A deal splits each prompt's pool into disjoint groups, and so into batches of Q prompts, which priors need.
+Disjoint groups of one deal are independent, so their inner products estimate ||E g_q||^2 without bias. Intervals are
+bootstrapped over prompts, which covers both sources of randomness: the prompt and its pool.
 
-Baselines that rescale the gradient (grpo, reinforce_pp, group_mean) have another trace by that alone. The figure to
-compare by is therefore noise to signal, tr(H) / ||E g||^2, relative to rloo's; for unbiased baselines that is the ratio
-of traces. How far a baseline turns the gradient is in `alignment`, the cosine of E g_q with that under the oracle.
+Baselines that rescale the gradient (grpo, reinforce_pp, group_mean) change the trace by the scale alone. The study
+therefore compares the noise-to-signal ratio tr(H) / ||E g||^2 relative to rloo's. For unbiased baselines this is the
+ratio of traces. `alignment` is the cosine of E g_q with E g_q under the oracle: it shows how much a baseline rotates
+the gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from studies.policy import Drawn, ToyPolicy
 from studies.start import load, prepare, task_named
 from studies.tasks import TASKS, Row, Skill, Task
 
-ROWS_AT_ONCE = 128  # token scores in memory together: 40 MB
+ROWS_AT_ONCE = 128  # token score rows in memory at once: 40 MB
 BOOTSTRAPS = 2000
 OTB, ORACLE = "otb", "oracle"
 PROXIES = {"optimal_prior[logit]": "logit", "optimal_prior[length]": "length"}
@@ -46,16 +47,16 @@ PROXIES = {"optimal_prior[logit]": "logit", "optimal_prior[length]": "length"}
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """All that is known of n responses to each of Q prompts."""
+    """n responses to each of Q prompts, with the inner products of their token scores."""
 
     rewards: Tensor  # [Q, n] fp64
     lengths: Tensor  # [Q, n]
-    products: Tensor  # [Q, n, T, n, T] fp32: <s_it, s_ju>, the scores of single tokens; 0 past the end
-    energies: Tensor  # [Q, n, T] fp64, of each token's score at the logits
+    products: Tensor  # [Q, n, T, n, T] fp32: <s_it, s_ju>, inner products of token scores; 0 past the end
+    energies: Tensor  # [Q, n, T] fp64: squared norm of each token's score with respect to the logits
 
     @property
     def norms_sq(self) -> Tensor:
-        """w [Q, n]: the sums of the blocks on the diagonal."""
+        """w [Q, n]: sums of the diagonal blocks of `products`."""
         return torch.einsum("qitiu->qi", self.products.double())
 
 
@@ -69,14 +70,14 @@ class Cell:
     baseline: str
     trace: float  # tr(H | q), mean over prompts
     signal: float  # ||E g_q||^2, mean over prompts
-    alignment: float  # cosine of E g_q with the unbiased one, over all prompts; 1 but for chance where unbiased
-    ratio: float  # of tr / signal to rloo's; of tr alone for unbiased baselines
+    alignment: float  # cosine of E g_q with the oracle's, over all prompts; 1 up to noise for unbiased baselines
+    ratio: float  # noise-to-signal ratio (trace / signal) relative to rloo's
     low: float  # 95% interval of `ratio`
     high: float
 
 
 def draw_pool(policy: ToyPolicy, task: Task, rows: Sequence[Row], size: int, seed: int) -> Pool:
-    """n = `size` responses to each row, with the inner products of their token scores."""
+    """Draw n = `size` responses to each row and compute the inner products of their token scores."""
     generator = torch.Generator().manual_seed(seed)
     longest = task.max_response_tokens
     rewards, lengths, products, energy = [], [], [], []
@@ -96,7 +97,7 @@ def draw_pool(policy: ToyPolicy, task: Task, rows: Sequence[Row], size: int, see
 
 
 def token_products(policy: ToyPolicy, samples: Sequence[Drawn], longest: int) -> Tensor:
-    """<s_it, s_ju> [n, T, n, T] fp32; a response that was drawn more than once is computed once."""
+    """<s_it, s_ju>: [n, T, n, T] fp32. Equal responses are computed once."""
     distinct = list({sample.tokens: sample for sample in samples}.values())
     slots = {sample.tokens: position for position, sample in enumerate(distinct)}
     which = torch.tensor([slots[sample.tokens] for sample in samples])
@@ -112,7 +113,7 @@ def token_products(policy: ToyPolicy, samples: Sequence[Drawn], longest: int) ->
 
 
 def _token_scores(policy: ToyPolicy, tokens: Sequence[tuple[Drawn, int]]) -> Tensor:
-    """[k, P], a row for each (sample, place of a token)."""
+    """Score rows [k, P], one per (sample, token position)."""
     samples = [sample for sample, _ in tokens]
     weights = torch.zeros(len(tokens), max(len(sample.tokens) for sample in samples))
     weights[range(len(tokens)), [place for _, place in tokens]] = 1.0
@@ -120,7 +121,7 @@ def _token_scores(policy: ToyPolicy, tokens: Sequence[tuple[Drawn, int]]) -> Ten
 
 
 def deals(num_prompts: int, pool_size: int, group_size: int, count: int, seed: int) -> list[Tensor]:
-    """`count` times [m, Q, G]: m disjoint groups of each prompt's pool."""
+    """`count` deals [m, Q, G]: indices of m disjoint groups of each prompt's pool."""
     generator = torch.Generator().manual_seed(seed)
     used = pool_size - pool_size % group_size
     found = []
@@ -132,17 +133,17 @@ def deals(num_prompts: int, pool_size: int, group_size: int, count: int, seed: i
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One batch of a deal: the members' figures, [Q, G] each."""
+    """One batch of a deal; [Q, G] unless noted."""
 
     rewards: Tensor
     norms_sq: Tensor
     lengths: Tensor
     energies: Tensor  # [Q, G, T]
-    best: Tensor  # [Q, 1]: E[w r] / E[w] from the rest of the pool
+    best: Tensor  # [Q, 1]: E[w r] / E[w], from the rest of the pool
 
 
 def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
-    """A [Q, G, T] of a baseline; the same for every token but under otb."""
+    """Advantages A [Q, G, T] of a baseline. Only otb's differ between tokens."""
     shape = group.energies.shape
     if name == OTB:
         return token_advantages(group.rewards, group.energies.flatten(0, 1), group.lengths).view(shape)
@@ -157,14 +158,14 @@ def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
 
 
 def measure(pool: Pool, group_size: int, *, num_deals: int, seed: int) -> dict[str, Tensor]:
-    """Of each baseline [3, Q] fp64: E||g_q||^2, ||E g_q||^2, and <E g_q, E g_q of the oracle>; all unbiased."""
+    """Baseline -> [3, Q] fp64: unbiased E||g_q||^2, ||E g_q||^2, and <E g_q, E g_q under the oracle>."""
     num_prompts, size = pool.rewards.shape
     names = [*BASELINES, ORACLE, *PROXIES]
     algo, norms_sq = AlgoConfig(), pool.norms_sq
     sums = {name: torch.zeros(3, num_prompts, dtype=torch.float64) for name in names}
     prompts = torch.arange(num_prompts)[:, None]
     for deal in deals(num_prompts, size, group_size, num_deals, seed):
-        spread = {name: torch.zeros_like(pool.energies) for name in names}  # A, each at its place in the pool
+        spread = {name: torch.zeros_like(pool.energies) for name in names}  # A at each response's place in the pool
         for members in deal:
             outside = torch.ones_like(norms_sq).scatter(1, members, 0.0) * norms_sq
             best = (outside * pool.rewards).sum(1, keepdim=True) / outside.sum(1, keepdim=True)
@@ -184,13 +185,15 @@ def measure(pool: Pool, group_size: int, *, num_deals: int, seed: int) -> dict[s
 
 
 def moments(spread: Tensor, other: Tensor, products: Tensor, deal: Tensor) -> Tensor:
-    """[3, Q]: mean of ||G g||^2 over the groups of a deal, of <G g, G g'> over pairs of different groups, and of the
-    same with g' under the reference's advantages.
+    """Second moments over the groups of a deal: [3, Q].
+
+    Row 0 is the mean of ||G g||^2 over groups, row 1 the mean of <G g, G g'> over pairs of different groups. Row 2 is
+    row 1 with g' under the other baseline's advantages.
 
     Args:
         spread: [Q, n, T] advantages.
         other: [Q, n, T] advantages of another baseline.
-        products: [Q, n, T, n, T].
+        products: [Q, n, T, n, T], see `Pool`.
         deal: [m, Q, G] members of each group.
     """
     count = len(deal)
@@ -208,7 +211,7 @@ def moments(spread: Tensor, other: Tensor, products: Tensor, deal: Tensor) -> Te
 
 
 def cells(task: str, skill: str, group_size: int, found: dict[str, Tensor], seed: int) -> list[Cell]:
-    """A line for every baseline, with an interval over prompts."""
+    """One cell per baseline, with a bootstrap interval over prompts."""
     num_prompts = found["rloo"].shape[1]
     picks = np.random.default_rng(seed).integers(0, num_prompts, (BOOTSTRAPS, num_prompts))
     rloo = _noise_to_signal(found["rloo"], picks)
@@ -225,7 +228,7 @@ def cells(task: str, skill: str, group_size: int, found: dict[str, Tensor], seed
 
 
 def _noise_to_signal(sums: Tensor, picks: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[1 + bootstraps]: of all prompts, then of each resampled set."""
+    """[1 + BOOTSTRAPS]: the ratio over all prompts, then over each resample."""
     both = torch.stack([sums[0] - sums[1], sums[1]]).numpy()  # [2, Q]
     means = np.concatenate([both.mean(1, keepdims=True), both[:, picks].mean(-1)], axis=1)
     ratio: NDArray[np.float64] = means[0] / means[1]
@@ -233,20 +236,20 @@ def _noise_to_signal(sums: Tensor, picks: NDArray[np.int64]) -> NDArray[np.float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `study variance`."""
-    parser.add_argument("--out", type=Path, required=True, help="the same command again goes on here")
+    """Add the options of `study variance`."""
+    parser.add_argument("--out", type=Path, required=True, help="results; repeat the command to continue")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
     parser.add_argument("--skills", nargs="+", default=list(get_args(Skill)), choices=get_args(Skill))
     parser.add_argument("--group-sizes", nargs="+", type=int, default=[2, 4, 8, 16], metavar="G")
-    parser.add_argument("--prompts", type=int, default=64, help="Q, prompts of a batch")
-    parser.add_argument("--pool", type=int, default=64, help="responses drawn to each prompt")
-    parser.add_argument("--deals", type=int, default=8, help="times a pool is dealt into groups")
+    parser.add_argument("--prompts", type=int, default=64, help="Q, prompts per batch")
+    parser.add_argument("--pool", type=int, default=64, help="responses per prompt")
+    parser.add_argument("--deals", type=int, default=8, help="number of times a pool is dealt into groups")
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(function=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """`oblr-megatron study variance`."""
+    """Measure the missing cells; write variance.{json,md,svg,png}."""
     from oblr_megatron.observe.console import progress
     from studies.variance_report import write
 
@@ -266,12 +269,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_cells(file: Path) -> list[Cell]:
-    """What an earlier call has measured; a task at a skill is there whole or not at all."""
+    """Cells of earlier calls. A task at a skill is complete or absent."""
     return [Cell(**line) for line in json.loads(file.read_text(encoding="utf-8"))] if file.exists() else []
 
 
 def cells_of(task: Task, skill: Skill, options: argparse.Namespace) -> list[Cell]:
-    """All group sizes and baselines of one task at one skill."""
+    """Measure all group sizes and baselines of one task at one skill."""
     policy = load(prepare(task.name, skill, options.out / "starts"), task)
     pool = draw_pool(policy, task, task.rows()[1][: options.prompts], options.pool, options.seed)
     lines = []

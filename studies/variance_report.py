@@ -1,4 +1,4 @@
-"""The results of `study variance`: variance.md, a table a task; variance.svg and .png, a panel a task and skill."""
+"""Write the results of `study variance`: tables per task and skill (variance.md) and a chart (.svg, .png)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from studies.variance import Cell
 
-SHOWN = {  # label and colour of what the figure shows; the table has everything
+SHOWN = {  # baselines in the chart, with label and colour; the tables have all baselines
     "rloo_prior": ("rloo + prior", COLOURS[3]),
     "opo": ("opo", COLOURS[4]),
     "length_loo": ("length, leave-one-out", COLOURS[1]),
@@ -25,9 +25,9 @@ SHOWN = {  # label and colour of what the figure shows; the table has everything
 
 HEAD = """# Gradient variance at a fixed policy, by baseline
 
-Noise-to-signal ratio of one prompt's gradient relative to rloo's [95% interval over prompts]; for unbiased baselines
-that is the ratio of traces. *align*: cosine of the expected gradient with the unbiased one at the largest G; below 1 by
-more than chance, the baseline turns the gradient.
+Noise-to-signal ratio of one prompt's gradient relative to rloo's [95% interval over prompts]. For unbiased baselines
+this is the ratio of traces. *align*: cosine of the expected gradient with the unbiased one at the largest G. If it is
+below 1 by more than noise, the baseline rotates the gradient.
 """
 
 
@@ -41,7 +41,7 @@ def write(cells: Sequence[Cell], out: Path) -> str:
 
 
 def document(cells: Sequence[Cell]) -> str:
-    """All tables."""
+    """All tables as Markdown."""
     parts = [HEAD]
     for task in dict.fromkeys(cell.task for cell in cells):
         for skill in dict.fromkeys(cell.skill for cell in cells if cell.task == task):
@@ -50,7 +50,7 @@ def document(cells: Sequence[Cell]) -> str:
 
 
 def _table(cells: Sequence[Cell]) -> str:
-    """Of one task at one skill: a line a baseline, a column a group size."""
+    """The table of one task at one skill: one line per baseline, one column per group size."""
     sizes = sorted({cell.group_size for cell in cells})
     traces = ", ".join(f"{c.trace:.3g}" for c in cells if c.baseline == "rloo")
     lines = [
@@ -67,7 +67,7 @@ def _table(cells: Sequence[Cell]) -> str:
 
 
 def draw(cells: Sequence[Cell]) -> Figure:
-    """Small multiples: tasks down, skills across; the ratio over G."""
+    """Draw the ratio over G, one panel per task (rows) and skill (columns)."""
     import matplotlib.pyplot as plt
 
     tasks = list(dict.fromkeys(cell.task for cell in cells))
@@ -80,7 +80,7 @@ def draw(cells: Sequence[Cell]) -> Figure:
             own = [cell for cell in cells if (cell.task, cell.skill) == (task, skill)]
             _panel(axes[row, column], own, f"{task}, {skill} skill")
     for axis in axes[-1]:
-        axis.set_xlabel("G, responses a prompt")
+        axis.set_xlabel("G, responses per prompt")
     for axis in axes[:, 0]:
         axis.set_ylabel("variance, rloo = 1")
     handles, labels = axes[0, 0].get_legend_handles_labels()

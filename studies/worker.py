@@ -1,4 +1,4 @@
-"""One run of a study in this process: `python -m studies.worker RUN_DIR/asked.json`."""
+"""Do one run of a study in this process: `python -m studies.worker RUN_DIR/asked.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(backend: str, config: ToyConfig) -> int:
-    """The run; its exit status.
+    """Run the config on a backend; returns the exit status.
 
     Raises:
         UserError: the backend is unknown.
@@ -35,12 +35,12 @@ def run(backend: str, config: ToyConfig) -> int:
 
             return run_train(config)
         case _:
-            raise UserError(f"unknown backend {backend!r}", fix="use toy, train, trl_grpo or trl_rloo")
+            raise UserError(f"unknown backend {backend!r}", where="backend", fix="use toy, train, trl_grpo or trl_rloo")
     return EXIT_OK
 
 
 def main(arguments: list[str]) -> int:
-    """Read what is asked, do it."""
+    """Read asked.json and run it."""
     from oblr_megatron.config import validated
     from oblr_megatron.runtime.command_line import guarded
     from studies.toy_trainer import ToyConfig
@@ -51,5 +51,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    die_with(os.getppid())  # the study; a run that outlived it would write beside the run that is done again
+    die_with(os.getppid())  # the study: otherwise a leftover run and its restart could write the same files
     sys.exit(main(sys.argv[1:]))

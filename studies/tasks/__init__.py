@@ -1,13 +1,13 @@
-"""Tasks that a tiny model learns in a minute, and that differ in what makes reinforcement learning hard.
+"""Tasks that a tiny model learns in a minute. They differ in what makes reinforcement learning hard.
 
-    name      reward                     response length     what it is for
-    sums      right or wrong             3 or 4 tokens       arithmetic of fixed length; w varies little
-    chain     right or wrong             3 to 9 tokens       reasoning: long answers are right more often, and their
-                                                             gradients larger
-    walk      right only if every step   7 tokens            sparse: few groups are mixed at the start
-    brackets  graded between 0 and 1     2 to 7 tokens       no arithmetic: the state is a stack
+    name      reward                        response length   purpose
+    sums      0 or 1                        3 or 4 tokens     arithmetic of nearly fixed length; w varies little
+    chain     0 or 1                        3 to 9 tokens     reasoning: long responses are right more often and have
+                                                              larger gradients
+    walk      1 only if every step is right 7 tokens          sparse: few groups have mixed rewards at the start
+    brackets  graded between 0 and 1        2 to 7 tokens     no arithmetic: the state is a stack
 
-To add one, write a module with a `Task` and name it here.
+To add a task, write a module with a `Task` and add it to TASKS.
 """
 
 from studies.tasks.base import Row, Skill, Task

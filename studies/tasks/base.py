@@ -1,4 +1,4 @@
-"""What a task is: questions with gold answers, a reward, and a teacher of chosen skill for the warm start."""
+"""The Task record: questions with gold answers, a reward, and a teacher of chosen skill for the warm start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Skill = Literal["low", "middle", "high"]
-SPLIT_SEED = 20251123  # one split for all seeds of a study: runs differ in sampling, not in what they are asked
+SPLIT_SEED = 20251123  # the same split for every seed of a study: runs differ in sampling, not in their questions
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,19 +21,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A generated task; every character is a token, and an end token closes a response."""
+    """A generated task. Every character is one token; an end token closes a response."""
 
     name: str
-    module: str  # where `reward` is found by name
+    module: str  # module that defines `reward`
     characters: str
-    max_response_tokens: int  # the end token included
-    skills: dict[Skill, float]  # share of right answers that the teacher of each level gives
+    max_response_tokens: int  # including the end token
+    skills: dict[Skill, float]  # skill -> share of right answers that the teacher gives
     draw: Callable[[random.Random], Row]
-    reward: Callable[[str, str], float]  # (response, answer) -> 0..1, 1 for right
-    teach: Callable[[Row, random.Random, float], str]  # an answer that is right with this probability, roughly
+    reward: Callable[[str, str], float]  # (response, answer) -> 0..1; 1 is right
+    teach: Callable[[Row, random.Random, float], str]  # an answer that is right with about this probability
 
     def rows(self, num_train: int = 4096, num_held_out: int = 256) -> tuple[list[Row], list[Row]]:
-        """(train, held out): distinct questions, no question in both, the same in every call."""
+        """(train, held out): distinct questions, none in both sets, the same on every call."""
         generator = random.Random(SPLIT_SEED)
         found: dict[str, Row] = {}
         while len(found) < num_train + num_held_out:

@@ -1,4 +1,4 @@
-"""Close what is open: ([{}<  ->  >])   The reward is graded, by how far the answer is right."""
+"""Close the open brackets: ([{}<  ->  >])   The reward is graded by the length of the right prefix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FEWEST, MOST, LENGTH = 2, 6, 10
 
 
 def draw(generator: random.Random) -> Row:
-    """Ten brackets or fewer of which two to six stay open."""
+    """At most ten brackets, of which two to six stay open."""
     opened = generator.randint(FEWEST, MOST)
     text, stack = "", list[str]()
     while len(stack) < opened or (len(text) + 1 < LENGTH and generator.random() < 0.5):
@@ -27,13 +27,13 @@ def draw(generator: random.Random) -> Row:
 
 
 def reward(response: str, answer: str) -> float:
-    """Length of the common beginning over that of the longer text: 1 for the whole, 0 for a wrong first bracket."""
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(response, answer, strict=False))
-    return len(list(alike)) / max(len(response), len(answer))
+    """Length of the common prefix / length of the longer text: 1 if equal, 0 if the first bracket is wrong."""
+    common = takewhile(lambda pair: pair[0] == pair[1], zip(response, answer, strict=False))
+    return len(list(common)) / max(len(response), len(answer))
 
 
 def teach(row: Row, generator: random.Random, share_right: float) -> str:
-    """Right, or with two brackets exchanged, one replaced, or the end forgotten."""
+    """The right answer, or one with two brackets swapped, one replaced, or the end missing."""
     right = row.answer
     if generator.random() < share_right:
         return right

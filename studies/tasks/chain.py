@@ -1,9 +1,9 @@
-"""The last digit of a long sum, with as much of the reasoning written out as the policy cares to write.
+"""The last digit of a long sum. The policy chooses how much of the reasoning it writes out.
 
-    4+5+2+4:  ->  915=5      the partial sums' last digits, "=", the answer; only what follows "=" is judged
+    4+5+2+4:  ->  915=5      last digits of the partial sums, "=", the answer; only the text after "=" is scored
 
 A response may skip the reasoning and guess: "=3" is short and right one time in ten. Length, gradient norm and
-correctness therefore go together, which is where a norm-weighted baseline should differ from a plain mean.
+correctness are therefore correlated. There a norm-weighted baseline should differ from a plain mean.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ FEWEST, MOST = 3, 6
 
 
 def draw(generator: random.Random) -> Row:
-    """Three to six digits from 1 to 5 to add."""
+    """Three to six terms between 1 and 5."""
     terms = [generator.randint(1, 5) for _ in range(generator.randint(FEWEST, MOST))]
     return Row("+".join(map(str, terms)) + ":", str(sum(terms) % 10))
 
 
 def reward(response: str, answer: str) -> float:
-    """1 if one "=" is followed by the answer."""
+    """1 if the text after the first "=" is the answer."""
     _, sign, given = response.partition("=")
     return float(bool(sign) and given == answer)
 
 
 def teach(row: Row, generator: random.Random, share_right: float) -> str:
-    """The whole chain, rightly; or part of it and a guess; or the whole with a slip that is carried on."""
+    """The right chain; or part of it and a guess; or the whole chain with an error that propagates."""
     partial = partial_sums(row.question)
     if generator.random() < share_right:
         return "".join(map(str, partial)) + f"={partial[-1]}"
@@ -40,7 +40,7 @@ def teach(row: Row, generator: random.Random, share_right: float) -> str:
 
 
 def partial_sums(question: str) -> list[int]:
-    """ "7+5+9+4:" -> [2, 1, 5]: last digits of the sums of the first two, three, ... terms."""
+    """Last digits of the sums of the first two, three, ... terms. Example: "7+5+9+4:" -> [2, 1, 5]."""
     terms = [int(term) for term in question.rstrip(":").split("+")]
     return [sum(terms[:count]) % 10 for count in range(2, len(terms) + 1)]
 

@@ -1,4 +1,4 @@
-"""Two-digit sums, the answer written lowest digit first: 64+87= -> 151 (151 reversed), 23+58= -> 18."""
+"""Two-digit sums with the answer written lowest digit first: 64+87= -> 151 (151 reversed), 23+58= -> 18."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def draw(generator: random.Random) -> Row:
 
 
 def reward(response: str, answer: str) -> float:
-    """1 for the very digits."""
+    """1 if all digits are equal."""
     return float(response == answer)
 
 
 def teach(row: Row, generator: random.Random, share_right: float) -> str:
-    """Right, or with one digit slipped, or with the carries forgotten."""
+    """The right answer, or one with a wrong digit, or one without carries."""
     if generator.random() < share_right:
         return row.answer
     if generator.random() < 0.5:

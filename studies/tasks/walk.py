@@ -1,6 +1,6 @@
-"""A walk on ten places in a ring: every place on the way must be right, or nothing is earned.
+"""A walk on a ring of ten places. The reward is 1 only if every place on the way is right.
 
-4+3-2+1+1-3:  ->  75674    after each step; the reward says nothing about where a wrong walk went astray
+4+3-2+1+1-3:  ->  75674    the place after each step
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ STEPS = 5
 
 
 def draw(generator: random.Random) -> Row:
-    """A place and five steps of one to three places, forwards or backwards."""
+    """A start and five steps of one to three places, forwards or backwards."""
     start = str(generator.randrange(10))
     question = start + "".join(f"{generator.choice('+-')}{generator.randint(1, 3)}" for _ in range(STEPS)) + ":"
     return Row(question, "".join(map(str, places(question))))
@@ -26,7 +26,7 @@ def reward(response: str, answer: str) -> float:
 
 
 def teach(row: Row, generator: random.Random, share_right: float) -> str:
-    """Each step may slip, and the walk goes on from where it landed; the chance is such that `share_right` get home."""
+    """Each step may be wrong, and the walk continues from there. A share `share_right` of walks has no error."""
     chance, drift, told = share_right ** (1 / STEPS), 0, ""
     for place in row.answer:
         if generator.random() > chance:
@@ -36,7 +36,7 @@ def teach(row: Row, generator: random.Random, share_right: float) -> str:
 
 
 def places(question: str) -> list[int]:
-    """ "4+3-2:" -> [7, 5]."""
+    """The place after each step. Example: "4+3-2:" -> [7, 5]."""
     start, *steps = map(int, re.findall(r"(?:^|[+-])\d", question))
     return [(start + sum(steps[:count])) % 10 for count in range(1, len(steps) + 1)]
 

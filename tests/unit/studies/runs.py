@@ -1,8 +1,7 @@
-"""For tests of studies: runs as a backend leaves them, and a backend of the tests' own that takes no time.
+"""Helpers for tests of studies: result directories as a backend writes them, and a fake backend that takes no time.
 
-It imports no torch: a process of a test's own is there at once.
-
-`WORKER` writes real files as a real process; what it "learns" is a formula, so no figure of it means anything.
+This module imports no torch, so that a test's subprocess starts fast. `WORKER` is a real process that writes real
+files; its accuracies come from a formula and mean nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from studies.jobs import Ended, Job, run_jobs, to_do
 from studies.results import ASKED_FILE, Key
 
 WORKER = '''
-"""Learns log10(lr) + 3 = 0 best; the file $ORDERS, if there, says at which step to fail, stop or wait."""
+"""Accuracy is best at lr = 1e-3. The file $ORDERS, if it exists, says at which step to fail, die or wait."""
 import json, math, os, signal, sys, time
 from pathlib import Path
 from oblr_megatron.runtime.stopping import die_with
@@ -27,7 +26,7 @@ run_dir, task = Path(config["run_dir"]), config["task"]
 orders = json.loads(Path(os.environ.get("ORDERS", os.devnull)).read_text() or "{}").get(run_dir.name, {})
 source = config["algo"].get("schedule_from")
 if source:
-    assert '"step": %d' % config["num_steps"] in (Path(source) / "metrics.jsonl").read_text(), "its source is not whole"
+    assert '"step": %d' % config["num_steps"] in (Path(source) / "metrics.jsonl").read_text(), "incomplete source"
 best = max(0.0, 0.5 - 0.2 * abs(math.log10(config["optimizer"]["lr"]) + 3))
 with (run_dir / "metrics.jsonl").open("w") as file:
     for step in range(config["num_steps"] + 1):
@@ -46,14 +45,14 @@ with (run_dir / "metrics.jsonl").open("w") as file:
 
 
 def worker(directory: Path) -> list[str]:
-    """The command of that backend."""
+    """The command of the fake backend."""
     script = directory / "worker.py"
     script.write_text(WORKER)
     return [sys.executable, str(script)]
 
 
 def config_of(key: Key, out: Path, num_steps: int = 4) -> dict:
-    """As much of a LabConfig as the files need."""
+    """The fields of a ToyConfig that the result files need."""
     return {
         "task": key.task,
         "run_dir": str(key.run_dir(out)),
@@ -66,7 +65,7 @@ def config_of(key: Key, out: Path, num_steps: int = 4) -> dict:
 
 
 def job_of(tmp_path: Path, seed: int, needs: Job | None = None, **config: object) -> Job:
-    """A run of that backend; one that needs another takes its learning rates."""
+    """A run of the fake backend. With `needs` it takes that run's learning rates."""
     key = Key("sums", "control" if needs else "rloo", 1e-3, seed)
     table = config_of(key, tmp_path) | config
     if needs:
@@ -75,13 +74,13 @@ def job_of(tmp_path: Path, seed: int, needs: Job | None = None, **config: object
 
 
 def run(jobs: list[Job], deadline_s: float = 60.0) -> tuple[list[Ended], list[Ended]]:
-    """(all that ended, those that failed)."""
+    """(ended runs, failed runs)."""
     ended: list[Ended] = []
     return ended, run_jobs(to_do(jobs), processes=2, deadline_s=deadline_s, report=ended.append)
 
 
 def write_run(out: Path, key: Key, accuracy: Sequence[float], *, cut: bool = False) -> Path:
-    """A lab run with an evaluation a step; the last record is missing if it was cut."""
+    """Write a toy run with one evaluation per step; `cut` leaves out the last record."""
     run_dir, num_steps = key.run_dir(out), len(accuracy) - 1
     run_dir.mkdir(parents=True)
     config = config_of(key, out, num_steps)

@@ -1,6 +1,6 @@
-"""Figures of a study: files that are whole, names that do not lie on one another, colours that say who is who.
+"""Charts of a study: valid files, names that do not overlap, colours by role.
 
-Whether they are good to look at is not covered.
+Not covered: how the charts look.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from studies.summary import ArmSummary, TaskSummary
 
 
 def task_of(num_arms: int, spread: float = 0.0) -> TaskSummary:
-    """Curves that end `spread` apart: with 0 all names want the same place."""
+    """Curves that end `spread` apart. With 0 all names have the same preferred place."""
     steps = np.arange(0.0, 11.0)
     arms = []
     for place in range(num_arms):
@@ -82,11 +82,11 @@ def test_many_arms_get_a_panel_each() -> None:
     assert [axes.get_title("left") for axes in shown] == [f"arm_{place}" for place in range(TOGETHER + 1)]
     thick = [[line.get_color() for line in axes.lines if line.get_linewidth() > 1.5] for axes in shown]
     assert thick[0] == [INK] and thick[1] == [PEER] and all(len(colours) == 1 for colours in thick)
-    assert all(any(line.get_color() == INK for line in axes.lines) for axes in shown)  # the reference, in each
+    assert all(any(line.get_color() == INK for line in axes.lines) for axes in shown)  # every panel shows the reference
     plt.close(figure)
 
 
-def test_differences_stand_best_first_beside_their_figures() -> None:
+def test_differences_are_sorted_and_labelled() -> None:
     figure = draw_differences(task_of(4, spread=0.1))
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert names == ["arm_1", "arm_2", "arm_3"]  # from the bottom up

@@ -1,6 +1,6 @@
-"""The laboratory's gradient against examples/single_file.py and against autograd on the literal loss, in fp64.
+"""The toy trainer's gradient against examples/single_file.py and autograd on the literal loss, in fp64.
 
-single_file's step is in turn held against megatron-core's in tests/distributed, so that all three are one algorithm.
+tests/distributed compares single_file's step with megatron-core's, so that all three implement the same algorithm.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from studies.policy import Drawn, ToyPolicy
 
 FILE = Path(__file__).parents[3] / "examples" / "single_file.py"
 Q, G = 4, 3
-ROUNDED = 1e-6  # the example keeps old log-probs in fp32, and so its importance ratios are 1 to seven digits
+ROUNDED = 1e-6  # the example keeps old log-probs in fp32, so its importance ratios are 1 to seven digits
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_token_wise_baseline(policy: ToyPolicy, batch: Batch) -> None:
 
 
 def test_kl_penalty(single: ModuleType, policy: ToyPolicy, batch: Batch) -> None:
-    """k3 against another model; the norms stay the score's."""
+    """k3 against another model. The norms w remain those of the score without the penalty."""
     reference = ToyPolicy(single.build_model(torch.float64, seed=2), single.CHARACTERS)
     plain = Estimator(policy, AlgoConfig(baseline="rloo", snr={"num_folds": 2}))(batch)
     found = Estimator(
@@ -103,7 +103,7 @@ def test_kl_penalty(single: ModuleType, policy: ToyPolicy, batch: Batch) -> None
 
 
 def test_momentum_is_the_average_of_the_gradients_before(policy: ToyPolicy, batch: Batch) -> None:
-    """The same batch again: its own average, and so the dot product is the squared norm."""
+    """On a repeated batch the average is the gradient itself, so the dot product is the squared norm."""
     options = AlgoConfig(baseline="rloo", snr={"num_folds": 2, "estimator": "momentum"})
     estimator = Estimator(policy, options)
     first, second, third = (estimator(batch).stats for _ in range(3))
@@ -112,6 +112,6 @@ def test_momentum_is_the_average_of_the_gradients_before(policy: ToyPolicy, batc
     assert third.momentum_dot == pytest.approx(first.sq_norm, rel=1e-12)
 
 
-def test_estimator_prompts_takes_every_prompt_for_a_fold(policy: ToyPolicy, batch: Batch) -> None:
+def test_estimator_prompts_makes_every_prompt_a_fold(policy: ToyPolicy, batch: Batch) -> None:
     found = Estimator(policy, AlgoConfig(baseline="rloo", snr={"estimator": "prompts"}))(batch)
     assert found.stats.num_folds == Q

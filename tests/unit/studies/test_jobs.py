@@ -1,6 +1,6 @@
-"""Runs as processes: whole ones reused, cut ones done again, failures named; what a killed study leaves behind.
+"""Runs as processes: complete ones reused, interrupted ones restarted, failures named, what a killed study leaves.
 
-The processes are real; their work is that of tests/unit/studies/runs.py. Real lab runs are in test_command.py.
+The processes are real and run the fake backend of tests/unit/studies/runs.py. test_command.py runs the toy trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that tells runs how to go wrong, by the name of their directory."""
+    """A file that tells the fake backend how to fail, by run directory."""
     path = tmp_path / "orders.json"
     path.write_text("{}")
     monkeypatch.setenv("ORDERS", str(path))
@@ -38,13 +38,13 @@ def test_runs_are_done_once_and_after_those_they_need(tmp_path: Path) -> None:
     sources = [job_of(tmp_path, seed) for seed in range(3)]
     controls = [job_of(tmp_path, source.key.seed, needs=source) for source in sources]
     ended, failed = run([*controls, *sources])
-    assert not failed and len(ended) == 6  # a control that began too early would have failed
+    assert not failed and len(ended) == 6  # a control that starts before its source is complete fails
     result = read_result(Key("sums", "rloo", 1e-3, 2), tmp_path)
     assert result is not None and result.final == pytest.approx(0.702) and result.auc == pytest.approx(0.452)
     assert to_do([*controls, *sources]) == []
 
 
-def test_a_whole_run_is_left_alone_and_a_cut_one_done_again(tmp_path: Path) -> None:
+def test_a_complete_run_is_kept_and_an_interrupted_one_restarted(tmp_path: Path) -> None:
     whole = write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5)
     cut = write_run(tmp_path, Key("sums", "rloo", 1e-3, 1), [0.1] * 5, cut=True)
     (cut / "leftover").touch()
@@ -54,7 +54,7 @@ def test_a_whole_run_is_left_alone_and_a_cut_one_done_again(tmp_path: Path) -> N
     assert "0.1," in (whole / "metrics.jsonl").read_text()
 
 
-def test_a_last_line_that_was_cut_is_no_last_step(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_not_the_last_step(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5)
     text = (run_dir / "metrics.jsonl").read_text()
     (run_dir / "metrics.jsonl").write_text(text[:-20])
@@ -69,14 +69,14 @@ def test_a_last_line_that_was_cut_is_no_last_step(tmp_path: Path) -> None:
         ({"algo": {}}, "algo.baseline is 'rloo', the plan asks for absent"),
     ],
 )
-def test_a_whole_run_of_another_config_stops_the_study(tmp_path: Path, change: dict, named: str) -> None:
+def test_a_complete_run_of_another_config_stops_the_study(tmp_path: Path, change: dict, named: str) -> None:
     write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5)
     with pytest.raises(UserError) as caught:
         to_do([job_of(tmp_path, 0, **change)])
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_cut_run_of_another_config_does_not(tmp_path: Path) -> None:
+def test_an_interrupted_run_of_another_config_is_restarted(tmp_path: Path) -> None:
     write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5, cut=True)
     assert len(to_do([job_of(tmp_path, 0, optimizer={"lr": 2e-3})])) == 1
 
@@ -94,12 +94,12 @@ def test_a_directory_that_holds_something_else_is_not_removed(tmp_path: Path) ->
     run_dir = Key("sums", "rloo", 1e-3, 0).run_dir(tmp_path)
     run_dir.mkdir(parents=True)
     (run_dir / "thesis.tex").touch()
-    with pytest.raises(UserError, match=r"asked\.json is missing"):
+    with pytest.raises(UserError, match=r"asked\.json") as error:
         to_do([job_of(tmp_path, 0)])
-    assert (run_dir / "thesis.tex").exists()
+    assert error.value.where == str(run_dir) and (run_dir / "thesis.tex").exists()
 
 
-def test_failures_are_named_and_the_others_go_on(tmp_path: Path, orders: Path) -> None:
+def test_failures_are_named_and_other_runs_continue(tmp_path: Path, orders: Path) -> None:
     orders.write_text(json.dumps({"seed0": {"fail": 2}, "seed1": {"die": 3}, "seed2": {"wait": 1}}))
     jobs = [job_of(tmp_path, seed) for seed in range(4)]
     control = job_of(tmp_path, 0, needs=jobs[0])
@@ -109,7 +109,7 @@ def test_failures_are_named_and_the_others_go_on(tmp_path: Path, orders: Path) -
         "sums rloo lr 0.001 seed 0": "status 1: error: it diverged",
         "sums rloo lr 0.001 seed 1": "SIGKILL: it printed nothing",
         "sums rloo lr 0.001 seed 2": "ran past its deadline of 8 s",
-        "sums control lr 0.001 seed 0": "not run: sums rloo lr 0.001 seed 0 failed, whose learning rates it takes",
+        "sums control lr 0.001 seed 0": "not run: sums rloo lr 0.001 seed 0 failed, which supplies its learning rates",
     }
     assert [each.job.key.seed for each in ended if not each.fault] == [3]
     orders.write_text("{}")
@@ -121,7 +121,7 @@ STUDY = """
 import signal
 import sys
 from pathlib import Path
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background has it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test suite in the background ignores SIGINT
 sys.path.insert(0, sys.argv[2])
 from tests.unit.studies.runs import job_of, run
 run([job_of(Path(sys.argv[1]), seed) for seed in (0, 1)])
@@ -129,7 +129,7 @@ run([job_of(Path(sys.argv[1]), seed) for seed in (0, 1)])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_study_that_is_ended_takes_its_runs_along_and_leaves_the_finished(
+def test_an_ended_study_ends_its_runs_and_keeps_the_finished_ones(
     tmp_path: Path, orders: Path, number: signal.Signals
 ) -> None:
     orders.write_text(json.dumps({"seed1": {"wait": 2}}))
@@ -148,7 +148,7 @@ def test_a_study_that_is_ended_takes_its_runs_along_and_leaves_the_finished(
 def until(condition: object, patience_s: float = 30.0) -> None:
     end = time.monotonic() + patience_s
     while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "it never came about"
+        assert time.monotonic() < end, f"the condition did not hold within {patience_s} s"
         time.sleep(0.05)
 
 
@@ -157,20 +157,20 @@ def read(path: Path) -> str:
 
 
 def processes_in(run_dir: Path) -> list[str]:
-    """Command lines that name the run."""
+    """Command lines of processes that name the run."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             found.append(path.read_bytes().decode(errors="replace"))
-        except OSError:  # it ended since
+        except OSError:  # the process has ended
             continue
     return [line for line in found if str(run_dir) in line]
 
 
-def test_runs_of_the_laboratory_are_forks_with_logs_and_deadlines(tmp_path: Path) -> None:
-    """Two ways to end: whole, and past a deadline; a third run is refused by the laboratory itself.
+def test_toy_runs_are_forks_with_logs_and_deadlines(tmp_path: Path) -> None:
+    """One run completes, one passes its deadline, one has a config that the toy trainer refuses.
 
-    The run that is never done comes last: what it is forked from has imported the laboratory by then.
+    The endless run comes last: by then the fork server has imported the toy trainer.
     """
     start = prepare("brackets", "middle", tmp_path / "starts", steps=2)
     whole, endless, wrong = (toy_job(tmp_path, start, seed, steps) for seed, steps in ((0, 1), (1, 10_000), (2, 1)))
@@ -180,12 +180,12 @@ def test_runs_of_the_laboratory_are_forks_with_logs_and_deadlines(tmp_path: Path
     faults = {each.job.key.seed: each.fault for each in ended}
     assert faults[0] == "" and is_whole(whole.run_dir, "toy", 1)
     assert late.fault == "ran past its deadline of 4 s" and not processes_in(endless.run_dir)
-    assert (endless.run_dir / "log.txt").exists(), "it was there"
-    assert faults[2].startswith("status 2: error: ") and "num_prompts 3 is not a multiple" in faults[2]
+    assert (endless.run_dir / "log.txt").exists(), "the run had started"
+    assert faults[2].startswith("status 2: error: ") and "num_prompts 3" in faults[2]
 
 
 def toy_job(out: Path, start: Path, seed: int, num_steps: int) -> Job:
-    """As a study asks for it."""
+    """A job as a study creates it."""
     key = Key("brackets", "rloo", 1e-3, seed)
     config = ToyConfig(
         task="brackets", start_dir=start, run_dir=key.run_dir(out), num_steps=num_steps, num_prompts=4, group_size=2

@@ -1,6 +1,6 @@
-"""The study of Theorem 4's rate: its parts against closed forms, and a small one from path to table.
+"""The study of Theorem 4's learning rate: its parts against closed forms, and a small study from path to table.
 
-Not covered: whether the theorem holds, which is what the study is for.
+Not covered: whether the theorem holds; that is the study's result.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ def test_moments_are_unbiased():
 
 
 @pytest.mark.parametrize("num_prompts", [4, 64])
-def test_the_bound_is_highest_at_the_rate_it_names(num_prompts):
+def test_the_bound_is_highest_at_the_predicted_rate(num_prompts):
     signal, noise, c = 2.0, 50.0, 40.0
     rates = np.array(RATES)
     gains = rates * signal - c / 2 * rates**2 * (signal + noise / num_prompts)
     assert peak(RATES, gains) == pytest.approx(shrink(signal, noise, num_prompts) / c, rel=0.1)
 
 
-def test_a_parabola_in_log_eta_has_its_peak_found_exactly_and_curves_without_one_end_at_an_edge():
+def test_the_peak_of_a_parabola_in_log_eta_is_exact_and_a_monotone_curve_peaks_at_the_edge():
     assert peak(RATES, -((np.log(RATES) - np.log(0.0123)) ** 2)) == pytest.approx(0.0123, rel=1e-9)
     assert peak(RATES, np.arange(12.0)) == RATES[-1]
     low, high = peak_interval(RATES, np.stack([-((np.log(RATES) - np.log(rate)) ** 2) for rate in (0.006, 0.02)]))
     assert low == pytest.approx(0.006) and high == pytest.approx(0.02)
 
 
-def test_prompts_gradients_have_rloos_estimate_for_their_mean(start):
-    policy, rows = load(start, TASK), TASK.rows()[0][:20]  # more than are in memory together
+def test_the_mean_of_prompt_gradients_is_rloos_estimate(start):
+    policy, rows = load(start, TASK), TASK.rows()[0][:20]  # more than one pass
     found = learning_rate.prompt_gradients(policy, TASK, rows, G, seed=5)
     generator, asked = torch.Generator().manual_seed(5), [row for row in rows for _ in range(G)]
     half = learning_rate.AT_ONCE * G
@@ -93,7 +93,7 @@ def test_prompts_gradients_have_rloos_estimate_for_their_mean(start):
     assert float((found.mean(0) - want).norm() / want.norm()) < 1e-4
 
 
-def test_gain_is_zero_where_nothing_moves_and_the_policy_comes_back(start):
+def test_gain_is_zero_along_zero_and_the_policy_is_restored(start):
     policy = load(start, TASK)
     gain, before = Gain(policy, TASK, TASK.rows()[0][:16], SEARCH), policy.vector()
     assert (gain.curve(torch.zeros_like(before)) == 0).all()
@@ -104,7 +104,7 @@ def test_gain_is_zero_where_nothing_moves_and_the_policy_comes_back(start):
 def test_a_point_without_signal_has_no_lines(start):
     policy, rows = load(start, TASK), TASK.rows()[0][:24]
     with torch.no_grad():
-        policy.assign(torch.zeros_like(policy.vector()))  # every logit is 0 whatever the embeddings do: no gradient
+        policy.assign(torch.zeros_like(policy.vector()))  # all logits are 0 for any embedding, so the gradient is 0
     assert measure(policy, TASK, rows, SEARCH, skill="low", step=0) == []
 
 
@@ -113,7 +113,7 @@ def test_too_few_prompts_are_refused(tmp_path):
     assert main(["study", "learning_rate", *options]) == EXIT_USER
 
 
-def test_what_rules_keep():
+def test_share_of_the_gain_that_rules_keep():
     first, later = line(), line(step=9, best=0.01, inverse_c=0.16, gains=[1.0, 0.5, -1.0])
     assert kept(first, [first, later]) == pytest.approx({"local": 1.0, "shrink": 1.0, "constant": 1.0})
     assert kept(later, [first, later]) == pytest.approx({"local": -1.0, "shrink": 0.5, "constant": 0.5})
@@ -124,7 +124,7 @@ def test_what_rules_keep():
 
 
 def test_a_small_study_writes_its_files(start, tmp_path, monkeypatch, capsys):
-    """A point has its lines, or is named as one without a signal: so few prompts may show either."""
+    """Each point has lines or is reported as having no signal; with so few prompts both can happen."""
     monkeypatch.setattr(learning_rate, "prepare", lambda task, skill, directory: start)
     monkeypatch.setattr(learning_rate, "RATES", learning_rate.RATES[::4])
     options = ["--tasks", "brackets", "--points", "0", "2", "--batch-sizes", "2", "--batches", "2"]
@@ -136,6 +136,6 @@ def test_a_small_study_writes_its_files(start, tmp_path, monkeypatch, capsys):
     assert {(each.num_prompts, each.batches) for each in lines} == {(2, 2)}
     for each in lines:
         assert 0 < each.shrink < 1 and each.predicted < each.inverse_c and each.low <= each.high
-    assert len({each.signal for each in lines}) == len(lines), "the path has moved"
+    assert len({each.signal for each in lines}) == len(lines), "every point has another policy"
     for kind in ("md", "svg", "png"):
         assert (tmp_path / f"learning_rate.{kind}").stat().st_size > 500

@@ -1,6 +1,6 @@
-"""Plans: what they may say, what they mean, and that every mistake ends in one line. Sweeps: which rate is next.
+"""Plans: valid keys, merged settings, one-line errors. Sweeps: the next rate and the best one.
 
-Not covered: that an arm's settings make a run that learns.
+Not covered: that a run with an arm's settings learns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def plan_of(text: str, tmp_path: Path) -> Plan:
     return load_plan(path)
 
 
-def test_what_a_plan_means(tmp_path: Path) -> None:
+def test_settings_are_merged(tmp_path: Path) -> None:
     plan = plan_of(f"seeds = 3\n{HEAD}{ARMS}", tmp_path)
     assert plan.seeds == (0, 1, 2)
     assert plan.grid("ours") == (1e-3, 1e-2) and plan.grid("rloo") == (1e-4,)
@@ -55,19 +55,20 @@ def test_what_a_plan_means(tmp_path: Path) -> None:
     assert plan.algo("ours")["snr"] == {"horizon": 30}
     paper = AlgoConfig.model_validate(plan.algo("paper"))
     assert (paper.baseline, paper.snr.estimator, paper.snr.horizon) == ("optimal", "plugin", 1.0)  # over [defaults]
-    assert paper.snr.warmup_steps == 3  # its own over its preset's
+    assert paper.snr.warmup_steps == 3  # the arm's own over its preset's
     assert plan.optimizer("paper") == {"name": "sgd"} and plan.optimizer("rloo") == {}
 
 
-def test_some_arms_come_with_those_whose_rates_they_take(tmp_path: Path) -> None:
+def test_selected_arms_include_those_that_supply_their_rates(tmp_path: Path) -> None:
     plan = plan_of(HEAD + ARMS, tmp_path)
     assert list(plan.only(["control"]).arms) == ["ours", "control"]
     assert list(plan.only(["rloo"]).arms) == ["rloo"]
-    with pytest.raises(UserError, match="unknown arm 'roo'"):
+    with pytest.raises(UserError, match="'roo'") as error:
         plan.only(["roo"])
+    assert error.value.where == "--only"
 
 
-def test_the_examples_are_plans_that_ask_for_the_same_samples() -> None:
+def test_the_example_plans_use_the_same_number_of_samples() -> None:
     plans = {path.stem: load_plan(path) for path in EXAMPLES.glob("*.toml")}
     curves, peers = plans["curves"], {name for name, arm in plans["curves"].arms.items() if arm.peer}
     assert peers == {"grpo", "rloo", "opo", "reinforce_pp", "otb"}
@@ -90,13 +91,13 @@ def test_the_examples_are_plans_that_ask_for_the_same_samples() -> None:
         (HEAD + ARMS + "[arms.x]\nalgo.schedule = 'shuffled'", ["'shuffled' with rates_of ''"]),
         (HEAD + ARMS + "[arms.x]\nalgo.schedule = 'shuffled'\nrates_of = 'control'", ["rates_of 'control'"]),
         (HEAD, ["'arms' is missing"]),
-        (HEAD.replace("ours", "his") + ARMS, ["reference 'his' is no arm", "ours, paper"]),
+        (HEAD.replace("ours", "his") + ARMS, ["reference 'his'", "ours, paper"]),
         (HEAD.replace("= 10\n", "= 30\n") + ARMS, ["num_steps 100", "evaluate_every 30"]),
-        ("seeds = [0, 1]\nsweep_seeds = [1, 2]" + HEAD + ARMS, ["seed 1 is in seeds and in sweep_seeds"]),
+        ("seeds = [0, 1]\nsweep_seeds = [1, 2]" + HEAD + ARMS, ["seed 1", "sweep_seeds"]),
         ("seeds = [1, 1]" + HEAD + ARMS, ["seeds", "twice"]),
         ("seeds = 0" + HEAD + ARMS, ["seeds"]),
         ("seeds = '5'" + HEAD + ARMS, ["seeds"]),
-        ("tasks = ", ["not a TOML file"]),
+        ("tasks = ", ["TOML"]),
     ],
 )
 def test_mistakes_end_in_one_line(text: str, named: list[str], tmp_path: Path) -> None:
@@ -106,9 +107,10 @@ def test_mistakes_end_in_one_line(text: str, named: list[str], tmp_path: Path) -
     assert all(part in str(caught.value) for part in named), caught.value
 
 
-def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read the plan"):
+def test_a_missing_plan(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
         load_plan(tmp_path / "none.toml")
+    assert error.value.where == str(tmp_path / "none.toml")
 
 
 def test_a_best_rate_inside_the_grid_is_taken() -> None:
@@ -116,7 +118,7 @@ def test_a_best_rate_inside_the_grid_is_taken() -> None:
     assert (choice.best, choice.on_edge, choice.missing) == (2.0, False, ())
 
 
-def test_a_grid_grows_where_its_best_lies_on_the_edge_and_no_farther_than_it_may() -> None:
+def test_a_grid_grows_while_its_best_lies_on_the_edge_up_to_the_limit() -> None:
     means = {1.0: 0.1, 2.0: 0.3}
     assert choose((1.0, 2.0), 2, means).missing == (4.0,)
     assert choose((1.0, 2.0), 2, means | {4.0: 0.2}).best == 2.0
@@ -134,5 +136,5 @@ def test_a_rate_that_failed_is_never_the_best_and_bounds_the_grid() -> None:
     assert choose((1.0, 2.0), 2, {1.0: nan, 2.0: nan}).best is None
 
 
-def test_a_grid_of_one_is_no_sweep() -> None:
+def test_a_grid_of_one_rate_needs_no_sweep() -> None:
     assert choose((3.0,), 2, {}).best == 3.0

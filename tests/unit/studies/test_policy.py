@@ -1,4 +1,4 @@
-"""Score rows, gradients and samples of the laboratory's policy, against autograd one sample at a time, in fp64."""
+"""Score rows, gradients and samples of ToyPolicy against autograd on single samples, in fp64."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def samples(policy: ToyPolicy) -> list[Drawn]:
 
 
 def own_gradient(policy: ToyPolicy, sample: Drawn, weights: torch.Tensor) -> torch.Tensor:
-    """Literally: the model on this sample alone."""
+    """The gradient by autograd, from a forward pass on this sample only."""
     ids = torch.tensor([[*sample.prompt, *sample.tokens]])
     logprobs = (policy.model(input_ids=ids).logits[0, :-1] / policy.temperature).log_softmax(-1)
     at = torch.arange(len(sample.prompt) - 1, ids.shape[1] - 1)
@@ -47,15 +47,15 @@ def test_weighted_rows_and_gradients(policy: ToyPolicy, samples: list[Drawn]) ->
     torch.testing.assert_close(policy.gradient(samples, coefficients), product, rtol=1e-9, atol=1e-11)
 
 
-def test_log_probs_of_samples_are_those_they_were_drawn_with(policy: ToyPolicy, samples: list[Drawn]) -> None:
-    """Sampling pads on the left and keeps a cache, scoring pads on the right; rotary angles are fp32 by position."""
+def test_scored_log_probs_equal_sampled_ones(policy: ToyPolicy, samples: list[Drawn]) -> None:
+    """Sampling pads left with a KV cache, scoring pads right. Rotary angles are fp32, hence the tolerance."""
     found, mask = policy.logprobs(samples)
     for row, own, sample in zip(found, mask, samples, strict=True):
         torch.testing.assert_close(row[own], torch.tensor(sample.logprobs, dtype=torch.float64), rtol=0, atol=2e-6)
 
 
 def test_samples_follow_the_distribution(policy: ToyPolicy) -> None:
-    """First tokens of 4,000 responses; five standard deviations."""
+    """First tokens of 4,000 responses, within five standard deviations."""
     prompt = policy.encode("7+5+9:")
     drawn = policy.sample([prompt] * 4000, 1, torch.Generator().manual_seed(0))
     counts = torch.bincount(torch.tensor([sample.tokens[0] for sample in drawn]), minlength=15) / 4000

@@ -1,8 +1,6 @@
-"""`study scaling`: cases that are allowed, the ranking of rows by hand, rows of times that the model itself makes.
+"""`study scaling`: valid cases, the ranking of hand-made rows, rows of synthetic times, one measured case on one rank.
 
-One case is really measured, on one rank.
-
-Not covered: several ranks (tests/distributed runs such layouts), how well a real machine is predicted (the study says).
+Not covered: several ranks (tests/distributed runs such layouts), prediction of a real machine (the study's result).
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from studies.scaling_rank import WARM_UP, measure
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_cases_are_allowed_and_have_a_name_of_their_own(case: Case) -> None:
+def test_cases_are_valid_and_have_distinct_names(case: Case) -> None:
     check_layout(case.hf_config(), case.config(), case.ranks)
     check_dealing(case.hf_config(), case.config(), case.ranks)
     assert case_named(case.name) is case
@@ -37,8 +35,8 @@ def row(measured: float, predicted: float, noise: float = 0.0) -> Row:
     return Row("x", 1, {"gradient": measured}, {"gradient": predicted}, {}, noise, 100, 105)
 
 
-def test_ranking_judges_pairs_that_differ_beyond_noise() -> None:
-    """1.0 and 1.01 differ by less than twice 2%: their order does not count. 2 and 4 are predicted the wrong way."""
+def test_ranking_counts_pairs_that_differ_beyond_noise() -> None:
+    """1.0 and 1.01 differ by less than 2 x 2%, so their order does not count. 2 and 4 are predicted wrongly."""
     rows = [row(1.0, 1.1), row(1.01, 1.0), row(2.0, 5.0), row(4.0, 3.0)]
     found = Ranking.of(rows)
     assert (found.pairs, found.right, found.layouts, found.distinct) == (5, 4, 4, 3)
@@ -57,7 +55,7 @@ CHOSEN = ("one rank", "hidden 128", "tp2", "pp2", "dp2", "dp4")
 
 
 def made(name: str) -> dict[str, object]:
-    """A round's record of a case, as the model itself has it under other constants."""
+    """One round's synthetic record of a case: the model's own times under other constants."""
     case, constants = case_named(name), replace(CPU, product=0.4, message_s=2e-3)
     empty = Observation(name, Setting(case.hf_config(), case.config(), case.ranks, cpu_machine(2)), {})
     seconds = {phase: [value, 1.5 * value] for phase, value in predicted_phases(empty, constants).items()}
@@ -65,7 +63,7 @@ def made(name: str) -> dict[str, object]:
 
 
 def test_a_row_is_predicted_from_the_others() -> None:
-    """Times that follow the model are predicted, each from the rest, and in their order."""
+    """Times that follow the model are predicted from the other rows, in the right order."""
     rows, every = rows_of({name: [made(name)] for name in CHOSEN}, cpu_machine(2))
     assert every.rms < 0.05
     assert [each.name for each in rows] == list(CHOSEN)
@@ -74,7 +72,7 @@ def test_a_row_is_predicted_from_the_others() -> None:
     assert ranking.right >= ranking.pairs - 1 and ranking.spearman > 0.8
 
 
-def test_command_writes_tables_figures_and_constants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_table_chart_and_constants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "measured.json").write_text(json.dumps({name: [made(name)] for name in CHOSEN}))
     assert main(["study", "scaling", "--out", str(tmp_path), "--again"]) == 0
     said = capsys.readouterr().out
@@ -88,7 +86,7 @@ def test_command_writes_tables_figures_and_constants(tmp_path: Path, capsys: pyt
 
 
 def test_one_rank_is_measured() -> None:
-    """Real steps; the memory estimate holds for them."""
+    """Real steps; the memory estimate is within 10% of the measured peak."""
     case = Case("small", 1, hidden=64, tokens=32, prompts=1, folds=1)
     try:
         found = measure(case, 2, memory=True)

@@ -1,4 +1,4 @@
-"""Intervals, tests and figures of a curve: against scipy, known cases, and their promised coverage in simulation."""
+"""Intervals, tests and curve statistics against scipy, known cases, and their coverage in simulation."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def test_the_bootstrap_is_scipys_percentile_one() -> None:
     wanted = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(2))
     interval = wanted.confidence_interval
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=0.03)
-    assert bootstrap_interval(values) == found  # the same figures every time
+    assert bootstrap_interval(values) == found  # deterministic
 
 
-def test_the_t_interval_covers_as_often_as_it_says_and_the_bootstrap_less() -> None:
+def test_the_t_interval_has_its_nominal_coverage_and_the_bootstrap_less() -> None:
     draw, runs = np.random.default_rng(3), 2000
     samples = draw.normal(0.0, 1.0, (runs, 5))
     by_t = np.mean([t_interval(sample).low <= 0 <= t_interval(sample).high for sample in samples])
@@ -71,14 +71,14 @@ def test_random_flips_of_many_pairs_agree_with_the_t_test() -> None:
     assert sign_flip_p(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue, abs=0.01)
 
 
-def test_false_alarms_are_as_rare_as_the_level_says() -> None:
+def test_false_positives_have_the_nominal_rate() -> None:
     samples = np.random.default_rng(6).normal(0.0, 1.0, (1500, 8))
     share = np.mean([sign_flip_p(sample) <= 0.05 for sample in samples])
     assert share <= 0.05 + 4 * (0.05 * 0.95 / 1500) ** 0.5
-    assert share > 0.02  # and the test is not one that never speaks
+    assert share > 0.02  # the test does reject sometimes
 
 
-def test_pairing_takes_out_what_seeds_have_in_common() -> None:
+def test_pairing_removes_the_seeds_common_part() -> None:
     draw = np.random.default_rng(7)
     common = draw.normal(0.0, 1.0, 6)
     ours, theirs = common + 0.1 + draw.normal(0, 0.01, 6), common + draw.normal(0, 0.01, 6)

@@ -1,4 +1,4 @@
-"""The study's tasks: golds earn 1, splits are disjoint and stable, teachers are as good as they say.
+"""The tasks: gold answers earn 1, splits are disjoint and stable, teachers are right as often as asked.
 
 Not covered: how well a model learns them.
 """
@@ -27,7 +27,7 @@ def test_gold_answers_earn_one_and_fit(task: Task) -> None:
 
 
 def test_teachers_are_right_as_often_as_asked(task: Task) -> None:
-    """Wrong answers may be right by chance, never the other way round by more than sampling explains."""
+    """Wrong answers may be right by chance; right answers are never wrong beyond the sampling error."""
     generator = random.Random(0)
     rows = task.rows(1500, 1)[0]
     for share in (0.2, 0.6):

@@ -1,4 +1,4 @@
-"""The laboratory's runs: whole records, the same again from the same seed, errors before anything is written."""
+"""The toy trainer: complete records, the same run from the same seed, errors before anything is written."""
 
 import json
 from pathlib import Path
@@ -54,8 +54,8 @@ def test_the_same_seed_gives_the_same_run(start: Path, tmp_path: Path, algo: dic
     assert all(record["lr"] > 0 and record["entropy"] > 0 for record in first[1:])
 
 
-def test_every_preset_learns_something_else(start: Path, tmp_path: Path) -> None:
-    """From the same samples: after two updates no two recipes have the same gradient norm."""
+def test_every_preset_makes_another_update(start: Path, tmp_path: Path) -> None:
+    """All start from the same samples; at the end no two presets have the same gradient norm."""
     norms = {}
     for preset in ("oblr_po", "oblr_po_paper", "opo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "otb"):
         run_toy(config_of(start, tmp_path / preset, preset=preset))
@@ -63,7 +63,7 @@ def test_every_preset_learns_something_else(start: Path, tmp_path: Path) -> None
     assert len(set(norms.values())) == len(norms), norms
 
 
-def test_prompts_come_in_passes_by_the_seed_alone(start: Path, tmp_path: Path) -> None:
+def test_prompts_come_in_shuffled_passes_that_depend_on_the_seed_only(start: Path, tmp_path: Path) -> None:
     config = config_of(start, tmp_path)
     order = prompt_order(8, config)
     assert order == prompt_order(8, config.model_copy(update={"group_size": 2})) and len(order) == 4
@@ -71,24 +71,25 @@ def test_prompts_come_in_passes_by_the_seed_alone(start: Path, tmp_path: Path) -
     assert order != prompt_order(8, config.model_copy(update={"seed": 4}))
 
 
-def test_a_start_is_made_once_and_anew_when_it_differs(tmp_path: Path) -> None:
+def test_a_start_is_reused_unless_its_settings_differ(tmp_path: Path) -> None:
     first = prepare("sums", "low", tmp_path, steps=2)
     stamp = (first / "model" / "model.safetensors").stat().st_mtime_ns
     assert prepare("sums", "low", tmp_path, steps=2) == first
     assert (first / "model" / "model.safetensors").stat().st_mtime_ns == stamp
     prepare("sums", "low", tmp_path, steps=3)
     assert (first / "model" / "model.safetensors").stat().st_mtime_ns != stamp
-    with pytest.raises(UserError, match="no task 'sum'"):
+    with pytest.raises(UserError, match="'sum'") as error:
         prepare("sum", "low", tmp_path)
+    assert error.value.where == "task"
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"task": "chess"}, "no task 'chess'"),
-        ({"num_prompts": 5}, "not a multiple"),
+        ({"task": "chess"}, "'chess' [task]"),
+        ({"num_prompts": 5}, "num_prompts 5"),
         ({"temprature": 1.0}, "temprature"),
-        ({"start_dir": "/nowhere"}, "no start of a study"),
+        ({"start_dir": "/nowhere"}, "[/nowhere]"),
         ({"algo": {"baseline": "best"}}, "baseline"),
     ],
 )
@@ -104,8 +105,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_smoothness_measures_what_the_bound_is_made_of(start: Path, tmp_path: Path) -> None:
-    """Along the gradient the score cannot change faster than its largest curvature allows, on the same responses."""
+def test_smoothness_measures_the_constants_of_the_bound(start: Path, tmp_path: Path) -> None:
+    """On the same responses, the score changes along the gradient no faster than its largest curvature allows."""
     config = config_of(start, tmp_path)
     points = [measure(toy, step, responses=8, seed=0) for step, toy in path(config, [0, 2])]
     assert [point.step for point in points] == [0, 2]

@@ -1,4 +1,4 @@
-"""The variance study's second moments against loops and against exact enumeration of a policy with few actions."""
+"""The variance study's second moments against loops and against exact enumeration for a four-action policy."""
 
 import itertools
 import json
@@ -51,15 +51,15 @@ def exact(probabilities: torch.Tensor, rewards: torch.Tensor, baseline: str) -> 
 
 
 @pytest.mark.parametrize("baseline", ["none", "rloo", "group_mean"])
-def test_moments_are_those_of_all_pairs(baseline: str) -> None:
-    """60 pools of 64: the estimates' own scatter gives the bound, four standard errors."""
+def test_moments_equal_the_enumeration_of_all_pairs(baseline: str) -> None:
+    """60 pools of 64 responses; the tolerance is four standard errors of the estimates."""
     pool, probabilities, rewards = bandit_pool(60, 64, seed=0)
     found = measure(pool, 2, num_deals=4, seed=0)[baseline]
     expected = exact(probabilities, rewards, baseline)
     for values, truth in zip(found, expected, strict=False):
         error = float(values.std()) / len(values) ** 0.5
         assert abs(float(values.mean()) - truth) < 4 * error
-        assert error < 0.2 * truth + 0.01  # a bound that could not fail would say nothing
+        assert error < 0.2 * truth + 0.01  # otherwise the tolerance is too wide to fail
 
 
 def test_moments_against_loops() -> None:
@@ -88,7 +88,7 @@ def test_deals_are_disjoint_groups() -> None:
         assert all(len(set(deal[:, q].flatten().tolist())) == 8 for q in range(3))
 
 
-def test_table_has_every_baseline_and_an_interval_that_holds_its_value() -> None:
+def test_the_table_has_every_baseline_and_intervals_contain_their_values() -> None:
     pool, _, _ = bandit_pool(30, 32, seed=2)
     lines = cells("bandit", "low", 4, measure(pool, 4, num_deals=2, seed=0), seed=0)
     by_name = {line.baseline: line for line in lines}
@@ -98,8 +98,8 @@ def test_table_has_every_baseline_and_an_interval_that_holds_its_value() -> None
     assert all(f"| {name} |" in text for name in by_name)
 
 
-def test_the_kl_shift_is_where_the_variance_is_least() -> None:
-    """b* moves by -beta E<s, k> / E[w]: on one prompt no other constant baseline has less second moment."""
+def test_the_kl_shift_minimises_the_variance() -> None:
+    """b* shifts by -beta E<s, k> / E[w]. On one prompt no other constant baseline has a smaller second moment."""
     generator = torch.Generator().manual_seed(4)
     scores = torch.randn(1, 40, 2, 6, generator=generator, dtype=torch.float64)
     drawn = Drawn(
@@ -120,8 +120,8 @@ def test_the_kl_shift_is_where_the_variance_is_least() -> None:
     assert own_second_moment(shifted) < own_second_moment(best)
 
 
-def test_a_study_that_was_done_is_only_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Table and figure come from variance.json; nothing is measured, and so no start is made."""
+def test_a_finished_study_only_rewrites_its_table_and_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both come from variance.json. Nothing is measured, so no start is made."""
     pool, _, _ = bandit_pool(20, 16, seed=3)
     lines = [
         line for size in (2, 4) for line in cells("sums", "low", size, measure(pool, size, num_deals=1, seed=0), 0)
