@@ -1,1 +1,1 @@
-"""The memory model of a run: what each rank and each engine holds, before anything is started. Imports no torch."""
+"""The memory model: bytes on each rank and engine, predicted before a run starts. Imports no torch."""

@@ -1,18 +1,19 @@
-"""What autograd keeps of a microbatch in each layer until its backward, counted tensor by tensor. Imports no torch.
+"""Bytes of activations that each layer keeps for backward, counted tensor by tensor. Imports no torch.
 
-Bytes on one rank, of megatron-core's local layers with the attention of `model/attention.py`. h hidden, q and kv widths
-of queries and of keys, f of the feed-forward, n = b t tokens, n' of them under sequence parallelism (n otherwise):
+The counts hold for one rank with megatron-core's local layers and the attention of `model/attention.py`. Symbols:
+h hidden size; q, kv widths of queries and keys; f feed-forward width; n = b t tokens; n' = n / tp with sequence
+parallelism, else n.
 
-    attention   n' h   input of the norm          n qkv   the joint projection     n q   queries made contiguous
-                n' h   input of the projection    n q, n kv   after the rotary embedding     4 t head_dim   its cosines
-                n q    input of the output projection, as the kernel made it       4 n heads   its log-sum-exp
+    attention   n' h   input of the norm          n qkv   joint projection         n q   contiguous queries
+                n' h   input of the projection    n q, n kv   after the rotary embedding     4 t head_dim   cosines
+                n q    input of the output projection                              4 n heads   log-sum-exp
     MLP         n' h   input of the norm          n' h   input of the projection
                 2 n f  its output                 n f   silu          n f   the other half plus 0          n f   product
 
-A GPU's gated unit is one kernel, which keeps its input and its result alone: 3 n f instead of 5 n f. Transformer
-Engine's norm of the keys copies them: n kv. Neither has yet been measured on a GPU.
+On a GPU the gated unit is one kernel that keeps only input and output: 3 n f instead of 5 n f. Transformer Engine's
+norm copies the keys: n kv more. Neither has been measured on a GPU yet.
 
-`tests/unit/memory/test_training.py` holds the sums against the tensors that a real step allocates.
+`tests/unit/memory/test_training.py` compares the sums with the tensors that a real step allocates.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ INDEX = 8  # bytes of an int64
 
 
 def layer_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
-    """Kept of one layer until its backward, without recomputation of whole layers."""
+    """Bytes that one layer keeps, without full recomputation."""
     again = recomputed_mlp_bytes(sizes, tokens, config)
     return attention_bytes(sizes, tokens, config) + mlp_bytes(sizes, tokens, config) - again
 
 
 def recomputes(config: Config, module: str) -> bool:
-    """Whether `recompute_granularity` "selective" covers a module, by megatron-core's name."""
+    """Whether selective recomputation covers a module (megatron-core's name)."""
     parallel = config.parallel
     return parallel.recompute_granularity == "selective" and module in parallel.recompute_modules
 
 
 def attention_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
-    """Kept of a layer's first half: norm, projections, rotary embedding, core attention."""
+    """Bytes kept by norm, projections, rotary embedding and core attention."""
     n = tokens.count
     copied = sizes.groups > 1 and sizes.heads > sizes.groups  # queries are not contiguous in the joint projection
     elements = 2 * tokens.split * sizes.hidden + n * (sizes.qkv + sizes.query * (1 + copied))
@@ -50,7 +51,7 @@ def attention_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
 
 
 def mlp_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
-    """Made by a layer's second half and wanted by its backward."""
+    """Bytes that the MLP or the experts need in backward, with their norm."""
     hidden = (2 - recomputes(config, "layernorm")) * tokens.split * sizes.hidden
     if not sizes.experts:
         return (hidden + (3 if sizes.fused else 5) * tokens.count * sizes.ffn) * sizes.element
@@ -61,7 +62,7 @@ def mlp_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
 
 
 def recomputed_mlp_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
-    """Of a layer's second half, what "selective" drops after the forward and makes again: all but its norm."""
+    """Bytes that selective recomputation of the MLP or the experts drops: all but the norm's."""
     if not recomputes(config, "moe" if sizes.experts else "mlp"):
         return 0
     norm = (2 - recomputes(config, "layernorm")) * tokens.split * sizes.hidden * sizes.element
@@ -69,39 +70,39 @@ def recomputed_mlp_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> in
 
 
 def glu_bytes(sizes: RankSizes, tokens: Tokens) -> int:
-    """What the backward of the gated unit holds beyond what was kept: three gradients of width f, less one product."""
+    """Additional bytes in the backward of the gated unit: three gradients of width f, minus one product."""
     if sizes.experts:
         return 0
     return 2 * tokens.count * sizes.ffn * sizes.element
 
 
 def _core_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
-    """Keys after the rotary embedding, and what the core attention keeps beside queries, keys and values."""
+    """Bytes of the keys after the rotary embedding and of the core attention's own tensors."""
     n, element = tokens.count, sizes.element
     recomputed = recomputes(config, "core_attn")
     if config.model.attention == "local":
         if recomputed:
             return n * (sizes.kv + sizes.query) * element
-        probabilities = element + (sizes.wide if element < sizes.wide else 0)  # softmax in fp32, and rounded
+        probabilities = element + (sizes.wide if element < sizes.wide else 0)  # softmax in fp32, then rounded
         return 3 * n * sizes.query * element + score_elements(sizes, tokens) * probabilities  # keys, values per head
     if recomputed:
         return n * (sizes.kv + sizes.query) * element
     sums = n * sizes.heads * sizes.wide
     if sizes.cp == 1:
         return n * (sizes.kv + sizes.query) * element + sums
-    if sizes.transformer_engine:  # a ring: what is on its way beside this rank's own
+    if sizes.transformer_engine:  # a ring: one more set of keys and values is in transit
         return n * (3 * sizes.kv + sizes.query) * element + sums
-    # keys and values gathered; queries and results of two chunks are put together
+    # keys and values are gathered; queries and results of two chunks are concatenated
     return n * 2 * (sizes.cp * sizes.kv + sizes.query) * element + sums + mask_bytes(sizes, tokens)
 
 
 def score_elements(sizes: RankSizes, tokens: Tokens) -> int:
-    """Of the attention's probabilities [b, heads, t, t], which megatron-core's own attention makes."""
+    """Elements of the probabilities [b, heads, t, t] in megatron-core's own attention."""
     return tokens.rows * sizes.heads * tokens.length**2
 
 
 def mask_bytes(sizes: RankSizes, tokens: Tokens) -> int:
-    """Masks of the two chunks of a context-parallel rank against the keys before them; the others need none."""
+    """Bytes of the masks of a context-parallel rank: its two chunks against all earlier keys."""
     if sizes.cp == 1:
         return 0
     chunk = tokens.length // 2
@@ -109,6 +110,6 @@ def mask_bytes(sizes: RankSizes, tokens: Tokens) -> int:
 
 
 def _routing_bytes(sizes: RankSizes, tokens: Tokens) -> int:
-    """The router's scores, and where each token went."""
+    """Bytes of the router's scores and of the routing indices."""
     split, experts = tokens.split, sizes.experts
     return split * experts * (3 * sizes.wide + 1) + sizes.routed(tokens) * (3 * INDEX + 3 * sizes.wide)

@@ -1,11 +1,11 @@
-"""What a vLLM engine takes of each of its devices, before it is started. Imports no torch.
+"""Memory of a vLLM engine on each of its devices, predicted before it starts. Imports no torch.
 
     found = engine_bytes(hf_config, config, device_bytes=80 * 10**9)
     found.kv_tokens, found.asleep(config.rollout.sleep_level)
 
-vLLM takes `gpu_memory_utilization` of a device, and what weights and working memory leave of that becomes its KV cache
-(`gpu_worker.determine_available_memory`). The working memory is a model: the activations of one step's tokens, the
-sampler's logits, and `RESIDENT`, which is no more than a usual figure. Not yet run on a GPU.
+vLLM takes the share `gpu_memory_utilization` of a device. Its KV cache is what weights and working memory leave of this
+share (`gpu_worker.determine_available_memory`). Working memory is estimated: the activations of one step's tokens, the
+sampler's logits, and the typical value `RESIDENT`. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.rank_shapes import RankSizes
 
-VOCABULARY_MULTIPLE = 64  # to which vLLM pads its embedding (`DEFAULT_VOCAB_PADDING_SIZE`)
-RESIDENT = 2 * 2**30  # CUDA context, NCCL buffers, CUDA graphs: what an engine holds that sleeps
-LARGE_DEVICE = 70 * 2**30  # vLLM's own bound between the numbers of tokens a step computes (`get_batch_defaults`)
+VOCABULARY_MULTIPLE = 64  # padding of vLLM's embedding (`DEFAULT_VOCAB_PADDING_SIZE`)
+RESIDENT = 2 * 2**30  # CUDA context, NCCL buffers, CUDA graphs: what a sleeping engine still holds
+LARGE_DEVICE = 70 * 2**30  # from this size on vLLM computes more tokens per step (`get_batch_defaults`)
 STEP_TOKENS = {False: 8192, True: 16384}
-LOGIT_COPIES = 3  # logits in fp32, their softmax, what is sorted or drawn
+LOGIT_COPIES = 3  # fp32 logits, their softmax, the sampler's sorted copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +35,22 @@ class EngineMemory:
     """
 
     weights: int
-    kv_cache: int  # 0 where nothing is left for it
+    kv_cache: int  # 0 if nothing is left for it
     other: int  # working memory, CUDA context and graphs
     kv_bytes_per_token: int
 
     @property
     def total(self) -> int:
-        """While it samples."""
+        """Bytes while the engine samples."""
         return self.weights + self.kv_cache + self.other
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of prompts and responses that the cache holds."""
+        """Tokens that the KV cache holds, prompts included."""
         return self.kv_cache // self.kv_bytes_per_token
 
     def asleep(self, level: int) -> int:
-        """What stays on the device at `rollout.sleep_level`: everything at 0, else what vLLM cannot give back."""
+        """Bytes that stay on the device at `rollout.sleep_level`: all at level 0, else what vLLM cannot free."""
         return min(RESIDENT, self.other) if level else self.total
 
 
@@ -60,7 +60,7 @@ def engine_bytes(hf_config: Mapping[str, Any], config: Config, *, device_bytes: 
     Args:
         hf_config: the model's config.json.
         config: the run.
-        device_bytes: memory of a device; None: a CPU engine, whose cache is `rollout.kv_cache_gib`.
+        device_bytes: memory of a device; None for a CPU engine, which has a cache of `rollout.kv_cache_gib`.
     """
     sizes = engine_sizes(hf_config, config)
     weights, per_token = _weight_bytes(sizes, config), 2 * sizes.layers * sizes.kv * sizes.element
@@ -73,7 +73,7 @@ def engine_bytes(hf_config: Mapping[str, Any], config: Config, *, device_bytes: 
 
 
 def engine_sizes(hf_config: Mapping[str, Any], config: Config) -> RankSizes:
-    """Widths on one device of an engine: vLLM cuts layers as megatron-core does, and pads the vocabulary less."""
+    """Widths on one device of an engine. vLLM splits layers like megatron-core, but pads the vocabulary less."""
     width = config.rollout.tensor_parallel_size
     dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
     model = {
@@ -86,9 +86,9 @@ def engine_sizes(hf_config: Mapping[str, Any], config: Config) -> RankSizes:
 
 
 def _weight_bytes(sizes: RankSizes, config: Config) -> int:
-    """FP8 rounds the matrices of the layers; embedding, output layer, norms and routers keep their dtype.
+    """Bytes of the weights. FP8 rounds only the matrices of the layers, not embedding, output layer, norms and routers.
 
-    Heads of keys are copied where there are fewer than devices.
+    If there are fewer key heads than devices, every device holds a copy of one.
     """
     copied = (sizes.query + 2 * sizes.kv - sizes.qkv_weight) * sizes.hidden * sizes.layers
     parameters = sizes.parameters + copied
@@ -100,9 +100,9 @@ def _weight_bytes(sizes: RankSizes, config: Config) -> int:
 
 
 def _work_bytes(sizes: RankSizes, config: Config, tokens: int) -> int:
-    """One layer's activations of a step's tokens, and the logits that are sampled from."""
+    """Bytes of one layer's activations for a step's tokens, and of the sampler's logits."""
     feed_forward = 3 * sizes.ffn
-    if sizes.experts:  # a fused kernel's two workspaces, for every expert of a token
+    if sizes.experts:  # two workspaces of the fused kernel, for every expert of a token
         feed_forward = sizes.top_k * (max(2 * sizes.expert_ffn, sizes.hidden) + sizes.expert_ffn)
     widest = max(sizes.query + 2 * sizes.kv + sizes.query, feed_forward)
     layer = tokens * (3 * sizes.hidden + widest) * sizes.element

@@ -1,4 +1,4 @@
-"""The passes over samples that a step makes, and how many samples are in the pipeline together. Imports no torch."""
+"""The passes over samples in a step, and the samples in each run of the pipeline. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Kind = Literal["gradient", "norms", "stash", "bookkeep"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How replicas of the model stand to the folds of a step.
+    """How the replicas of the model share the folds of a step.
 
-    Example, 8 ranks under TP2 with experts spread over 4 of them: Layout(replicas=4, block=2, spread=1)
+    Example, 8 ranks with TP2 and the experts on blocks of 4 ranks: Layout(replicas=4, block=2, spread=1)
     """
 
     replicas: int  # the data-parallel size
-    block: int  # replicas whose samples meet in the same experts
+    block: int  # replicas that share experts
     spread: int  # replicas that share the responses of a prompt
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any], config: Config, world_size: int) -> Layout:
-        """Of a run; the layout must have been checked (`checks.check_layout`)."""
+        """The layout of a run; `checks.layout.check_layout` must have accepted it."""
         parallel, options = config.parallel, config.gradnorm
         tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         experts = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or tp)
@@ -37,45 +37,45 @@ class Layout:
 
     @property
     def sharing(self) -> int:
-        """Replicas that work on the same folds."""
+        """Replicas that share folds."""
         return max(self.block, self.spread)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Samples of one rank that go forward and backward together."""
+    """One run of the pipeline on a rank: forward and backward of a number of samples."""
 
     kind: Kind
-    samples: int  # of one run of the pipeline
-    rows: int  # of them in a microbatch
+    samples: int  # per run
+    rows: int  # samples per microbatch
 
     @property
     def microbatches(self) -> int:
-        """Of the run."""
+        """Microbatches of the run."""
         return -(-self.samples // self.rows)
 
 
 def longest_sample(config: Config) -> int:
-    """Tokens of the longest prompt with the longest response."""
+    """Tokens of the longest prompt and response together."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def num_folds(config: Config) -> int:
-    """R: as configured, or a fold for each prompt."""
+    """R, the number of folds: as configured, or one per prompt."""
     return config.num_prompts if config.algo.snr.estimator == "prompts" else config.algo.snr.num_folds
 
 
 def folds_of_a_rank(config: Config, layout: Layout) -> int:
-    """Folds whose gradients a rank makes one after another; 1 where there are too few, which a run refuses later."""
+    """Folds that a rank processes one after another; 1 if there are too few folds, which `check_dealing` refuses."""
     return max(1, num_folds(config) * layout.sharing // layout.replicas)
 
 
 def samples_of_a_rank(config: Config, layout: Layout) -> int:
-    """Samples of a step on the replica that has most: replicas that share a fold are dealt its prompts whole.
+    """Samples of a step on the busiest replica. Replicas that share a fold divide its prompts, not its responses.
 
-    Example, 4 folds of one prompt and two replicas that share experts: all prompts are the first one's.
+    Example, 4 folds of one prompt and two replicas that share experts: the first replica gets all prompts.
     """
-    split = config.gradnorm.mode == "stash" and config.measures_norms  # a prompt's responses are dealt, too
+    split = config.gradnorm.mode == "stash" and config.measures_norms  # stash divides the responses of a prompt, too
     if split:
         return config.num_prompts * config.group_size // layout.replicas
     prompts = config.num_prompts // num_folds(config)
@@ -91,9 +91,9 @@ def model_needs_single_samples(hf_config: Mapping[str, Any], *, transformer_engi
 
 
 def idle_replicas(config: Config, layout: Layout) -> str | None:
-    """A line where replicas that share a fold are dealt its prompts unevenly: the others wait for the one with most.
+    """A warning if replicas that share a fold get unequal numbers of its prompts, so that some of them wait; else None.
 
-    Example, 4 folds of a prompt each and two replicas that share experts: half of the time is idle.
+    Example, 4 folds of one prompt each and two replicas that share experts: replicas are idle half of the time.
     """
     most = samples_of_a_rank(config, layout) * layout.replicas
     idle = 1 - config.num_prompts * config.group_size / most
@@ -101,8 +101,8 @@ def idle_replicas(config: Config, layout: Layout) -> str | None:
         return None
     prompts = config.num_prompts // num_folds(config)
     return (
-        f"replicas idle {idle:.0%} of the gradient: the prompts of a fold ({prompts}) are dealt to {layout.sharing} "
-        f"replicas that share it; make num_prompts / algo.snr.num_folds a multiple of {layout.sharing}"
+        f"replicas idle {idle:.0%} of the gradient: {layout.sharing} replicas share the {prompts} prompts of a fold; "
+        f"make num_prompts / algo.snr.num_folds a multiple of {layout.sharing}"
     )
 
 
@@ -115,11 +115,11 @@ def passes_of(
         hf_config: the model's config.json.
         config: the run.
         layout: its replicas.
-        norms: whether they are measured, exactly or by a sketch.
-        transformer_engine: the layers are Transformer Engine's.
+        norms: whether norms are measured, exactly or by a sketch.
+        transformer_engine: whether the layers are Transformer Engine's.
     """
     group, mode = config.group_size, config.gradnorm.mode
-    prompts = config.num_prompts // num_folds(config)  # of a fold
+    prompts = config.num_prompts // num_folds(config)  # per fold
     rows = max(1, config.parallel.micro_batch_tokens // longest_sample(config))
     alone = 1 if model_needs_single_samples(hf_config, transformer_engine=transformer_engine) else rows
     share = -(-prompts // layout.sharing) * group
@@ -136,13 +136,13 @@ def passes_of(
 
 
 def window_prompts(config: Config, prompts: int) -> int:
-    """Prompts whose factors bookkeep holds together, of the prompts of a fold."""
+    """Prompts of a fold of which bookkeep holds the factors at once."""
     fit = config.gradnorm.window_tokens // (config.group_size * longest_sample(config))
     return min(prompts, max(1, fit))
 
 
 def stash_count(config: Config) -> int:
-    """Gradients that mode `stash` keeps on each rank."""
+    """Gradients that mode "stash" keeps on each rank."""
     options = config.gradnorm
     share = config.group_size // options.stash_spread
     return share * (1 + options.stash_lag) if options.stash_spread > 1 else share

@@ -1,6 +1,7 @@
-"""What a pass over samples holds at its fullest moments, beside weights, gradients, optimizer state. Imports no torch.
+"""Bytes of a pass at its peak moments, besides weights, gradients and optimizer state. Imports no torch.
 
-n tokens of a microbatch, n' of them under sequence parallelism, V columns of the vocabulary, h hidden, f feed-forward.
+Symbols: n tokens of a microbatch; n' = n / tp with sequence parallelism; V columns of the vocabulary; h hidden size;
+f feed-forward width.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Bytes, by what they are for. Example: Moment("the loss", activations=2**27, logits=2**24)"""
+    """Bytes at one moment of a pass, by purpose. Example: Moment("loss", activations=2**27, logits=2**24)"""
 
     name: str
     activations: int = 0
     logits: int = 0
     norms: int = 0
     work: int = 0
-    in_folds: bool = True  # the sum over a rank's folds is held beside; not of a pass for norms, which comes before
+    in_folds: bool = True  # the sum over folds is held as well; False in a norm pass, which comes before
 
     @property
     def total(self) -> int:
@@ -53,7 +54,7 @@ class PassOnRank:
     on_gpu: bool
 
     def moments(self) -> Iterator[Moment]:
-        """All that may be the fullest."""
+        """The candidates for the peak."""
         held, kept = self.stored, self.waiting(self.in_flight)
         if self.sizes.is_last:
             yield self._loss(held, kept)
@@ -63,11 +64,11 @@ class PassOnRank:
             yield self._first_layer_backward()
         yield self._end()
 
-    # what is stored ---------------------------------------------------------------------------------------------------
+    # stored activations -----------------------------------------------------------------------------------------------
 
     @property
     def stored(self) -> int:
-        """Activations of all microbatches in flight, and buffers that megatron-core keeps for good."""
+        """Activations of all microbatches in flight, and megatron-core's permanent buffers."""
         sizes, tokens = self.sizes, self.tokens
         residual = tokens.split * sizes.hidden * sizes.element
         output = 0 if sizes.only_stage else residual
@@ -90,13 +91,13 @@ class PassOnRank:
 
     @property
     def in_flight(self) -> int:
-        """Microbatches, each through one chunk of layers, that wait for their backward (megatron-core's schedules)."""
+        """Microbatches per chunk of layers that wait for their backward (megatron-core's schedules)."""
         stages, chunks = self.config.parallel.pipeline_model_parallel_size, self._chunks
         if stages == 1:
             return 1
         if chunks == 1:
             return min(self.run.microbatches, stages - self.stage)
-        filled = -(-self.run.microbatches // stages) * stages  # `model.step` fills up to a multiple
+        filled = -(-self.run.microbatches // stages) * stages  # `model.step` pads to a multiple
         return min(filled * chunks, (stages - self.stage - 1) * 2 + (chunks - 1) * stages + 1)
 
     @property
@@ -105,17 +106,17 @@ class PassOnRank:
 
     @property
     def recomputed(self) -> int:
-        """Activations made again, of the layers in backward."""
+        """Recomputed activations of the layers in backward."""
         sizes, parallel = self.sizes, self.config.parallel
         if parallel.recompute_granularity != "full":
             return recomputed_mlp_bytes(sizes, self.tokens, self.config)
         group = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
         return group * layer_bytes(sizes, self.tokens, self.config)
 
-    # what waits for the norms -----------------------------------------------------------------------------------------
+    # partial norms and factors ----------------------------------------------------------------------------------------
 
     def waiting(self, in_flight: int = 0) -> int:
-        """Put aside by the samples of the run, while so many microbatches still wait for their backward in a chunk."""
+        """Bytes kept for the norms of the run while `in_flight` microbatches per chunk wait for their backward."""
         run = self.run
         aside = self._aside() if run.kind != "gradient" else 0
         if run.kind != "bookkeep":
@@ -125,14 +126,14 @@ class PassOnRank:
 
     @property
     def factor_bytes(self) -> int:
-        """x and dy of every linear layer, and dy of the embedding, of one token."""
+        """Bytes per token of x and dy of every linear layer, and of dy of the embedding."""
         sizes = self.sizes
         ends = sizes.hidden * sizes.is_first + (sizes.hidden + sizes.columns) * sizes.is_last
         return (sizes.layers * self.layer_factors + ends) * sizes.element
 
     @property
     def layer_factors(self) -> int:
-        """Elements of x and dy of one layer's linear layers, of one token."""
+        """Elements per token of x and dy of the linear layers in one transformer layer."""
         sizes = self.sizes
         h, q, f = sizes.hidden, sizes.query, sizes.ffn
         attention = (h + sizes.qkv_weight) + (q + h)
@@ -140,7 +141,7 @@ class PassOnRank:
         return attention + ((h + 2 * f) + (f + h) if f else routed * (2 * h + 3 * sizes.expert_ffn))
 
     def _aside(self) -> int:
-        """Summands over ranks: vectors of small parameters, rows of a tied or cut embedding (capture.py, rows.py)."""
+        """Bytes of partial gradients until ranks are summed: small parameters, rows of a tied or split embedding."""
         sizes, run = self.sizes, self.run
         one = (self._vectors() + self._rows()) * sizes.wide
         samples = run.samples
@@ -156,7 +157,7 @@ class PassOnRank:
         return head_norms + others if sizes.cp > 1 else summed
 
     def _rows(self) -> int:
-        """Elements of the rows of one sample: of all its tokens, spread evenly over the vocabulary's shards."""
+        """Elements of the embedding rows of one sample, with its tokens spread evenly over the vocabulary shards."""
         sizes = self.sizes
         if self.run.kind == "stash" and sizes.only_stage:
             return 0
@@ -164,10 +165,10 @@ class PassOnRank:
         length = self.tokens.length * sizes.cp
         return uses * min(length // sizes.tp + 1, sizes.columns) * sizes.hidden
 
-    # the moments ------------------------------------------------------------------------------------------------------
+    # moments ----------------------------------------------------------------------------------------------------------
 
     def _loss(self, held: int, kept: int) -> Moment:
-        """Logits and softmax; then the entropy, some rows at a time: scores, exponentials, products."""
+        """Logits and softmax, then the entropy in blocks of rows: scores, exponentials, products."""
         sizes, n, wide = self.sizes, self.tokens.count, self.sizes.wide
         columns, narrow = sizes.columns, sizes.element < sizes.wide
         softmax = n * columns * (sizes.element + wide * (2 if narrow else 1))
@@ -176,7 +177,7 @@ class PassOnRank:
         return Moment("loss", held + self._head_bytes, max(softmax, entropy), kept)
 
     def _head_backward(self, held: int, kept: int) -> Iterator[Moment]:
-        """The softmax turned into a gradient; its product with the weight; the last norm."""
+        """The gradient of the softmax, its product with the weight, and the last norm."""
         sizes, n = self.sizes, self.tokens.count
         gradient = n * sizes.columns * sizes.element
         turned = n * sizes.columns * sizes.wide * (2 if sizes.element < sizes.wide else 1)
@@ -187,7 +188,7 @@ class PassOnRank:
         yield Moment("last norm's backward", held, 0, kept + self._head_kept, norm)
 
     def _layer_backward(self, held: int, kept: int) -> Iterator[Moment]:
-        """The last layer's: its output projection, then its gated unit."""
+        """The last layer: its output projection, then its gated unit."""
         sizes = self.sizes
         held, kept = held + self.recomputed, kept + (self._head_kept if sizes.is_last else 0)
         if sizes.ffn:
@@ -200,7 +201,7 @@ class PassOnRank:
             yield Moment("last attention's backward", held - done, 0, kept, scores)
 
     def _first_layer_backward(self) -> Moment:
-        """Of the last microbatch: only this layer's factors are still to come."""
+        """The first layer in the last microbatch, when the factors of all other layers are kept."""
         sizes, tokens = self.sizes, self.tokens
         missing = tokens.count * (self.layer_factors + sizes.hidden * sizes.is_first) * sizes.element
         kept = self.waiting() - missing
@@ -209,17 +210,17 @@ class PassOnRank:
 
     @property
     def _score_bytes(self) -> int:
-        """Bytes that attention makes for each pair of tokens: backward in fp32, forward in half precision."""
+        """Bytes per pair of tokens that attention allocates in backward, in fp32 and half precision."""
         sizes = self.sizes
         if sizes.element < sizes.wide:
             return sizes.element + sizes.wide
         return (4 if recomputes(self.config, "core_attn") else 3) * sizes.element
 
     def _end(self) -> Moment:
-        """Norms are finished, or the gradient's own is taken: squares in fp64, some elements at a time."""
+        """The final norms, or the norm of the gradient: squares in fp64, in chunks."""
         sizes, run = self.sizes, self.run
         scratch = 0 if sizes.element == 8 else 8 * min(sizes.largest_parameter, SQUARE_CHUNK)
-        if run.kind == "bookkeep":  # what is multiplied out is copied, where a microbatch holds several samples
+        if run.kind == "bookkeep":  # factors are copied if a microbatch holds several samples
             scratch = max(scratch, 3 * self.tokens.count * sizes.hidden * sizes.element)
         return Moment("end of a pass", 0, 0, self.waiting(), scratch)
 
@@ -229,7 +230,7 @@ class PassOnRank:
 
     @property
     def _head_bytes(self) -> int:
-        """Input of the last norm and of the output layer."""
+        """Bytes of the inputs of the last norm and of the output layer."""
         return 2 * self._residual
 
     @property
@@ -240,7 +241,7 @@ class PassOnRank:
         return self.tokens.count * (sizes.hidden + sizes.columns) * sizes.element
 
     def _linear_work(self, outputs: int, inputs: int) -> int:
-        """Backward of a linear layer: the gradient of its input, a gathered input, and what the sink does."""
+        """Working bytes in the backward of a linear layer: input gradient, gathered input, and the norm sink's."""
         sizes, n = self.sizes, self.tokens.count
         gathered = n * inputs * sizes.element if sizes.sequence_parallel else 0
         return n * inputs * sizes.element + gathered + self._sink_work(outputs, inputs)
@@ -249,7 +250,7 @@ class PassOnRank:
         sizes, n, narrow = self.sizes, self.tokens.count, self.sizes.element < self.sizes.wide
         weight = outputs * inputs
         if self.run.kind == "gradient":
-            return weight * sizes.element if narrow else 0  # the product, before it is added in fp32
+            return weight * sizes.element if narrow else 0  # the product, before its addition in fp32
         widened = n * (outputs + inputs) * sizes.wide if narrow and not self.on_gpu else 0
         if self.run.kind == "stash":
             return widened + (weight * sizes.wide if sizes.cp > 1 else 0)
@@ -258,7 +259,7 @@ class PassOnRank:
         return widened + (2 * weight * sizes.wide if sizes.cp > 1 else tiles)
 
     def _cross_work(self) -> int:
-        """Columns of dy at the tokens of a sample, and the rows that they make (`segments.product_rows`)."""
+        """Bytes of the cross term of a tied embedding (`segments.product_rows`)."""
         sizes, tokens = self.sizes, self.tokens
         if not sizes.tied or self.run.kind not in ("norms", "bookkeep"):
             return 0
@@ -267,13 +268,13 @@ class PassOnRank:
 
 
 def update_moment(sizes: RankSizes, config: Config, updated: int, *, on_gpu: bool) -> Moment:
-    """The optimizer's update: square roots of second moments, of one parameter at a time, on a GPU of all.
+    """The optimizer's update: square roots of second moments, of one parameter at a time, or of all on a GPU.
 
     Args:
         sizes: of the rank.
         config: the run.
-        updated: elements of weights that the rank updates.
-        on_gpu: whether it has a GPU.
+        updated: elements of the weights that the rank updates.
+        on_gpu: whether the rank has a GPU.
     """
     if config.optimizer.name == "sgd":
         return Moment("optimizer's update", in_folds=False)

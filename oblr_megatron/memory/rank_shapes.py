@@ -1,8 +1,8 @@
-"""What one rank holds of a model, from its config.json and the layout: widths, parameters, tokens. Imports no torch.
+"""Widths, parameters and tokens on one rank, from the model's config.json and the layout. Imports no torch.
 
 sizes = RankSizes.of(hf_config, config, stage=0)        # a rank of the first pipeline stage
 sizes.dense_parameters, sizes.expert_parameters         # elements of its weights
-sizes.tokens(rows=1, length=1024).count                 # tokens of a microbatch that it works on
+sizes.tokens(rows=1, length=1024).count                 # its tokens of a microbatch
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Tokens:
 
     rows: int  # b
     length: int  # t of each row; 1 / cp of the padded sequence
-    split: int  # b * t, divided by tp under sequence parallelism: tokens of norms and residuals
+    split: int  # tokens of norms and residuals: b * t, divided by tp with sequence parallelism
 
     @property
     def count(self) -> int:
@@ -34,7 +34,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class RankSizes:
-    """One rank of a pipeline stage; widths are this rank's, shards where the layout cuts.
+    """One rank of a pipeline stage; all widths are those of its shards.
 
     Example, Qwen3-0.6B on TP2, first of two stages:
         RankSizes(hidden=1024, query=1024, kv=512, heads=8, groups=4, head_dim=128, ffn=1536, layers=14, ...)
@@ -46,12 +46,12 @@ class RankSizes:
     heads: int
     groups: int
     head_dim: int
-    qkv: int  # outputs of the joint projection that are kept: more than query + 2 kv where ranks share a group
-    qkv_weight: int  # outputs of this rank's part of it
-    ffn: int  # of a dense layer, 0 in a mixture
-    layers: int  # of the stage, all its chunks together
+    qkv: int  # kept outputs of the joint projection: more than query + 2 kv if ranks share a group
+    qkv_weight: int  # outputs of this rank's part of the projection
+    ffn: int  # of a dense layer; 0 with experts
+    layers: int  # of the stage, all chunks together
     columns: int  # of the padded vocabulary
-    experts: int  # of all ranks; 0 in a dense model
+    experts: int  # on all ranks; 0 in a dense model
     local_experts: int
     top_k: int
     expert_ffn: int
@@ -64,7 +64,7 @@ class RankSizes:
     is_last: bool  # holds the output layer
     only_stage: bool
     element: int  # bytes of a weight and of an activation
-    wide: int  # bytes of what is computed in fp32, or fp64 of fp64; and of main_grad
+    wide: int  # bytes of an element of main_grad and of fp32 computations (8 in float64 runs)
     fused: bool  # the gated unit is one kernel, as on a GPU
     transformer_engine: bool
     padding: Padding
@@ -79,7 +79,7 @@ class RankSizes:
         on_gpu: bool = False,
         transformer_engine: bool = False,
     ) -> RankSizes:
-        """The sizes of a rank of pipeline stage `stage`; the layout must have been checked (`checks.check_layout`)."""
+        """The sizes of a rank of pipeline stage `stage`; `checks.layout.check_layout` must have accepted the layout."""
         parallel, hf = config.parallel, hf_config
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         etp = parallel.expert_tensor_parallel_size or tp
@@ -122,7 +122,7 @@ class RankSizes:
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
-        """(outputs, inputs, how many) of the stage's linear layers, experts left out."""
+        """(outputs, inputs, count) of the stage's linear layers without experts."""
         found = [(self.qkv_weight, self.hidden, self.layers), (self.hidden, self.query, self.layers)]
         if self.ffn:
             found += [(2 * self.ffn, self.hidden, self.layers), (self.hidden, self.ffn, self.layers)]
@@ -132,7 +132,7 @@ class RankSizes:
 
     @property
     def dense_parameters(self) -> int:
-        """Elements of everything but experts; an embedding tied across the pipeline is held at both ends."""
+        """Elements of all weights but experts. The first and last stage both hold a tied embedding."""
         linear = sum(outputs * inputs * count for outputs, inputs, count in self.matrices)
         norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + (self.hidden if self.is_last else 0)
         router = self.layers * self.experts * self.hidden
@@ -151,7 +151,7 @@ class RankSizes:
 
     @property
     def layer_weights(self) -> int:
-        """Elements of the layers' matrices: what Transformer Engine multiplies in FP8."""
+        """Elements of the matrices that Transformer Engine multiplies in FP8."""
         head = self.columns * self.hidden if self.is_last else 0
         linear = sum(outputs * inputs * count for outputs, inputs, count in self.matrices)
         return linear - head + self.expert_parameters
@@ -164,11 +164,11 @@ class RankSizes:
         return max([*sizes, 2 * self.hidden * self.expert_ffn])
 
     def tokens(self, rows: int, length: int) -> Tokens:
-        """A microbatch of rows of `length` tokens, padded and cut as the layout needs it."""
+        """A microbatch of `rows` samples of `length` tokens, padded and split for the layout."""
         local = self.padding.rounded(length) // self.cp
         split = rows * local // (self.tp if self.sequence_parallel else 1)
         return Tokens(rows, local, split)
 
     def routed(self, tokens: Tokens) -> int:
-        """Tokens that this rank's experts see of a microbatch, when every expert sees as many."""
+        """Tokens of a microbatch that this rank's experts process, with tokens spread evenly over experts."""
         return tokens.split * self.etp * self.top_k

@@ -1,15 +1,15 @@
-"""`gradnorm.mode`: what "auto" stands for in a run, why, and what is refused before it starts. Imports no torch.
+"""Choice of `gradnorm.mode` "auto", and refusal of impossible modes. Imports no torch.
 
-Modes are compared by what they are expected to add to a plain step, in its own time. With T tokens a sample and a
-linear layer of p x d:
+Modes are compared by the time they add to a plain step, as a share of it. With T tokens per sample and a linear layer
+[p, d]:
 
-    bookkeep    r / 3              r = min(1, T (p + d) / (2 p d)): the norm's arithmetic over that of dy^T x, which is
-                                   a third of the step's
-    stash       B beta / (6 T)     B bytes moved for each weight and sample, beta the FLOPs a machine does meanwhile
+    bookkeep    r / 3              r = min(1, T (p + d) / (2 p d)): FLOPs of the norm over those of dy^T x, which is
+                                   a third of the step
+    stash       B beta / (6 T)     B bytes moved per weight and sample, beta FLOPs of the machine per byte moved
     two_pass    (2 + r) / 3        forward and input gradients once more
 
-and each by (pp - 1) / m for the pipeline's bubble with m microbatches between flushes. The figures only rank the modes;
-docs/benchmarks.md has measured ones.
+The pipeline bubble adds (pp - 1) / m with m microbatches between flushes. These numbers only rank the modes;
+docs/benchmarks.md has measurements.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from oblr_megatron.memory.pass_plan import Layout, longest_sample, passes_of, st
 from oblr_megatron.memory.training import MemoryEstimate, estimate
 
 MODES = ("bookkeep", "stash", "two_pass")
-BYTES_MOVED = 16  # a stashed gradient in fp32: written, squared, read again, with its share of main_grad
-FLOPS_A_BYTE = {False: 10.0, True: 140.0}  # a CPU core; an H100 in bf16 at the rate training reaches
+BYTES_MOVED = 16  # per stashed fp32 element: written, squared, read again, added to main_grad
+FLOPS_A_BYTE = {False: 10.0, True: 140.0}  # a CPU core; an H100 in bf16 at the rate of training
 
 
 @dataclass(frozen=True, slots=True)
 class ModeChoice:
     """How a run computes its norms.
 
-    Example: Choice("stash", "expected 1.01x a plain step at 2064 tokens (bookkeep 1.33x, two_pass 2.00x)", 1.01, found)
+    Example: ModeChoice("stash", "expected 1.01x a plain step at 2064 tokens (bookkeep 1.33x, ...)", 1.01, found)
     """
 
     mode: str
     reason: str  # one line
-    cost: float  # expected time of a step over that of a plain one
+    cost: float  # expected time of a step over that of a plain step
     estimate: MemoryEstimate
 
 
@@ -55,18 +55,18 @@ def resolve(
     on_gpu: bool = False,
     transformer_engine: bool = False,
 ) -> ModeChoice:
-    """What `gradnorm.mode` comes to in this run.
+    """Choose the norm mode of a run.
 
     Args:
-        hf_config: the model's config.json, checked against the layout (`checks.check_layout`).
+        hf_config: the model's config.json, checked against the layout (`checks.layout.check_layout`).
         config: the run.
         world_size: its ranks.
-        free_bytes: memory that a rank may take; None: unknown, everything fits.
+        free_bytes: memory that a rank may use; None: unknown, everything fits.
         on_gpu: whether ranks have GPUs.
-        transformer_engine: the layers are Transformer Engine's.
+        transformer_engine: whether the layers are Transformer Engine's.
 
     Raises:
-        UserError: the mode that is asked for is impossible in this layout, or does not fit.
+        UserError: the configured mode is impossible in this layout or does not fit.
     """
     asked = config.gradnorm.mode
     found = {
@@ -77,7 +77,7 @@ def resolve(
     }
     if not config.measures_norms:
         mode = "two_pass" if asked == "auto" else asked
-        return ModeChoice(mode, "unused: nothing in this run needs a backward pass for norms", 1.0, found[mode])
+        return ModeChoice(mode, "unused: this run measures no norms in backward passes", 1.0, found[mode])
     layout = {mode: Layout.of(hf_config, with_mode(config, mode), world_size) for mode in found}
     problems = {
         mode: _impossible(hf_config, with_mode(config, mode), layout[mode])
@@ -99,7 +99,7 @@ def resolve(
 
 
 def free_memory(local_ranks: int) -> int | None:
-    """Memory that each of the ranks of this machine may take: the system's available one, shared; None if unknown."""
+    """The system's available memory divided by the ranks of this machine, bytes; None if unknown."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
@@ -109,7 +109,7 @@ def free_memory(local_ranks: int) -> int | None:
 
 
 Problem = tuple[str, str]
-"""What is wrong, and the remedy."""
+"""What is wrong, and the fix."""
 
 
 def _impossible(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
@@ -119,66 +119,69 @@ def _impossible(hf_config: Mapping[str, Any], config: Config, layout: Layout) ->
     if of_fp8 is not None or mode == "two_pass":
         return of_fp8
     if config.algo.token_wise or config.algo.kl_coefficient:
-        what = "tokens have coefficients of their own" if config.algo.token_wise else "a KL penalty has a gradient too"
-        return f"{what}, and one pass weighs whole samples by A", 'set gradnorm.mode to "two_pass" (or "auto")'
+        what = "every token has its own coefficient" if config.algo.token_wise else "a KL penalty has its own gradient"
+        return f"{what}, but one pass scales whole samples by A", 'set gradnorm.mode to "two_pass" (or "auto")'
     if config.model.router_losses:
-        return "the gradient of router losses would enter the norms", 'set gradnorm.mode to "two_pass" (or "auto")'
+        return "norms would include the gradient of router losses", 'set gradnorm.mode to "two_pass" (or "auto")'
     if num_experts(hf_config) and layout.block > 1:
         return (
-            f"{layout.block} replicas share experts, whose gradients then mix samples of all of them",
+            f"{layout.block} replicas share experts, so expert gradients mix samples of several replicas",
             'set gradnorm.mode to "two_pass" (or "auto")',
         )
     return _impossible_stash(config, layout) if mode == "stash" else None
 
 
 def _impossible_experts(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
-    """In FP8, samples that meet in an expert cannot be told apart."""
+    """With FP8, samples that share an expert cannot be told apart."""
     if config.model.fp8 == "none" or not num_experts(hf_config) or layout.block == 1:
         return None
     return (
-        f"{layout.block} replicas share experts, and FP8 layers hand out no factors to tell their samples apart",
+        f"{layout.block} replicas share experts, but FP8 layers expose no factors to tell their samples apart",
         'set model.fp8 to "none", or lower parallel.expert_model_parallel_size',
     )
 
 
 def _impossible_stash(config: Config, layout: Layout) -> Problem | None:
-    """What else may keep gradients from being stashed."""
+    """Conditions of mode "stash" alone."""
     spread = config.gradnorm.stash_spread
     if config.gradnorm.source == "sketch":
-        return "stash has the exact norms for nothing", 'set gradnorm.source to "exact", or mode to "bookkeep"'
+        return (
+            'mode "stash" already computes exact norms at no extra cost, so source "sketch" has no benefit',
+            'set gradnorm.source to "exact", or mode to "bookkeep"',
+        )
     if config.group_size % spread or layout.replicas % spread:
         return (
-            f"stash_spread {spread} divides not both group_size {config.group_size} and the data-parallel size "
+            f"stash_spread {spread} does not divide both group_size {config.group_size} and the data-parallel size "
             f"{layout.replicas}",
             "set gradnorm.stash_spread to a divisor of both",
         )
     if spread > 1 and config.algo.snr.estimator == "prompts":
         return (
-            "with stash_spread above 1 a prompt's gradient is spread over replicas",
+            'stash_spread above 1 splits a prompt\'s gradient over replicas, but estimator "prompts" needs it whole',
             'set algo.snr.estimator to "folds", or gradnorm.stash_spread to 1',
         )
     return None
 
 
 def _too_large(config: Config, found: MemoryEstimate, free_bytes: int | None) -> Problem | None:
-    """Why the mode does not fit into memory; None if it does, if nothing is known, and for `two_pass`, the smallest."""
+    """Why the mode does not fit into memory; None if it does, if memory is unknown, or for "two_pass", the smallest."""
     mode = config.gradnorm.mode
     if free_bytes is None or found.total <= free_bytes or mode == "two_pass":
         return None
-    what = f"a rank takes {size(found.total)}, and {size(free_bytes)} are free; "
+    what = f"a rank needs {size(found.total)}, but {size(free_bytes)} are free; "
     if mode == "stash":
         return (
-            what + f"{stash_count(config)} stashed gradients are {size(found.norms)} of it",
+            what + f"{stash_count(config)} stashed gradients take {size(found.norms)}",
             "raise gradnorm.stash_spread, set stash_dtype or stash_offload, or use mode two_pass",
         )
     return (
-        what + f"the factors of {config.gradnorm.window_tokens} tokens (at least one prompt's) are {size(found.norms)}",
+        what + f"the factors of {config.gradnorm.window_tokens} tokens (at least one prompt) take {size(found.norms)}",
         "lower gradnorm.window_tokens, or use mode two_pass",
     )
 
 
 def _cost(hf_config: Mapping[str, Any], config: Config, layout: Layout, mode: str, *, on_gpu: bool) -> float:
-    """The expected time of a step, that of a plain one without pipeline being 1."""
+    """Expected time of a step, in units of a plain step without a pipeline."""
     tokens = longest_sample(config)
     run = passes_of(hf_config, config, layout, norms=True, transformer_engine=False)[0]
     bubble = (config.parallel.pipeline_model_parallel_size - 1) / run.microbatches
@@ -192,7 +195,7 @@ def _cost(hf_config: Mapping[str, Any], config: Config, layout: Layout, mode: st
 
 
 def norm_over_product(hf_config: Mapping[str, Any], tokens: int) -> float:
-    """r over the linear layers of a transformer layer, weighted by their size; an expert's count as one wide layer."""
+    """r averaged over the linear layers of a transformer layer by size; a token's experts count as one wide layer."""
     hidden, head = hf_config["hidden_size"], hf_config.get("head_dim") or 128
     queries = hf_config["num_attention_heads"] * head
     keys = hf_config["num_key_value_heads"] * head
@@ -214,5 +217,5 @@ def _reason(best: str, costs: Mapping[str, float], problems: Mapping[str, Proble
 
 
 def with_mode(config: Config, mode: str) -> Config:
-    """The run with its mode decided."""
+    """The run with this norm mode."""
     return config.model_copy(update={"gradnorm": config.gradnorm.model_copy(update={"mode": mode})})

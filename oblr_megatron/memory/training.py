@@ -1,80 +1,63 @@
-"""How much memory a training step takes, before it is taken: the fullest rank, at its fullest moment. Imports no torch.
+"""Predicted peak memory of a training step on its fullest rank. Imports no torch.
 
     found = estimate(hf_config, config, world_size)
     found.total, found.table()
 
-Held for the whole step: weights, `main_grad`, the optimizer's state, the buffers of mode `stash`. On top comes what a
-moment of the step holds, and the largest counts: the loss, the output layer's backward, the backward of the last layer,
-what waits at the end of a pass, the optimizer's update. Between steps the buffers of `stash` are given back where
-engines take turns with the trainer's GPUs. Samples are taken to be as long as the configuration allows. The distributed
-optimizer's state is divided by the ranks that hold copies of a weight. Weights in FP8 take two bytes: each is kept
-beside its transpose.
+A rank holds for the whole step: weights, `main_grad`, optimizer state, and the buffers of mode "stash". The largest of
+these moments is added: loss, backward of the output layer, backward of the last layer, end of a pass, optimizer update.
+
+All samples count as long as the configuration allows. The distributed optimizer divides its state by the ranks that
+hold copies of a weight. FP8 copies of a weight take two bytes, because its transpose is kept too. Between steps the
+stash buffers are freed if engines use the same GPUs.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from oblr_megatron.config import Config
 from oblr_megatron.formatting import size
-from oblr_megatron.memory.pass_plan import (
-    Layout,
-    folds_of_a_rank,
-    longest_sample,
-    passes_of,
-    stash_count,
-)
+from oblr_megatron.memory.pass_plan import Layout, folds_of_a_rank, longest_sample, passes_of, stash_count
 from oblr_megatron.memory.peak import Moment, PassOnRank, update_moment
 from oblr_megatron.memory.rank_shapes import RankSizes
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of the fullest rank, when it holds most.
+    """Bytes of the fullest rank at its peak.
 
     Example, two layers of Qwen3-0.6B in fp32 with 512 tokens, in MiB:
         MemoryEstimate(weights=136, main_grad=136, second_gradient=0, optimizer=272, activations=118, logits=20,
                        norms=544, work=34, checkpoint=0, fixed=474, stage=0, moment="last layer's backward")
     """
 
-    weights: int  # with the reference's of a run with a KL penalty, and with copies in FP8
+    weights: int  # with the reference model of a KL penalty and with FP8 copies
     main_grad: int
-    second_gradient: int  # the sum over folds, where a rank has several
-    optimizer: int  # moments, the gradients' average of the "momentum" estimator, fp32 masters of bf16 weights
+    second_gradient: int  # the sum over folds, if a rank has several
+    optimizer: int  # moments, fp32 masters of bf16 weights, the gradient average of the "momentum" estimator
     activations: int  # of the microbatches in flight
-    logits: int  # with softmax and their gradient
-    norms: int  # gradients, factors or partials that wait for the norms
-    work: int  # memory that the moment takes and gives back
-    checkpoint: int  # a copy of what an earlier step left, while it is written; on a GPU it is in host memory
+    logits: int  # with their softmax and gradient
+    norms: int  # stashed gradients, factors or partial sums kept for the norms
+    work: int  # temporary memory of the moment
+    checkpoint: int  # the copy that is being written; 0 on a GPU, where it is in host memory
     fixed: int  # the process without a model
     stage: int  # of the pipeline
     moment: str
-    between_steps: int = 0  # what stays between steps, while samples are made; of all stages, on the rank with most
+    between_steps: int = 0  # held during sampling; the maximum over stages
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return sum(num_bytes for _, num_bytes in self.rows())
 
     def rows(self) -> list[tuple[str, int]]:
-        """(what, bytes), in the order of the fields."""
-        names = (
-            "weights",
-            "main_grad",
-            "second_gradient",
-            "optimizer",
-            "activations",
-            "logits",
-            "norms",
-            "work",
-            "checkpoint",
-            "fixed",
-        )
-        return [(name.replace("_", " "), getattr(self, name)) for name in names]
+        """(part, bytes), in the order of the fields."""
+        names = [field.name for field in fields(self)]
+        return [(name.replace("_", " "), getattr(self, name)) for name in names[: names.index("stage")]]
 
     def table(self) -> str:
         """One line, e.g. "1.7 GiB on the fullest rank, at the loss: weights 136 MiB, main grad 136 MiB, ..."."""
@@ -94,12 +77,12 @@ def estimate(
     """The memory of a training step on its fullest rank.
 
     Args:
-        hf_config: the model's config.json, checked against the layout (`checks.check_layout`).
+        hf_config: the model's config.json, checked against the layout (`checks.layout.check_layout`).
         config: the run; `gradnorm.mode` "auto" counts as "two_pass".
         world_size: ranks of the run.
-        on_gpu: kernels are CUDA's, and memory is what its allocator gives out.
-        transformer_engine: the layers are Transformer Engine's.
-        fixed_bytes: of the process without a model; by default what is resident now, on a GPU none.
+        on_gpu: whether kernels are CUDA's; then memory means the memory of CUDA's allocator.
+        transformer_engine: whether the layers are Transformer Engine's.
+        fixed_bytes: of the process without a model; by default its resident memory now, or 0 on a GPU.
     """
     if fixed_bytes is None:
         fixed_bytes = 0 if on_gpu else resident_bytes()
@@ -129,7 +112,7 @@ def estimate_stage(
     transformer_engine: bool,
     fixed_bytes: int,
 ) -> MemoryEstimate:
-    """The same of a rank of one pipeline stage."""
+    """The memory of a training step on a rank of one pipeline stage."""
     layout = Layout.of(hf_config, config, world_size)
     sizes = RankSizes.of(hf_config, config, stage, on_gpu=on_gpu, transformer_engine=transformer_engine)
     updated = updated_elements(sizes, config, world_size)
@@ -190,15 +173,15 @@ class _Held:
 
 
 def copies_for_checkpoint(config: Config) -> bool:
-    """Whether a step goes on while a copy of the state before it is written; data-parallel ranks share the writing."""
+    """Whether steps run while a copy of the earlier state is written (data-parallel ranks share the writing)."""
     options = config.checkpoint
     return options.async_save and 0 < options.every_steps < config.num_steps
 
 
 def updated_elements(sizes: RankSizes, config: Config, world_size: int) -> int:
-    """Elements of weights whose optimizer state a rank holds: all of its own, or its share of them.
+    """Elements of the weights of which a rank holds optimizer state.
 
-    The distributed optimizer deals a weight to the data- and context-parallel ranks that hold it, an expert to fewer.
+    The distributed optimizer divides weights over the data- and context-parallel ranks, and experts over fewer ranks.
     """
     parallel = config.parallel
     if not parallel.use_distributed_optimizer:
@@ -210,10 +193,7 @@ def updated_elements(sizes: RankSizes, config: Config, world_size: int) -> int:
 
 
 def optimizer_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
-    """Two moments of Adam, the momentum of SGD if it has one; and masters of weights in half precision.
-
-    And the average of gradients that the "momentum" estimator of the signal keeps, of all weights.
-    """
+    """Bytes of Adam's two moments or SGD's momentum, fp32 masters, and the "momentum" estimator's gradient average."""
     options = config.optimizer
     copies = 2 if options.name == "adam" else int(options.sgd_momentum > 0)
     masters = int(sizes.element < sizes.wide)
@@ -222,16 +202,16 @@ def optimizer_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
 
 
 def fp8_bytes(sizes: RankSizes, config: Config) -> int:
-    """FP8 copies of the layers' matrices, each with its transpose; weights held in FP8 take no more than bf16's two."""
+    """Bytes of the FP8 copies of the layers' matrices and of their transposes."""
     if config.model.fp8 == "none":
         return 0
     return 2 * sizes.layer_weights
 
 
 def stash_bytes(sizes: RankSizes, config: Config, *, on_gpu: bool = False) -> int:
-    """The gradients that mode `stash` keeps, and the one in which they are made, if it rounds them or moves them.
+    """Bytes of the gradients that mode "stash" keeps, and of the working gradient if it rounds or offloads them.
 
-    On a GPU those in host memory do not count.
+    Gradients that a GPU rank offloads to host memory do not count.
     """
     options, count = config.gradnorm, stash_count(config)
     rounds = options.stash_dtype == "bfloat16" and sizes.element < 8
@@ -241,7 +221,7 @@ def stash_bytes(sizes: RankSizes, config: Config, *, on_gpu: bool = False) -> in
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, where the system states it (Linux); else 0."""
+    """Resident memory of this process; 0 if the system does not report it (not Linux)."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:

@@ -1,19 +1,23 @@
-"""What an engine is expected to take: weights against transformers' own count, the cache against vLLM's own figure.
+"""Predicted memory of an engine: weights against transformers' count, cache and constants against vLLM's own.
 
-Not covered: an engine on a GPU; its working memory and what it holds asleep are a model, and looked at for sense alone.
+Not covered: an engine on a GPU. Working memory and the memory of a sleeping engine are estimates without a comparison.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.memory.engine import EngineMemory, engine_bytes
+from oblr_megatron.memory.engine import LARGE_DEVICE, STEP_TOKENS, VOCABULARY_MULTIPLE, EngineMemory, engine_bytes
 from oblr_megatron.model.published import published
 
 GPU = 80 * 10**9
@@ -39,6 +43,16 @@ def whole_model(name: str) -> dict[str, int]:
     return {name: weight.numel() for name, weight in model.named_parameters()}
 
 
+def test_vllms_own_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert VOCABULARY_MULTIPLE == DEFAULT_VOCAB_PADDING_SIZE
+    platform = SimpleNamespace(get_device_name=lambda: "h100", is_tpu=lambda: False, is_cpu=lambda: False)
+    monkeypatch.setattr("vllm.engine.arg_utils.current_platform", platform)
+    for size in (LARGE_DEVICE - 1, LARGE_DEVICE):
+        monkeypatch.setattr(platform, "get_device_total_memory", lambda size=size: size, raising=False)
+        tokens, _ = EngineArgs.get_batch_defaults(1)
+        assert tokens[UsageContext.LLM_CLASS] == STEP_TOKENS[size >= LARGE_DEVICE]
+
+
 @pytest.mark.parametrize("name", ["0.6B", "8B", "30B-A3B"])
 def test_weights_on_one_device_are_the_models(name: str) -> None:
     weights = whole_model(name)
@@ -49,15 +63,15 @@ def test_weights_on_one_device_are_the_models(name: str) -> None:
 
 
 @pytest.mark.parametrize(("width", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
-def test_a_token_takes_what_vllm_says(width: int, heads: int) -> None:
-    """Qwen3-30B-A3B has four heads of keys: eight devices hold a copy each."""
+def test_cache_bytes_per_token_are_vllms(width: int, heads: int) -> None:
+    """Qwen3-30B-A3B has four key heads: each of eight devices holds a copy of one."""
     config = published("30B-A3B")
     found = engine_bytes(config, run(tensor_parallel_size=width), device_bytes=GPU)
     layer = FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=128, dtype=torch.bfloat16)
     assert found.kv_bytes_per_token == layer.page_size_bytes * config["num_hidden_layers"] // 16
 
 
-def test_copied_heads_are_counted_among_the_weights() -> None:
+def test_copied_heads_count_as_weights() -> None:
     config = published("30B-A3B")
     four, eight = (engine_bytes(config, run(tensor_parallel_size=n), device_bytes=10**15).weights * n for n in (4, 8))
     copies = 2 * 4 * config["head_dim"] * config["hidden_size"] * config["num_hidden_layers"] * 2  # k and v, bf16
@@ -65,7 +79,7 @@ def test_copied_heads_are_counted_among_the_weights() -> None:
     assert eight - four == copies + norms
 
 
-def test_the_cache_is_what_is_left_of_the_share() -> None:
+def test_the_cache_is_the_rest_of_vllms_share() -> None:
     found = engine_bytes(published("8B"), run(gpu_memory_utilization=0.5), device_bytes=GPU)
     assert found.total == GPU // 2 and found.kv_cache == GPU // 2 - found.weights - found.other > 0
     assert engine_bytes(published("32B"), run(), device_bytes=GPU).kv_cache == 0
@@ -73,7 +87,7 @@ def test_the_cache_is_what_is_left_of_the_share() -> None:
     assert on_cpu.kv_cache == 2**28 and on_cpu.total == on_cpu.weights + 2**28 + on_cpu.other
 
 
-def test_what_stays_asleep() -> None:
+def test_memory_of_a_sleeping_engine() -> None:
     found = EngineMemory(weights=10**10, kv_cache=10**10, other=5 * 10**9, kv_bytes_per_token=100)
     assert found.asleep(0) == found.total == 25 * 10**9 and found.asleep(1) == found.asleep(2) == 2 * 2**30
     assert found.kv_tokens == 10**8

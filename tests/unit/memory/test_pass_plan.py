@@ -1,4 +1,4 @@
-"""Which replicas of a step work on how many samples, and what is said where some wait for others."""
+"""How many samples the busiest replica has, and the warning if other replicas wait for it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def config_of(folds: int, **gradnorm: Any) -> Config:
     ("folds", "replicas", "sharing", "prompts_of_the_first", "share"),
     [
         (12, 2, 2, 12, "50%"),  # one prompt a fold: the second replica never has one
-        (4, 4, 2, 4, "25%"),  # 3 prompts for two
+        (4, 4, 2, 4, "25%"),  # 3 prompts for two replicas
         (4, 2, 2, 8, "25%"),
-        (2, 4, 4, 4, "25%"),  # 6 for four: 2, 2, 1, 1
+        (2, 4, 4, 4, "25%"),  # 6 prompts for four replicas: 2, 2, 1, 1
         (6, 2, 2, 6, None),
         (4, 4, 1, 3, None),
     ],
 )
-def test_uneven_prompts_are_said(
+def test_uneven_prompts_give_a_warning(
     folds: int, replicas: int, sharing: int, prompts_of_the_first: int, share: str | None
 ) -> None:
     config, layout = config_of(folds), Layout(replicas=replicas, block=sharing, spread=1)
@@ -50,6 +50,6 @@ def test_uneven_prompts_are_said(
         assert line.endswith(f"a multiple of {sharing}")
 
 
-def test_responses_that_are_dealt_leave_nobody_idle() -> None:
+def test_divided_responses_leave_no_replica_idle() -> None:
     config = config_of(12, mode="stash", stash_spread=2)
     assert idle_replicas(config, Layout(replicas=2, block=1, spread=2)) is None
