@@ -1,4 +1,4 @@
-"""The algorithm as pure tensor functions: baselines, loss, signal-to-noise estimates, learning-rate schedules.
+"""The algorithm as pure tensor functions: baselines, loss, signal-to-noise estimates and learning-rate schedules.
 
-Nothing here knows of megatron, vLLM or torch.distributed; every function can be tried in a Python prompt.
+No module here uses megatron, vLLM or torch.distributed, so that every function runs in a Python prompt.
 """

@@ -1,10 +1,10 @@
-"""Baselines b_i and advantages A_i = r_i - b_i by name, fp64; the formulas are in formulas.py.
+"""Baselines b_i and advantages A_i = r_i - b_i by name, in fp64. formulas.py has the formulas.
 
     g = 1/(Q G) sum_q sum_i A_i s_i,    s_i = grad_theta log pi(o_i),    w_i = ||s_i||^2
 
-E[s_i] = 0, so g stays unbiased for every b_i that does not look at o_i itself: the leave-one-out ones here. OBLR-PO
-(arXiv 2511.23310, Theorem 7) gives the b that minimises the variance, E[w r] / E[w]; `optimal` estimates it from the
-other responses of the group.
+E[s_i] = 0, so g is unbiased for every b_i that is independent of o_i, such as the leave-one-out baselines. The b with
+the least variance is E[w r] / E[w] (OBLR-PO, arXiv 2511.23310, Theorem 7). `optimal` estimates it from the other
+responses of the group.
 
 Shapes: rewards, norms_sq, lengths and every result are [Q, G]: Q prompts, G responses each.
 """
@@ -25,23 +25,23 @@ STD_EPS = 1e-6  # added to the standard deviation that divides A
 def baseline_values(
     name: BaselineName, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig
 ) -> Tensor:
-    """b [Q, G] fp64 of the named baseline, the inputs checked and norms that are no numbers replaced.
+    """b [Q, G] fp64 of the named baseline. Checks the inputs and replaces norms that are not finite.
 
     Args:
-        name: a baseline that is one number a response, a key of FORMULAS.
+        name: a key of FORMULAS, whose baselines have one value for each response.
         rewards: [Q, G].
-        norms_sq: [Q, G] squared score norms w; read only where `needs_norms`.
+        norms_sq: [Q, G] squared score norms w; read only by baselines with `needs_norms`.
         lengths: [Q, G] response tokens.
         options: prior_strength and length_exponent are read.
 
     Raises:
-        UserError: a reward is not finite, or a leave-one-out baseline is asked for with G = 1.
+        UserError: a reward is not finite, or a leave-one-out baseline has G = 1.
     """
     rewards, lengths = rewards.to(torch.float64), lengths.to(torch.float64)
     shapes = [tuple(tensor.shape) for tensor in (rewards, norms_sq, lengths)]
     assert rewards.dim() == 2 and len(set(shapes)) == 1, f"rewards, norms_sq, lengths must be [Q, G], not {shapes}"
     if not rewards.isfinite().all():
-        raise UserError("a reward is not a finite number", where="reward", fix="return finite rewards")
+        raise UserError("a reward is NaN or infinite", where="reward", fix="return finite rewards")
     if BASELINES[name].leave_one_out and rewards.shape[1] == 1:
         raise UserError(
             f"baseline {name!r} needs the other responses of the group, and group_size is 1",
@@ -69,9 +69,9 @@ def advantages(name: BaselineName, rewards: Tensor, norms_sq: Tensor, lengths: T
 
 
 def active_groups(name: BaselineName, rewards: Tensor) -> Tensor:
-    """Which groups need their forward and backward passes: rewards [Q, G] -> bool [Q].
+    """The groups that need forward and backward passes: rewards [Q, G] -> bool [Q].
 
-    A group of equal rewards has A = 0 exactly, whatever its norms are, unless the baseline looks beyond the group.
+    A group of equal rewards has A = 0 exactly, for any norms, unless the baseline looks beyond the group.
     """
     if not BASELINES[name].zero_on_equal:
         return torch.ones(rewards.shape[0], dtype=torch.bool, device=rewards.device)
@@ -79,16 +79,16 @@ def active_groups(name: BaselineName, rewards: Tensor) -> Tensor:
 
 
 def mixed_groups(rewards: Tensor) -> Tensor:
-    """Which groups have unequal rewards: [Q, G] -> bool [Q]."""
+    """The groups with unequal rewards: [Q, G] -> bool [Q]."""
     return rewards.amax(-1) != rewards.amin(-1)
 
 
 def sanitize_norms(norms_sq: Tensor) -> tuple[Tensor, int]:
-    """Replace every w that is not a finite number >= 0: (w [Q, G] fp64, how many were replaced).
+    """Replace every w that is not a finite number >= 0. Returns (w [Q, G] fp64, number of replaced values).
 
-    The stand-in is the median of the group's other w, of the batch's where the group has none, 1 where the batch has
-    none either. A caller that sees more than a few should stop: an infinite norm is a broken gradient. Through the
-    median a stand-in knows of the w of the sample whose baseline it enters; that bias lasts as long as the fault does.
+    The replacement is the median of the group's valid w; else of the batch's; else 1. A non-finite norm is a broken
+    gradient, so that a run with more than a few should stop. A replacement depends on the w of the sample whose
+    baseline it enters, which biases the gradient in that step.
 
     Example: [[1, 3, nan, 2]] -> ([[1, 3, 2, 2]], 1)
     """
@@ -99,22 +99,22 @@ def sanitize_norms(norms_sq: Tensor) -> tuple[Tensor, int]:
         return norms_sq, 0
     known = norms_sq.masked_fill(bad, float("nan"))
     batch = known.flatten().nanquantile(0.5).nan_to_num(nan=1.0)
-    group = known.nanquantile(0.5, dim=-1, keepdim=True)  # [Q, 1], the median of those that are left
-    stand_in = torch.where(group.isnan(), batch, group)
-    return torch.where(bad, stand_in, norms_sq), count
+    group = known.nanquantile(0.5, dim=-1, keepdim=True)  # [Q, 1]
+    return torch.where(bad, torch.where(group.isnan(), batch, group), norms_sq), count
 
 
 def variance_ratio_vs_rloo(rewards: Tensor, norms_sq: Tensor, baseline: Tensor) -> float:
-    """sum (r - b)^2 w / sum (r - b_rloo)^2 w over the batch, all [Q, G]: below 1, the baseline beats rloo's.
+    """sum (r - b)^2 w / sum (r - b_rloo)^2 w over the batch, all inputs [Q, G]. Below 1 the baseline beats rloo's.
 
-    An estimate of E||A s||^2 against rloo's: the second moment of one response's term of the gradient. It leaves out
-    the squared mean ||grad J||^2 (the same for every unbiased baseline), the covariance that a shared baseline puts
-    between the responses of a group (and so cannot rank baselines that differ by less), importance ratios, and any
-    scale on A (grpo's std). NaN where rloo's sum is 0 (every group of equal rewards) or G = 1.
+    This estimates the ratio of E||A s||^2, the second moment of one response's term of the gradient. It ignores the
+    squared mean ||grad J||^2 (equal for all unbiased baselines), importance ratios, and any scale on A (grpo's std). It
+    also ignores the covariance between responses that share a baseline, and cannot rank baselines that differ by less.
+
+    NaN if rloo's sum is 0 (every group has equal rewards) or G = 1.
     """
     rewards, (weights, _) = rewards.to(torch.float64), sanitize_norms(norms_sq)
     if rewards.shape[1] == 1:
         return float("nan")
-    reference = mean_of_others(rewards, torch.ones_like(rewards))
-    ours, theirs = (((rewards - b) ** 2 * weights).sum() for b in (baseline.to(torch.float64), reference))
-    return float(ours / theirs) if theirs > 0 else float("nan")
+    rloo = mean_of_others(rewards, torch.ones_like(rewards))
+    ours, of_rloo = (((rewards - b) ** 2 * weights).sum() for b in (baseline.to(torch.float64), rloo))
+    return float(ours / of_rloo) if of_rloo > 0 else float("nan")

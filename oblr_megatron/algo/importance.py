@@ -1,18 +1,18 @@
-"""Truncated importance ratios against the trainer/rollout mismatch. Pure torch.
+"""Truncated importance ratios that correct the mismatch between trainer and rollout engine. Pure torch.
 
-The rollout engine and the trainer compute the same policy with different kernels, so a response was drawn from mu and
-is differentiated under pi. Weighting by pi / mu undoes that in expectation; cutting the weight at a cap C bounds its
-variance at the price of a small bias (truncated importance sampling, Ionides 2008):
+The engine and the trainer compute the same policy with different kernels: a response is drawn from mu and
+differentiated under pi. Weighting by pi / mu corrects this in expectation. Truncating the weight at a cap C bounds the
+variance, with a small bias (truncated importance sampling, Ionides 2008):
 
     token level      rho_t = min(pi(o_t) / mu(o_t), C)
     sequence level   rho   = min(prod_t pi(o_t) / mu(o_t), C), the same for every token of the response
 
 Degenerate cases:
-    an empty response         no token, nothing counted; the empty product is 1
-    mu(o_t) = 0, pi(o_t) > 0  the ratio is infinite: cut to C and counted (such a token cannot have been drawn)
-    mu(o_t) = pi(o_t) = 0     they agree: ratio 1
-    pi(o_t) = 0 < mu(o_t)     ratio 0, and so is the sequence's, whatever its other tokens
-    NaN log-probs             stay NaN: a broken model is not hidden
+    an empty response         no tokens; the empty product is 1
+    mu(o_t) = 0, pi(o_t) > 0  the ratio is infinite: truncated to C and counted (such a token cannot have been drawn)
+    mu(o_t) = pi(o_t) = 0     ratio 1
+    pi(o_t) = 0 < mu(o_t)     ratio 0, also for the whole sequence
+    NaN log-probs             stay NaN, so that a broken model is noticed
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def truncated_ratios(
 
     Args:
         logprobs: [b, t] log pi under the trainer.
-        rollout_logprobs: [b, t] log mu as the engine returned them.
+        rollout_logprobs: [b, t] log mu from the engine.
         mask: [b, t] True on response tokens.
         level: "none" gives ones.
         cap: C >= 1.
-        cu_seqlens: [n + 1] of packed samples (b = 1), see `types.MicroBatch`; by default each row is one.
-        reduce: where each of several ranks holds some tokens of every sample: from what this rank has summed over its
-            tokens, an fp64 tensor, to the sum over all these ranks. Called on level "sequence" only.
+        cu_seqlens: [n + 1] of packed samples (b = 1), see `types.MicroBatch`; by default each row is a sample.
+        reduce: sums an fp64 tensor over the ranks that each hold some tokens of every sample. Called only on level
+            "sequence".
 
     Returns:
-        ratios [b, t] in logprobs' dtype, 0 outside the mask; and the number of response tokens whose ratio was cut.
+        ratios [b, t] in logprobs' dtype, 0 outside the mask; and the number of response tokens with a truncated ratio.
 
     Example, level "token", cap 2: log pi [-1., -1.], log mu [-1., -3.] -> [1., 2.] and 1.
     """
@@ -66,7 +66,7 @@ def truncated_ratios(
 
 
 def _sample_totals(difference: Tensor, cu_seqlens: Tensor | None, reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """[b, t] log-ratios -> [b, t], at each token the sum over its sample; -inf where the trainer excludes a token."""
+    """[b, t] log-ratios -> [b, t], each token's sum over its sample; -inf if pi(o_t) = 0 for a token of the sample."""
     rows, length = difference.shape
     if cu_seqlens is None:
         sample = torch.arange(rows, device=difference.device)[:, None].expand(rows, length)
@@ -75,7 +75,7 @@ def _sample_totals(difference: Tensor, cu_seqlens: Tensor | None, reduce: Callab
         count = len(cu_seqlens) - 1
         sample = torch.arange(count, device=difference.device).repeat_interleave(cu_seqlens.diff())[None]
     excluded = difference == -torch.inf
-    values = torch.stack([difference.double(), excluded.double()]).flatten(1)  # a long sum in fp32 loses digits
+    values = torch.stack([difference.double(), excluded.double()]).flatten(1)  # fp64: long sums in fp32 lose digits
     totals = values.new_zeros(2, count).index_add(1, sample.flatten(), values)
     if reduce is not None:
         totals = reduce(totals)

@@ -1,15 +1,13 @@
-"""A penalty on the divergence from a reference model, token by token, from the sampled tokens alone.
+"""A token-wise penalty on the divergence from a reference model, estimated from the sampled tokens.
 
     d_t = log pi(o_t | q, o_<t) - log pi_ref(o_t | q, o_<t),   loss += beta / divisor * sum_i sum_t k(d_t)
 
     k2    k = d^2 / 2             kappa = d              its expected gradient is that of KL(pi || pi_ref)
     k3    k = exp(-d) - 1 + d     kappa = 1 - exp(-d)    that of KL(pi_ref || pi), bounded where pi_ref is small
 
-k3 is GRPO's (arXiv 2402.03300, eq. 4). The names are Schulman's (joschu.net/blog/kl-approx.html): E[k3] is
-KL(pi || pi_ref) itself, and k3 is never below 0.
-kappa = dk/dd is what multiplies grad log pi(o_t). Both distributions are those that responses are sampled from, at the
-rollout's temperature. Each token counts by its own d alone: the effect of a token on the divergence of later ones is
-left out, as in GRPO.
+GRPO uses k3 (arXiv 2402.03300, eq. 4). The names are from Schulman (joschu.net/blog/kl-approx.html): E[k3] equals
+KL(pi || pi_ref), and k3 >= 0. kappa = dk/dd multiplies grad log pi(o_t). Both distributions are taken at the rollout's
+temperature. As in GRPO, the effect of a token on the divergence of later tokens is ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ KLForm = Literal["k2", "k3"]
 
 
 def kl_penalty(difference: Tensor, form: KLForm) -> Tensor:
-    """k(d) of each token, in nats, of the shape of `difference`."""
+    """k(d) of each token in nats, with the shape of `difference`."""
     match form:
         case "k2":
             return difference.square() / 2
@@ -32,7 +30,7 @@ def kl_penalty(difference: Tensor, form: KLForm) -> Tensor:
 
 
 def kl_slope(difference: Tensor, form: KLForm) -> Tensor:
-    """kappa = dk/dd of each token, detached: weights of grad log pi are not differentiated."""
+    """kappa = dk/dd of each token, detached: it weights grad log pi and is not differentiated."""
     match form:
         case "k2":
             return difference.detach()

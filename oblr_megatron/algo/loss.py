@@ -1,6 +1,6 @@
-"""The policy-gradient loss: its gradient is minus the estimator g = sum_i c_i sum_t rho_t grad log pi(o_t).
+"""The policy-gradient loss. Its gradient is -g, with the estimator g = sum_i c_i sum_t rho_t grad log pi(o_t).
 
-Samples with c_i = 0 may be left out of the pass; the divisors below still count them.
+Samples with c_i = 0 may be left out of the pass. The divisors below still count them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ Aggregation = Literal["constant", "token_mean", "sample_mean"]
 def sample_coefficients(
     advantages: Tensor, lengths: Tensor, num_prompts: int, group_size: int, aggregation: Aggregation = "constant"
 ) -> Tensor:
-    """c_i [N]: what multiplies sum_t rho_t log pi(o_t) of each of the step's N = Q * G samples; or c_{i,t} [N, T].
+    """The coefficients c_i [N] of sum_t rho_t log pi(o_t) for all N = Q * G samples of the step; or c_{i,t} [N, T].
 
         constant     A_i / (Q G)           unbiased
-        token_mean   A_i / sum_j L_j       biased: the divisor moves with o_i's own length (DAPO, arXiv 2503.14476)
-        sample_mean  A_i / (Q G L_i)       biased, and more: E[s_i / L_i] is not 0, so that even a constant reward
-                                           pushes; long wrong answers are punished less (GRPO; see arXiv 2503.20783)
+        token_mean   A_i / sum_j L_j       biased: the divisor depends on o_i's own length (DAPO, arXiv 2503.14476)
+        sample_mean  A_i / (Q G L_i)       more biased: E[s_i / L_i] is not 0, so that even a constant reward has a
+                                           gradient; long wrong answers are penalised less (GRPO; see arXiv 2503.20783)
 
     Args:
         advantages: [N] of all samples of the step, or [N, T] of their tokens.
-        lengths: [N] response tokens; an empty response counts as one token where it divides.
+        lengths: [N] response tokens; as a divisor an empty response counts as one token.
         num_prompts: Q, prompts of the step, skipped groups included.
         group_size: G.
         aggregation: one of the three above.
@@ -47,13 +47,13 @@ def sample_coefficients(
 
 
 def policy_gradient_loss(logprobs: Tensor, mask: Tensor, coefficients: Tensor, ratios: Tensor) -> Tensor:
-    """-sum_i c_i sum_t rho_t log pi(o_t), a scalar; nothing in it divides.
+    """-sum_i c_i sum_t rho_t log pi(o_t), a scalar without any further divisor.
 
     Args:
-        logprobs: [b, t] with gradient; whatever stands outside the mask has no say, not even a NaN.
+        logprobs: [b, t] with gradient; values outside the mask are ignored, even NaN.
         mask: [b, t] bool, True at response tokens.
-        coefficients: [b] of `sample_coefficients`, or [b, t] of each token.
-        ratios: [b, t] importance ratios rho, detached here: they weigh the score, they are not differentiated.
+        coefficients: [b] from `sample_coefficients`, or [b, t] for each token.
+        ratios: [b, t] importance ratios rho; detached here, so that they weight the score.
     """
     logprobs, ratios = logprobs.masked_fill(~mask, 0.0), ratios.detach().masked_fill(~mask, 0.0)
     if coefficients.dim() == 1:

@@ -1,7 +1,6 @@
-"""What the batch just used says of baselines: the variance under each of them, and how sound the run's own is.
+"""Compare baselines on the current batch: the variance under each, and whether the run's own is leave-one-out.
 
-Shapes: rewards, norms_sq, lengths are [Q, G]. Exact for the batch, from rewards and norms at hand; nothing is passed
-through the model again.
+Shapes: rewards, norms_sq, lengths are [Q, G]. The results use only known rewards and norms; no model pass is needed.
 """
 
 from __future__ import annotations
@@ -16,29 +15,30 @@ from oblr_megatron.config.baselines import BASELINES, BaselineName
 PANEL = tuple(
     name for name, facts in BASELINES.items() if not facts.token_wise and facts.divisor == "one" and name != "rloo"
 )
-"""The baselines that are compared with rloo.
+"""The baselines that are compared with rloo. Left out:
 
-Left out: `otb`, whose b_t needs the energy of every token and the norm of every token's score; `grpo`, whose divisor
-differs from group to group and so weighs prompts by itself (its b is group_mean's); `reinforce_pp`, which divides the
-whole batch by one number (its ratio is batch_mean's).
+- `otb`: its b_t needs the energy and the score norm of every token.
+- `grpo`: its divisor differs between groups and so weights prompts differently (b is that of group_mean).
+- `reinforce_pp`: it divides the whole batch by one number, so that its ratio is that of batch_mean.
 """
 
 
 def variance_ratios(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig) -> dict[str, float]:
-    """sum A_i^2 w_i over that of rloo for each baseline of the PANEL; below 1, it beats rloo's.
+    """sum A_i^2 w_i relative to rloo's, for each baseline of the PANEL. Below 1 the baseline beats rloo.
 
-    An estimate of E||A s||^2, the second moment of one response's term of the gradient (what it leaves out:
-    `baseline.variance_ratio_vs_rloo`). A baseline with o_i in it makes A smaller by its own share in it, on average 1/G
-    of a group's mean and 1/(Q G) of the batch's, which the learning rate would make up for: A is divided by 1 less that
-    share, and group_mean is level with rloo. Sums are over the groups whose norms were measured.
-
-    Returns {} where G = 1, no norm is known, or rloo's sum is 0 (every measured group of equal rewards).
+    This estimates the ratio of E||A s||^2, the second moment of one response's term of the gradient (see
+    `baseline.variance_ratio_vs_rloo` for its limits). A baseline that includes o_i shrinks A by o_i's share in it: on
+    average 1/G for a group's mean and 1/(Q G) for the batch's. A learning rate would compensate for that scale, so A is
+    divided by 1 - share. group_mean then equals rloo. Sums run over the groups with measured norms.
 
     Args:
         rewards: fp64.
-        norms_sq: w, finite; a row of zeros is a group that was not measured.
+        norms_sq: w, finite; a row of zeros marks a group that was not measured.
         lengths: response tokens, fp64.
         options: prior_strength and length_exponent are read.
+
+    Returns:
+        name -> ratio; {} if G = 1, no norm is known, or rloo's sum is 0 (every measured group has equal rewards).
     """
     if rewards.shape[1] == 1:
         return {}
@@ -47,13 +47,13 @@ def variance_ratios(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options:
         centred = rewards - FORMULAS[name](rewards, norms_sq, lengths, options)
         return float((centred.square() * norms_sq).sum()) / (1 - own_share(name, rewards)) ** 2
 
-    reference = second_moment("rloo")
+    rloo = second_moment("rloo")
     defined = [name for name in PANEL if rewards.shape[0] > 1 or not BASELINES[name].prior]
-    return {name: second_moment(name) / reference for name in defined} if reference > 0 else {}
+    return {name: second_moment(name) / rloo for name in defined} if rloo > 0 else {}
 
 
 def own_share(name: BaselineName, rewards: Tensor) -> float:
-    """What a response's own reward weighs in its baseline, averaged over the group or batch that it is the mean of."""
+    """The weight of a response's own reward in its baseline, averaged over the responses that the baseline averages."""
     match BASELINES[name].over:
         case "group":
             return 1 / rewards.shape[1]
@@ -64,23 +64,23 @@ def own_share(name: BaselineName, rewards: Tensor) -> float:
 
 
 def spread(baseline: Tensor) -> float:
-    """Standard deviation over prompts of b [Q, G] averaged over the group."""
+    """Standard deviation over prompts of the group's mean b, from b [Q, G]."""
     return float(baseline.mean(-1).std(correction=0))
 
 
 def self_dependence(
     name: BaselineName, baseline: Tensor, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig
 ) -> float:
-    """|change of b_i| for a change of r_i by 1: 0 where b is a function of the other responses alone.
+    """|change of b_i| if r_i changes by 1; 0 for a leave-one-out baseline.
 
-    The baseline is evaluated once more, with one reward changed: that of the response with the largest w, or where none
-    is measured of the longest one, since these weigh most in a weighted mean.
+    Evaluates the baseline again with one reward changed. That response has the largest w, or the greatest length if no
+    norm was measured, because it has the largest weight in a weighted mean.
 
     Args:
         name: the run's baseline.
         baseline: [Q, G] its values.
         rewards: fp64.
-        norms_sq: w, finite; zeros where none are measured.
+        norms_sq: w, finite; zeros if not measured.
         lengths: response tokens.
         options: as for the baseline.
     """

@@ -1,4 +1,4 @@
-"""Learning-rate schedules behind one protocol; to add one, write a curve or a class and name it in `build_schedule`."""
+"""Learning-rate schedules with one protocol. To add one, write a curve or a class and name it in `build_schedule`."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from oblr_megatron.types import GradientStats
 
 
 class Schedule(Protocol):
-    """Each step: `rate(step)`, then the optimizer's step, then `observe(stats)` of the same step's gradient."""
+    """Each step calls `rate(step)`, then the optimizer, then `observe(stats)` with the same step's gradient."""
 
     def rate(self, step: int) -> float:
-        """Learning rate of step `step`, counted from 0; it knows the gradients of earlier steps only."""
+        """Learning rate of step `step`, counted from 0; depends only on the gradients of earlier steps."""
 
     def observe(self, stats: GradientStats) -> None:
-        """Take in the gradient of the step whose rate was drawn last."""
+        """Record the gradient of the step that `rate` was last called for."""
 
     def metrics(self) -> dict[str, float]:
-        """What is logged as snr/*: the last step's estimates, and what the averages come to; no undefined ones."""
+        """The snr/* metrics: the last step's estimates and the averages, without undefined values."""
 
     def state_dict(self) -> ScheduleState:
-        """What `load_state_dict` needs to go on as if unbroken: plain numbers, fit for JSON."""
+        """Everything that `load_state_dict` needs to continue exactly: JSON-compatible values."""
 
     def load_state_dict(self, state: ScheduleState) -> None:
-        """Go on from `state_dict`; UserError when it is another schedule's."""
+        """Restore `state_dict`; UserError if it belongs to another schedule."""
 
 
 class CurveSchedule:
-    """A rate that is a function of the step alone; signal and noise are estimated for the log."""
+    """A rate that depends only on the step. Signal and noise are still estimated for the log."""
 
     def __init__(self, name: str, curve: Callable[[int], float], averages: SnrAverages) -> None:
         self._name, self._averages = name, averages
@@ -58,7 +58,7 @@ class CurveSchedule:
 
 
 def cosine(step: int, *, lr: float, min_lr_ratio: float, num_steps: int) -> float:
-    """lr at step 0 down to min_lr_ratio * lr at the last step (num_steps - 1) along half a cosine; flat after it."""
+    """Half a cosine from lr at step 0 to min_lr_ratio * lr at the last step (num_steps - 1); constant after it."""
     progress = min(1.0, step / max(1, num_steps - 1))
     return lr * (min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
@@ -70,14 +70,14 @@ def build_schedule(
 
     Args:
         algo: schedule, schedule_from and snr are read.
-        optimizer: lr (eta_0), lr_warmup_steps, name (for the snr exponent) and min_lr_ratio are read; a control has its
-            source's rates.
+        optimizer: lr (eta_0), lr_warmup_steps, name (for the snr exponent) and min_lr_ratio are read. Control schedules
+            use their source's rates instead.
         num_steps: length of the run, for the cosine and the controls.
-        num_prompts: Q, to scale the noise of a fold to one prompt's.
-        seed: of the run, for "shuffled".
+        num_prompts: Q, to scale the noise of a fold to that of one prompt.
+        seed: the run's seed, for "shuffled".
 
     Raises:
-        UserError: a control's source will not do, see `rate_controls.source_rates`.
+        UserError: a control's source is invalid, see `rate_controls.source_rates`.
     """
     averages, warmup = SnrAverages(algo.snr, num_prompts), optimizer.lr_warmup_steps
     match algo.schedule:

@@ -1,11 +1,11 @@
-"""Signal and noise of the gradient, and the learning rate that follows from them.
+"""The learning rate from the signal and noise of the gradient.
 
-OBLR-PO (arXiv 2511.23310, Theorem 4): eta = (1/C) N SNR / (1 + N SNR), SNR = ||grad J||^2 / tr(H), H the covariance of
-one prompt's gradient. That factor is shrink = ||grad J||^2 / E||g||^2, in [0, 1]; it equals 1 / (1 + B_simple / N) of
-McCandlish et al. (arXiv 1812.06162). C is not known; eta_0 stands for 1/C.
+OBLR-PO (arXiv 2511.23310, Theorem 4): eta = (1/C) N SNR / (1 + N SNR), SNR = ||grad J||^2 / tr(H), with H the
+covariance of one prompt's gradient and N prompts. The factor after 1/C is shrink = ||grad J||^2 / E||g||^2, in [0, 1].
+It equals 1 / (1 + B_simple / N) of McCandlish et al. (arXiv 1812.06162). C is unknown; eta_0 replaces 1/C.
 
-What one step says of signal and noise (snr_estimators.py) is averaged over steps, numerator and denominator apart,
-because the mean of clamped ratios is biased. Everything is measured on the unclipped gradient.
+One step's estimates (snr_estimators.py) are averaged over steps, numerator and denominator separately, because the mean
+of clamped ratios is biased. Everything is measured on the unclipped gradient.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ ScheduleState = dict[str, str | float | int | bool | None]
 
 
 class SnrAverages:
-    """Bias-corrected exponential averages of signal and E||g||^2, kept apart, divided and clamped last.
+    """Bias-corrected exponential averages of signal and E||g||^2; their ratio is clamped last.
 
-    The noise follows from the two: noise / Q = E||g||^2 - signal. Of the config, `estimator`, `horizon` and `floor` are
-    read.
+    The noise follows: noise / Q = E||g||^2 - signal. The config's `estimator`, `horizon` and `floor` are read.
     """
 
     def __init__(self, config: SnrConfig, num_prompts: int) -> None:
@@ -37,7 +36,7 @@ class SnrAverages:
         self._signal_sum = self._sq_norm_sum = 0.0  # decayed sums of (1 - decay) * value
 
     def observe(self, stats: GradientStats) -> bool:
-        """Take in one step's gradient; an undefined estimate leaves the averages as they were and returns False."""
+        """Average one step's estimate. Returns False, with the averages unchanged, if the estimate is undefined."""
         self.last = self._estimator(stats, self._num_prompts)
         if not self.last.defined:
             return False
@@ -53,25 +52,25 @@ class SnrAverages:
 
     @property
     def sq_norm(self) -> float:
-        """Average E||g||^2: of B, for "plugin" of B + noise / Q; NaN before the first observation."""
+        """Average of B = ||g||^2, or of B + noise / Q for "plugin"; NaN before the first observation."""
         return self._sq_norm_sum / self._correction if self._count else math.nan
 
     @property
     def noise(self) -> float:
-        """Average noise, of one prompt's gradient; NaN before the first observation."""
+        """Average noise of one prompt's gradient; NaN before the first observation."""
         return (self.sq_norm - self.signal) * self._num_prompts
 
     @property
     def critical_batch_size(self) -> float:
-        """noise / signal, in prompts: B_simple of McCandlish et al. (arXiv 1812.06162); NaN without a signal.
+        """noise / signal, in prompts: B_simple of McCandlish et al. (arXiv 1812.06162); NaN if signal <= 0.
 
-        A batch of so many prompts has shrink 1/2: half of E||g||^2 is signal.
+        A batch of this many prompts has shrink 1/2.
         """
         return max(0.0, self.noise) / self.signal if self.signal > 0 else math.nan
 
     @property
     def snr(self) -> float:
-        """signal / noise of one prompt's gradient, SNR of Theorem 4; NaN unless both are positive."""
+        """signal / noise of one prompt's gradient, the SNR of Theorem 4; NaN unless both are positive."""
         return self.signal / self.noise if self.signal > 0 and self.noise > 0 else math.nan
 
     @property
@@ -81,11 +80,11 @@ class SnrAverages:
 
     @property
     def _correction(self) -> float:
-        """Weight that `count` observations have in the decayed sums."""
+        """Total weight of `count` observations in the decayed sums."""
         return 1 - self._decay**self._count
 
     def metrics(self) -> dict[str, float]:
-        """The last step's raw estimates, and what the averages come to; an undefined one is left out."""
+        """The last step's estimates and the averages, without undefined values."""
         values = {
             "snr/signal_sq": self.last.signal,
             "snr/noise_trace": self.last.noise,
@@ -97,11 +96,11 @@ class SnrAverages:
         return {name: value for name, value in values.items() if math.isfinite(value)}
 
     def state_dict(self) -> ScheduleState:
-        """Plain numbers, fit for JSON."""
+        """JSON-compatible values."""
         return {"count": self._count, "signal_sum": self._signal_sum, "sq_norm_sum": self._sq_norm_sum}
 
     def load_state_dict(self, state: ScheduleState) -> None:
-        """Go on from `state_dict`."""
+        """Restore `state_dict`."""
         self._count = int(state["count"] or 0)
         self._signal_sum = float(state["signal_sum"] or 0.0)
         self._sq_norm_sum = float(state["sq_norm_sum"] or 0.0)
@@ -110,29 +109,29 @@ class SnrAverages:
 class SnrSchedule:
     """eta_t = eta_0 * ramp(t) * (shrink / shrink_ref)^alpha, from averages over the steps before t.
 
-    - ramp: of optimizer.lr_warmup_steps, as under every schedule.
-    - In the first warmup_steps steps the averages are collected and not yet used: the rate is eta_0.
+    - ramp: over optimizer.lr_warmup_steps, as in every schedule.
+    - In the first warmup_steps steps the averages are collected but not used: the rate is eta_0.
     - shrink is the ratio of the averages, clamped to [floor, 1].
-    - shrink_ref is 1, or the shrink found when warm-up ends, so that eta_0 is the rate at that point.
-    - alpha is 1 for SGD and 0.5 for Adam, which divides by sqrt(v) already.
-    - After that the rate changes by at most max_change a step, and holds when a step gave no estimate.
+    - shrink_ref is 1, or the shrink at the end of the warm-up, so that eta_0 is the rate at that step.
+    - alpha is 1 for SGD and 0.5 for Adam, which already divides by sqrt(v).
+    - After the warm-up the rate changes by at most max_change in a step, and holds after a step without an estimate.
 
-    The rate of step t must not depend on g_t, or the update is biased: `rate(t)` is drawn first, `observe` comes after,
-    and drawing the same step again gives the same rate.
+    The rate of step t must not depend on g_t, or the update is biased. So `rate(t)` comes first and `observe` after it;
+    calling `rate(t)` again returns the same rate.
     """
 
     def __init__(self, config: SnrConfig, optimizer: OptimizerConfig, num_prompts: int) -> None:
         self._config, self._lr, self._ramp_steps = config, optimizer.lr, optimizer.lr_warmup_steps
         self._exponent = config.exponent or (1.0 if optimizer.name == "sgd" else 0.5)
         self._averages = SnrAverages(config, num_prompts)
-        self._reference = 1.0 if config.reference == "one" else None
-        self._factor = 1.0  # (shrink / shrink_ref)^alpha, rate-limited
-        self._fresh = False  # the averages have moved since the factor did
-        self._latest: tuple[int, float] | None = None  # the step drawn last and its rate
+        self._shrink_ref = 1.0 if config.reference == "one" else None
+        self._factor = 1.0  # (shrink / shrink_ref)^alpha, limited by max_change
+        self._fresh = False  # the averages have changed since the factor did
+        self._latest: tuple[int, float] | None = None  # the last step passed to `rate`, and its rate
         self._awaiting = False  # that step's gradient has not been observed yet
 
     def rate(self, step: int) -> float:
-        """Learning rate of step `step`, counted from 0; steps are drawn in order."""
+        """Learning rate of step `step`, counted from 0; call it for steps in order."""
         if self._latest is not None and self._latest[0] == step:
             return self._latest[1]
         if step >= self._config.warmup_steps and self._fresh:
@@ -142,43 +141,43 @@ class SnrSchedule:
         return self._latest[1]
 
     def observe(self, stats: GradientStats) -> None:
-        """Take in the gradient of the step whose rate was drawn last."""
-        assert self._awaiting, "observe() before rate(): a step's rate would depend on its own gradient"
+        """Record the gradient of the step that `rate` was last called for."""
+        assert self._awaiting, "observe() before rate(): the rate would depend on its own gradient"
         self._awaiting = False
         self._fresh = self._averages.observe(stats)
 
     def metrics(self) -> dict[str, float]:
-        """What is logged each step, after `observe`."""
+        """The metrics to log each step, after `observe`."""
         return self._averages.metrics()
 
     def state_dict(self) -> ScheduleState:
-        """Everything the next rate depends on, as plain numbers."""
-        own: ScheduleState = {"factor": self._factor, "reference": self._reference, "fresh": self._fresh}
+        """Everything that the next rate depends on: JSON-compatible values."""
+        own: ScheduleState = {"factor": self._factor, "reference": self._shrink_ref, "fresh": self._fresh}
         return {"schedule": "snr", **own, **self._averages.state_dict()}
 
     def load_state_dict(self, state: ScheduleState) -> None:
-        """Go on from `state_dict`.
+        """Restore `state_dict`.
 
         Raises:
-            UserError: the state is another schedule's.
+            UserError: the state belongs to another schedule.
         """
         check_schedule(state, "snr")
         self._averages.load_state_dict(state)
         self._factor, self._fresh = float(state["factor"] or 1.0), bool(state["fresh"])
-        self._reference = None if state["reference"] is None else float(state["reference"])
+        self._shrink_ref = None if state["reference"] is None else float(state["reference"])
         self._latest, self._awaiting = None, False
 
     def _move_factor(self) -> None:
         shrink = self._averages.shrink
-        if self._reference is None:
-            self._reference = shrink
-        target = (shrink / self._reference) ** self._exponent
+        if self._shrink_ref is None:
+            self._shrink_ref = shrink
+        target = (shrink / self._shrink_ref) ** self._exponent
         step = self._config.max_change
         self._factor = min(max(target, self._factor / step), self._factor * step)
 
 
 def ramp(step: int, warmup_steps: int) -> float:
-    """Share of the rate in step `step`, counted from 0: (step + 1) / warmup_steps up to 1."""
+    """Warm-up factor of step `step`, counted from 0: (step + 1) / warmup_steps, at most 1."""
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
@@ -186,11 +185,11 @@ def check_schedule(state: ScheduleState, name: str) -> None:
     """Refuse to resume from the state of another schedule.
 
     Raises:
-        UserError: it is another's.
+        UserError: the state belongs to another schedule.
     """
     if state.get("schedule") != name:
         raise UserError(
-            f"the checkpoint holds the state of schedule {state.get('schedule')!r}, the run is set to {name!r}",
+            f"the checkpoint has the state of schedule {state.get('schedule')!r}, but the run uses {name!r}",
             where="algo.schedule",
             fix="resume with the checkpoint's schedule, or start a new run from its weights",
         )

@@ -1,10 +1,11 @@
-"""Signal and noise of one step's gradient: one function an estimator, each (stats, Q) -> Estimate.
+"""Estimators of the signal and noise of one step's gradient, each a function (stats, Q) -> Estimate.
 
-    signal = ||grad J||^2,   noise = tr(H), the trace of the covariance of one prompt's gradient,   E||g||^2 = signal +
-    noise / Q
+    signal = ||grad J||^2
+    noise  = tr(H), H the covariance of one prompt's gradient
+    E||g||^2 = signal + noise / Q
 
-so that an estimate of one of the two is, with B = ||g||^2 at hand, one of the other. To remove an estimator, delete its
-function, its line in ESTIMATORS and its name in `config_algo.SnrConfig`.
+With B = ||g||^2 known, an estimate of the signal gives one of the noise, and vice versa. To remove an estimator, delete
+its function, its line in ESTIMATORS and its name in `config.algo.SnrConfig`.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from oblr_megatron.types import GradientStats
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One step's estimates; NaN where there is nothing to estimate. signal <= 0 is common when noise prevails.
+    """One step's estimates; NaN if undefined. signal <= 0 is common if the noise dominates.
 
     Example: Estimate(signal=0.02, noise=4.1, second_moment=0.08)
     """
 
     signal: float  # of ||grad J||^2
     noise: float  # of tr(H), the covariance of one prompt's gradient
-    second_moment: float  # of E||g||^2, which signal is a share of
+    second_moment: float  # of E||g||^2
 
     @property
     def shrink_raw(self) -> float:
-        """signal / second_moment; NaN where that is 0."""
+        """signal / second_moment; NaN if second_moment is 0."""
         return self.signal / self.second_moment if self.second_moment else math.nan
 
     @property
     def defined(self) -> bool:
-        """False with one fold, without any active group (B = 0), or when a norm overflowed."""
+        """False with one fold, without any active group (B = 0), or if a norm overflowed."""
         return math.isfinite(self.shrink_raw)
 
 
@@ -49,7 +50,7 @@ def fold_estimate(sq_norm: float, fold_sq_norm_mean: float, num_folds: int, num_
 
         signal = (R B - M) / (R - 1),   noise = (M - B) R / (R - 1) * Q / R,   second_moment = B
 
-    since E[B] = signal + noise / Q and E[M] = signal + noise R / Q. They need independent folds: exact for every
+    since E[B] = signal + noise / Q and E[M] = signal + noise R / Q. Folds must be independent. They are for every
     within-group baseline; `optimal_prior` couples them through the other prompts' mean reward, to order 1 / (Q G)^2.
 
     Args:
@@ -68,19 +69,19 @@ def fold_estimate(sq_norm: float, fold_sq_norm_mean: float, num_folds: int, num_
 
 
 def folds(stats: GradientStats, num_prompts: int) -> Estimate:
-    """`fold_estimate` of the folds that the gradient was taken in; with "prompts" there are Q of them.
+    """`fold_estimate` of the gradient's folds; "prompts" has Q folds.
 
-    R folds of a pure-noise batch leave the signal a deviation of sqrt(R / (R - 1)) times what many would (R = 4: 1.15).
+    Under pure noise the signal's standard deviation is sqrt(R / (R - 1)) times that of many folds (R = 4: 1.15).
     """
     return fold_estimate(stats.sq_norm, stats.fold_sq_norm_mean, stats.num_folds, num_prompts)
 
 
 def momentum(stats: GradientStats, num_prompts: int) -> Estimate:
-    """signal = <g_t, m_{t-1}>, m the bias-corrected average of the raw gradients before this one; the rest is noise.
+    """signal = <g_t, m_{t-1}>, m the bias-corrected average of earlier raw gradients; the rest of B is noise.
 
-    g_t is independent of m_{t-1} given the weights, so that E[signal] = <grad J_t, m_{t-1}>: the signal of a gradient
-    that turns slower than the average forgets (snr.momentum_horizon), and less than that of one that turns faster.
-    Needs no folds. Undefined in the first step, which has nothing before it.
+    Given the weights, g_t is independent of m_{t-1}, so that E[signal] = <grad J_t, m_{t-1}>. That is close to the
+    signal if the gradient's direction changes slower than the average forgets (snr.momentum_horizon), and too small if
+    it changes faster. Needs no folds. Undefined in the first step.
     """
     return _from_signal(stats.momentum_dot, stats.sq_norm, num_prompts)
 
@@ -88,9 +89,9 @@ def momentum(stats: GradientStats, num_prompts: int) -> Estimate:
 def samples(stats: GradientStats, num_prompts: int) -> Estimate:
     """noise / Q = sum_n c_n^2 w_n, c the samples' coefficients and w their squared norms; the rest of B is signal.
 
-    Biased, by ((G - 1) / G E<A_i s_i, A_j s_j> - ||grad J||^2) / Q, i, j of one prompt: E||g||^2 has a term for every
-    such pair, and this takes all of them for signal. A KL penalty's gradient, which is in B and not in the squares,
-    counts as signal too. For comparison alone.
+    The bias is ((G - 1) / G E<A_i s_i, A_j s_j> - ||grad J||^2) / Q, with i != j of one prompt: E||g||^2 has a term for
+    every such pair, and this estimator counts all of them as signal. The gradient of a KL penalty is in B but not in
+    the squares, so it also counts as signal. For comparison only.
     """
     return _from_signal(stats.sq_norm - stats.sample_sq_norm, stats.sq_norm, num_prompts)
 
@@ -98,14 +99,14 @@ def samples(stats: GradientStats, num_prompts: int) -> Estimate:
 def plugin(stats: GradientStats, num_prompts: int) -> Estimate:
     """signal = B, the paper's likely form (arXiv 2511.23310, Theorem 4): shrink = B / (B + noise / Q), noise by folds.
 
-    Under pure noise B is noise / Q, and shrink sits near 1/2 where the truth is 0. For comparison alone.
+    Under pure noise B is noise / Q, so that shrink is near 1/2 instead of 0. For comparison only.
     """
     noise = folds(stats, num_prompts).noise
     return Estimate(stats.sq_norm, noise, stats.sq_norm + noise / num_prompts)
 
 
 def _from_signal(signal: float, sq_norm: float, num_prompts: int) -> Estimate:
-    """What is left of B is noise / Q."""
+    """The estimate with noise / Q = B - signal."""
     if not (0 < sq_norm < math.inf and math.isfinite(signal)):
         return UNDEFINED
     return Estimate(signal, (sq_norm - signal) * num_prompts, sq_norm)
@@ -121,19 +122,18 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def check_estimator(algo: AlgoConfig, *, norms: bool) -> None:
-    """Refuse an estimator that the run cannot feed.
+    """Refuse an estimator that needs gradient norms if the run measures none.
 
     Args:
-        algo: the estimator and the baseline.
+        algo: provides the estimator and the baseline.
         norms: whether the run measures the norms of its responses' gradients.
 
     Raises:
-        UserError: "samples" without norms.
+        UserError: the estimator is "samples" and norms is False.
     """
     if algo.snr.estimator == "samples" and not norms:
         raise UserError(
-            f"estimator 'samples' needs the norms of the responses' gradients, and baseline {algo.baseline!r} measures "
-            "none",
+            f"estimator 'samples' needs gradient norms, but baseline {algo.baseline!r} measures none",
             where="algo.snr.estimator",
-            fix="set gradnorm.always to true and gradnorm.source to exact or sketch, or take another estimator",
+            fix="set gradnorm.always to true and gradnorm.source to exact or sketch, or select another estimator",
         )

@@ -1,10 +1,10 @@
-"""Mode `bookkeep`: one pass that keeps the factors of every weight gradient, and multiplies them when A is known.
+"""Mode `bookkeep`: one pass that keeps the factors of every weight gradient and multiplies them once A is known.
 
-Forward and input gradients run once. Each linear layer's x and dy are kept; they give the norms, the norms give the
-advantages, and sum_i c_i dy_i^T x_i is one product over the tokens of a microbatch. Costs the norms' arithmetic (the
-Gram form, for short responses) and the memory of all factors of the samples that are in flight together.
+Forward and input gradients run once. Each linear layer's x and dy are kept. They give the norms, the norms give the
+advantages, and sum_i c_i dy_i^T x_i is one product over the tokens of a microbatch. The cost is the arithmetic of the
+norms (the Gram form for short responses) and the memory of all factors of a window of prompts.
 
-With activation recomputation the factors kept are those of the second forward: recomputation saves less than otherwise.
+With activation recomputation the kept factors are those of the second forward, so that recomputation saves less memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Product:
 
 @dataclass(slots=True)
 class _Rows:
-    """The embedding's: rows [b, t], dy [b, t, h]."""
+    """The embedding's factors: rows [b, t], dy [b, t, h]."""
 
     weight: Parameter
     slot: int
@@ -53,7 +53,7 @@ class _Rows:
 
 @dataclass(slots=True)
 class _Vectors:
-    """A small parameter's gradients [n, ...], one a sample."""
+    """A small parameter's gradients [n, ...], one for each sample."""
 
     weight: Parameter
     slot: int
@@ -61,14 +61,14 @@ class _Vectors:
 
 
 class BookkeepSink(NormSink):
-    """Takes the norms and keeps what the gradient will be made of."""
+    """Measures the norms and keeps the factors of the gradient."""
 
     def __init__(self, rules: Sequence[Rule], accumulator: NormAccumulator, sketches: Sketches | None = None) -> None:
         super().__init__(rules, accumulator, sketches)
         self._kept: list[_Product | _Rows | _Vectors] = []
 
     def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
-        """Keep x and dy; they are not copied."""
+        """Keep x and dy without copying."""
         super().linear(weight, x, dy, splits)
         self._kept.append(_Product(weight, self.slot, self.segments, x, dy))
 
@@ -78,12 +78,12 @@ class BookkeepSink(NormSink):
         self._kept.append(_Rows(weight, self.slot, self.segments, rows, dy))
 
     def vector(self, rule: Rule, grads: Tensor) -> None:
-        """Keep each sample's gradient: it is small."""
+        """Keep each sample's small gradient."""
         super().vector(rule, grads)
         self._kept.append(_Vectors(rule.param, self.slot, grads))
 
     def end(self, position: int, chunk: int) -> None:
-        """Keep a copy of what was not tapped."""
+        """Keep a copy of the untapped gradients."""
         for rule in self.untapped:
             if rule.chunk == chunk:
                 self._kept.append(_Vectors(rule.param, self.slot, rule.grad.clone()[None]))
@@ -91,9 +91,9 @@ class BookkeepSink(NormSink):
 
     @torch.no_grad()
     def add_gradient(self, coefficients: Tensor) -> None:
-        """main_grad += sum_i c_i grad_i, and forget the factors: [n] fp64, 0 for samples to be left out."""
+        """main_grad += sum_i c_i grad_i, then free the factors: c [n] fp64, 0 leaves a sample out."""
         coefficients = coefficients.to(self.accumulator.parallel.device)
-        while self._kept:  # from the end: the memory of each goes as soon as it is used
+        while self._kept:  # pop, to free each factor as soon as it is used
             kept = self._kept.pop()
             if isinstance(kept, _Vectors):
                 _add_vectors(kept, coefficients[kept.slot : kept.slot + len(kept.grads)])
@@ -107,13 +107,13 @@ class BookkeepSink(NormSink):
 
 
 def _add_vectors(kept: _Vectors, own: Tensor) -> None:
-    used = own != 0  # not by multiplying: 0 times a gradient that is no number is none either
+    used = own != 0  # select instead of multiplying: 0 * NaN is NaN
     total = torch.tensordot(own[used].to(kept.grads.dtype), kept.grads[used], dims=1)
     main_grad(kept.weight).add_(total)
 
 
 def _add_product(kept: _Product, own: Tensor) -> None:
-    """Leave out the samples with c = 0, scale dy, multiply."""
+    """Leave out the samples with c = 0, scale dy, and multiply."""
     target, x, dy = main_grad(kept.weight), kept.x, kept.dy
     if len(own) == 1:
         if own[0] != 0:
@@ -127,18 +127,18 @@ def _add_product(kept: _Product, own: Tensor) -> None:
 
 
 def _per_token(kept: _Product | _Rows, own: Tensor) -> Tensor:
-    """[1, t]: each token's coefficient, in a packed row."""
+    """[1, t]: the coefficient of each token of a packed row."""
     assert kept.segments.cu_seqlens is not None
     return own.repeat_interleave(torch.tensor(kept.segments.cu_seqlens, device=own.device).diff())[None]
 
 
 def _scaled(dy: Tensor, values: Tensor) -> Tensor:
-    """dy [.., .., p] times values, which lack the last dimension; exactly 0 where they are."""
+    """dy [.., .., p] times values [.., ..]; exactly 0 for values of 0, even if dy is not finite."""
     return (dy * values[..., None].to(dy.dtype)).masked_fill_((values == 0)[..., None], 0.0)
 
 
 def _without(x: Tensor, left_out: Tensor, dim: int) -> Tensor:
-    """x with what is not finite and left out set to 0; most often x itself."""
+    """x with left-out entries set to 0, because x may not be finite there; x itself if none is left out."""
     if not bool(left_out.any()):
         return x
     shape = left_out.shape if dim == 0 else (1, *left_out.shape)

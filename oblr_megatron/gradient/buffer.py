@@ -1,4 +1,4 @@
-"""Gradients beside `main_grad`, laid out like megatron's buffers, so that adding one up is a few long vector sums."""
+"""Extra gradients in the layout of megatron's gradient buffers, so that adding one takes a few long vector sums."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 
     from oblr_megatron.model.qwen3 import Policy
 
-CACHED = 2**18  # elements of a CPU's cache: a piece of main_grad stays there while every gradient is added to it
+CACHED = 2**18  # elements that fit in a CPU's cache while every gradient is added to them
 
 
 class GradientBuffer:
     """One gradient of all of this rank's parameters.
 
     Args:
-        policy: whose gradient buffers it is laid out like.
+        policy: the layout is that of its gradient buffers.
         dtype: of the gradient; by default that of `main_grad`.
-        device: where it is held; pinned memory, if on the host beside a GPU.
+        device: stores the gradient; host memory is pinned on a machine with a GPU.
     """
 
     def __init__(self, policy: Policy, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
-        self.flats: list[list[Tensor]] = []  # of each model chunk, one for each of megatron's buffers
-        self.views: dict[int, Tensor] = {}  # by id of the parameter, of its shape
+        self.flats: list[list[Tensor]] = []  # [model chunk][megatron buffer]
+        self.views: dict[int, Tensor] = {}  # id of the parameter -> view of its shape
         for chunk in policy.chunks:
             flats = []
             for buffer in megatron_buffers(chunk):
@@ -37,23 +37,23 @@ class GradientBuffer:
             self.flats.append(flats)
 
     def copy_chunk(self, source: GradientBuffer, chunk: int) -> None:
-        """Take over one model chunk's gradient, rounded and moved as need be."""
+        """Copy one model chunk's gradient, converted to this buffer's dtype and device."""
         for own, other in zip(self.flats[chunk], source.flats[chunk], strict=True):
             own.copy_(other, non_blocking=True)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the gradient."""
+        """Bytes of the gradient."""
         return sum(flat.nbytes for flats in self.flats for flat in flats)
 
 
 def megatron_buffers(chunk: Any) -> list[Any]:
-    """All gradient buffers of a data-parallel wrapper: of dense and of expert parameters."""
+    """All gradient buffers of a data-parallel wrapper: dense and expert parameters."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def add_weighted(policy: Policy, gradients: Sequence[GradientBuffer], coefficients: Sequence[float]) -> None:
-    """main_grad += sum_i c_i gradient_i; those with c = 0 are not read."""
+    """main_grad += sum_i c_i gradient_i; gradients with c = 0 are not read."""
     used = [(gradient, factor) for gradient, factor in zip(gradients, coefficients, strict=True) if factor != 0]
     for index, chunk in enumerate(policy.chunks):
         for number, buffer in enumerate(megatron_buffers(chunk)):
@@ -70,6 +70,6 @@ def _pieces(flat: Tensor) -> Iterator[slice]:
 
 
 def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros: the padding between parameters is never written."""
+    """A buffer of zeros: nothing writes to the padding between parameters."""
     pinned = device.type == "cpu" and torch.cuda.is_available()
     return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)

@@ -1,12 +1,12 @@
-"""What w is (`gradnorm.source`): the exact norm, or one of the estimates that cost less.
+"""The sources of w (`gradnorm.source`): the exact norm, or a cheaper estimate.
 
     exact    ||s||^2
-    sketch   of linear layers the norm of a random projection, unbiased; everything else exactly
+    sketch   unbiased random projections for linear layers; exact for all other parameters
     logit    sum_t rho_t^2 ||d log pi(o_t) / d logits||^2: the energy of the score at the logits, forward only
     length   response tokens
 
-Whatever w is, the policy gradient stays unbiased: an estimate costs variance, not truth. How much of
-the exact norms it sees is logged every `gradnorm.check_every` steps.
+The policy gradient is unbiased for every source; a worse estimate of w only increases its variance. Every
+`gradnorm.check_every` steps the run logs how well the estimate agrees with the exact norms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def sketches_of(policy: Policy, config: Config) -> Sketches | None:
-    """The run's projections, drawn once; None unless `gradnorm.source` asks for them."""
+    """The run's random projections; None unless `gradnorm.source` is "sketch"."""
     if config.gradnorm.source != "sketch":
         return None
     return Sketches(policy, config.gradnorm.sketch_size, config.seed)
@@ -46,7 +46,7 @@ def sq_norms_of(
     source: str,
     sketches: Sketches | None,
 ) -> Tensor:
-    """w [n] fp64 of the microbatches' samples by the source named, the same on every rank of the replica."""
+    """w [n] fp64 of the microbatches' samples by the given source, the same on every rank of the replica."""
     if source == "length":
         lengths = [float(len(samples[n].response_ids)) for batch in batches for n in batch.sample_index.tolist()]
         return torch.tensor(lengths, dtype=torch.float64, device=policy.parallel.device)
@@ -63,7 +63,7 @@ def sq_norms_of(
 
 
 def token_energies(policy: Policy, temperature: float, ratios: RatioFn) -> ValuesFn:
-    """rho^2 times the squared score at the logits of each token; what `token_values` asks for."""
+    """A function for `token_values`: rho^2 times the squared norm of the score at the logits, for each token."""
     from oblr_megatron.model.logprobs import vocab_parallel_energy, vocab_parallel_logprobs
 
     vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": policy.parallel, "temperature": temperature}
@@ -76,7 +76,7 @@ def token_energies(policy: Policy, temperature: float, ratios: RatioFn) -> Value
 
 
 def _energies(policy: Policy, batches: Sequence[MicroBatch], temperature: float, ratios: RatioFn) -> Tensor:
-    """The energy of each sample's score at the logits."""
+    """The energy [n] of each sample's score at the logits."""
     from oblr_megatron.model.step import run_schedule
 
     parallel, of_tokens = policy.parallel, token_energies(policy, temperature, ratios)
@@ -88,6 +88,6 @@ def _energies(policy: Policy, batches: Sequence[MicroBatch], temperature: float,
     energies = torch.zeros(sum(b.num_samples for b in batches), dtype=torch.float64, device=parallel.device)
     if records:
         energies += torch.cat([record["energy"] for record in records])
-        energies /= parallel.tp_size  # every rank of the last stage has the whole
+        energies /= parallel.tp_size  # every tensor-parallel rank of the last stage has the whole value
     dist.all_reduce(energies, group=parallel.replica_group)
     return energies

@@ -1,7 +1,7 @@
-"""Which samples of a step each replica works on, and the replicas that work on the same folds together.
+"""The assignment of a step's samples to replicas, fold by fold.
 
-Most often a replica has folds of its own. Replicas share them where they share experts (their samples meet in the same
-expert gradients), or where the responses of a prompt are dealt to several of them (`gradnorm.stash_spread`).
+A replica usually has its own folds. Replicas share folds if they share experts, because expert gradients mix their
+samples, or if the responses of a prompt are spread over several replicas (`gradnorm.stash_spread`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class Sharing:
-    """The part of one replica in the folds of a step.
+    """This replica's share of the folds of a step.
 
     Args:
-        parallel: where this rank stands.
+        parallel: the layout.
         config: num_prompts, group_size, the folds and gradnorm.stash_spread are read.
     """
 
@@ -42,11 +42,11 @@ class Sharing:
         self.group = share_group(parallel, self.size)
 
     def folds(self, active: Tensor, *, split_prompts: bool) -> list[list[int]]:
-        """Sample indices of each fold this replica has a part in, prompt-major; groups that are not active left out.
+        """This replica's sample indices in each of its folds, prompt-major, without inactive groups.
 
         Args:
             active: [Q] bool.
-            split_prompts: deal the responses of each prompt, where they are spread; else whole prompts.
+            split_prompts: with `stash_spread`, divide the responses of each prompt over replicas; else whole prompts.
         """
         parallel, group = self._parallel, self._group_size
         folds = local_folds(
@@ -63,7 +63,7 @@ class Sharing:
         ]
 
     def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        """As many microbatches on every replica whose samples meet in experts: the missing ones are empty."""
+        """Append empty microbatches until all replicas that share experts have the same number."""
         parallel = self._parallel
         if parallel.block_size == 1:
             return batches
@@ -72,18 +72,18 @@ class Sharing:
         return batches + [empty_batch(device=parallel.device) for _ in range(int(most) - len(batches))]
 
     def sum(self, policy: Policy) -> None:
-        """Add up the parts of a fold's gradient; an expert's is whole already."""
+        """All-reduce a fold's gradient over the replicas that share it; experts are already summed."""
         if self.size > 1:
             for grad in _dense(policy):
                 dist.all_reduce(grad, group=self.group)
 
     def undo_repeats(self, policy: Policy) -> None:
-        """Let the sum over replicas count a fold once: all that share it hold its whole gradient."""
+        """Divide by the number of replicas that share a fold, so that the sum over replicas counts it once."""
         if self.size > 1:
             for grad in _dense(policy):
                 grad.div_(self.size)
 
 
 def _dense(policy: Policy) -> Sequence[Tensor]:
-    """The gradient buffers of what is not an expert's."""
+    """The gradient buffers of all parameters except experts."""
     return [buffer.grad_data for chunk in policy.chunks for buffer in chunk.buffers]

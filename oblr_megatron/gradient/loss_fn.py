@@ -1,4 +1,4 @@
-"""The loss of a pass over samples, the figures it leaves, and the importance ratios that weigh its tokens."""
+"""The loss of a pass over samples, its KL penalty, and the metrics that it records."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from oblr_megatron.model.qwen3 import Policy
 
 RatioFn = Callable[["Tensor", MicroBatch], tuple["Tensor", "Tensor"]]
-"""Detached log-probs [b, t] and their batch -> importance ratios [b, t], and how many of them were cut."""
+"""(detached log-probs [b, t], their microbatch) -> (importance ratios [b, t], number of truncated ratios)."""
 
 ScoreLoss = Callable[["Tensor", MicroBatch], tuple["Tensor", dict[str, "Tensor"]]]
-"""logits [b, t, Vp / tp], batch -> the loss, and figures of the microbatch."""
+"""(logits [b, t, Vp / tp], microbatch) -> (loss, records of the microbatch)."""
 
 SUM_NAMES = ("entropy", "abs_diff", "cut", "kl", "tokens")  # what `score_loss` records, sums over response tokens
 
 
 @dataclass(slots=True)
 class PassMetrics:
-    """Sums over the response tokens that went through a pass; of this rank's until `total`.
+    """Sums over the response tokens of a pass on this rank; `total` sums over ranks.
 
-    Example: Figures(loss=-0.02, entropy=5931.2, abs_diff=0.006, cut=0.0, kl=0.0, tokens=3120.0)
+    Example: PassMetrics(loss=-0.02, entropy=5931.2, abs_diff=0.006, cut=0.0, kl=0.0, tokens=3120.0)
     """
 
     loss: float = 0.0  # -sum_n c_n sum_t rho_t log pi_t
@@ -43,7 +43,7 @@ class PassMetrics:
     tokens: float = 0.0
 
     def add(self, records: Sequence[dict[str, Tensor]], coefficients: Tensor) -> None:
-        """Take in the records of `run_schedule` (none but on the last stage) and each sample's c, in their order."""
+        """Add the records of `run_schedule` (empty except on the last stage), with each sample's c in their order."""
         if not records:
             return
         scores = torch.cat([record["scores"] for record in records]).cpu()  # [n]
@@ -54,24 +54,24 @@ class PassMetrics:
             setattr(self, name, getattr(self, name) + value)
 
     def total(self, parallel: Parallel) -> PassMetrics:
-        """The sums over all ranks: of replicas, of the parts of sequences, of pipeline stages."""
+        """The sums over all ranks: pipeline stages, replicas and context-parallel ranks."""
         names = [field.name for field in fields(self)]
         sums = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64, device=parallel.device)
-        dist.all_reduce(sums, group=parallel.pp_group)  # only the last stage has any
+        dist.all_reduce(sums, group=parallel.pp_group)  # zero except on the last stage
         dist.all_reduce(sums, group=parallel.dp_cp_group)
         return PassMetrics(**dict(zip(names, sums.tolist(), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """What the loss takes for the distance from the reference: sum_i beta_i sum_t k(log pi - log pi_ref)."""
+    """The KL penalty of a step: sum_i beta_i sum_t k(log pi - log pi_ref)."""
 
-    coefficients: Tensor  # [N] fp64, beta over the aggregation's divisor
+    coefficients: Tensor  # [N] fp64, beta / the aggregation's divisor
     reference: Tensor  # [N, T] fp64, log pi_ref
     form: KLForm
 
     def loss(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """A scalar whose gradient is the penalty's (its value is not), and the sum of k3 over the response tokens."""
+        """(a scalar with the penalty's gradient but another value, the sum of k3 over the response tokens)."""
         difference = logprobs.detach() - batch.of_tokens(self.reference).to(logprobs.dtype)
         weights = -batch.per_token(self.coefficients[batch.sample_index])
         divergence = kl_penalty(difference, "k3")[batch.mask].sum()
@@ -87,13 +87,13 @@ def score_loss(
     penalty: Penalty | None = None,
     records: bool = False,
 ) -> ScoreLoss:
-    """-sum_i sum_t c_{i,t} rho_t log pi(o_t): with c = 1, the gradient of a sample's part is minus its score.
+    """The loss -sum_i sum_t c_{i,t} rho_t log pi(o_t). With c = 1, a sample's gradient is minus its score.
 
     Args:
-        policy: whose logits are judged.
+        policy: provides the layout and the vocabulary size.
         temperature: of the sampling distribution.
-        ratios: the importance ratios; without them every rho is 1.
-        coefficients: c [b, t] of a microbatch's tokens; 1 where not given.
+        ratios: computes the importance ratios rho; 1 if None.
+        coefficients: computes c [b, t] of a microbatch's tokens; 1 if None.
         penalty: added to the loss.
         records: return `SUM_NAMES` as "sums" [5], and sum_t c_t rho_t log pi(o_t) of each sample as "scores" [n], fp64.
     """

@@ -1,8 +1,8 @@
-"""Mode `stash`: one pass, in which the gradient of each response is kept until its advantage is known.
+"""Mode `stash`: one pass that keeps the gradient of each response until its advantage is known.
 
-The gradient of sample i is made once, in a buffer of its own instead of `main_grad`; its norm is taken there, and when
-the norms of the group are known, sum_i A_i grad_i is added up from the buffers. No arithmetic beyond training's: what
-it costs is to write a gradient for every sample and read it twice, and k buffers of memory.
+The gradient of sample i is computed once, in its own buffer instead of `main_grad`, and its norm is taken there. Once
+the norms of the group are known, sum_i A_i grad_i is summed from the buffers. There is no extra arithmetic: the cost is
+k buffers of memory, and for every sample one write and two reads of a gradient.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class StashSink:
-    """Writes the gradient of each microbatch's one sample into a buffer, and takes its norm there.
+    """Writes the gradient of each microbatch's only sample into a buffer and measures its norm there.
 
     Args:
-        rules: of every parameter of this rank.
-        accumulator: of the run's samples.
-        kept: a buffer for each sample of the run.
-        work: where a gradient is made if `kept` rounds it or is not on the device; None: it is made where it is kept.
+        rules: one for every parameter of this rank.
+        accumulator: has a slot for each sample of this pipeline run.
+        kept: a buffer for each sample of this pipeline run.
+        work: computes gradients here and copies them, if `kept` has another dtype or device; None: in `kept` directly.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class StashSink:
         self.rules = {id(rule.param): rule for rule in rules if rule.kind is not Kind.FROZEN}
         self.accumulator, self.kept, self.work = accumulator, kept, work
         self.slot = 0
-        self._written: set[int] = set()  # parameters whose gradient of this sample has begun
+        self._written: set[int] = set()  # ids of the parameters with a gradient of this sample
 
     def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
-        """A sample's gradient starts."""
-        assert batch.num_samples == 1, "a stashed gradient is that of one sample"
+        """Start the gradient of the microbatch's sample."""
+        assert batch.num_samples == 1, "mode stash needs one sample a microbatch"
         self.slot = self.accumulator.first[position]
         self._written.clear()
 
     def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
-        """Write the product where it is kept; add it, where the weight is used twice."""
+        """Write the product; add it if the weight was used before (tied embeddings)."""
         view = self._view(weight)
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)
         if id(weight) in self._written:
@@ -63,7 +63,7 @@ class StashSink:
             self._written.add(id(weight))
 
     def embedding(self, weight: Parameter, rows: Tensor, dy: Tensor) -> None:
-        """Add the rows."""
+        """Add the gradient rows."""
         view = self._view(weight)
         if id(weight) not in self._written:
             view.zero_()
@@ -78,7 +78,7 @@ class StashSink:
         self._written.add(id(weight))
 
     def end(self, position: int, chunk: int) -> None:
-        """The gradient is complete: take its squares, and put it where it is kept."""
+        """Square the complete gradient and copy it to its buffer."""
         for key, rule in self.rules.items():
             if rule.chunk != chunk:
                 continue
@@ -87,7 +87,7 @@ class StashSink:
                 view.copy_(rule.grad)
                 rule.grad.zero_()
             elif key not in self._written:
-                view.zero_()  # an expert that no token was sent to
+                view.zero_()  # an expert without tokens
             self._keep_rows(rule, view)
             self.accumulator.matrix(rule, self.slot, view)
         if self.work is not None:
@@ -97,7 +97,7 @@ class StashSink:
         return (self.work or self.kept[self.slot]).views[id(weight)]
 
     def _keep_rows(self, rule: Rule, view: Tensor) -> None:
-        """A tied embedding's rows at the sample's tokens, where its other copy is at the other end of the pipeline."""
+        """Buffer a tied embedding's rows at the sample's tokens, if the other copy is on another stage."""
         rows = self.accumulator.rows
         if rows is None or not rule.tied:
             return

@@ -1,7 +1,7 @@
-"""Mode `two_pass`: forward and backward of every sample for its norm, before the pass that makes the policy gradient.
+"""Mode `two_pass`: a forward and backward of every sample for its norm, then a second pass for the policy gradient.
 
-Costs at most one more forward and backward over the samples: the weight gradients of the first pass are squared as they
-are made, or are not made at all where the Gram form is cheaper. No gradient memory of its own.
+The cost is at most one more forward and backward over the samples. The first pass squares weight gradients in tiles, or
+skips them if the Gram form is cheaper. It needs no extra memory for gradients.
 """
 
 from __future__ import annotations
@@ -38,24 +38,23 @@ def sample_sq_grad_norms(
 ) -> Tensor:
     """w_i = ||grad_theta sum_t rho_t log pi(o_t)||^2 of every sample, over all trainable parameters.
 
-    A collective of the replica: its ranks all call it, with the same samples. Replicas need not agree, unless they
-    share experts: then their numbers of microbatches must, and each holds one sample.
+    Collective over the replica, with the same samples on all its ranks. Replicas that share experts must all call it,
+    with the same number of microbatches and one sample in each.
 
     Args:
-        policy: the model; weights are not touched, `main_grad` is left zero.
+        policy: the model; weights are unchanged, `main_grad` is zero afterwards.
         microbatches: of any length, several samples each unless `rules_need_single_samples`.
         temperature: of the sampling distribution.
-        ratios: the importance ratios of the score; without them every rho is 1.
-        kept_bytes: bound on what a rank puts aside until ranks are summed; more samples than fit go in several runs of
-            the pipeline.
-        sketches: estimate the norms of linear layers by random projections instead.
+        ratios: computes the importance ratios rho; 1 if None.
+        kept_bytes: bound on a rank's buffered partial gradients; more samples take several pipeline runs.
+        sketches: estimates the norms of linear layers by random projections.
 
     Returns:
-        [n] fp64, the same on every rank of the replica, in the order of the microbatches' samples; 0 for an empty
-        response, and not finite where the gradient is not.
+        [n] fp64 in the order of the microbatches' samples, the same on every rank of the replica. 0 for an empty
+        response; not finite if the gradient is not.
 
     Raises:
-        UserError: a trainable parameter that no rule covers.
+        UserError: no rule covers a trainable parameter.
     """
     return measure(
         policy,
@@ -85,7 +84,7 @@ def measure(
     reducer: Reducer,
     sketches: Sketches | None = None,
 ) -> Tensor:
-    """`sample_sq_grad_norms` by the rules and the reducer given."""
+    """`sample_sq_grad_norms` with the given rules and reducer."""
     from oblr_megatron.model.step import run_schedule
 
     loss_of = score_loss(policy, temperature, ratios)
@@ -101,7 +100,7 @@ def measure(
 def _runs(
     policy: Policy, microbatches: Sequence[MicroBatch], rules: Sequence[Rule], kept_bytes: int
 ) -> Iterator[Sequence[MicroBatch]]:
-    """Cut the samples into runs of the pipeline that put aside no more than `kept_bytes` on any rank of the block."""
+    """Split the microbatches into pipeline runs that buffer at most `kept_bytes` on any rank of the block."""
     parallel = policy.parallel
     largest = max((buffered_bytes(rules, batch, parallel) for batch in microbatches), default=0)
     shared = torch.tensor(largest, device=parallel.device)

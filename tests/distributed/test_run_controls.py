@@ -54,9 +54,9 @@ def test_a_control_is_resumed(inputs: Path, source: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (("algo.schedule=shuffled",), "none is named"),
-        (("algo.schedule=shuffled", "algo.schedule_from={source}", "num_steps=9"), "8 learning rates are logged"),
-        (("algo.schedule_from={source}",), "takes nothing from it"),
+        (("algo.schedule=shuffled",), "[algo.schedule_from]"),
+        (("algo.schedule=shuffled", "algo.schedule_from={source}", "num_steps=9"), "only 8 learning rates"),
+        (("algo.schedule_from={source}",), "[algo.schedule_from]"),
         (("algo.schedule=matched_decay", "algo.schedule_from=nowhere"), "metrics file does not exist"),
         (("algo.baseline=rloo", "algo.snr.estimator=samples"), "set gradnorm.always to true"),
     ],

@@ -1,7 +1,7 @@
-"""A policy so small that every group it can produce is enumerated: expectations are sums, not samples.
+"""A policy so small that tests enumerate all its groups: expectations are exact sums.
 
-A response is a run of "go on" decisions ended by "stop" (or by the third decision): 0, 10, 110, 111, so lengths are
-1, 2, 3, 3. Each decision is a softmax over two logits that are linear in one parameter vector shared by all prompts.
+A response is a run of "continue" decisions that ends with "stop" or the third decision: 0, 10, 110, 111, of lengths 1,
+2, 3, 3. Each decision is a softmax over two logits, linear in one parameter vector that all prompts share.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Toy:
 
 
 def make_toy(seed: int, num_prompts: int = 2, spread: float = 1.0, rewards: Tensor | None = None) -> Toy:
-    """Random features of standard deviation `spread` and, unless given, random rewards [P, K]."""
+    """A toy with random features of standard deviation `spread` and, unless given, random rewards [P, K]."""
     random = torch.Generator().manual_seed(seed)
     shape = (num_prompts, 3, 2, NUM_PARAMETERS)
     features = spread * torch.randn(shape, generator=random, dtype=torch.float64)
@@ -75,11 +75,11 @@ def make_toy(seed: int, num_prompts: int = 2, spread: float = 1.0, rewards: Tens
 
 @pytest.fixture(scope="session")
 def toy() -> Toy:
-    """Two prompts with random features and rewards."""
+    """A toy of two prompts with random features and rewards."""
     return make_toy(seed=0)
 
 
 @pytest.fixture(scope="session")
 def toy_maker():
-    """`make_toy`, for tests that need toys of their own."""
+    """`make_toy`, for tests that need another toy."""
     return make_toy

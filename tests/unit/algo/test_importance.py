@@ -1,6 +1,6 @@
 """Truncated importance ratios against the definition, evaluated term by term in Python.
 
-Does not cover what the ratios are multiplied with (tests/unit/algo) or how large real mismatches are (tests/e2e).
+Not covered: their use in the loss (test_loss.py), the size of real mismatches (tests/e2e).
 """
 
 import math
@@ -16,7 +16,7 @@ INF = math.inf
 
 
 def by_definition(logprobs, rollout, mask, level, cap):
-    """rho and the number of cut ones, in Python floats; no infinities."""
+    """rho and the number of truncated ratios, in Python floats without infinities."""
     ratios, cut = [], 0
     for row, rollout_row, mask_row in zip(logprobs, rollout, mask, strict=True):
         product = math.prod(math.exp(p - m) for p, m, on in zip(row, rollout_row, mask_row, strict=True) if on)
@@ -71,7 +71,7 @@ def test_infinities_of_a_single_token(level, logprob, rollout, ratio, cut):
     assert ratios.item() == pytest.approx(ratio) and int(number) == cut
 
 
-def test_a_sequence_the_trainer_cannot_make_weighs_nothing_even_if_the_engine_could_not_either():
+def test_a_sequence_with_probability_zero_under_both_policies_has_ratio_zero():
     ratios, cut = truncated_ratios(
         torch.tensor([[-1.0, -INF]]),
         torch.tensor([[-INF, -1.0]]),
@@ -82,7 +82,7 @@ def test_a_sequence_the_trainer_cannot_make_weighs_nothing_even_if_the_engine_co
     assert ratios.tolist() == [[0.0, 0.0]] and int(cut) == 0
 
 
-def test_nan_is_not_hidden_and_no_gradient_flows():
+def test_nan_stays_nan_and_ratios_have_no_gradient():
     logprobs = torch.tensor([[math.nan, -1.0]], requires_grad=True)
     ratios, _ = truncated_ratios(
         logprobs, torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool), level="token", cap=2.0
@@ -100,7 +100,7 @@ def test_values_outside_the_mask_do_not_matter():
 
 
 def random_rows():
-    """Three rows of 6 tokens, one of them without response, one that the trainer excludes."""
+    """Three rows of 6 tokens: one without a response, one with probability zero under the trainer."""
     generator = torch.Generator().manual_seed(0)
     logprobs, rollout = -torch.rand(2, 3, 6, generator=generator, dtype=torch.float64)
     mask = torch.rand(3, 6, generator=generator) < 0.6
@@ -125,7 +125,7 @@ def test_packed_samples_have_the_ratios_of_rows():
 
 
 def test_ranks_that_share_samples_have_the_ratios_of_whole_ones():
-    """Two halves of every row: each is given what the other has summed."""
+    """Two halves of every row; `reduce` adds both halves' sums."""
     whole = random_rows()
     expected, cut = truncated_ratios(*whole, level="sequence", cap=1.1)
     halves = [[values[:, :3] for values in whole], [values[:, 3:] for values in whole]]

@@ -1,4 +1,4 @@
-"""The KL penalty's slopes are autograd's, and over a whole distribution those of the divergences they stand for."""
+"""The KL penalty's slopes against autograd, and their expectation against the gradients of the KL divergences."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def test_the_slope_is_the_penaltys_derivative(form, values):
 
 
 @pytest.mark.parametrize("form", ["k2", "k3"])
-def test_nothing_is_lost_where_the_models_agree(form):
-    """exp(-d) - 1 written out would keep none of these digits."""
+def test_small_differences_keep_their_digits(form):
+    """exp(-d) - 1 without expm1 would lose all of these digits."""
     difference = torch.tensor([1e-12], dtype=torch.float64)
     assert kl_slope(difference, form).item() == pytest.approx(1e-12, rel=1e-9)
     assert kl_penalty(torch.zeros(3), form).tolist() == kl_slope(torch.zeros(3), form).tolist() == [0, 0, 0]
 
 
 def distributions() -> tuple[Tensor, Tensor]:
-    """Log-probs of pi, with gradient, and of pi_ref over seven tokens."""
+    """Log-probs of pi (with gradient) and pi_ref over seven tokens."""
     generator = torch.Generator().manual_seed(0)
     logits, other = torch.randn(2, 7, generator=generator, dtype=torch.float64)
     return logits.requires_grad_().log_softmax(-1), other.log_softmax(-1)
@@ -39,7 +39,7 @@ def distributions() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", ["k2", "k3"])
 def test_expected_gradients(form):
-    """E[kappa grad log pi]: of KL(pi || pi_ref) under k2, of KL(pi_ref || pi) under k3."""
+    """E[kappa grad log pi] is the gradient of KL(pi || pi_ref) for k2, and of KL(pi_ref || pi) for k3."""
     pi, reference = distributions()
     weights = pi.exp().detach() * kl_slope(pi - reference, form)
     divergence = (pi.exp() * (pi - reference)).sum() if form == "k2" else (reference.exp() * (reference - pi)).sum()
@@ -50,7 +50,7 @@ def test_expected_gradients(form):
 
 
 def leaf(pi: Tensor) -> Tensor:
-    """The logits that `distributions` made pi of."""
+    """The logits behind pi in `distributions`."""
     node = pi.grad_fn
     while not hasattr(node, "variable"):
         node = node.next_functions[0][0]

@@ -1,4 +1,4 @@
-"""The loss and its coefficients, against formulas written out. Not here: log-probs from a model, sharded or not."""
+"""The loss and its coefficients against written-out formulas. Not covered: log-probs from a model, sharded or not."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LENGTHS = torch.tensor([1, 2, 3, 4, 0, 5])
     [("constant", [6] * 6), ("token_mean", [16] * 6), ("sample_mean", [6, 12, 18, 24, 6, 30])],
 )
 def test_coefficients(aggregation, divisors):
-    """An empty response counts as one token where a length divides: 1 + 2 + 3 + 4 + 1 + 5 = 16."""
+    """As a divisor an empty response counts as one token: 1 + 2 + 3 + 4 + 1 + 5 = 16."""
     got = sample_coefficients(ADVANTAGES, LENGTHS, 3, 2, aggregation)
     torch.testing.assert_close(got, ADVANTAGES / torch.tensor(divisors), rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sample_mean"])
-def test_coefficients_of_tokens_have_their_samples_divisor(aggregation):
+def test_token_coefficients_have_their_samples_divisor(aggregation):
     factors = torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64)
     got = sample_coefficients(ADVANTAGES[:, None] * factors, LENGTHS, 3, 2, aggregation)
     of_samples = sample_coefficients(ADVANTAGES, LENGTHS, 3, 2, aggregation)
@@ -34,7 +34,7 @@ def test_an_unknown_aggregation_is_refused():
         sample_coefficients(ADVANTAGES, LENGTHS, 3, 2, "median")
 
 
-def test_samples_of_a_part_of_the_step_are_refused():
+def test_a_part_of_the_step_is_refused():
     with pytest.raises(AssertionError, match="6"):
         sample_coefficients(ADVANTAGES[:4], LENGTHS[:4], 3, 2)
 
@@ -64,7 +64,7 @@ def test_ratios_are_not_differentiated():
     torch.testing.assert_close(logprobs.grad, want, rtol=1e-14, atol=0)
 
 
-def test_nothing_outside_the_mask_counts_not_even_nan():
+def test_values_outside_the_mask_are_ignored_even_nan():
     logprobs, mask, coefficients, ratios = loss_inputs()
     clean = policy_gradient_loss(logprobs, mask, coefficients, ratios)
     dirty = logprobs.detach().masked_fill(~mask, float("nan")).requires_grad_()

@@ -1,6 +1,6 @@
-"""The live panel against sums written out by hand, against enumeration, and against baselines that look at themselves.
+"""The panel against sums by hand, against enumeration, and on baselines that include their own response.
 
-Not covered: how well the second moment stands for the variance (`study variance` measures that).
+Not covered: how well the second moment approximates the variance (`study variance` measures that).
 """
 
 from __future__ import annotations
@@ -27,23 +27,17 @@ def batch(seed: int = 0, num_prompts: int = Q, group: int = G) -> tuple[Tensor, 
 
 
 def test_a_batch_by_hand() -> None:
-    """One group of rewards 1, 0, 0 with w = 4, 1, 1: rloo has A = 1, -1/2, -1/2 and the sum 4.5."""
+    """One group with rewards 1, 0, 0 and w = 4, 1, 1: rloo has A = 1, -1/2, -1/2 and the sum 4.5."""
     rewards, norms = torch.tensor([[1.0, 0.0, 0.0]]).double(), torch.tensor([[4.0, 1.0, 1.0]]).double()
     found = panel.variance_ratios(rewards, norms, torch.ones(1, 3).double(), OPTIONS)
-    # optimal: A = 1, -4/5, -4/5 -> 5.28. none: 4. group_mean: A = 2/3, -1/3, -1/3, in scale again: rloo's.
-    wanted = {
-        "none": 4 / 4.5,
-        "group_mean": 1.0,
-        "batch_mean": 1.0,
-        "opo": 1.0,
-        "length_loo": 1.0,
-        "optimal": 5.28 / 4.5,
-    }
-    assert found == pytest.approx(wanted, rel=1e-12), "no prior: there is no other prompt"
+    # optimal: A = 1, -4/5, -4/5 -> 5.28. none: 4. group_mean: A = 2/3, -1/3, -1/3, rescaled to rloo's.
+    equal = dict.fromkeys(("group_mean", "batch_mean", "opo", "length_loo"), 1.0)
+    wanted = {"none": 4 / 4.5, "optimal": 5.28 / 4.5} | equal
+    assert found == pytest.approx(wanted, rel=1e-12), "without a second prompt there is no prior"
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_leave_one_out_baselines_have_the_ratio_of_the_runs_own_figure(seed: int) -> None:
+def test_leave_one_out_baselines_have_the_ratio_of_variance_ratio_vs_rloo(seed: int) -> None:
     rewards, norms, lengths = batch(seed)
     found = panel.variance_ratios(rewards, norms, lengths, OPTIONS)
     for name in ("none", "rloo_prior", "length_loo", "optimal", "optimal_prior"):
@@ -51,13 +45,13 @@ def test_leave_one_out_baselines_have_the_ratio_of_the_runs_own_figure(seed: int
         assert found[name] == pytest.approx(variance_ratio_vs_rloo(rewards, norms, values), rel=1e-12)
 
 
-def test_the_panel_is_the_registry_but_for_what_is_said() -> None:
+def test_the_panel_leaves_out_four_baselines() -> None:
     assert set(BASELINES) - set(panel.PANEL) == {"otb", "grpo", "reinforce_pp", "rloo"}
     assert set(panel.variance_ratios(*batch(), OPTIONS)) == set(panel.PANEL)
 
 
-def test_scales_are_what_a_response_weighs_in_its_own_baseline() -> None:
-    """Averaged over the responses, found by changing each reward in turn."""
+def test_own_share_is_the_weight_of_a_response_in_its_own_baseline() -> None:
+    """Measured by changing each reward in turn, averaged over the responses."""
     rewards, norms, lengths = batch()
     for name in panel.PANEL:
         shares = torch.zeros(Q * G, dtype=torch.float64)
@@ -69,19 +63,19 @@ def test_scales_are_what_a_response_weighs_in_its_own_baseline() -> None:
         assert float(shares.mean()) == pytest.approx(panel.own_share(name, rewards), abs=1e-12), name
 
 
-def test_groups_that_were_not_measured_do_not_count() -> None:
+def test_groups_without_measured_norms_do_not_count() -> None:
     rewards, norms, lengths = batch()
     norms[2] = 0.0
     rewards[2] = 1.0 - rewards[2]
     found = panel.variance_ratios(rewards, norms, lengths, OPTIONS)
     kept = [0, 1, 3, 4, 5]
-    for name in ("none", "group_mean", "optimal", "length_loo"):  # that look at the group alone
+    for name in ("none", "group_mean", "optimal", "length_loo"):  # baselines within the group
         alone = panel.variance_ratios(rewards[kept], norms[kept], lengths[kept], OPTIONS)
         assert found[name] == pytest.approx(alone[name], rel=1e-12)
 
 
 @pytest.mark.parametrize("case", ["no norms", "equal rewards", "one response"])
-def test_nothing_where_nothing_can_be_said(case: str) -> None:
+def test_undefined_ratios_are_empty(case: str) -> None:
     rewards, norms, lengths = batch(group=1 if case == "one response" else G)
     if case == "no norms":
         norms = torch.zeros_like(norms)
@@ -98,7 +92,7 @@ def dependence(name: str, rewards: Tensor, norms: Tensor, lengths: Tensor) -> fl
 @pytest.mark.parametrize("name", list(FORMULAS))
 @pytest.mark.parametrize("measured", [True, False])
 def test_self_dependence(name: str, measured: bool) -> None:
-    """Nothing for those that leave the response out; else its weight in the mean."""
+    """0 for leave-one-out baselines, else the response's weight in the mean."""
     rewards, norms, lengths = batch(1)
     if not measured:
         norms = torch.zeros_like(norms)
@@ -113,8 +107,8 @@ def test_self_dependence(name: str, measured: bool) -> None:
     assert dependence(name, rewards, norms, lengths) == pytest.approx(wanted.get(name, 0.0), abs=1e-12)
 
 
-def test_a_weighted_mean_with_its_own_response_in_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Theorem 7 taken without leaving out."""
+def test_a_weighted_mean_that_includes_its_own_response_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theorem 7 without leaving o_i out."""
 
     def inclusive(rewards: Tensor, norms: Tensor, lengths: Tensor, options: AlgoConfig) -> Tensor:
         return ((norms * rewards).sum(-1, keepdim=True) / norms.sum(-1, keepdim=True)).expand_as(rewards)

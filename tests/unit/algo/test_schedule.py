@@ -1,6 +1,6 @@
-"""Learning rates step by step: warm-up, lag, floor, rate limit, reference, hold, resume.
+"""Learning rates step by step: warm-up, lag, floor, rate limit, shrink_ref, hold, resume.
 
-Not here: whether a schedule trains better, which is a study's question.
+Not covered: whether a schedule trains better; studies measure that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def build(schedule: str = "snr", optimizer: str = "sgd", num_steps: int = 100, *
 
 
 def run(schedule, shrinks, start: int = 0) -> list[float]:
-    """Rates / lr of the steps; the shrink of a step is observed after its rate was drawn."""
+    """Rates / lr of the steps; each step's shrink is observed after its rate was read."""
     rates = []
     for step, shrink in enumerate(shrinks, start):
         rates.append(schedule.rate(step) / LR)
@@ -57,11 +57,11 @@ def test_cosine_goes_from_lr_to_its_share_at_the_last_step():
 @pytest.mark.parametrize("name", ["constant", "cosine", "snr"])
 def test_rates_rise_over_the_warm_up(name):
     algo = AlgoConfig(schedule=name, snr=SnrConfig(warmup_steps=0))
-    risen, plain = (
+    ramped, plain = (
         build_schedule(algo, OptimizerConfig(lr=LR, lr_warmup_steps=steps), num_steps=9, num_prompts=8)
         for steps in (4, 0)
     )
-    ratios = [a / b for a, b in zip(run(risen, [0.3] * 6), run(plain, [0.3] * 6), strict=True)]
+    ratios = [a / b for a, b in zip(run(ramped, [0.3] * 6), run(plain, [0.3] * 6), strict=True)]
     assert ratios == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
@@ -80,11 +80,11 @@ def test_a_rate_does_not_depend_on_its_own_gradient():
     for last in (0.1, 0.9):
         schedule = build(reference="one", horizon=3)
         rates.append(run(schedule, [0.4, 0.6, last]))
-        assert schedule.rate(2) == rates[-1][2] * LR  # drawn again after the gradient was seen: unchanged
+        assert schedule.rate(2) == rates[-1][2] * LR  # unchanged after its gradient was observed
     assert rates[0] == rates[1]
 
 
-def test_observing_a_gradient_before_its_rate_is_drawn_is_refused():
+def test_observe_before_rate_is_refused():
     schedule = build()
     with pytest.raises(AssertionError, match="before rate"):
         schedule.observe(stats(0.5))
@@ -127,11 +127,11 @@ def test_the_rate_holds_on_a_step_without_an_estimate(undefined):
     held = schedule.rate(2)
     schedule.observe(undefined)
     assert schedule.rate(3) == held
-    assert schedule.rate(4) == held  # the step in between was never observed
+    assert schedule.rate(4) == held  # step 3 was never observed
     schedule.observe(stats(0.2))
     moved = schedule.rate(5)
     assert moved == pytest.approx(held / 1.1)
-    assert schedule.rate(6) == moved  # never observed either
+    assert schedule.rate(6) == moved  # step 5 was never observed
 
 
 def test_a_reference_waits_for_the_first_estimate():
@@ -160,5 +160,6 @@ def test_a_resumed_schedule_is_the_unbroken_one(name, broken_at):
 
 
 def test_another_schedules_state_is_refused():
-    with pytest.raises(UserError, match="'cosine'"):
+    with pytest.raises(UserError, match="'cosine'") as error:
         build("snr").load_state_dict(build("cosine").state_dict())
+    assert error.value.where == "algo.schedule"

@@ -1,6 +1,6 @@
-"""Signal and noise: exact moments by enumeration, averages, and what pure noise looks like.
+"""Signal and noise: exact moments by enumeration, their averages, and pure noise.
 
-Not here: the fold gradients themselves, which the policy-gradient pass makes.
+Not covered: fold gradients from a model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_equal_folds_are_all_signal():
 
 @pytest.mark.parametrize("folds", [2, 4])
 def test_unbiased_by_enumeration(toy, folds):
-    """Q = 4 prompts drawn from two, a pair of responses each: every one of the 32^4 batches."""
+    """Q = 4 prompts drawn from two, with a pair of responses each: all 32^4 batches."""
     outcomes, probs = [], []
     for prompt in range(2):
         picks, p = toy.groups(prompt, 2)
@@ -61,13 +61,13 @@ def test_unbiased_by_enumeration(toy, folds):
     folded = outcomes[batches].unflatten(1, (folds, 4 // folds)).mean(2)  # [E, R, D]
     sq_norm = float(weights @ folded.mean(1).square().sum(-1))
     fold_sq_norm_mean = float(weights @ folded.square().sum(-1).mean(-1))
-    estimate = fold_estimate(sq_norm, fold_sq_norm_mean, folds, 4)  # linear in B and M: its mean is that of the means
+    estimate = fold_estimate(sq_norm, fold_sq_norm_mean, folds, 4)  # linear in B and M, so means suffice
     assert estimate.signal == pytest.approx(float(mean.square().sum()), rel=1e-10)
     assert estimate.noise == pytest.approx(trace, rel=1e-10)
 
 
 def test_the_prior_couples_folds_by_a_known_factor(toy):
-    """Q = 2 prompts drawn from two, one a fold: E[signal] = (1 + c^2) ||grad J||^2, c = lam / ((G-1+lam) (Q-1) G)."""
+    """Q = 2 prompts drawn from two, one per fold: E[signal] = (1 + c^2) ||grad J||^2, c = lam / ((G-1+lam) (Q-1) G)."""
     drawn = [(prompt, pick, p / 2) for prompt in range(2) for pick, p in zip(*toy.groups(prompt, 2), strict=True)]
     mean = torch.zeros(2, dtype=torch.float64)  # of B and M, in which the estimate is linear
     for first in drawn:
@@ -89,7 +89,7 @@ def test_the_prior_couples_folds_by_a_known_factor(toy):
     ("sq_norm", "mean", "folds"),
     [(1.0, 1.0, 1), (0.0, 0.0, 4), (math.inf, math.inf, 4), (math.nan, 1.0, 4), (1.0, math.inf, 4)],
 )
-def test_an_estimate_that_means_nothing_leaves_the_averages_alone(sq_norm, mean, folds):
+def test_an_undefined_estimate_leaves_the_averages_unchanged(sq_norm, mean, folds):
     averages = averages_over(10)
     averages.observe(stats(1.0, 2.0))
     before = averages.state_dict()
@@ -114,11 +114,7 @@ def test_averages_are_bias_corrected_and_divided_last():
 
 def test_shrink_is_clamped_after_averaging():
     averages = averages_over(1e9)
-    for mean, want in (
-        (5.5, 0.1),
-        (1.0, 0.25),
-        (-20.0, 1.0),
-    ):  # shrinks of -0.5, 1 and 8: the last is rounding's at most
+    for mean, want in ((5.5, 0.1), (1.0, 0.25), (-20.0, 1.0)):  # shrinks of -0.5, 1 and 8 (only to test the clamp)
         averages.observe(stats(1.0, mean))
         assert averages.shrink == pytest.approx(want)
 
@@ -127,7 +123,7 @@ def test_averages_without_an_observation_are_undefined():
     assert math.isnan(averages_over(4).shrink) and averages_over(4).metrics() == {}
 
 
-def test_figures_are_those_of_the_step():
+def test_metrics_of_one_step():
     averages = averages_over(1)
     averages.observe(stats(1.0, 2.5))
     want = {
@@ -141,14 +137,14 @@ def test_figures_are_those_of_the_step():
     assert averages.metrics() == pytest.approx(want)
 
 
-def test_without_a_signal_no_batch_is_large_enough():
+def test_without_a_signal_the_critical_batch_size_is_undefined():
     averages = averages_over(1)
     averages.observe(stats(1.0, 5.0))
     assert averages.signal < 0 < averages.noise
     assert set(averages.metrics()) == {"snr/signal_sq", "snr/noise_trace", "snr/shrink_raw", "snr/shrink_ema"}
 
 
-def test_without_noise_one_prompt_is_enough():
+def test_without_noise_the_critical_batch_size_is_zero():
     averages = averages_over(1)
     averages.observe(stats(1.0, 1.0))
     assert averages.metrics()["snr/critical_batch_size"] == 0.0 and "snr/snr" not in averages.metrics()
@@ -169,7 +165,7 @@ def draw_folds(random: torch.Generator, mean: float, folds: int = 4, size: int =
     return mean + torch.randn(folds, size, generator=random, dtype=torch.float64)
 
 
-def test_pure_noise_averages_to_nothing_where_the_plug_in_sits_at_one_half():
+def test_pure_noise_gives_signal_zero_but_a_plug_in_shrink_of_one_half():
     random, averages, plug_in = torch.Generator().manual_seed(0), averages_over(150, 64), []
     for _ in range(300):
         sq_norm, mean = moments(draw_folds(random, 0.0))
@@ -181,8 +177,8 @@ def test_pure_noise_averages_to_nothing_where_the_plug_in_sits_at_one_half():
     assert sum(plug_in) / len(plug_in) == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_weak_signal_is_recovered_where_the_mean_of_clamped_ratios_is_not():
-    """Truth: 0.1^2 / (0.1^2 + 1/4) = 0.0385, at a size where one step's ratio is mostly noise."""
+def test_the_ratio_of_averages_recovers_a_weak_signal_but_the_mean_of_clamped_ratios_does_not():
+    """The true value is 0.1^2 / (0.1^2 + 1/4) = 0.0385; one step's ratio is mostly noise."""
     random, averages, clamped = torch.Generator().manual_seed(1), averages_over(400, 64), []
     for _ in range(2000):
         averages.observe(stats(*moments(draw_folds(random, 0.1, size=40))))

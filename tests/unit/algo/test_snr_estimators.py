@@ -1,7 +1,6 @@
-"""Each estimator against a batch whose signal and noise are known: unbiased where it should be, biased as it says.
+"""Each estimator on batches with known signal and noise: unbiased, or biased as its docstring says.
 
-Not here: the folds, norms and averages that a run feeds them with (tests/distributed), exact moments of the fold
-estimator (test_snr.py).
+Not covered: folds, norms and averages from a run (tests/distributed), exact moments of fold estimates (test_snr.py).
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.types import GradientStats
 
 Q, G, SIZE, STEPS, BLOCK = 16, 4, 40, 2000, 50
-SHARED, OWN = 0.5, 1.5  # deviations: of what a prompt's responses have in common, and of each response
+SHARED, OWN = 0.5, 1.5  # standard deviations: shared by a prompt's responses, and of each response
 HORIZON = 10
 
 
 def responses(step: int, signal: float) -> Tensor:
-    """[Q, G, D] the responses' terms of one batch's gradient, around a mean of squared norm `signal`."""
+    """[Q, G, D] the responses' terms of one batch's gradient; the squared norm of their mean is `signal`."""
     random = torch.Generator().manual_seed(step)
     shared = SHARED * torch.randn(Q, 1, SIZE, generator=random, dtype=torch.float64)
     own = OWN * torch.randn(Q, G, SIZE, generator=random, dtype=torch.float64)
@@ -34,12 +33,12 @@ def responses(step: int, signal: float) -> Tensor:
 
 
 NOISE = SIZE * (SHARED**2 + OWN**2 / G)
-"""tr(H): of the mean of G responses."""
+"""tr(H), for the mean of G responses."""
 
 
 @cache
 def simulated(signal: float, num_folds: int = 4) -> list[GradientStats]:
-    """What a run of STEPS steps would measure, the average of earlier gradients as its definition has it."""
+    """The statistics of a run of STEPS steps."""
     found, average = [], torch.zeros(SIZE, dtype=torch.float64)
     for step in range(STEPS):
         terms = responses(step, signal)
@@ -56,7 +55,7 @@ def simulated(signal: float, num_folds: int = 4) -> list[GradientStats]:
 
 
 def mean_and_bound(values: list[float]) -> tuple[float, float]:
-    """The mean, and four standard errors, from blocks long enough for what steps have in common."""
+    """The mean and four standard errors, from blocks that are longer than the correlation between steps."""
     blocks = torch.tensor(values[len(values) % BLOCK :], dtype=torch.float64).view(-1, BLOCK).mean(1)
     return float(blocks.mean()), 4 * float(blocks.std()) / len(blocks) ** 0.5
 
@@ -76,7 +75,7 @@ def test_unbiased(name: str, num_folds: int, signal: float) -> None:
         assert abs(mean - truth) < bound < 0.1 * NOISE, (mean, truth, bound)
 
 
-def test_momentum_is_the_steadiest_and_more_folds_are_steadier() -> None:
+def test_momentum_has_the_least_spread_and_more_folds_have_less() -> None:
     spread = {
         (name, folds): statistics.stdev(ESTIMATORS[name](stats, Q).signal for stats in simulated(0.5, folds)[1:])
         for name, folds in (("folds", 4), ("prompts", Q), ("momentum", 1))
@@ -85,17 +84,17 @@ def test_momentum_is_the_steadiest_and_more_folds_are_steadier() -> None:
     assert spread["folds", 4] == pytest.approx(1.12 * spread["prompts", Q], rel=0.05)
 
 
-def test_samples_take_what_responses_to_a_prompt_share_for_signal() -> None:
-    """The bias is that of the docstring: ((G - 1) / G (signal + shared) - signal) / Q."""
+def test_samples_count_noise_shared_by_a_prompts_responses_as_signal() -> None:
+    """The bias is ((G - 1) / G (signal + shared) - signal) / Q, as in the docstring."""
     signal = 0.5
     mean, bound = mean_and_bound([ESTIMATORS["samples"](stats, Q).signal for stats in simulated(signal)])
     bias = ((G - 1) / G * (signal + SIZE * SHARED**2) - signal) / Q
     assert abs(mean - (signal + bias)) < bound
-    assert mean > signal + 2 * bound, "the bias is there, not lost in the deviation"
+    assert mean > signal + 2 * bound, "the bias is larger than the standard error"
 
 
-def test_plugin_sits_near_one_half_under_pure_noise() -> None:
-    """Where the folds say 0."""
+def test_plugin_is_near_one_half_under_pure_noise() -> None:
+    """The folds give 0."""
     averages = {
         name: SnrAverages(SnrConfig(estimator=name, horizon=1e9, floor=1e-9), Q) for name in ("plugin", "folds")
     }
@@ -115,7 +114,7 @@ def test_momentum_of_a_constant_gradient_is_exact() -> None:
 
 @pytest.mark.parametrize("name", ["momentum", "samples"])
 @pytest.mark.parametrize("sq_norm", [0.0, 1.0, math.inf, math.nan])
-def test_what_was_not_measured_is_undefined(name: str, sq_norm: float) -> None:
+def test_missing_measurements_give_an_undefined_estimate(name: str, sq_norm: float) -> None:
     stats = GradientStats(0.0, sq_norm, 0.0, 1, 0, 0, 0, 1)
     assert not ESTIMATORS[name](stats, Q).defined
     assert not SnrAverages(SnrConfig(estimator=name), Q).observe(stats)
@@ -124,6 +123,7 @@ def test_what_was_not_measured_is_undefined(name: str, sq_norm: float) -> None:
 def test_samples_need_norms() -> None:
     algo = AlgoConfig.model_validate({"baseline": "rloo", "snr": {"estimator": "samples"}})
     check_estimator(algo, norms=True)
-    with pytest.raises(UserError, match=r"gradnorm\.always"):
+    with pytest.raises(UserError) as error:
         check_estimator(algo, norms=False)
+    assert error.value.where == "algo.snr.estimator"
     check_estimator(AlgoConfig(baseline="rloo"), norms=False)

@@ -1,6 +1,6 @@
-"""The baseline of tokens against its formula, and its cases at the ends of responses.
+"""The token-wise baseline against its formula, and the ends of responses.
 
-Not here: energies from a model, and the gradient (tests/distributed/test_token_gradient.py).
+Not covered: energies from a model, and the gradient (tests/distributed/test_token_gradient.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from oblr_megatron.algo.token_baseline import token_advantages
 
 @st.composite
 def groups(draw):
-    """(rewards [Q, G], energies [N, T], lengths [Q, G]); empty responses, energies of zero and below it included."""
+    """(rewards [Q, G], energies [N, T], lengths [Q, G]), including empty responses and energies <= 0."""
     prompts, size, longest = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
     rewards = arrays(float, (prompts, size), elements=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-5, 5)))
     energy = st.one_of(st.just(0.0), st.floats(1e-3, 2), st.just(-1e-17))
@@ -57,7 +57,7 @@ def test_equal_rewards_give_exactly_zero(group, reward):
 
 
 @given(groups())
-def test_what_stands_past_the_end_is_not_read(group):
+def test_values_past_the_end_are_not_read(group):
     rewards, energies, lengths = group
     past = torch.arange(energies.shape[1]) >= lengths.flatten()[:, None]
     assert token_advantages(rewards, energies.masked_fill(past, torch.nan), lengths).equal(token_advantages(*group))
@@ -65,7 +65,7 @@ def test_what_stands_past_the_end_is_not_read(group):
 
 
 @given(groups())
-def test_a_response_that_is_left_alone_gets_nothing(group):
+def test_the_last_response_left_has_zero_advantage(group):
     _, energies, lengths = group
     left = torch.arange(energies.shape[1]) < lengths[..., None]
     alone = (left & (left.sum(1, keepdim=True) == 1)).flatten(0, 1)
@@ -84,23 +84,22 @@ def test_permuting_a_group_permutes_its_advantages(group, random):
 
 
 @given(groups())
-def test_only_what_came_before_counts(group):
-    """b_t is of the path up to t: later energies change nothing at t."""
+def test_later_energies_do_not_change_earlier_advantages(group):
     rewards, energies, lengths = group
     later = energies.clone()
     later[:, -1] += 1.0
     assert token_advantages(rewards, later, lengths)[:, :-1].equal(token_advantages(*group)[:, :-1])
 
 
-def test_weights_that_do_not_differ_give_the_mean_of_those_that_are_left():
+def test_equal_weights_give_the_mean_of_the_responses_left():
     rewards, lengths = torch.tensor([[1.0, 0, 0, 4]]), torch.tensor([[2, 2, 1, 0]])
     found = token_advantages(rewards, torch.ones(4, 2), lengths)
     want = torch.tensor([[2 / 3, 1 / 2], [-1 / 3, -1 / 2], [-1 / 3, 0], [0, 0]], dtype=torch.float64)
     torch.testing.assert_close(found, want, rtol=1e-14, atol=1e-14)
 
 
-def test_its_own_share_turns_the_gradient(toy):
-    """Exact, over every group of two: shortened like the group's mean, and turned, which that one does not do."""
+def test_including_its_own_reward_biases_the_gradients_direction(toy):
+    """Exact, over all groups of two. The group mean biases only the scale."""
     picks, probs = toy.groups(0, 2)
     steps = toy.token_scores[0][picks]  # [E, G, T, D]
     lengths, rewards = toy.lengths[0][picks].long(), toy.rewards[0][picks]

@@ -1,6 +1,6 @@
-"""Expectation and variance of the estimator, exactly: every group of a four-response policy is enumerated in fp64.
+"""Exact expectation and variance of the estimator: all groups of a four-response policy are enumerated in fp64.
 
-Not here: real language models, finite precision, importance ratios.
+Not covered: language models, lower precision, importance ratios.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_the_estimator_is_unbiased(toy, name, size):
     ("name", "share"), [("optimal_prior", 0), ("rloo_prior", 0), ("batch_mean", 1), ("reinforce_pp", None)]
 )
 def test_baselines_of_the_whole_batch(toy, name, share, size):
-    """Batches of both prompts: a prior leaves E[g] as it is, the batch's mean takes 1 / (Q G) of it, a std turns it."""
+    """A prior is unbiased, the batch mean scales E[g] by 1 - 1 / (Q G), and a std biases the direction."""
     (first, p_first), (second, p_second) = toy.groups(0, size), toy.groups(1, size)
     total = torch.zeros_like(toy.gradients[0])
     for a, p_a in zip(first, p_first, strict=True):
@@ -74,13 +74,13 @@ def test_baselines_of_the_whole_batch(toy, name, share, size):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_group_mean_shrinks_the_gradient_by_its_own_share(toy, size):
+def test_the_group_mean_scales_the_gradient_by_one_minus_its_own_share(toy, size):
     want = (1 - 1 / size) * toy.gradients.mean(0)
     torch.testing.assert_close(expectation(toy, "group_mean", size), want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["opo", "grpo"])
-def test_length_weighted_and_standardised_advantages_turn_the_gradient(toy, name):
+def test_opo_and_grpo_bias_the_gradients_direction(toy, name):
     got, want = expectation(toy, name, 3), toy.gradients.mean(0)
     assert torch.cosine_similarity(got, want, dim=0) < 1 - 1e-5
 
@@ -99,20 +99,20 @@ def test_only_constant_aggregation_is_unbiased(toy, aggregation, unbiased):
     assert gap < 1e-12 if unbiased else gap > 1e-5
 
 
-def test_a_constant_reward_pushes_under_sample_mean(toy):
-    """E[s / L] is not 0, though E[s] is."""
+def test_a_constant_reward_has_a_gradient_under_sample_mean(toy):
+    """E[s] = 0, but E[s / L] is not 0."""
     drift = torch.einsum("k,kd->d", toy.probs[0], toy.scores[0] / toy.lengths[0, :, None])
     assert drift.norm() > 1e-2
 
 
 @pytest.mark.parametrize(("size", "ratio"), [(2, 1.0), (4, 0.738), (6, 0.743)])
-def test_norm_weights_cut_the_variance_where_reward_and_norm_disagree(toy_maker, size, ratio):
-    """The one right answer has the smallest norm, so the best baseline is far from the mean reward."""
+def test_norm_weights_reduce_the_variance_if_reward_and_norm_disagree(toy_maker, size, ratio):
+    """The only right answer has the smallest norm, so that the best baseline is far from the mean reward."""
     toy = toy_maker(0, num_prompts=1, spread=0.5, rewards=torch.tensor([[0.0, 0, 0, 1]], dtype=torch.float64))
     assert variance(toy, "optimal", size) / variance(toy, "rloo", size) == pytest.approx(ratio, abs=1e-3)
 
 
-def test_norm_weights_can_also_lose_at_small_groups(toy_maker):
-    """A few rare responses hold nearly all the norm: four samples cannot estimate E[w r] / E[w]."""
+def test_norm_weights_can_increase_the_variance_in_small_groups(toy_maker):
+    """A few rare responses have nearly all the norm: four samples cannot estimate E[w r] / E[w]."""
     toy = toy_maker(2, num_prompts=1, spread=0.5, rewards=torch.tensor([[0.0, 0, 0, 1]], dtype=torch.float64))
     assert variance(toy, "optimal", 4) / variance(toy, "rloo", 4) == pytest.approx(1.521, abs=1e-3)
