@@ -1,1 +1,1 @@
-"""Checks of a run against its model, its layout and its machine. Each finding is a `UserError`. Imports no torch."""
+"""Checks of a run against its model, layout and machine. Each one raises `UserError`. Imports no torch."""

@@ -1,6 +1,6 @@
-"""Whether a model fits a layout (heads, layers, ranks, supported features), and the ranks can meet. Imports no torch.
+"""Whether a model fits a layout: heads, layers, ranks, supported features; and a free port. Imports no torch.
 
-`check_layout` is called before any process is started, with the model's config.json as a dict.
+`check_layout` runs before any process starts, on the model's config.json.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from oblr_megatron.errors import UserError
 
 
 def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) -> None:
-    """Refuse a layout that the model or the number of ranks does not divide into.
+    """Refuse a layout that does not divide the model or the number of ranks.
 
     Args:
         hf_config: the model's config.json.
         config: the run.
-        world_size: ranks the run will have.
+        world_size: ranks of the run.
 
     Raises:
-        UserError: naming both numbers and what to change.
+        UserError: names both numbers and the fix.
     """
     check_world_size(config.parallel, world_size)
     check_model(hf_config, config.parallel, where=str(config.model.path))
@@ -34,30 +34,30 @@ def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) 
 
 
 def check_recompute(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:
-    """Refuse to recompute what the model has not: megatron-core would silently keep its activations."""
+    """Refuse to recompute a module that the model does not have; megatron-core would silently ignore it."""
     experts = num_experts(hf_config)
     absent = ("mlp",) if experts else ("moe", "moe_act")
     unknown = [name for name in parallel.recompute_modules if name in absent]
     if parallel.recompute_granularity == "selective" and unknown:
         raise UserError(
-            f"parallel.recompute_modules {unknown[0]!r} in a model {'of' if experts else 'without'} experts",
+            f"parallel.recompute_modules {unknown[0]!r} in a model {'with' if experts else 'without'} experts",
             where="config: parallel.recompute_modules",
-            fix=f'leave it out; "{"moe" if experts else "mlp"}" is what stands in its place',
+            fix=f'use "{"moe" if experts else "mlp"}" instead',
         )
 
 
 def check_router_losses(hf_config: Mapping[str, Any], config: Config) -> None:
-    """Refuse the losses of routers for a model that has none."""
+    """Refuse router losses for a dense model."""
     if config.model.router_losses and not num_experts(hf_config):
         raise UserError(
-            "moe_aux_loss_coeff or moe_z_loss_coeff is positive, and the model has no experts",
+            "moe_aux_loss_coeff or moe_z_loss_coeff is positive, but the model has no experts",
             where="config: model",
             fix="leave both out, or train a Qwen3 mixture of experts",
         )
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a number of ranks that is not a multiple of a replica's, or that the experts do not divide into."""
+    """Refuse a number of ranks that is not a multiple of a replica's ranks or of the experts' ranks."""
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -71,7 +71,7 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
             f"{world_size} rank{'s' if world_size > 1 else ''} cannot be divided into model replicas of "
             f"{factors} = {replica} ranks",
             where="config: parallel",
-            fix=f"start a multiple of {replica} ranks (torchrun --nproc-per-node), or lower one of the sizes",
+            fix=f"start a multiple of {replica} ranks (--nproc-per-node), or lower one of the sizes",
         )
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or tp
     if world_size % (ep * etp * pp):
@@ -84,14 +84,14 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
 
 
 def check_port(port: int, address: str = "") -> None:
-    """Refuse a rendezvous port that rank 0 could not listen on.
+    """Refuse a rendezvous port that rank 0 cannot listen on.
 
     Args:
         port: of the rendezvous (MASTER_PORT).
-        address: to listen on; by default all of this machine's.
+        address: to listen on; by default all addresses of this machine.
 
     Raises:
-        UserError: the port is taken, or no port at all.
+        UserError: the port is taken or invalid.
     """
     try:
         with socket.create_server((address, port)):
@@ -101,12 +101,12 @@ def check_port(port: int, address: str = "") -> None:
         raise UserError(
             f"cannot listen on port {port}: {reason}",
             where="MASTER_PORT",
-            fix="choose a free port, or leave it out and let the launcher choose one",
+            fix="choose a free port, or leave it out so that the launcher chooses one",
         ) from error
 
 
 def check_model(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: str) -> None:
-    """Refuse a model that the layout does not divide, or that uses what is not supported."""
+    """Refuse a model that the layout does not divide, or that has an unsupported feature."""
     _check_features(hf_config, where)
     tp = parallel.tensor_model_parallel_size
     heads, groups = _count(hf_config, "num_attention_heads", where), _count(hf_config, "num_key_value_heads", where)
@@ -123,9 +123,9 @@ def check_model(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: s
 
 
 def check_attention(attention: str, parallel: ParallelConfig) -> None:
-    """Refuse megatron-core's own attention where it cannot work: it knows neither cut sequences nor packed samples."""
-    cuts = f"context_parallel_size {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
-    refused = cuts or ('packing "packed"' if parallel.packing == "packed" else "")
+    """Refuse megatron-core's own attention with split sequences or packed samples, which it does not support."""
+    split = f"context_parallel_size {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
+    refused = split or ('packing "packed"' if parallel.packing == "packed" else "")
     if attention == "local" and refused:
         raise UserError(
             f'attention "local" does not work with {refused}', where="config: model.attention", fix='set it to "sdpa"'
@@ -133,7 +133,7 @@ def check_attention(attention: str, parallel: ParallelConfig) -> None:
 
 
 def _check_stages(layers: int, parallel: ParallelConfig, where: str) -> None:
-    """Layers divide into pipeline stages, their chunks, and what is recomputed together."""
+    """Layers divide into pipeline stages, chunks and recomputed groups."""
     pp, vp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     if vp is not None and pp == 1:
         raise UserError(
@@ -159,12 +159,12 @@ def _check_stages(layers: int, parallel: ParallelConfig, where: str) -> None:
 
 
 def num_experts(hf_config: Mapping[str, Any]) -> int:
-    """Experts of each layer, 0 in a dense model; under published checkpoints' key, or the one transformers writes."""
+    """Experts per layer, 0 in a dense model. Reads the key of published checkpoints or the one of transformers."""
     return hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0
 
 
 def _check_mlp(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: str) -> None:
-    """The part of a layer after attention: dense, or a mixture of experts."""
+    """The MLP or the experts of a layer."""
     if num_experts(hf_config):
         _check_mixture(hf_config, where)
         _check_experts_divide(hf_config, parallel, where)
@@ -185,31 +185,30 @@ def _check_mlp(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: st
 
 
 def _check_mixture(hf_config: Mapping[str, Any], where: str) -> None:
-    """Every layer a mixture, with enough experts."""
+    """Every layer has experts, and enough of them."""
     if hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1:
         raise UserError(
-            "dense layers among layers of experts are not supported",
+            "mixing dense layers and layers with experts is not supported",
             where=where,
             fix="use a Qwen3 model with mlp_only_layers [] and decoder_sparse_step 1 in its config.json",
         )
     if _count(hf_config, "num_experts_per_tok", where) > num_experts(hf_config):
         raise UserError(
-            f"num_experts_per_tok {hf_config['num_experts_per_tok']} is more than the {num_experts(hf_config)} experts "
-            "there are",
+            f"num_experts_per_tok {hf_config['num_experts_per_tok']} is more than the {num_experts(hf_config)} experts",
             where=where,
-            fix="give the config.json that came with the weights",
+            fix="use the config.json that came with the weights",
         )
 
 
 def _check_experts_divide(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: str) -> None:
-    """Experts over expert-parallel ranks; these over the ranks that share a sample, or the other way round.
+    """Experts divide over expert-parallel ranks, and these over the ranks that share a sample, or the other way round.
 
-    Gradients of experts are summed over whole replicas, or over a whole share of one.
+    Otherwise the gradient of an expert would sum over a fraction of a replica.
     """
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     if tp > 1 and not parallel.sequence_parallel:
         raise UserError(
-            f"experts under tensor_model_parallel_size {tp} without sequence_parallel: every token would reach its "
+            f"experts with tensor_model_parallel_size {tp} but without sequence_parallel: every token would reach its "
             f"experts {tp} times",
             where="config: parallel",
             fix="set parallel.sequence_parallel to true",
@@ -234,7 +233,7 @@ def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
         raise UserError(
             f"rope_type {rope_type!r} is not supported",
             where=where,
-            fix='set rope_type to "default" in config.json, and keep to the positions the model was trained on',
+            fix='set rope_type to "default" in config.json, and stay within the positions the model was trained on',
         )
     for key in ("attention_bias", "use_sliding_window"):
         if hf_config.get(key):
@@ -248,7 +247,7 @@ def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
 def _count(hf_config: Mapping[str, Any], key: str, where: str) -> int:
     value = hf_config.get(key)
     if not isinstance(value, int) or value < 1:
-        raise UserError(f"{key} = {value!r} in config.json", where=where, fix="give a complete Qwen3 config.json")
+        raise UserError(f"{key} = {value!r} in config.json", where=where, fix="use a complete Qwen3 config.json")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Tokens of the longest prompt and response, and whether the model's positions hold them. Imports no torch."""
+"""Tokens of the longest prompt and response, and whether they fit the model's positions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def longest_evaluated(config: Config) -> int:
-    """Tokens at which the responses of an evaluation are cut."""
+    """Tokens of the longest response in an evaluation."""
     return config.evaluate.max_response_tokens or config.rollout.max_response_tokens
 
 
 def max_model_len(config: Config) -> int:
-    """Tokens of the longest prompt with the longest response that an engine is asked for, evaluations included."""
+    """Tokens of the longest prompt and response that an engine handles, evaluations included."""
     return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, longest_evaluated(config))
 
 
 def check_positions(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Refuse a prompt and response, of training or of an evaluation, that together exceed the model's positions."""
+    """Refuse lengths, of training or of an evaluation, that exceed the model's positions."""
     longest = max_model_len(config)
     positions = int(hf_config.get("max_position_embeddings", longest))
     if longest > positions:

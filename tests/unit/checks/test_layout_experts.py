@@ -1,6 +1,6 @@
-"""Mixtures of experts that do not fit a layout are refused with the numbers and the remedy; those that fit pass.
+"""Mixtures of experts that do not fit a layout are refused with the numbers and the fix; those that fit pass.
 
-Does not cover: that what passes runs (tests/distributed/test_moe.py).
+Not covered: whether accepted layouts run (tests/distributed/test_moe.py), and experts in a GPU engine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from oblr_megatron.checks.layout import check_layout, num_experts
+from oblr_megatron.checks.machine import check_pushable
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
 
@@ -17,7 +18,7 @@ MODEL: dict[str, Any] = {  # of Qwen3-30B-A3B's config.json, smaller
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "num_hidden_layers": 6,
-    "intermediate_size": 25,  # of no layer
+    "intermediate_size": 25,  # unused by layers with experts
     "hidden_act": "silu",
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     "num_experts": 12,
@@ -53,17 +54,17 @@ def test_layouts_that_divide_pass(tp: int, ep: int, etp: int | None, world_size:
         ({"tp": 1, "ep": 8}, {}, "num_experts 12 is not a multiple of expert_model_parallel_size 8"),
         ({"tp": 1, "ep": 2}, {"num_experts": 0}, "expert_model_parallel_size 2, .* for a model without experts"),
         ({"tp": 1, "ep": 1, "etp": 2}, {"num_experts": 0}, "tensor_parallel_size 2 for a model without experts"),
-        ({"tp": 2, "ep": 1, "sequence_parallel": False}, {}, "tensor_model_parallel_size 2 without sequence_parallel"),
+        ({"tp": 2, "ep": 1, "sequence_parallel": False}, {}, "tensor_model_parallel_size 2 .* sequence_parallel"),
         ({"tp": 2, "ep": 3, "etp": 1}, {}, "3 x expert_tensor_parallel_size 1 = 3 and the 2 ranks that share a sample"),
         ({"tp": 4, "ep": 1}, {"moe_intermediate_size": 18}, "18 is not a multiple of expert_tensor_parallel_size 4"),
-        ({"tp": 1, "ep": 1}, {"mlp_only_layers": [0]}, "dense layers among layers of experts"),
-        ({"tp": 1, "ep": 1}, {"decoder_sparse_step": 2}, "dense layers among layers of experts"),
+        ({"tp": 1, "ep": 1}, {"mlp_only_layers": [0]}, "dense layers"),
+        ({"tp": 1, "ep": 1}, {"decoder_sparse_step": 2}, "dense layers"),
         ({"tp": 1, "ep": 1}, {"num_experts_per_tok": 13}, "num_experts_per_tok 13 is more than the 12 experts"),
         ({"tp": 1, "ep": 1}, {"num_experts_per_tok": None}, "num_experts_per_tok = None in config.json"),
         ({"tp": 1, "ep": 1}, {"moe_intermediate_size": None}, "moe_intermediate_size = None in config.json"),
     ],
 )
-def test_what_does_not_fit_is_refused(parallel: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+def test_layouts_that_do_not_fit(parallel: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         check_layout(MODEL | changes, config(**parallel), 24)
     assert caught.value.where
@@ -71,7 +72,7 @@ def test_what_does_not_fit_is_refused(parallel: dict[str, Any], changes: dict[st
 
 
 def test_experts_are_counted_under_either_key() -> None:
-    """Published checkpoints have the first; transformers writes the second."""
+    """Published checkpoints have the first key; transformers writes the second."""
     assert num_experts({"num_experts": 128}) == 128
     assert num_experts({"num_local_experts": 128}) == 128
     assert num_experts({}) == 0
@@ -86,9 +87,9 @@ def run_with(model: dict[str, Any], mode: str) -> Config:
 
 
 @pytest.mark.parametrize("losses", [AUX, {"moe_z_loss_coeff": 1e-4}])
-def test_router_losses_need_a_mixture_and_a_pass_of_their_own(losses: dict[str, Any]) -> None:
+def test_router_losses_need_experts_and_mode_two_pass(losses: dict[str, Any]) -> None:
     check_layout(MODEL, run_with(losses, "two_pass"), 1)
-    with pytest.raises(UserError, match="the model has no experts"):
+    with pytest.raises(UserError, match="moe_aux_loss_coeff or moe_z_loss_coeff"):
         check_layout(MODEL | {"num_experts": 0}, run_with(losses, "auto"), 1)
     for mode in ("stash", "bookkeep"):
         with pytest.raises(UserError, match=f"a router loss .* gradnorm.mode '{mode}'"):
@@ -99,3 +100,23 @@ def test_router_losses_need_a_mixture_and_a_pass_of_their_own(losses: dict[str, 
 def test_an_auxiliary_loss_has_a_name_and_a_weight(half: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"moe_router_load_balancing_type '.*' with moe_aux_loss_coeff"):
         run_with(half, "auto")
+
+
+VERIFY = {"weights": {"verify": True}}
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "on_gpu"),
+    [
+        (MODEL, {}, True),
+        (MODEL, VERIFY, False),
+        (MODEL, VERIFY | {"rollout": {"replay": "saved"}}, True),
+        (MODEL | {"num_experts": 0}, VERIFY, True),
+    ],
+)
+def test_experts_can_be_verified_on_a_cpu_only(model: dict[str, Any], sections: dict[str, Any], on_gpu: bool) -> None:
+    base: dict[str, Any] = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+    check_pushable(model, parse_config(base | sections), on_gpu=on_gpu)
+    with pytest.raises(UserError) as caught:
+        check_pushable(MODEL, parse_config(base | VERIFY), on_gpu=True)
+    assert caught.value.where == "config: weights.verify"
