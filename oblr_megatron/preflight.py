@@ -1,7 +1,7 @@
-"""Everything that can be found wrong before a process is started: model directory, layout, data, reward, run directory.
+"""All checks of a run before any process starts: model, layout, machine, data, reward, run directory.
 
-Called by the launcher before torchrun, and again by every rank before it joins the process group; each finding is a
-`UserError`, one line, exit status 2.
+The launcher calls `preflight` before torchrun, and every rank calls it again before it joins the process group. Each
+problem is a `UserError`: one line, exit status 2.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +22,8 @@ from oblr_megatron.checkpoint.size import checkpoint_bytes
 from oblr_megatron.checkpoint.store import CHECKPOINTS, NoSpaceError, check_space
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.checks.lengths import check_positions
-from oblr_megatron.checks.machine import check_machine, transformer_engine_chosen
-from oblr_megatron.checks.pushable import check_pushable
+from oblr_megatron.checks.machine import check_machine, check_pushable, transformer_engine_chosen
+from oblr_megatron.checks.run_dir import CONFIG_FILE, check_run_dir
 from oblr_megatron.data.packing import check_folds
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.errors import UserError
@@ -45,30 +44,28 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.types import Prompt
 
-CONFIG_FILE = "config.json"  # of a run directory
-
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a run reads, opened and found usable."""
+    """The checked and opened inputs of a run."""
 
     model: HFDir
-    norms: ModeChoice | None  # how gradients' norms are computed, and what a step takes; None where nothing is trained
-    stream: PromptStream | None  # of training prompts; None where saved ones are replayed
-    held_out: dict[str, list[Prompt]]  # evaluation sets by name; empty where none is evaluated
-    checkpoints: list[Checkpoint]  # that the run may go on from, the best choice first; empty: it begins anew
+    norms: ModeChoice | None  # the norm mode and its memory; None if nothing is trained
+    stream: PromptStream | None  # training prompts; None in a replay
+    held_out: dict[str, list[Prompt]]  # evaluation sets by name
+    checkpoints: list[Checkpoint]  # to resume from, the best choice first; empty: a fresh start
 
 
 def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> Inputs:
-    """Check a run as a whole, and open what it reads.
+    """Check a run and open its inputs.
 
     Args:
         config: the resolved configuration.
-        world_size: ranks the run will have.
-        owns_run_dir: whether this process checks the run directory; one rank does, since it is about to write there.
+        world_size: ranks of the run.
+        owns_run_dir: whether this process checks the run directory; one rank does, because it will write there.
 
     Raises:
-        UserError: the first thing found wrong.
+        UserError: the first problem.
     """
     end_of_job(config.checkpoint)
     if owns_run_dir:
@@ -88,16 +85,16 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
 
 
 def check_settings(hf_config: Mapping[str, Any], config: Config, world_size: int, *, on_gpu: bool) -> None:
-    """What a run can be refused for wherever it is looked at: its ranks' machines need not be there.
+    """The checks that need neither weights nor data nor the machines of the ranks; dry runs and the planner use them.
 
     Args:
         hf_config: the model's config.json.
         config: the run.
         world_size: its ranks.
-        on_gpu: whether they will have GPUs.
+        on_gpu: whether the ranks have GPUs.
 
     Raises:
-        UserError: the first thing found wrong.
+        UserError: the first problem.
     """
     if not config.rollout.only:
         check_source(config.algo, config.num_steps)
@@ -111,10 +108,10 @@ def check_settings(hf_config: Mapping[str, Any], config: Config, world_size: int
 
 
 def check_gradient(model: HFDir, config: Config, world_size: int) -> ModeChoice:
-    """How the gradient's norms are computed, with folds that divide among the ranks.
+    """Choose the norm mode, and check that the folds divide among the ranks.
 
     Raises:
-        UserError: see `choose_norms`; or the folds do not divide.
+        UserError: see `select_mode` and `check_dealing`.
     """
     norms = select_mode(model, config, world_size)
     check_dealing(model.config, with_mode(config, norms.mode), world_size)
@@ -122,23 +119,23 @@ def check_gradient(model: HFDir, config: Config, world_size: int) -> ModeChoice:
 
 
 def check_dealing(hf_config: Mapping[str, Any], config: Config, world_size: int) -> None:
-    """Refuse folds that do not divide among the ranks; the norms' mode is decided.
+    """Refuse folds that do not divide among the ranks, for a config with its norm mode chosen.
 
     Raises:
-        UserError: naming both numbers.
+        UserError: names both numbers.
     """
     layout = Layout.of(hf_config, config, world_size)
     check_folds(config.num_prompts, num_folds(config), layout.replicas // layout.sharing)
 
 
 def select_mode(model: HFDir, config: Config, world_size: int) -> ModeChoice:
-    """What `gradnorm.mode` comes to, by the memory there is; ranks may differ in that, so that one of them decides.
+    """Choose the norm mode by the free memory of this rank; ranks may differ, so one rank decides for all.
 
     Raises:
-        UserError: the mode is impossible in this layout, or does not fit.
+        UserError: the mode is impossible in this layout or does not fit.
     """
     on_gpu = torch.cuda.is_available()
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # torchrun's; a launcher starts all of them here
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # by torchrun; else all ranks run here
     return resolve(
         model.config,
         config,
@@ -150,7 +147,7 @@ def select_mode(model: HFDir, config: Config, world_size: int) -> ModeChoice:
 
 
 def with_saved_mode(config: Config, checkpoints: Sequence[Checkpoint]) -> Config:
-    """`gradnorm.mode` "auto" stays, in the same layout, what it was: modes differ in the last bits of a gradient."""
+    """Keep the mode that "auto" chose before, in the same layout: modes differ in the last bits of a gradient."""
     if config.gradnorm.mode != "auto" or not checkpoints:
         return config
     before = checkpoints[0].state["config"]
@@ -159,48 +156,31 @@ def with_saved_mode(config: Config, checkpoints: Sequence[Checkpoint]) -> Config
 
 
 def check_room(config: Config, model: HFDir) -> None:
-    """Refuse a run that could not save once."""
+    """Refuse a run without space for one checkpoint."""
     if config.rollout.only or not (config.checkpoint.every_steps or config.checkpoint.exit_before_timeout_s):
         return
     try:
         check_space(config.run_dir / CHECKPOINTS, checkpoint_bytes(model, config))
     except NoSpaceError as error:
         raise UserError(
-            str(error), where="run_dir", fix="name a run_dir with more space, or set checkpoint.every_steps to 0"
+            str(error), where="run_dir", fix="choose a run_dir with more space, or set checkpoint.every_steps to 0"
         ) from error
 
 
-def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
-    """Refuse to write into a directory that holds something else; `holds_run`: a run to go on with is welcome."""
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UserError("run_dir is a file", where=str(run_dir), fix="name a directory")
-    if run_dir.is_dir() and any(run_dir.iterdir()) and not (holds_run and (run_dir / CONFIG_FILE).exists()):
-        what = "run_dir holds something else than a run" if holds_run else "run_dir is not empty"
-        fix = "name a new directory, remove this one, or go on with the run in it: --resume"
-        raise UserError(what, where=str(run_dir), fix=fix)
-    present = next(place for place in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(place))
-    if not present.is_dir() or not os.access(present, os.W_OK | os.X_OK):
-        raise UserError(
-            f"run_dir cannot be made: {present} is no directory that can be written to",
-            where=str(run_dir),
-            fix="name a directory of your own",
-        )
-
-
 def _open_inputs(config: Config, model: HFDir, norms: ModeChoice | None, checkpoints: list[Checkpoint]) -> Inputs:
-    """Tokenize the training and evaluation rows: only then is it known whether any of them can be used."""
+    """Tokenize the training and evaluation rows, which shows whether any of them can be used."""
     if config.rollout.replay is not None:
         return Inputs(model, norms, None, {}, checkpoints)
     tokenizer = model.tokenizer()
     stream = PromptStream(config.data, tokenizer, seed=config.seed, held_out=config.evaluate.data)
     for checkpoint in checkpoints[:1]:
-        stream.load_state_dict(checkpoint.state["data"])  # refuses other data
+        stream.load_state_dict(checkpoint.state["data"])  # raises if the data differ
     held_out = {} if config.rollout.only else load_sets(config.evaluate.data, config, tokenizer)
     return Inputs(model, norms, stream, held_out, checkpoints)
 
 
 def write_config(config: Config) -> None:
-    """Save the resolved configuration beside the run, as RUN_DIR/config.json."""
+    """Save the resolved configuration as RUN_DIR/config.json."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config.model_dump(mode="json"), indent=2)
     (config.run_dir / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
