@@ -1,4 +1,4 @@
-"""Write docs/config.md from oblr_megatron/config*.py: every field with type, default and meaning."""
+"""Write docs/config.md from oblr_megatron/config: every field with type, default and meaning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.config.section import Section, is_section, section_in
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "config.md"
-ENTRIES_ELSEWHERE = ("exclude", "data")  # sources, as in data.train
+ENTRIES_ELSEWHERE = ("exclude", "data")  # their entries are sources, documented under data.train
 HEADER = """\
 # Configuration
 
@@ -23,7 +23,7 @@ directory. Made by `python tools/config_doc.py` from `oblr_megatron/config*.py`.
 
 
 def document() -> str:
-    """The whole page: the top-level keys first, then a table for each section."""
+    """The whole page: top-level keys, then one table per section."""
     plain, sections = [], []
     for name, field in Config.model_fields.items():
         if is_section(field.annotation):
@@ -34,7 +34,7 @@ def document() -> str:
 
 
 def _tables(name: str, section: type[Section]) -> list[str]:
-    """The table of one section, and those of the sections inside it and of the entries of its lists."""
+    """Tables of a section, of its subsections and of the entries of its lists."""
     rows, inner = [], []
     for key, field in section.model_fields.items():
         if is_section(field.annotation):
@@ -59,7 +59,7 @@ def _row(name: str, field: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """How a reader writes it: Literal["a", "b"] -> "a" or "b"; int | None -> int, may be left out."""
+    """A type in words. Literal["a", "b"] -> "a" or "b"; int | None -> int, may be left out."""
     arguments = get_args(annotation)
     if get_origin(annotation) in (dict, tuple):
         kind = "table" if get_origin(annotation) is dict else "list"
@@ -72,7 +72,7 @@ def _type(annotation: Any) -> str:
 
 
 def _entries(annotation: Any) -> str:
-    """What a list or table holds; a source may be written as its path alone."""
+    """The entry type of a list or table, in words. A source may be written as a path."""
     if found := section_in(annotation):
         return "sources or paths" if found is SourceConfig else "tables"
     if choices := [value for value in get_args(annotation) if isinstance(value, str)]:

@@ -1,9 +1,9 @@
-"""Between Hugging Face directories and Megatron checkpoints, on a cluster's login or CPU node.
+"""Convert between Hugging Face directories and Megatron checkpoints, on a cluster's login or CPU node.
 
     python tools/convert_hf.py to-megatron Qwen3-8B qwen3_8b --check
     python tools/convert_hf.py to-hf run/checkpoints hf
 
-The same as `oblr-megatron convert`; needs no GPU, vLLM or installed command. See docs/convert.md.
+Same as `oblr-megatron convert`, but needs no GPU, no vLLM and no installed package. See docs/convert.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the package is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package may not be installed
 
 from oblr_megatron.checkpoint.convert_command import add_arguments
 from oblr_megatron.runtime.command_line import guarded

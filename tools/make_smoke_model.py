@@ -1,10 +1,10 @@
-"""Write a Hugging Face directory with the exact architecture of Qwen3-0.6B, random weights and a tokenizer of its own.
+"""Write a Hugging Face directory with Qwen3-0.6B's architecture, random weights and a newly trained tokenizer.
 
     python tools/make_smoke_model.py --out run/smoke/model [--dtype bfloat16] [--texts FILE.jsonl]
 
-What a real checkpoint costs in time and memory, this one costs too; what it writes is noise. The architecture is that
-of the published config.json of Qwen/Qwen3-0.6B (596,049,920 parameters); the tokenizer is a byte-level BPE trained on
-the texts on the spot, because the model's own vocabulary cannot be had without a download.
+It costs the time and memory of the real checkpoint, but generates noise. The architecture is the published config.json
+of Qwen/Qwen3-0.6B (596,049,920 parameters). The tokenizer is a byte-level BPE trained on the given texts, because the
+model's own vocabulary needs a download.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
-MAX_TOKENS = 4096  # of the tokenizer; the model's embedding keeps its 151,936 rows
+MAX_TOKENS = 4096  # tokenizer size; the embedding keeps its 151,936 rows
 SCALE = 0.02  # standard deviation of the weights
-UNKNOWN_SCALE = 0.002  # ... of embedding rows without a token: their logits stay near 0
-FINAL_NORM = 10.0  # widens the other rows' logits, so that hardly ever an id is sampled which no token has
+UNKNOWN_SCALE = 0.002  # standard deviation of embedding rows without a token, so that their logits stay near 0
+FINAL_NORM = 10.0  # scales up the other rows' logits, so that ids without a token are almost never sampled
 SAMPLE_TEXTS = Path(__file__).with_name("smoke_prompts.jsonl")
 
 
 def main() -> None:
-    """Write the directory and say how large it is and how long it took."""
+    """Write the directory; print its size and the time it took."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("run/smoke/model"), help="directory to write")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def make_model(out: Path, *, dtype: str, texts: Path, seed: int) -> int:
-    """Write config, generation config, tokenizer and weights; the number of parameters."""
+    """Write config, generation config, tokenizer and weights; returns the number of parameters."""
     tokenizer = train_tokenizer(texts)
     config = qwen3_0_6b(tokenizer, dtype)
     tensors = random_weights(config, num_tokens=len(tokenizer), seed=seed)
@@ -57,7 +57,7 @@ def make_model(out: Path, *, dtype: str, texts: Path, seed: int) -> int:
 
 
 def qwen3_0_6b(tokenizer: PreTrainedTokenizerFast, dtype: str) -> Qwen3Config:
-    """The published shape; only the special tokens' ids are those of our tokenizer."""
+    """The published config, with the special token ids of our tokenizer."""
     return Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=151_936,
@@ -80,13 +80,13 @@ def qwen3_0_6b(tokenizer: PreTrainedTokenizerFast, dtype: str) -> Qwen3Config:
 
 
 def random_weights(config: Qwen3Config, *, num_tokens: int, seed: int) -> dict[str, torch.Tensor]:
-    """Tensors by Hugging Face name, tied lm_head left out; norms are 1 but for the last, see FINAL_NORM."""
+    """Tensors by Hugging Face name, without the tied lm_head. Norm weights are 1, except the last (FINAL_NORM)."""
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
     assert isinstance(config.dtype, torch.dtype), f"dtype {config.dtype!r} was not resolved"
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, parameter in model.named_parameters():  # a tied weight is named once
+    for name, parameter in model.named_parameters():  # yields a tied weight once
         tensor = torch.ones(parameter.shape, dtype=config.dtype)
         if "norm" not in name:
             tensor.normal_(std=SCALE, generator=generator)
@@ -112,7 +112,7 @@ def train_tokenizer(texts: Path) -> PreTrainedTokenizerFast:
 
 
 def read_questions(path: Path) -> Iterator[str]:
-    """The questions of a JSONL file, in order: byte-pair merges depend on nothing else."""
+    """The questions of a JSONL file, in order."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)["question"]

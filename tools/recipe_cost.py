@@ -1,14 +1,14 @@
-"""What a recipe should cost on H100s, by arithmetic: memory of a rank, seconds of a step's parts. Nothing is run.
+"""Estimate a recipe's cost on H100s by arithmetic: memory of a rank, seconds of a step. Runs nothing.
 
     python tools/recipe_cost.py examples/math_qwen3_8b/config.toml --size 8B --gpus 8 --response-tokens 1000
 
-Memory is the package's own estimate of a rank (the line that a run prints when it starts). Time is FLOPs and bytes over
-what an H100 reaches; the assumptions are the constants below, and no GPU has confirmed them:
+Memory is the package's estimate of a rank (the line that a run prints at its start). Time is FLOPs and bytes divided by
+the rates that an H100 is assumed to reach, see the constants below. No GPU has confirmed them.
 
-    training  = the model's FLOPs (performance/flops.py; 4/3 of them with full recomputation), times what the norms
-                cost, over all GPUs; the launch of kernels, which small models wait for, is left out
-    sampling  = the longer of: all tokens at the rate of full engines; the longest response alone
-                a decode step of an engine reads its weights and the keys and values of its sequences once
+    training  = the model's FLOPs (observe/performance/flops.py; 4/3 of them with full recomputation) x the cost factor
+                of the norms / all GPUs; kernel launches, which dominate in small models, are not counted
+    sampling  = the longer of: all tokens at the rate of full engines; one response of maximal length
+                a decode step of an engine reads its weights and the KV cache of its sequences once
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from oblr_megatron.observe.performance.flops import total_parameters, training_f
 from oblr_megatron.observe.performance.hardware import device_named
 
 ROOT = Path(__file__).resolve().parent.parent
-GPU_BYTES = 75 * 2**30  # what a rank may take of 80 GB
+GPU_BYTES = 75 * 2**30  # memory available to a rank, of 80 GB
 GPU = device_named("h100")
-TRAINING_FLOPS = 0.4 * GPU.bf16_tflops * 1e12  # the share of its rate that training usually reaches
-READ_BYTES_S = 0.6 * GPU.memory_gb_s * 1e9  # the share of its memory bandwidth that decoding reaches
+TRAINING_FLOPS = 0.4 * GPU.bf16_tflops * 1e12  # training is assumed to reach 40% of the peak rate
+READ_BYTES_S = 0.6 * GPU.memory_gb_s * 1e9  # decoding is assumed to reach 60% of the memory bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A step's estimate. Example: Cost(sampling_s=34.1, training_s=19.5)."""
+    """Estimated seconds of a step. Example: Cost(sampling_s=34.1, training_s=19.5)."""
 
     sampling_s: float
     training_s: float
 
     @property
     def step_s(self) -> float:
-        """Both, one after the other."""
+        """Sampling and training, one after the other."""
         return self.sampling_s + self.training_s
 
 
 def cost(
     model: dict[str, Any], config: Config, norm_cost: float, *, gpus: int, prompt_tokens: int, tokens: int
 ) -> Cost:
-    """A step's time.
+    """Estimate a step's time.
 
     Args:
-        model: its config.json.
-        config: the run.
-        norm_cost: of the norms, as a factor of a plain step's time.
-        gpus: that train and sample in turn.
-        prompt_tokens: of a usual prompt.
-        tokens: of a usual response.
+        model: the model's config.json.
+        config: the run's config.
+        norm_cost: time of a step with norms / time of a plain step.
+        gpus: number of GPUs that train and sample in turn.
+        prompt_tokens: typical prompt length.
+        tokens: typical response length.
     """
     samples = config.num_prompts * config.group_size
     recomputed = 4 / 3 if config.parallel.recompute_granularity == "full" else 1
@@ -83,9 +83,9 @@ def _sampling_s(model: dict[str, Any], config: Config, samples: int, gpus: int, 
 
 
 def print_table(config: Config, choice: ModeChoice, found: Cost, gpus: int) -> None:
-    """What it comes to."""
+    """Print the estimates."""
     steps = config.num_steps
-    table = Table("what", "estimate", title="by arithmetic, not measured: a lower bound without pushes and evaluations")
+    table = Table("what", "estimate", title="estimated, not measured: a lower bound without pushes and evaluations")
     for name, num_bytes in choice.estimate.rows():
         if num_bytes:
             table.add_row(f"memory: {name}", size(num_bytes))
@@ -98,13 +98,13 @@ def print_table(config: Config, choice: ModeChoice, found: Cost, gpus: int) -> N
 
 
 def main() -> None:
-    """See the module's text."""
-    parser = argparse.ArgumentParser(description="a recipe's memory and time on H100s, by arithmetic")
+    """Estimate a recipe and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path)
-    parser.add_argument("--size", required=True, help="of the model: 0.6B, 1.7B, 4B, 8B, 14B, 32B")
+    parser.add_argument("--size", required=True, help="model size: 0.6B, 1.7B, 4B, 8B, 14B, 32B")
     parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=150, help="of a usual prompt")
-    parser.add_argument("--response-tokens", type=int, default=1000, help="of a usual response: an assumption")
+    parser.add_argument("--prompt-tokens", type=int, default=150, help="typical prompt length")
+    parser.add_argument("--response-tokens", type=int, default=1000, help="typical response length (an assumption)")
     options = parser.parse_args()
     model = published(options.size)
     config = load_config(options.config)

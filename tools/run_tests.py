@@ -1,76 +1,130 @@
-"""The whole suite, in two halves side by side and the rest alone: `make test`.
+"""Run one tier of the tests: `make check`, `make test` and `make test-all` call this.
 
-    python tools/run_tests.py [what pytest takes for each part, e.g. -k norms]
+    python tools/run_tests.py {check,test,all} [further arguments of pytest, e.g. -k norms]
 
-A half that starts engines mostly waits for imports; the other computes. Tests marked `alone` look at the whole machine
-(what lies in shared memory, which processes live), or want answers within a second of all cores; they come last, by
-themselves. What failed is named once more at the end, because a log is often kept by its last lines only. The status is
-0 when every part's is.
+Two workers of pytest-xdist share the files. Tests marked `alone` follow without company: they look at the whole machine
+(shared memory, living processes) or need an answer within a second. Failed tests are named again at the end, because
+the last lines of a log are often all that is kept. The exit status is 0 when every test passed.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
 ROOT = Path(__file__).resolve().parent.parent
-NO_TESTS = 5  # pytest's status when a selection leaves none
-FAILURES = ("FAILED ", "ERROR ")  # how lines of pytest's short summary begin
-COLUMNS = "200"  # the short summary cuts its reasons at the width of the terminal, 80 where there is none
-HALVES = {
-    "unit, distributed": ["tests", "--ignore=tests/e2e", "-m", "not alone"],
-    "e2e": ["tests/e2e", "-m", "not alone"],
+WORKERS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+QUIET = ["-q", "-o", "console_output_style=classic"]  # this module shows the progress
+LINE_S = 30.0  # between two lines of progress where there is no terminal
+
+
+@dataclass(frozen=True)
+class Tier:
+    """`minutes` are those of 2 quiet cores; `paths` with long tests come first, so that no worker ends late."""
+
+    what: str
+    minutes: int
+    paths: Sequence[str]
+    left_out: str = ""
+
+    def parts(self) -> list[list[str]]:
+        """The arguments of each call of pytest."""
+        others = f" and not ({self.left_out})" if self.left_out else ""
+        together = [*self.paths, "-m", f"not alone{others}", *WORKERS]
+        return [together] if "alone" in self.left_out else [together, [*self.paths, "-m", f"alone{others}"]]
+
+
+ALL = ("tests/e2e", "tests/distributed", "tests/gpu", "tests/unit")
+TIERS = {
+    "check": Tier("fast unit tests", 3, ["tests/unit"], "slow or nightly or alone"),
+    "test": Tier("unit tests, parallel layouts on 1 to 4 ranks, whole runs with vLLM", 14, ALL, "nightly"),
+    "all": Tier("`make test`, soaks, kills, SLURM jobs, benchmarks, preset dry runs, big conversions", 40, ALL),
 }
-REST = {"alone": ["tests", "-m", "alone"]}
 
 
-def run_parts(parts: dict[str, list[str]], arguments: Sequence[str], failures: list[str]) -> dict[str, int]:
-    """Run pytest on each part at once; each line is printed under the part's name.
+class Report:
+    """A pytest plugin: counts tests for the progress bar, and keeps a line for each failure."""
 
-    Returns the statuses; the lines that name a failed test are appended to ``failures``.
-    """
-    started = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "pytest", *selection, *arguments],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"COLUMNS": COLUMNS},
-        )
-        for name, selection in parts.items()
-    }
-    readers = [threading.Thread(target=_echo, args=(*item, failures)) for item in started.items()]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    return {name: process.wait() for name, process in started.items()}
+    def __init__(self, progress: Progress, console: Console) -> None:
+        self.failures: list[str] = []
+        self._progress, self._console = progress, console
+        self._total = self._done = 0
+        self._task: TaskID = progress.add_task("collecting", total=None)
+        self._line_due = time.monotonic() + LINE_S
+
+    def start(self) -> None:
+        """Begin another call of pytest, whose tests add to those before."""
+        self._before = self._total
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._expect(len(session.items))
+
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self._expect(len(ids))
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """No letter for a test that passed: the bar moves instead."""
+        return ("passed" if report.when == "call" else "", "", "PASSED") if report.passed else None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failures.append(f"FAILED {report.nodeid} ({report.when}): {_last_line(report)}")
+        if report.when == "teardown":
+            self._done += 1
+            self._show()
+
+    def _expect(self, tests: int) -> None:
+        self._total = self._before + tests
+        self._show()
+
+    def _show(self) -> None:
+        failed = f", {len(self.failures)} failed" if self.failures else ""
+        self._progress.update(self._task, completed=self._done, total=self._total, description=f"tests{failed}")
+        if not self._console.is_terminal and time.monotonic() > self._line_due:
+            self._line_due = time.monotonic() + LINE_S
+            print(f"{self._done} of {self._total} tests{failed}", flush=True)
 
 
-def _echo(name: str, process: subprocess.Popen[str], failures: list[str]) -> None:
-    assert process.stdout is not None, "its output is piped"
-    for line in process.stdout:
-        print(f"{name:>17} | {line.rstrip()}", flush=True)
-        if line.startswith(FAILURES):
-            failures.append(line.rstrip())
+def _last_line(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return (crash.message if crash else report.longreprtext).strip().splitlines()[0][:200]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The first status that is no success, else 0."""
-    begun = time.monotonic()
-    failures: list[str] = []
-    statuses = run_parts(HALVES, arguments, failures) | run_parts(REST, arguments, failures)
-    failed = [f"{name} ended with status {status}" for name, status in statuses.items() if status not in (0, NO_TESTS)]
-    for line in failures:
+def run(tier: Tier, arguments: Sequence[str]) -> int:
+    """1 when a test failed or pytest could not run, else 0."""
+    begun, console = time.monotonic(), Console()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    statuses = []
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        report = Report(progress, console)
+        for part in tier.parts():
+            report.start()
+            statuses.append(pytest.main([*QUIET, *part, *arguments], plugins=[report]))
+    for line in report.failures:
         print(line)
-    print(f"{'; '.join(failed) or 'all tests passed'}, {(time.monotonic() - begun) / 60:.1f} min")
-    return 1 if failed else 0
+    good = all(status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) for status in statuses)
+    print(f"{'all tests passed' if good else 'not all tests passed'}, {(time.monotonic() - begun) / 60:.1f} min")
+    return 0 if good else 1
+
+
+def main(given: Sequence[str]) -> int:
+    """Announce the tier, and run it from the repository's root."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tier", choices=TIERS)
+    options, arguments = parser.parse_known_args(given)
+    tier = TIERS[options.tier]
+    print(f"{tier.what}: about {tier.minutes} minutes on 2 quiet cores", flush=True)
+    os.chdir(ROOT)
+    return run(tier, arguments)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Two full RL steps at the true size of Qwen3-0.6B on this machine, and a check that every phase did its work.
+"""Run two full RL steps at the size of Qwen3-0.6B on this machine, and check that every phase worked.
 
     python tools/smoke.py [--out run/smoke] [--dtype float32] [--data FILE.jsonl] [section.key=value ...]
 
-Makes a model with random weights (make_smoke_model.py), takes real GSM8K questions (--data, or data/gsm8k_train.jsonl
-here or in a directory "shared" beside the checkout) or else the sample beside this file, runs `tools/smoke.toml` on one
-rank, and checks metrics and export. The reward is smoke_reward.py's and means nothing: this shows that the sizes fit
-and the parts work together, not that anything learns. Needs about 19 GiB of memory in float32 and 15 in bfloat16, and
-some minutes. Ends with status 1 and the list of what was wrong.
+Makes a model with random weights (make_smoke_model.py), runs `tools/smoke.toml` on one rank, and checks metrics and
+export. Questions come from GSM8K (--data, or data/gsm8k_train.jsonl in the repository or in a sibling directory
+"shared"), else from tools/smoke_prompts.jsonl. The reward (smoke_reward.py) is meaningless: the run shows that sizes
+fit and parts work together, not that anything learns. It needs some minutes and about 19 GiB of memory in float32, 15
+in bfloat16. On failure it lists the problems and ends with status 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from make_smoke_model import SAMPLE_TEXTS, make_model
 ROOT = Path(__file__).resolve().parents[1]
 GSM8K = [place / "data" / "gsm8k_train.jsonl" for place in (ROOT, ROOT.parent / "shared")]
 NUM_PROMPTS = 64
-MODEL, RUN = "smoke_model", "smoke_run"  # made anew each time, whatever is there; no other run has these names
+MODEL, RUN = "smoke_model", "smoke_run"  # both are replaced on every call
 PHASES = ("rollout", "reward", "gradnorm", "gradient", "optimizer", "push", "step")
 POSITIVE = (*(f"timing_s/{phase}" for phase in PHASES), "gradnorm/sq_mean", "gradnorm/sq_max", "grad_norm", "entropy")
 FINITE = (
@@ -44,7 +44,7 @@ EXIT_USER = 2
 
 
 def main() -> int:
-    """The exit status: the run's own, or 1 when a check fails."""
+    """The exit status: the run's own, or 1 if a check fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("run/smoke"), help="directory for model, prompts and run")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
@@ -52,12 +52,12 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of smoke.toml")
     options = parser.parse_args()
     if options.data is not None and not options.data.is_file():
-        print(f"error: no such file [--data {options.data}]; give GSM8K in JSONL, or leave it out", file=sys.stderr)
+        print(f"error: no such file [--data {options.data}]. Fix: give GSM8K in JSONL, or omit it", file=sys.stderr)
         return EXIT_USER
     texts = next((path for path in [options.data, *GSM8K] if path is not None and path.is_file()), SAMPLE_TEXTS)
     out = options.out.resolve()
     prepare(out, texts, options.dtype)
-    os.chdir(ROOT)  # the reward is named tools.smoke_reward, seen from the repository
+    os.chdir(ROOT)  # the reward's name, tools.smoke_reward, is relative to the repository
 
     overrides = [
         f"run_dir={out / RUN}",
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def prepare(out: Path, texts: Path, dtype: str) -> None:
-    """Model and prompts, freshly made; an earlier smoke run in the same place is removed."""
+    """Make model and prompts; remove an earlier smoke run in the same place."""
     for name in (MODEL, RUN):
         shutil.rmtree(out / name, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def prepare(out: Path, texts: Path, dtype: str) -> None:
 
 
 def run_watched(command: Sequence[str]) -> tuple[int, int]:
-    """(exit status, largest memory in bytes of the process and all its descendants together) of a command."""
+    """Run a command; returns (exit status, peak memory in bytes of the process and its descendants)."""
     peak = 0
     with subprocess.Popen(command) as job:
         while job.poll() is None:
@@ -103,7 +103,7 @@ def run_watched(command: Sequence[str]) -> tuple[int, int]:
 
 
 def tree_bytes(pid: int) -> int:
-    """Resident memory of a process tree, pages that several of them share counted once where the system tells."""
+    """Resident memory of a process tree. Shared pages count once where the system reports PSS."""
     total = 0
     try:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
@@ -112,14 +112,14 @@ def tree_bytes(pid: int) -> int:
     for process in family:
         try:
             memory = process.memory_full_info()
-        except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile, or a zombie
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # the process has ended or is a zombie
             continue
         total += getattr(memory, "pss", memory.rss)
     return total
 
 
 def check_run(run_dir: Path) -> list[str]:
-    """What is wrong with a finished run; empty when all is well."""
+    """Problems of a finished run."""
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     records = [record for record in read_records(run_dir) if record["step"] > 0]
     steps = [record["step"] for record in records]
@@ -135,7 +135,7 @@ def check_run(run_dir: Path) -> list[str]:
 
 
 def check_record(record: dict[str, Any], largest_diff: float) -> list[str]:
-    """What is wrong with one step."""
+    """Problems of one step."""
     problems = [f"{name} is missing" for name in FINITE if name not in record]
     values = {name: record[name] for name in FINITE if name in record}
     problems += [f"{name} = {value} is not finite" for name, value in values.items() if not math.isfinite(value)]
@@ -152,7 +152,7 @@ def check_record(record: dict[str, Any], largest_diff: float) -> list[str]:
 
 
 def show(run_dir: Path) -> None:
-    """The figures of the steps, one a line."""
+    """Print the metrics of all steps, one metric per line."""
     names = [*FINITE, "rollout/logprob_abs_diff", "groups/mixed_fraction", "perf/peak_memory_bytes"]
     records = [record for record in read_records(run_dir) if record["step"] > 0]
     for name in names:
@@ -160,7 +160,7 @@ def show(run_dir: Path) -> None:
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
+    """The records of metrics.jsonl."""
     with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 

@@ -1,7 +1,7 @@
-"""A reward that means nothing and only makes the responses of a group differ.
+"""A meaningless reward that differs between the responses of a group.
 
-A model with random weights never answers a question, so a real reward would be 0 everywhere, every advantage 0, and the
-gradient passes that the smoke run is there to exercise would be skipped.
+A model with random weights never answers a question. A real reward would always be 0, so would every advantage, and the
+smoke run would skip the gradient passes that it must exercise.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ VOWELS = frozenset("aeiouAEIOU")
 
 
 def share_of_vowels(response: str, answer: str, prompt: str) -> float:
-    """Vowels over characters of the response, in [0, 1]; answer and prompt play no part. Example: "banana" -> 0.5."""
+    """Share of vowels in the response, in [0, 1]; answer and prompt are ignored. Example: "banana" -> 0.5."""
     return sum(character in VOWELS for character in response) / max(len(response), 1)

@@ -1,13 +1,17 @@
-"""Kill the rollout engine of real training runs with SIGKILL, again and again, and check that nothing of it is seen.
+"""Kill the rollout engine of real training runs repeatedly with SIGKILL, and check that the results do not change.
 
     python tools/soak.py --kills 30 --json run/soak.json [--ranks 2 1] [--seed 0] [--model DIR]
 
-For each number of ranks: one run that is left alone; runs of a few kills each, in phases and at delays drawn from the
-seed, which must end with status 0 and with the metrics of the first to the last bit (times and restarts aside); and a
-run that allows no restart, which must end with status 1 and say why, within its deadlines. No process, shared memory,
-descriptor or zombie may be left. The task is examples/tiny_cpu's; without --model its model is made first.
-Prints a table; ends with status 1 if anything was wrong. To be run where nothing else is: another program's semaphores
-in /dev/shm look like leaked ones while no process of it has them open.
+For each number of ranks:
+
+- one run is never killed ("unbroken")
+- other runs have a few kills each, in phases and after delays drawn from the seed; they must end with status 0 and with
+  the metrics of the unbroken run, bit for bit (except times and restarts)
+- one run allows no restart; it must end with status 1 within its deadlines and name the cause
+
+No process, shared memory, descriptor or zombie may be left. The task is examples/tiny_cpu; without --model its model is
+made first. Prints a table; ends with status 1 if a check fails. Run it on an otherwise idle machine: semaphores of
+other programs in /dev/shm look leaked while no process has them open.
 """
 
 from __future__ import annotations
@@ -37,40 +41,40 @@ from oblr_megatron.checkpoint.store import checkpoints_of
 ROOT = Path(__file__).resolve().parents[1]
 ROLLOUT, PUSH, IDLE = PHASES = ("rollout", "push", "idle")
 KILLS_A_RUN = 5
-FIRST_STEP = 1  # a run is a step old before its first kill
+FIRST_STEP = 1  # steps before the first kill
 DEADLINES = {"start_timeout_s": 180, "generate_timeout_s": 120, "push_timeout_s": 60}
 DOUBTFUL = ("timing_s/", "perf/", "rollout/restarts")
-"""Metrics that may differ from the unbroken run's."""
+"""Prefixes of metrics that may differ from the unbroken run's."""
 NO_RESTART = ("rollout.max_restarts=0", "checkpoint.export_hf=true")
 POLL_S = 0.0005
-TYPICAL_S = {ROLLOUT: 0.2, PUSH: 0.01, IDLE: 0.2}  # delays are drawn up to these, or what the unbroken run took
+TYPICAL_S = {ROLLOUT: 0.2, PUSH: 0.01, IDLE: 0.2}  # upper bounds of delays, unless the unbroken run measured them
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One planned death. Example: Kill(step=3, phase="push", delay=0.004): that long after step 3's push began."""
+    """One planned kill. Example: Kill(step=3, phase="push", delay=0.004) kills 4 ms after the start of that push."""
 
-    step: int  # steps that are done by then
+    step: int  # completed steps at the time of the kill
     phase: str
     delay: float  # seconds
 
 
 @dataclass(slots=True)
 class Run:
-    """How one run went, and what was wrong with it."""
+    """One run and its problems."""
 
     name: str
     ranks: int
-    status: int | None = None  # None: it did not end within its limit
+    status: int | None = None  # exit status; None: past its time limit
     seconds: float = 0.0
     restarts: int = 0
-    hits: list[str] = field(default_factory=list)  # phases that the kills fell into
+    hits: list[str] = field(default_factory=list)  # phase of each kill
     problems: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Where the model and the data are, and how large a step is."""
+    """Model, data, output directory and overrides of all runs."""
 
     model: Path
     data: Path
@@ -79,7 +83,7 @@ class Task:
 
 
 def main() -> int:
-    """0 when every run did what it must."""
+    """0 if every run passes its checks, else 1."""
     options = _parser().parse_args()
     os.chdir(ROOT)  # the config's paths are relative to the repository
     with TemporaryDirectory(prefix="oblr-soak-") as scratch:
@@ -92,7 +96,7 @@ def main() -> int:
         write_json(options.json, runs, hits_of(runs))
     missed = set(PHASES) - set(hits_of(runs)) if options.kills >= len(PHASES) else set()
     for phase in sorted(missed):
-        print(f"error: no kill fell into {phase}", file=sys.stderr)
+        print(f"error: no kill happened in phase {phase}", file=sys.stderr)
     problems = [f"{run.name}: {problem}" for run in runs for problem in run.problems]
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
@@ -101,32 +105,32 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=30, help="over all runs")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1], help="numbers of trainer ranks, by turns")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--model", type=Path, help="Hugging Face directory of examples/tiny_cpu/prepare.py")
-    parser.add_argument("--data", type=Path, help="directory of its train.jsonl; by default the one above the model")
+    parser.add_argument("--kills", type=int, default=30, help="total over all runs")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1], help="numbers of trainer ranks")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory from examples/tiny_cpu/prepare.py")
+    parser.add_argument("--data", type=Path, help="directory of train.jsonl (default: the model's parent)")
     parser.add_argument("--out", type=Path, help="keep the runs' directories here")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--no-limit-run", action="store_true", help="leave out the runs that allow no restart")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--no-limit-run", action="store_true", help="skip the runs that allow no restart")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the runs' config")
     return parser
 
 
 def prepare(out: Path) -> Path:
-    """The demo's data and a model that was hardly warm-started; the model's directory."""
+    """Make the demo's data and a briefly warm-started model; returns the model's directory."""
     command = [sys.executable, "examples/tiny_cpu/prepare.py", "--out", str(out), "--steps", "60"]
     subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
     return out / "model"
 
 
 def soak(task: Task, ranks: Sequence[int], kills: int, seed: int, *, limit: bool) -> list[Run]:
-    """All runs, in order; the kills are shared out over the numbers of ranks."""
+    """Do all runs, in order. The kills are divided over the numbers of ranks."""
     runs = []
     for position, count in enumerate(ranks):
         share = kills * (position + 1) // len(ranks) - kills * position // len(ranks)
         most = min(share, KILLS_A_RUN)
-        steps = FIRST_STEP + 3 * most + 3  # some for moments that are missed, and one to look at when all is over
+        steps = FIRST_STEP + 3 * most + 3  # spare steps for missed moments and for the final check
         unbroken = start(task, f"{count} ranks, unbroken", count, steps, [])
         runs.append(unbroken)
         expected = metrics_of(task.out, unbroken.name)
@@ -145,7 +149,7 @@ def soak(task: Task, ranks: Sequence[int], kills: int, seed: int, *, limit: bool
 
 
 def plan_kills(count: int, expected: list[dict[str, Any]], draw: random.Random, offset: int) -> list[Kill]:
-    """One kill a step, the phases by turns, each at a random moment of its phase's usual length."""
+    """One kill per step, phases in turn, each after a random delay within the phase's usual length."""
     usual = TYPICAL_S | {
         phase: min(record[f"timing_s/{phase}"] for record in expected if f"timing_s/{phase}" in record)
         for phase in (ROLLOUT, PUSH)
@@ -158,7 +162,7 @@ def plan_kills(count: int, expected: list[dict[str, Any]], draw: random.Random, 
 
 
 def start(task: Task, name: str, ranks: int, steps: int, plan: Sequence[Kill], *overrides: str) -> Run:
-    """One training run, its engine killed as planned, watched until nothing of it is left."""
+    """Do one training run, kill its engine as planned, and check that nothing is left behind."""
     run, run_dir = Run(name, ranks), directory(task.out, name)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     phase_file = run_dir.with_suffix(".phase")
@@ -190,19 +194,19 @@ def start(task: Task, name: str, ranks: int, steps: int, plan: Sequence[Kill], *
 def watch(
     job: subprocess.Popen[bytes], family: Family, phase_file: Path, plan: list[Kill], run: Run, limit: float
 ) -> None:
-    """Follow the run's phases and kill as planned; compare what it holds before the first kill and after the last."""
+    """Follow the run's phases and kill as planned; compare its resources before the first and after the last kill."""
     first: Holdings | None = None
     last: Holdings | None = None
     looked_at, before, settled = -1, "", True
     victims: list[psutil.Process] = []
     while job.poll() is None and time.monotonic() < limit:
         phase, step = read_phase(phase_file)
-        settled = settled or (before == ROLLOUT and phase != ROLLOUT)  # what was killed has been replaced
+        settled = settled or (before == ROLLOUT and phase != ROLLOUT)  # the killed engine has been replaced
         before = phase
         if phase == ROLLOUT and step != looked_at and step >= FIRST_STEP:
             looked_at = step
             family.look()
-            victims = family.engines()  # here, since it takes longer than a push of a tiny model
+            victims = family.engines()  # looked up here, since the lookup takes longer than a push of a tiny model
             last = family.holdings() if settled else last
             first = first or last
         if plan and step >= plan[0].step and _kind(phase) == plan[0].phase and victims:
@@ -212,7 +216,7 @@ def watch(
                 victims.pop().kill()
                 settled = False
                 run.hits.append(plan.pop(0).phase)
-            else:  # the phase was over sooner than it usually is: again in the next step
+            else:  # the phase was shorter than usual: try again in the next step
                 plan[0] = Kill(step + 1, plan[0].phase, plan[0].delay / 2)
         time.sleep(POLL_S)
     if first is not None and last is not None:
@@ -220,34 +224,34 @@ def watch(
             if now > was:
                 run.problems.append(f"the trainer holds {now} {name} at the end, {was} before the first kill")
     if plan:
-        run.problems.append(f"{len(plan)} planned kills did not take place")
+        run.problems.append(f"{len(plan)} planned kills did not happen")
 
 
 def check_metrics(run: Run, found: list[dict[str, Any]], expected: list[dict[str, Any]], kills: int) -> None:
-    """A run whose engine was killed ends well, with the metrics of the run that was left alone."""
+    """Check that a run with kills ended with status 0 and with the unbroken run's metrics."""
     if run.status != 0:
         run.problems.append(f"ended with status {run.status}")
     run.restarts = sum(int(record.get("rollout/restarts", 0)) for record in found)
     if run.restarts != kills:
         run.problems.append(f"{run.restarts} restarts after {kills} kills")
     if [certain(record) for record in found] != [certain(record) for record in expected]:
-        run.problems.append("its metrics are not those of the unbroken run")
+        run.problems.append("its metrics differ from the unbroken run's")
 
 
 def check_ending(run: Run, out: Path) -> None:
-    """A run that may not restart its engine saves its state, names the cause in one line, and ends with status 1."""
+    """Check that a run without restarts saved its state, named the cause in one line, and ended with status 1."""
     if run.status != 1:
         run.problems.append(f"ended with status {run.status}, not 1")
     log = directory(out, run.name).with_suffix(".log").read_text(encoding="utf-8", errors="replace")
     lines = [line for line in log.splitlines() if line.startswith("error: rank")]
     if not lines or not all("was ended by SIGKILL while rank 0 waited for" in line for line in lines):
-        run.problems.append(f"does not say why it ended: {lines or log[-300:]}")
+        run.problems.append(f"does not name the cause: {lines or log[-300:]}")
     if not checkpoints_of(directory(out, run.name)):
         run.problems.append("did not save its state")
 
 
 def command_line(task: Task, run_dir: Path, ranks: int, steps: int, overrides: Sequence[str]) -> list[str]:
-    """Of a run on so many ranks."""
+    """The command of a run."""
     given = settings(task, run_dir, steps, checkpoint__export_hf="false", checkpoint__every_steps=0)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     script = ["tools/soak_rank.py", "examples/tiny_cpu/config.toml"]
@@ -255,7 +259,7 @@ def command_line(task: Task, run_dir: Path, ranks: int, steps: int, overrides: S
 
 
 def settings(task: Task, run_dir: Path, steps: int, **more: object) -> list[str]:
-    """Overrides of the demo's config; `more` names keys with "__" for the dot."""
+    """Overrides of the demo's config; keys of `more` have "__" for the dot."""
     values: dict[str, object] = {
         "run_dir": run_dir,
         "model.path": task.model,
@@ -263,7 +267,7 @@ def settings(task: Task, run_dir: Path, steps: int, **more: object) -> list[str]
         "num_steps": steps,
         "evaluate.every_steps": 0,
         "evaluate.data": "{}",
-        "gradnorm.mode": "bookkeep",  # what the runs would choose could depend on the memory that is free
+        "gradnorm.mode": "bookkeep",  # mode "auto" would depend on the free memory
         "log.console": "plain",
         "log.tensorboard": "false",
         **{f"rollout.{name}": value for name, value in DEADLINES.items()},
@@ -273,7 +277,7 @@ def settings(task: Task, run_dir: Path, steps: int, **more: object) -> list[str]
 
 
 def environment() -> dict[str, str]:
-    """Without what a surrounding torchrun may have set."""
+    """The environment without the variables of a surrounding torchrun."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         ours.pop(name, None)
@@ -281,7 +285,7 @@ def environment() -> dict[str, str]:
 
 
 def read_phase(path: Path) -> tuple[str, int]:
-    """(phase, steps done) of a run; ("", -1) before its first phase."""
+    """(phase, completed steps) of a run; ("", -1) before its first phase."""
     phase, _, step = path.read_text(encoding="utf-8").strip().partition(" ")
     return phase, int(step or -1)
 
@@ -291,28 +295,28 @@ def _kind(phase: str) -> str:
 
 
 def directory(out: Path, name: str) -> Path:
-    """Of a run's files."""
+    """The directory of a run."""
     return out / name.replace(", ", "-").replace(" ", "_")
 
 
 def metrics_of(out: Path, name: str) -> list[dict[str, Any]]:
-    """The steps of a run, as far as it came."""
+    """The logged steps of a run."""
     path = directory(out, name) / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def certain(record: dict[str, Any]) -> dict[str, Any]:
-    """A step's metrics without those that may differ."""
+    """A step's metrics, except those that may differ."""
     return {name: value for name, value in record.items() if not name.startswith(DOUBTFUL)}
 
 
 def hits_of(runs: Sequence[Run]) -> Counter[str]:
-    """How many kills fell into each phase."""
+    """Number of kills per phase."""
     return Counter(phase for run in runs for phase in run.hits)
 
 
 def table(runs: Sequence[Run]) -> str:
-    """One line a run, and how many kills fell into each phase."""
+    """One line per run, then the number of kills per phase."""
     lines = [f"{'run':24} {'status':>6} {'seconds':>8} {'restarts':>8}  killed in"]
     for run in runs:
         verdict = "" if not run.problems else f"  WRONG: {'; '.join(run.problems)}"
@@ -325,7 +329,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def write_json(path: Path, rows: Sequence[Any], kills: Mapping[str, int]) -> None:
-    """{"machine":, "date":, "rows": [one for each run], "kills": {where: count}}; the rows are dataclasses."""
+    """Write {"machine":, "date":, "rows": [one per run], "kills": {moment: count}}; rows are dataclasses."""
     record = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": datetime.now(UTC).date().isoformat(),

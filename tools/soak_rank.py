@@ -1,4 +1,4 @@
-"""One rank of a training run that writes its phase where tools/soak.py reads it; else as `oblr_megatron.train`.
+"""Run `oblr_megatron.train` on one rank and write its current phase to a file, which tools/soak.py reads.
 
 SOAK_PHASE=FILE python tools/soak_rank.py CONFIG.toml [section.key=value ...]
 """
@@ -13,13 +13,13 @@ from oblr_megatron.observe.console import Display
 from oblr_megatron.train import main
 
 FIELD = 64
-"""Bytes of the file: "rollout 3" and spaces, the phase and the steps that are done."""
+"""Bytes of the file: the phase, the completed steps, padding. Example: "rollout 3" and spaces."""
 BETWEEN = "-"
-"""Stands for the time between two phases."""
+"""Written between two phases."""
 
 
 def tell_phases(path: Path) -> None:
-    """Have every display write the phase that begins, in place, so that a reader never finds half of it."""
+    """Make every Display write the phase that begins, in one write, so that a reader never sees part of it."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT)
     show = Display.phase
 

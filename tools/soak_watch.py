@@ -1,4 +1,4 @@
-"""What a run may leave behind, and a look at it from outside: processes, shared memory, descriptors, zombies."""
+"""Find what a run leaves behind, from outside: processes, shared memory, descriptors, zombies."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ ENGINE = "oblr_megatron.engine.worker"
 RANK = "soak_rank.py"
 SHARED_MEMORY = Path("/dev/shm")
 PUSH_BUFFER = "memfd:oblr-weights"
-GRACE_S = 15.0  # for the last processes to end after the run has
+GRACE_S = 15.0  # time for the last processes to end after the run
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What the trainer's ranks hold at a moment. Example: Holdings(descriptors=81, buffers=2, zombies=0)"""
+    """Resources that the trainer's ranks hold. Example: Holdings(descriptors=81, buffers=2, zombies=0)"""
 
     descriptors: int
     buffers: int  # descriptors of memory shared with an engine
-    zombies: int  # children that ended and were not reaped
+    zombies: int  # children that have ended but were not reaped
 
 
 @dataclass
 class Family:
-    """Every process a run has started, as far as it was looked at in time."""
+    """The processes that a run has started, as seen at each `look`."""
 
     root: psutil.Process
     seen: dict[int, psutil.Process] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Remember the processes there are now."""
+        """Record the current processes."""
         for process in [self.root, *_children(self.root)]:
             self.seen.setdefault(process.pid, process)
 
     def engines(self) -> list[psutil.Process]:
-        """Engine processes that run now."""
+        """Current engine processes."""
         return [process for process in _children(self.root) if ENGINE in _command(process)]
 
     def holdings(self) -> Holdings:
-        """Summed over the trainer's ranks."""
+        """Current resources, summed over the trainer's ranks."""
         links = zombies = buffers = 0
         for rank in [self.root, *_children(self.root)]:
             command = _command(rank)
@@ -56,18 +56,18 @@ class Family:
         return Holdings(links, buffers, zombies)
 
     def left_over(self) -> list[psutil.Process]:
-        """Processes that outlive the run by more than a moment."""
+        """Processes that still run GRACE_S after the run."""
         _, alive = psutil.wait_procs(list(self.seen.values()), timeout=GRACE_S)
         return alive
 
 
 def shared_memory_names() -> set[str]:
-    """What lies in /dev/shm."""
+    """Names in /dev/shm."""
     return {path.name for path in SHARED_MEMORY.iterdir()}
 
 
 def leaked(names: Iterable[str]) -> list[str]:
-    """Those of the names that stay although no living process holds them: another program's are in use, or go soon."""
+    """The names that remain although no process holds them. Other programs' files are in use or disappear soon."""
     end = time.monotonic() + GRACE_S
     left = sorted(names)
     while left and time.monotonic() < end:
@@ -88,7 +88,7 @@ def _children(process: psutil.Process, *, recursive: bool = True) -> list[psutil
 def _command(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
-    except psutil.Error:  # ended meanwhile
+    except psutil.Error:  # the process has ended
         return ""
 
 
@@ -102,7 +102,7 @@ def _is_zombie(process: psutil.Process) -> bool:
 def _descriptors(pid: int) -> list[str]:
     try:
         links = [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]
-    except OSError:  # ended meanwhile, or another user's
+    except OSError:  # the process has ended or belongs to another user
         return []
     return [target for link in links if (target := _target(link))]
 
@@ -110,13 +110,13 @@ def _descriptors(pid: int) -> list[str]:
 def _target(link: str) -> str:
     try:
         return os.readlink(link)
-    except OSError:  # closed meanwhile
+    except OSError:  # closed since
         return ""
 
 
 def _mapped(pid: int) -> list[str]:
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
-    except OSError:  # as above
+    except OSError:  # the process has ended or belongs to another user
         return []
     return [line.split(maxsplit=5)[-1] for line in lines if str(SHARED_MEMORY) in line]

@@ -1,7 +1,7 @@
-"""Commands and whole runs without the seconds that each of their processes imports for: forked ranks call `main`.
+"""Run commands and whole training runs in forked processes, which saves the seconds of imports per process.
 
-What a user starts is `run(torchrun(...))` of conftest.py; here only the launcher and the interpreter's start are left
-out. Engines, judges and files are those of any run.
+Users start `run(torchrun(...))` of conftest.py. Here forked ranks call `main` directly, without the launcher and a new
+interpreter. Engines, reward workers and files are the same.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ Main = Callable[[list[str]], int]
 
 
 def forked(ranks: int, arguments: list[str], **variables: str) -> CompletedProcess[str]:
-    """As `run(torchrun(ranks, arguments))`, with these environment variables; the status is the highest of the ranks'.
+    """Like `run(torchrun(ranks, arguments))`, with these environment variables; the status is the ranks' maximum.
 
     Raises:
-        RankError: a rank ended with an exception, was killed, or was not done before the deadline.
+        RankError: a rank raised an exception, was killed, or passed the deadline.
     """
-    return _call(train.main, ranks, [CONFIG, *arguments], variables)
+    return call_forked(train.main, ranks, [CONFIG, *arguments], variables)
 
 
 def forked_cli(arguments: list[str], **variables: str) -> CompletedProcess[str]:
-    """As `run([python, "-m", "oblr_megatron.cli", *arguments])`."""
-    return _call(cli.main, 1, arguments, variables)
+    """Like `run([python, "-m", "oblr_megatron.cli", *arguments])`."""
+    return call_forked(cli.main, 1, arguments, variables)
 
 
-def _call(main: Main, ranks: int, arguments: list[str], variables: dict[str, str]) -> CompletedProcess[str]:
+def call_forked(main: Main, ranks: int, arguments: list[str], variables: dict[str, str]) -> CompletedProcess[str]:
+    """`main(arguments)` on forked ranks, from the repository's root; `main` must be picklable by name."""
     with TemporaryDirectory() as directory:
         statuses = run_ranks(_rank, ranks, main, arguments, variables, directory, deadline_s=LIMIT_S)
         said = [
@@ -47,18 +48,18 @@ def _call(main: Main, ranks: int, arguments: list[str], variables: dict[str, str
 
 
 def _rank(main: Main, arguments: list[str], variables: dict[str, str], directory: str) -> int:
-    """One rank: what it and the processes it starts say goes to files of its own."""
+    """Run one rank. Its output and that of its child processes go to the rank's own files."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number, name in enumerate(("out", "err"), start=1):
         os.dup2(os.open(Path(directory) / f"{name}{rank}", os.O_WRONLY | os.O_CREAT, 0o600), number)
     os.chdir(ROOT)
     os.environ |= variables | {"OMP_NUM_THREADS": "1"}
     if world_size == 1:
-        dist.destroy_process_group()  # as without torchrun
+        dist.destroy_process_group()  # a single rank runs without torchrun
     else:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ |= {key: str(value) for key, value in numbers.items()}
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks have met already
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks have done their rendezvous
     try:
         return main(arguments)
     except SystemExit as error:

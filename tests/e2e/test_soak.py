@@ -1,4 +1,4 @@
-"""The soak with one kill in each phase: real training runs on two ranks, their engine killed with SIGKILL.
+"""The soak with one kill per phase: real training runs on two ranks, with engines killed by SIGKILL.
 
 Not covered: many kills at many moments (python tools/soak.py --kills 30), deaths of ranks (test_train.py).
 """
@@ -16,11 +16,11 @@ from tests.e2e.conftest import run
 LIMIT_S = 590
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_a_run_whose_engine_is_killed_in_every_phase_is_as_one_left_alone(tmp_path: Path, tiny: Path) -> None:
-    """Same metrics to the last bit and a restart for each kill; without restarts status 1; nothing left behind."""
+def test_engine_kills_in_every_phase_do_not_change_a_run(tmp_path: Path, tiny: Path) -> None:
+    """Metrics are equal bit for bit with one restart per kill; without restarts status 1; nothing is left behind."""
     report = tmp_path / "soak.json"
     command = [sys.executable, "tools/soak.py", "--kills", "3", "--ranks", "2", "--json", str(report)]
     sizes = ["num_prompts=16", "group_size=4"]

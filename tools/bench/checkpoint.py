@@ -1,13 +1,17 @@
-"""What saving and resuming a run costs, against a plain copy of the checkpoint's files.
+"""Measure saving and loading a checkpoint against a plain copy of its files.
 
     python tools/bench/checkpoint.py --json run/bench/checkpoint.json     six layers of Qwen3-0.6B's sizes in bf16, Adam
     python tools/bench/checkpoint.py --layers 2 --vocab 4096              the same in seconds
 
-One rank. `copy` is shutil.copyfile and fsync of all files of a checkpoint. `blocked` is what the step loop waits for a
-save that goes on in the background: the copy of the state in host memory. `save` is the whole of it, until the
-checkpoint has its name: copy, files, fsync, checksums read back. `load` is checksums and the state in its place. All
-that is read is in the page cache. `ratio_to_copy` is the median over rounds of the copy's time to a row's, both of the
-same round: 1 is the speed of a copy, and more is better.
+Runs on one rank. All reads come from the page cache. Rows:
+
+- copy: shutil.copyfile and fsync of all files of a checkpoint
+- blocked: time that the step loop waits for a background save, that is, for the copy of the state to host memory
+- save: the whole save until the checkpoint is committed: copy, files, fsync, checksums read back
+- load: checksums, and the state restored
+
+`ratio_to_copy` is the median over rounds of (copy's time / row's time) in one round: 1 is the speed of a copy, more is
+better.
 """
 
 from __future__ import annotations
@@ -42,17 +46,17 @@ from oblr_megatron.model.qwen3 import build_policy
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way. Example: Row(what="save", bytes=2_100_000_000, rounds=5, seconds=3.1, ratio_to_copy=0.6)"""
+    """One operation. Example: Row(what="save", bytes=2_100_000_000, rounds=5, seconds=3.1, ratio_to_copy=0.6)"""
 
     what: str
-    bytes: int  # of the checkpoint's files
+    bytes: int  # size of the checkpoint's files
     rounds: int
     seconds: float  # median
-    ratio_to_copy: float  # median of the ratios of each round
+    ratio_to_copy: float  # median over rounds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, write the figures."""
+    """Measure, print the table, write the results."""
     options = parse_options(arguments, __doc__, layers=6, vocab=32_768)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
@@ -61,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(directory: Path, options: argparse.Namespace) -> list[Row]:
-    """Every way once a round, each after the disk has come to rest, and one round before that is not counted."""
+    """Measure every operation once per round, each after a sync. The first round is not counted."""
     model, _ = make_directory(directory / "model", options)
     config = config_of(model, directory / "run", options.dtype)
     parallel = initialize(config.parallel)
@@ -96,20 +100,20 @@ def measure(directory: Path, options: argparse.Namespace) -> list[Row]:
 
 
 def config_of(model: Path, run_dir: Path, dtype: str) -> Config:
-    """A run's, as far as checkpoints go."""
+    """The config of a run with checkpoints."""
     table = {"run_dir": str(run_dir), "model": {"path": str(model), "dtype": dtype}, "data": {"train": "unused"}}
     return parse_config(table | {"checkpoint": {"keep_last": 1}})
 
 
 def load(path: Path, policy: object, optimizer: object) -> None:
-    """As `--resume` does it."""
+    """Load a checkpoint as `--resume` does."""
     manifest = read_manifest(path)
     check_contents(path, manifest, manifest.files)
     load_training_state(policy, optimizer, path)  # type: ignore[arg-type]
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """By the clock."""
+    """Wall-clock time of a call."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin

@@ -1,13 +1,16 @@
-"""What a conversion costs: Hugging Face -> torch_dist and back, against a plain copy of the same files.
+"""Measure conversions, Hugging Face -> torch_dist and back, against a plain copy of the same files.
 
     python tools/bench/convert.py --json run/bench/convert.json    Qwen3-0.6B's shape in bf16, 1.2 GB; minutes
     python tools/bench/convert.py --layers 2 --vocab 4096          the same in seconds
 
-`copy` is shutil.copyfile and fsync of the weight files. `to-megatron` reads them, writes a checkpoint, brings it to
-the disk and reads it back for its checksums; `to-hf` checks the checksums, reads the checkpoint, writes the weight
-files and brings them to the disk. All that is read is in the page cache. `ratio_to_copy` is the median over rounds of
-the copy's time to a row's, both of the same round: 1 is the speed of a copy, and more is better. `peak_bytes` is
-resident memory over what the process held before, libraries loaded.
+All reads come from the page cache. Rows:
+
+- copy: shutil.copyfile and fsync of the weight files
+- to-megatron: read the weights, write and fsync a checkpoint, read it back for its checksums
+- to-hf: verify the checksums, read the checkpoint, write and fsync the weight files
+
+`ratio_to_copy` is the median over rounds of (copy's time / row's time) in one round: 1 is the speed of a copy, more is
+better. `peak_bytes` is the growth of resident memory, with libraries already loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ WEIGHTS = "*.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way.
+    """Results of one direction.
 
     Example: Row(direction="to-hf", dtype="bfloat16", bytes=1192099840, rounds=5, seconds=2.1, gb_per_s=0.57,
                  ratio_to_copy=0.45, peak_bytes=650000000)
@@ -48,16 +51,16 @@ class Row:
 
     direction: str
     dtype: str
-    bytes: int  # of the tensors
+    bytes: int  # size of the tensors
     rounds: int
     seconds: float  # median
     gb_per_s: float  # 10^9 bytes
-    ratio_to_copy: float  # median of the ratios of each round
-    peak_bytes: int  # largest of all rounds
+    ratio_to_copy: float  # median over rounds
+    peak_bytes: int  # maximum over rounds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, write the figures."""
+    """Measure, print the table, write the results."""
     options = parse_options(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
@@ -69,21 +72,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_options(
     arguments: Sequence[str] | None, about: str | None = __doc__, layers: int = 28, vocab: int = 151_936
 ) -> argparse.Namespace:
-    """The command line; of a benchmark that says `about` itself, with these sizes where none are given."""
+    """Parse the command line of a benchmark described by `about`, with these default sizes."""
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--layers", type=int, default=layers, help="of Qwen3-0.6B's sizes")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--layers", type=int, default=layers, help="number of layers with Qwen3-0.6B's sizes")
     parser.add_argument("--vocab", type=int, default=vocab)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--dir", type=Path, help="write in a directory below this one; by default the system's for them"
-    )
+    parser.add_argument("--dir", type=Path, help="parent of the temporary directory (default: the system's)")
     return parser.parse_args(arguments)
 
 
 def make_directory(path: Path, options: argparse.Namespace) -> tuple[Path, int]:
-    """A Hugging Face directory of the shape asked for, and the bytes of its tensors."""
+    """Write a Hugging Face directory of the given shape; returns (path, bytes of its tensors)."""
     tokenizer = train_tokenizer(SAMPLE_TEXTS)
     config = qwen3_0_6b(tokenizer, options.dtype)
     layers = ["full_attention"] * options.layers
@@ -96,7 +97,7 @@ def make_directory(path: Path, options: argparse.Namespace) -> tuple[Path, int]:
 
 
 def measure(model: Path, directory: Path, num_bytes: int, options: argparse.Namespace) -> list[Row]:
-    """Every way once a round, each after the disk has come to rest, and one round before that is not counted."""
+    """Measure every direction once per round, each after a sync. The first round is not counted."""
     checkpoint = directory / "checkpoint"
     ways: dict[str, tuple[Path, Callable[[], object]]] = {
         COPY: (directory / "copy", partial(copy_files, model, directory / "copy", WEIGHTS)),
@@ -130,7 +131,7 @@ def measure(model: Path, directory: Path, num_bytes: int, options: argparse.Name
 
 
 def timed(way: Callable[[], object], meter: Meter) -> tuple[float, int]:
-    """Seconds, and resident memory at the fullest moment over what was resident before."""
+    """(seconds, growth of peak resident memory in bytes) of one call."""
     return_freed_memory()
     reset = reset_resident_peak()
     before = resident_peak()
@@ -139,7 +140,7 @@ def timed(way: Callable[[], object], meter: Meter) -> tuple[float, int]:
 
 
 def copy_files(source: Path, target: Path, pattern: str = "*") -> None:
-    """Copy the files that match, those in subdirectories as well, and bring them to the disk."""
+    """Copy and fsync the matching files, including those in subdirectories."""
     for file in (path for path in source.rglob(pattern) if path.is_file()):
         copy = target / file.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""How long a run waits for its data: reading, duplicates, overlaps, templates and tokens, and what is then held.
+"""Measure how long a run takes to open its data (reading, deduplication, overlaps, templates, tokens), and its memory.
 
     python tools/bench/data.py --train dapo.jsonl gsm8k_train.jsonl --exclude gsm8k_test.jsonl --tokenizer MODEL_DIR
 
-Without --tokenizer, one of 16,000 byte-level BPE tokens is trained on the spot from the training rows.
+Without --tokenizer, a byte-level BPE tokenizer of 16,000 tokens is trained on the training rows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from oblr_megatron.data.rows import plain_text, read_rows
 
 
 def main() -> None:
-    """Print seconds, rows and resident memory of every way of opening the sources."""
+    """Print seconds, rows and resident memory for each way to open the sources."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--train", nargs="+", required=True, metavar="PATH", help="training sources")
-    parser.add_argument("--exclude", nargs="*", default=[], metavar="PATH", help="benchmarks to keep out")
+    parser.add_argument("--exclude", nargs="*", default=[], metavar="PATH", help="benchmarks to exclude")
     parser.add_argument("--tokenizer", metavar="DIR", help="Hugging Face directory")
     options = parser.parse_args()
     plain = DataConfig.model_validate({"train": options.train, "deduplicate": False})
     tokenizer = _tokenizer(options.tokenizer, plain)
-    for _ in _opened(plain, tokenizer):  # imports, and the tokenizer's threads
+    for _ in _opened(plain, tokenizer):  # warm up: imports and the tokenizer's threads
         pass
     cases = {
         "as they are": {},
@@ -38,7 +38,7 @@ def main() -> None:
     }
     for name, changes in cases.items():
         for seconds, stream in _opened(DataConfig.model_validate({**plain.model_dump(), **changes}), tokenizer):
-            print(f"{name}: {seconds:.1f} s, {len(stream)} prompts, {stream.num_skipped} rows left out")
+            print(f"{name}: {seconds:.1f} s, {len(stream)} prompts, {stream.num_skipped} rows skipped")
     print(f"peak resident memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 
 

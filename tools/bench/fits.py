@@ -1,4 +1,4 @@
-"""How a cost grows: exponents of a power law by least squares on logarithms.
+"""Fit a power law to costs, by least squares on logarithms.
 
 cost = c * G^g * T^t * P^p      ->      log cost = log c + g log G + t log T + p log P
 """
@@ -14,22 +14,22 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A power law, and how well it holds.
+    """A fitted power law.
 
-    Example, a pass that costs 2 us for each sample, token and million parameters, seen at 7 points:
+    Example, from 7 points of a pass that costs 2 us per sample, token and million parameters:
         Fit(exponents={"samples": 1.0, "tokens": 1.0, "parameters": 1.0}, factor=2e-12, r_squared=1.0, points=7)
     """
 
-    exponents: dict[str, float]  # by variable; NaN for one that does not vary
+    exponents: dict[str, float]  # by variable; NaN for a variable that does not vary
     factor: float  # c
-    r_squared: float  # of the logarithms; NaN where the cost does not vary
-    points: int  # costs above 0, the only ones that have a logarithm
+    r_squared: float  # of the logarithms; NaN if the cost does not vary
+    points: int  # number of costs above 0; only these have a logarithm
 
 
 def power_law(costs: Sequence[float], variables: Mapping[str, Sequence[float]]) -> Fit:
-    """Fit costs [n] by variables, each [n] and positive; points whose cost is not above 0 are left out.
+    """Fit costs [n] as a power law of the variables, each [n] and positive. Costs of 0 or less are skipped.
 
-    Fewer points than unknowns give NaN throughout: a fit that must pass through its points says nothing.
+    All results are NaN unless there are more points than unknowns, since such a fit passes through its points.
     """
     kept = [index for index, cost in enumerate(costs) if cost > 0]
     logs = {name: [math.log(values[index]) for index in kept] for name, values in variables.items()}

@@ -1,8 +1,8 @@
-r"""Every gold answer of the benchmarks against itself, in other spellings, and against what is almost the same.
+r"""Check the verifier on all gold answers of the benchmarks: against themselves, other spellings, and near misses.
 
-    python tools/bench/golds.py --json run/bench/golds.json     27,000 golds, a minute
+    python tools/bench/golds.py --json run/bench/golds.json     27,000 gold answers, one minute
 
-Every exception is printed, and explained in docs/verifier.md.
+Prints every exception. docs/verifier.md explains them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from oblr_megatron.rewards.math import DEADLINE_S, MathReward
 from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
 from oblr_megatron.types import Prompt, Sample
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"  # beside the checkout
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"  # a sibling of the repository
 SETS = ("gsm8k_train", "gsm8k_test", "math500", "olympiadbench", "dapo_math_17k")
 
-Entry = dict[str, Any]  # a line of a set: "answer", and what else it has
+Entry = dict[str, Any]  # a line of a set: "answer" and further keys
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of text over one set.
+    """Results for one kind of text on one set.
 
     Example: Row(set="math500", texts="perturbed", expected="unequal", count=3451, exceptions=2, rate=0.9994)
     """
@@ -40,14 +40,14 @@ class Row:
     expected: str
     count: int
     exceptions: int
-    rate: float  # of those judged as expected
+    rate: float  # share of right decisions
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Judge, print the table and the exceptions, write the figures."""
+    """Score, print the table and the exceptions, write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, default=DATA, help="directory of the sets, JSONL")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
     for name in SETS:
@@ -61,12 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rate = 1 - len(wrong) / len(cases)
             rows.append(Row(name, texts, "equal" if equal else "unequal", len(cases), len(wrong), rate))
             for gold, text in wrong:
-                print(f"{name}, {texts}: {text!r} is {'not ' if equal else ''}judged equal to {gold!r}")
+                print(f"{name}, {texts}: {text!r} is {'not ' if equal else ''}accepted as {gold!r}")
     publish(rows, "gold answers", options.json)
 
 
 def exceptions(cases: Sequence[tuple[str, str]], extraction: str, *, equal: bool) -> list[tuple[str, str]]:
-    """Those (gold, response) whose verdict is not the expected one."""
+    """The (gold, response) pairs that the verifier decides wrongly."""
     prompts = [Prompt(q, f"p{q}", "", (q,), gold, "golds") for q, (gold, _) in enumerate(cases)]
     samples = [Sample(q, (q,), (1,), (0.0,), text, "stop", 0) for q, (_, text) in enumerate(cases)]
     with MathReward(EXTRACTIONS[extraction], num_workers=2, deadline_s=DEADLINE_S) as reward:
@@ -75,12 +75,12 @@ def exceptions(cases: Sequence[tuple[str, str]], extraction: str, *, equal: bool
 
 
 def itself(entry: Entry) -> list[str]:
-    """The gold in a box."""
+    """The gold answer in a box."""
     return [f"so \\boxed{{{entry['answer']}}}."]
 
 
 def respelled(entry: Entry) -> list[str]:
-    r"""As models write: \dfrac, \left and \right, braces around, a full stop, spaces around signs; numbers in full."""
+    r"""Spellings that models use: \dfrac, \left and \right, braces, a full stop, spaces at signs, other numerals."""
     answer = entry["answer"]
     spelled = re.sub(r"\\frac(?![a-z])", r"\\dfrac", answer)
     spelled = spelled if "left" in spelled else re.sub(r"(?<!\\)([(\[])", r"\\left\1", spelled)
@@ -101,30 +101,30 @@ def respelled(entry: Entry) -> list[str]:
 
 
 def raw(entry: Entry) -> list[str]:
-    """The benchmark's own spelling, with its unit where it states one."""
+    """The benchmark's own spelling, with its unit if it has one."""
     answer = entry.get("answer_raw") or ""
     unit = entry.get("unit")
     return _boxes([answer, *([f"{answer} \\text{{{unit}}}"] if unit and "$" not in unit else [])] if answer else [])
 
 
 def solution(entry: Entry) -> list[str]:
-    """The benchmark's own solution, where its answer stands in a box."""
+    """The benchmark's own solution, if it boxes its answer."""
     text = entry.get("solution") or ""
     return [text] if "\\boxed{" in text else []
 
 
 def after_hashes(entry: Entry) -> list[str]:
-    """GSM8K's own form."""
+    """GSM8K's form: the answer after ####."""
     return [f"{entry.get('solution', '')}\n#### {entry.get('answer_raw') or entry['answer']}"]
 
 
 def on_the_last_line(entry: Entry) -> list[str]:
-    """DAPO's form, and a sentence's."""
+    """DAPO's form ("Answer: ...") and a final sentence."""
     return [f"So it is.\nAnswer: ${entry['answer']}$", f"So it is.\nThe final answer is {entry['answer'].rstrip('.')}."]
 
 
 def perturbed(entry: Entry) -> list[str]:
-    """Each digit group's last digit off by one, an entry more, one more, the sign turned, another word."""
+    """Near misses: a digit off by one, an extra entry, the value plus one, the opposite sign, another word."""
     answer = entry["answer"]
     texts = [f"{answer}, 987654321", f"{answer} \\text{{ or }} 987654321", f"({answer})+1"]
     for digits in re.finditer(r"[0-9](?![0-9])", answer):

@@ -1,16 +1,18 @@
-"""What per-sample gradient norms cost: a plain RLOO step against steps with norms, and against Opacus's ghost clipping.
+"""Measure the cost of per-sample gradient norms: steps with norms against a plain RLOO step and Opacus ghost clipping.
 
-    python tools/bench/gradnorm.py --json run/bench/gradnorm.json       within ten minutes on two cores; `make bench`
+    python tools/bench/gradnorm.py --json run/bench/gradnorm.json       up to ten minutes on two cores; `make bench`
     python tools/bench/gradnorm.py --shapes qwen3-0.6b qwen3-8b --tokens 512 2048 8192 --minutes 0      the whole table
-    python tools/bench/gradnorm.py --fit --shapes tiny --tokens 256     how the cost grows with G, T and P
-    python tools/bench/gradnorm.py --profile bookkeep --tokens 2048     which operators a step's time goes to
+    python tools/bench/gradnorm.py --fit --shapes tiny --tokens 256     growth of the cost with G, T and P
+    python tools/bench/gradnorm.py --profile bookkeep --tokens 2048     time by operator
 
-All modes of a line take the same samples through the same layers in one process, in turn, forwards in one round and
-backwards in the next; `ratio_to_plain` is the median over rounds of a mode's time to the plain step's of that round,
-which a slow drift of the machine leaves alone. `extra_bytes` is the growth of the peak of memory over a plain step
-(resident memory on a CPU, what the allocator gives out on a GPU), `norm_seconds` that of its time. For Opacus both are
-over PyTorch's own plain step, `plain_torch`; of its two ways, all samples in one batch or one by one, the faster is
-taken, and named under `detail`.
+All modes run the same samples through the same layers in one process, in an order that alternates between rounds.
+
+- ratio_to_plain: median over rounds of (mode's time / plain step's time) in one round, so that slow drift cancels
+- norm_seconds: time over a plain step
+- extra_bytes: peak memory over a plain step (resident memory on a CPU, allocated memory on a GPU)
+
+For Opacus, the last two are over `plain_torch`, PyTorch's own plain step. Opacus can run all samples in one batch or
+one by one; the row reports the faster way and names it under `detail`.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is asked for, print the tables, write the figures."""
+    """Measure, print the tables, write the results."""
     options = parse_options(arguments)
-    # what Opacus hooks on the embedding has token ids for input, which is as it should be
+    # Opacus hooks the embedding, and its inputs are token ids without a gradient: the warning is expected
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     torch.set_num_threads(options.threads)
     parallel = initialize(ParallelConfig())
@@ -63,33 +65,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--shapes", nargs="+", default=["qwen3-0.6b"], choices=SHAPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=[512], help="response tokens T")
-    parser.add_argument("--samples", type=int, default=4, help="responses a step, G")
+    parser.add_argument("--samples", type=int, default=4, help="G, responses per step")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10, help="rounds measured, at most")
+    parser.add_argument("--steps", type=int, default=10, help="largest number of rounds")
     parser.add_argument(
-        "--minutes", type=float, default=7, help=f"begin no round later, but the first {MIN_ROUNDS}; 0 for no bound"
+        "--minutes", type=float, default=7, help=f"start no round later, except the first {MIN_ROUNDS}; 0: no limit"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, help="beside plain")
-    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: leave out what others take")
-    parser.add_argument("--profile", choices=MODES, metavar="MODE", help="operators of one step, of the first shape")
-    parser.add_argument("--fit", action="store_true", help="vary G, T and layers one at a time, and fit exponents")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, help="besides plain")
+    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: ignore other processes' load")
+    parser.add_argument("--profile", choices=MODES, metavar="MODE", help="profile one step at the first shape")
+    parser.add_argument("--fit", action="store_true", help="vary G, T and layers one at a time and fit exponents")
     return parser.parse_args(arguments)
 
 
 def measure_all(options: argparse.Namespace, parallel: Parallel) -> list[Row]:
-    """The rows of every cell asked for."""
+    """The rows of all cells."""
     cells = sweep(options) if options.fit else grid(options)
     share = options.minutes * 60 / len(cells) if options.minutes else math.inf
     meter = Meter(parallel.device, options.clock)
     rows: list[Row] = []
     for cell in cells:
-        gc.collect()  # the cell before this one: a policy's hooks refer to it
+        gc.collect()  # frees the previous cell: hooks and policy refer to each other
         rows += measure(cell, build_candidates(cell, options.modes, parallel), meter, options.steps, share)
     return rows
 
@@ -102,7 +104,7 @@ def grid(options: argparse.Namespace) -> list[Cell]:
 
 
 def sweep(options: argparse.Namespace) -> list[Cell]:
-    """Around the first cell: half and twice the samples and tokens, two and four times the layers, the other shapes."""
+    """Variations of the first cell: 1/2 and 2 times samples and tokens, 2 and 4 times the layers, other shapes."""
     base = grid(options)[0]
     changes: list[dict[str, Any]] = [
         {},
@@ -118,7 +120,7 @@ def sweep(options: argparse.Namespace) -> list[Cell]:
 
 
 def fit_rows(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """Power laws in G, T and P: of the time of a plain step, of what each mode adds, and of its ratio."""
+    """Power laws in G, T and P of the plain step's time, each mode's extra time, and each mode's ratio."""
     fits: list[dict[str, object]] = []
     for mode in dict.fromkeys(row.mode for row in rows):
         mine = [row for row in rows if row.mode == mode]
@@ -130,7 +132,7 @@ def fit_rows(rows: Sequence[Row]) -> list[dict[str, object]]:
 
 
 def profile_step(cell: Cell, mode: str, parallel: Parallel) -> None:
-    """The operators of the second step of a mode (for Opacus, of each of its ways)."""
+    """Print the operators of a mode's second step (for Opacus, of each way)."""
     rates = measure_rates(parallel.device)
     for candidate in build_candidates(cell, [mode], parallel):
         if candidate.mode == mode:
@@ -141,7 +143,7 @@ def profile_step(cell: Cell, mode: str, parallel: Parallel) -> None:
 
 
 def show(title: str, rows: Sequence[dict[str, object]]) -> None:
-    """A table, on the terminal."""
+    """Print a table."""
     table = Table(*rows[0], title=title)
     for row in rows:
         table.add_row(*(text(value) for value in row.values()))
@@ -149,14 +151,14 @@ def show(title: str, rows: Sequence[dict[str, object]]) -> None:
 
 
 def text(value: object) -> str:
-    """Three digits of a measured figure, thousands of a count."""
+    """A measured value with three digits; a count with thousands separators."""
     if isinstance(value, float):
         return f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def write_json(path: Path, rows: Sequence[Row], fits: Sequence[dict[str, object]], parallel: Parallel) -> None:
-    """{"machine":, "date":, "rows": [...]}, and "fits" where there are any; what is no number becomes null."""
+    """Write {"machine":, "date":, "rows": [...]} and, if any, "fits" with null for NaN."""
     chip = torch.cuda.get_device_name() if parallel.device.type == "cuda" else platform.machine()
     more = {"fits": [{name: none_if_nan(value) for name, value in fit.items()} for fit in fits]} if fits else {}
     write_record(path, rows, f"{chip}, {torch.get_num_threads()} threads, torch {torch.__version__}", **more)

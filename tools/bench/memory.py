@@ -1,13 +1,13 @@
-"""The memory that a step takes, against the estimate made before it: the peak of fresh processes for every case.
+"""Compare the estimated memory of a step with the measured peak, in fresh processes for every case.
 
     python tools/bench/memory.py --json run/bench/memory.json       a quarter of an hour on two cores
     python tools/bench/memory.py --cases "bookkeep tokens=256" "stash tp=2"
-    python tools/bench/memory.py --allocator system                 with what glibc keeps of freed memory
+    python tools/bench/memory.py --allocator system                 includes freed memory that glibc keeps
 
-Two steps of two layers of Qwen3-0.6B's sizes, fp32, a sample a microbatch; `measured` is the peak of resident memory
-of the fullest rank, imports and all. glibc keeps freed blocks of up to 32 MB, and finds it hard to use them again: on
-a CPU a process takes up to a third more than its tensors. By default the ranks run with MALLOC_MMAP_THRESHOLD_, so
-that what is freed is given back (which costs time) and the peak is that of the tensors.
+Each case takes two steps of two layers with Qwen3-0.6B's sizes, in fp32, one sample per microbatch. `measured` is the
+peak resident memory of the fullest rank, including imports. glibc keeps freed blocks of up to 32 MB and rarely reuses
+them, so a CPU process takes up to a third more than its tensors. By default the ranks therefore set
+MALLOC_MMAP_THRESHOLD_: freed memory returns to the system (which costs time), and the peak is that of the tensors.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from oblr_megatron.model.parallel import initialize, shutdown
 from oblr_megatron.model.qwen3 import build_policy
 from oblr_megatron.types import Sample
 
-GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # fixed: blocks of 1 MiB on are mapped, and unmapped when freed
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # blocks of 1 MiB or more are mapped, and unmapped when freed
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step to measure. Example, as on the command line: "stash tokens=256 tp=2 sp=1"."""
+    """A step to measure. Example on the command line: "stash tokens=256 tp=2 sp=1"."""
 
     mode: str = "two_pass"
     shape: str = "qwen3-0.6b"
     layers: int = 2
-    tokens: int = 512  # of a sample, prompt and response
+    tokens: int = 512  # per sample, prompt and response
     vocabulary: int = 2048
     tied: int = 0
     samples: int = 4  # G
@@ -63,7 +63,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The mode, then name=value of what differs from the defaults."""
+        """Parse a mode followed by name=value for fields that differ from the defaults."""
         mode, *words = text.split()
         given = dict(word.split("=", 1) for word in words)
         kinds = get_type_hints(cls)
@@ -71,11 +71,11 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """One replica."""
+        """Ranks of one replica."""
         return self.tp * self.pp
 
     def hf_config(self) -> Qwen3Config:
-        """The model."""
+        """The model's config."""
         shape = SHAPES[self.shape]
         return Qwen3Config(
             vocab_size=self.vocabulary,
@@ -91,7 +91,7 @@ class Case:
         )
 
     def config(self) -> Config:
-        """The run."""
+        """The run's config."""
         return parse_config(
             {
                 "run_dir": "unused",
@@ -143,12 +143,12 @@ CASES = [
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every case in processes of its own, print the table, write the figures."""
+    """Measure every case in its own processes, print the table, write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--cases", nargs="+", default=CASES, help='a mode and name=value, e.g. "stash tokens=256 tp=2"')
     parser.add_argument("--allocator", default="trimmed", choices=("trimmed", "system"))
-    parser.add_argument("--rank-of", metavar="CASE", help=argparse.SUPPRESS)  # what the processes are started with
+    parser.add_argument("--rank-of", metavar="CASE", help=argparse.SUPPRESS)  # internal: starts a rank
     options = parser.parse_args(arguments)
     if options.rank_of:
         measure(Case.parse(options.rank_of))
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def in_processes(text: str, environment: dict[str, str]) -> dict[str, Any]:
-    """`measure` in fresh processes, one a rank; what the first one printed."""
+    """Run `measure` in fresh processes, one per rank; returns rank 0's row."""
     ranks = Case.parse(text).ranks
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, __file__, "--rank-of", text]
@@ -173,7 +173,7 @@ def in_processes(text: str, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def measure(case: Case) -> None:
-    """Estimate, build, take two steps, since the optimizer has its state from the first on; rank 0 prints the row."""
+    """Estimate, build, take two steps (the first creates the optimizer's state); rank 0 prints the row."""
     config, hf_config = case.config(), case.hf_config()
     parallel = initialize(config.parallel)
     found = estimate(hf_config.to_dict(), config, case.ranks, fixed_bytes=resident_bytes())
@@ -196,7 +196,7 @@ def measure(case: Case) -> None:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """A line a case: what differs from the defaults, both figures, and what the estimate is made of."""
+    """Print one line per case: fields that differ from the defaults, both sizes, and the parts of the estimate."""
     table = Table("case", "estimated", "measured", "ratio", "at the", "made of", title="memory of a step, fullest rank")
     default = asdict(Case())
     for row in rows:

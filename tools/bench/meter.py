@@ -1,4 +1,4 @@
-"""Time and peak memory of a step: wall clock or processor time, CUDA's allocator or resident memory."""
+"""Measure time and peak memory of a step: wall-clock or CPU time; CUDA allocator or resident memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-Step = Callable[[], object]  # what it returns is not looked at
+Step = Callable[[], object]  # the result is ignored
 Clock = Literal["wall", "cpu"]
 
 
@@ -21,18 +21,18 @@ class Meter:
     """Measures steps on one device.
 
     Args:
-        device: CUDA devices are waited for before the clock is read.
-        clock: "wall", or "cpu", the time of this process on the processors: on a machine that others use at the same
-            time it leaves out what they take. It says nothing of a GPU.
+        device: a CUDA device is synchronised before the clock is read.
+        clock: "wall", or "cpu" for this process's CPU time, which ignores the load of other processes. "cpu" does not
+            measure a GPU.
     """
 
     def __init__(self, device: torch.device, clock: Clock = "wall") -> None:
         self._cuda = device.type == "cuda"
         self._now = time.process_time if clock == "cpu" else time.perf_counter
-        assert not (self._cuda and clock == "cpu"), "the processor's time is not the GPU's"
+        assert not (self._cuda and clock == "cpu"), "CPU time does not measure a GPU"
 
     def seconds(self, step: Step) -> float:
-        """Time of one step."""
+        """Seconds of one step."""
         self._wait()
         start = self._now()
         step()
@@ -40,10 +40,10 @@ class Meter:
         return self._now() - start
 
     def peak(self, make: Callable[[], Step]) -> int:
-        """The largest memory held while a step is made and run once, in bytes, with all that is held anyway.
+        """Peak memory in bytes while a step is made and run once, including memory held before.
 
-        CUDA: what its allocator had given out. Elsewhere: resident memory of the process, whose high-water mark Linux
-        lets a process reset; where it cannot be reset the mark of all steps so far, an upper bound.
+        On CUDA this is allocated memory, elsewhere the process's resident memory. Linux can reset its high-water mark;
+        otherwise the result is the mark of all steps so far, an upper bound.
         """
         gc.collect()
         if self._cuda:
@@ -61,7 +61,7 @@ class Meter:
 
 
 def reset_resident_peak() -> bool:
-    """Set the high-water mark of resident memory to what is resident now; False where the system has no such thing."""
+    """Reset the high-water mark of resident memory to the current value; False if the system does not support it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:  # not Linux, or a sandbox that forbids it
@@ -70,14 +70,14 @@ def reset_resident_peak() -> bool:
 
 
 def resident_peak() -> int:
-    """The high-water mark of this process's resident memory, bytes (Linux)."""
+    """High-water mark of this process's resident memory in bytes (Linux)."""
     found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found, "Linux states VmHWM in /proc/self/status"
+    assert found, "/proc/self/status has no VmHWM"
     return int(found[1]) * 1024
 
 
 def return_freed_memory() -> None:
-    """Have glibc give freed pages back, so that one step's leavings do not count for the next."""
+    """Make glibc return freed pages, so that one step's freed memory does not count for the next."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,12 +1,12 @@
-"""Opacus's ghost clipping put to OBLR's use: what per-sample norms cost with the library that is known for them.
+"""Run an OBLR-PO step with Opacus's ghost clipping, to compare the cost of per-sample norms.
 
-Opacus forms ||g_i|| from each layer's inputs and output gradients in a first backward, and a weighted sum of the g_i in
-a second one through the same graph (`opacus.utils.fast_gradient_clipping_utils`). There the weights are
-min(1, C / ||g_i||); here they are what a rule makes of the norms. The rest is Opacus's own code, order and defaults.
+Opacus computes ||g_i|| from each layer's inputs and output gradients in a first backward pass, and a weighted sum of
+the g_i in a second one through the same graph (`opacus.utils.fast_gradient_clipping_utils`). Opacus's weights are
+min(1, C / ||g_i||); here a rule computes them from the norms. The rest is Opacus's own code, order and defaults.
 
-The model is transformers' Qwen3 with torch's RMSNorm in place of its own: Opacus has a sampler for the former and takes
-functorch for the latter. So every parameter is covered: linear layers and the embedding by their ghost norms, norm
-weights by their small per-sample gradients. Tied embeddings it refuses.
+The model is transformers' Qwen3 with torch's RMSNorm, for which Opacus has a grad sampler (transformers' RMSNorm would
+use functorch). Every parameter is covered: linear layers and the embedding by ghost norms, norm weights by per-sample
+gradients. Opacus refuses tied embeddings.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ if TYPE_CHECKING:
     from oblr_megatron.types import Sample
 
 WeightRule = Callable[[Tensor], Tensor]
-"""Squared norms [n] fp64 -> the weight of each sample's gradient [n]."""
+"""Squared norms [n] fp64 -> weights of the samples' gradients [n]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Samples of one length: all n in one batch, or one after the other.
+    """Samples of equal length, as one batch.
 
     Example for prompt (5, 9) and responses (7, 1), (3, 4): Rows(ids=[[5, 9, 7, 1], [5, 9, 3, 4]], prompt=2)
     """
 
     ids: Tensor  # [n, t] int64
-    prompt: int  # tokens of each prompt
+    prompt: int  # tokens per prompt
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device) -> Rows:
-        """Prompts, and responses, must be of one length: padding would cost Opacus time that is not the method's."""
+        """Stack samples. Prompts and responses must have equal lengths, since padding would cost Opacus extra time."""
         lengths = {(len(sample.prompt_ids), len(sample.response_ids)) for sample in samples}
-        assert len(lengths) == 1, f"samples of one length only, not {sorted(lengths)}"
+        assert len(lengths) == 1, f"samples have different lengths: {sorted(lengths)}"
         ids = torch.tensor([sample.prompt_ids + sample.response_ids for sample in samples], device=device)
         return cls(ids, len(samples[0].prompt_ids))
 
     def split(self) -> list[Rows]:
-        """One batch for each sample."""
+        """One batch per sample."""
         return [Rows(ids, self.prompt) for ids in self.ids.split(1)]
 
 
 class GhostTrainer:
-    """A plain PyTorch policy with AdamW and clipping, whose gradient is weighted by Opacus's norms.
+    """A plain PyTorch policy with AdamW and clipping. Opacus's norms weight its gradient.
 
     Args:
         model: from `build_model`.
-        optimizer: the run's settings; the optimizer is torch's AdamW, which megatron-core takes on a CPU.
-        lr: the rate.
+        optimizer: settings for torch's AdamW, which megatron-core uses on a CPU.
+        lr: learning rate.
     """
 
     def __init__(self, model: Qwen3ForCausalLM, optimizer: OptimizerConfig, lr: float) -> None:
@@ -74,16 +74,16 @@ class GhostTrainer:
         )
 
     def plain_gradient(self, batches: Sequence[Rows], coefficients: Tensor) -> None:
-        """Leave -sum_n c_n grad_theta sum_t log pi(o_t) in the gradients, for coefficients [n]: no norms."""
+        """Set the gradients to -sum_n c_n grad_theta sum_t log pi(o_t), for coefficients [n]; computes no norms."""
         self._ghost.disable_hooks()
         for rows, part in zip(batches, coefficients.split([len(rows.ids) for rows in batches]), strict=True):
             _weighted(self._losses(rows), part).backward()
         self._ghost.enable_hooks()
 
     def ghost_gradient(self, batches: Sequence[Rows], rule: WeightRule) -> None:
-        """The same gradient with the coefficients that the rule makes of the norms of all samples."""
+        """The same gradient with coefficients from the rule, applied to the squared norms of all samples."""
         losses, sq_norms = self._norm_pass(batches)
-        self._optimizer.zero_grad()  # of the unweighted sum, which the first backward left
+        self._optimizer.zero_grad()  # clears the unweighted sum of the first backward
         self._ghost.disable_hooks()
         _weighted(losses, rule(sq_norms)).backward()
         self._ghost.enable_hooks()
@@ -95,13 +95,13 @@ class GhostTrainer:
         self._optimizer.zero_grad()
 
     def sq_norms(self, batches: Sequence[Rows]) -> Tensor:
-        """||grad_theta sum_t log pi(o_t)||^2 of each sample: [n] fp64, of norms in the dtype of the weights."""
+        """||grad_theta sum_t log pi(o_t)||^2 of each sample: [n] fp64, from norms in the weights' dtype."""
         sq_norms = self._norm_pass(batches)[1]
         self._optimizer.zero_grad()
         return sq_norms
 
     def _norm_pass(self, batches: Sequence[Rows]) -> tuple[Tensor, Tensor]:
-        """Losses [n], their graphs kept for the second backward, and squared norms [n]."""
+        """Losses [n] with their graphs kept for the second backward, and squared norms [n]."""
         losses, sq_norms = [], []
         for rows in batches:
             losses.append(self._losses(rows))
@@ -117,10 +117,10 @@ class GhostTrainer:
 
 
 def build_model(config: Qwen3Config, dtype: torch.dtype, device: torch.device) -> Qwen3ForCausalLM:
-    """transformers' Qwen3 with SDPA attention and torch's RMSNorm, random weights."""
+    """transformers' Qwen3 with SDPA attention, torch's RMSNorm and random weights."""
     config._attn_implementation = "sdpa"
     model = Qwen3ForCausalLM(config)
-    model.model.embed_tokens.padding_idx = cast(int, None)  # it would withhold the gradient of the padding token
+    model.model.embed_tokens.padding_idx = cast(int, None)  # otherwise the padding token gets no gradient
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, Qwen3RMSNorm):

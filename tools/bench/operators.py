@@ -1,9 +1,9 @@
-"""Which operators a step spends its time in, and whether arithmetic or memory traffic bounds each of them.
+"""Profile a step by operator, and classify each operator as bounded by arithmetic or by memory traffic.
 
-An operator is bounded by FLOPs where these take longer at the machine's rate of a large matrix product than its tensor
-arguments take at the rate of a large copy, both measured here. That is a roofline of what must be done, not of how the
-kernel does it. Operators that are no product and no attention count as traffic; those of whose tensors the profiler
-knows nothing, as neither.
+An operator is bounded by FLOPs if they take longer, at the machine's measured rate of a large matrix product, than its
+tensor arguments take at the measured rate of a large copy. This roofline counts necessary work, not what a kernel
+actually does. Operators other than matrix products and attention count as traffic. Operators without known tensors are
+not classified.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-BYTES = 4  # of an element, fp32
-WIDTH = 140  # of the tables, on a terminal or in a file
+BYTES = 4  # per element, fp32
+WIDTH = 140  # columns of the tables
 ATTENTION = "scaled_dot_product"
-FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}  # where the two factors stand
+FACTORS = {
+    "mm": 0,
+    "bmm": 0,
+    "addmm": 1,
+    "addmm_": 1,
+    "baddbmm": 1,
+    "baddbmm_": 1,
+}  # position of the first factor among the arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +40,26 @@ class Operator:
 
     name: str
     calls: int
-    seconds: float  # in the operator itself, without those that it calls
-    flops: float  # 0 where unknown
-    read_bytes: float  # of its tensor arguments
+    seconds: float  # self time, without called operators
+    flops: float  # 0 if unknown
+    read_bytes: float  # size of its tensor arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine does at best: FLOP/s of a matrix product, bytes/s of a copy (read and written)."""
+    """Measured peak rates: FLOP/s of a matrix product, bytes/s of a copy (read plus written)."""
 
     flops: float
     read_bytes: float
 
     def bound(self, operator: Operator) -> str:
-        """Which of the two takes the operator longer; "" where neither is known, as of autograd's own work."""
+        """The longer of "FLOPs" and "bytes"; "" if neither is known, as for autograd's own work."""
         times = {"FLOPs": operator.flops / self.flops, "bytes": operator.read_bytes / self.read_bytes}
         return max(times, key=lambda name: times[name]) if any(times.values()) else ""
 
 
 def operators_of(step: Step, device: torch.device) -> list[Operator]:
-    """One step under torch's profiler: its operators, the longest first."""
+    """Profile one step; returns its operators, longest first."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities, record_shapes=True) as recorded:
@@ -71,7 +78,7 @@ def operators_of(step: Step, device: torch.device) -> list[Operator]:
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """Best of five of a [2048, 2048] product and of a copy of 128 MiB."""
+    """Best of five [2048, 2048] matrix products and of five 128 MiB copies."""
     meter = Meter(device)
     left, right = torch.randn(2, 2048, 2048, device=device)
     source = torch.randn(2**25, device=device)
@@ -82,7 +89,7 @@ def measure_rates(device: torch.device) -> Rates:
 
 
 def show_operators(title: str, operators: list[Operator], rates: Rates, count: int = 15) -> None:
-    """The longest operators as a table, and the shares of both bounds in the whole."""
+    """Print the longest operators and the share of time under each bound."""
     whole = sum(operator.seconds for operator in operators)
     headings = ("operator", "calls", "self s", "share", "GFLOP/s", "GB/s", "bound by")
     table = Table(*headings, title=title)
@@ -109,7 +116,7 @@ def show_operators(title: str, operators: list[Operator], rates: Rates, count: i
 
 
 def _tensors(shapes: list[Any]) -> list[list[int]]:
-    """The shapes of tensor arguments, those in lists of tensors too; what is no tensor has an empty shape."""
+    """Shapes of tensor arguments, including lists of tensors. Other arguments have an empty shape and are skipped."""
     found: list[list[int]] = []
     for shape in shapes:
         if shape and isinstance(shape[0], (list, tuple)):
@@ -120,13 +127,13 @@ def _tensors(shapes: list[Any]) -> list[list[int]]:
 
 
 def _flops(event: Any) -> float:
-    """Of all calls of a matrix product or of causal attention; 0 for other operators."""
+    """FLOPs of all calls of a matrix product or causal attention; 0 for other operators."""
     name, shapes = event.key.removeprefix("aten::"), _tensors(event.input_shapes)
     if name in FACTORS:
         left, right = shapes[FACTORS[name] :][:2]  # [.., m, k] and [.., k, n]
         return event.count * 2.0 * math.prod(left) * right[-1]
     if ATTENTION in name and shapes:
-        rows, heads, length, size = max(shapes, key=math.prod)  # of q or its gradient
-        products = 5 if "backward" in name else 2  # [t, t] by head_dim; backward forms the scores again
+        rows, heads, length, size = max(shapes, key=math.prod)  # shape of q or its gradient
+        products = 5 if "backward" in name else 2  # [t, t] x head_dim products; backward recomputes the scores
         return event.count * products * 2.0 * rows * heads * length**2 * size / 2
     return 0.0

@@ -1,17 +1,18 @@
-"""The planner's predictions beside throughputs that peers have published, with the default constants.
+"""Compare the planner's predictions, with its default constants, to published throughputs.
 
     python tools/bench/planner.py --json run/bench/planner.json     seconds
 
 Sources, read on 2026-11-22:
 
-- NeMo RL: docs/about/performance-summary.md of NVIDIA-NeMo/RL, v0.4, GRPO on DGX H100, on policy, bf16; the layout of
-  Llama 3.1 8B, garbled there, from its recipe. A step there has a forward pass for the policy's log-probs and one for
-  the reference's beside rollout, gradient and refit; a prompt is taken to be 128 tokens of the mean sequence.
-- Megatron-Bridge: docs/performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge, pre-training throughput, experts
-  forced to be balanced. Ours is the gradient and the optimizer of the same tokens, without norms.
+- NeMo RL: docs/about/performance-summary.md of NVIDIA-NeMo/RL, v0.4, GRPO on DGX H100, on-policy, bf16. The layout of
+  Llama 3.1 8B is garbled there and comes from its recipe. Besides rollout, gradient and refit, a NeMo RL step has one
+  forward pass for the policy's log-probs and one for the reference's. A prompt is assumed to be 128 tokens of the mean
+  sequence.
+- Megatron-Bridge: docs/performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge, pre-training throughput with
+  experts balanced by force. Our prediction covers gradient and optimizer of the same tokens, without norms.
 
-A GB200's links reach the 72 GPUs of its rack. Not comparable, and left out: layouts that cut the layers unequally
-(Qwen3-235B-A22B, Llama 3.1 405B), asynchronous runs.
+A GB200's NVLink domain has the 72 GPUs of its rack. Layouts that split layers unequally (Qwen3-235B-A22B, Llama 3.1
+405B) and asynchronous runs are not comparable and are omitted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from oblr_megatron.planner.training_cost import log_prob_phase, training_phases
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One published figure.
+    """One published measurement.
 
     Example: Row(source="NeMo RL 0.4", model="Qwen3-32B", devices="32 h100", figure="step s", published=393.0,
                  predicted=310.0, ratio=0.79, used="no")
@@ -48,7 +49,7 @@ class Row:
     published: float
     predicted: float
     ratio: float  # predicted over published
-    used: str  # whether a default constant was chosen with it in sight
+    used: str  # the default constant that was chosen from this row, or "no"
 
 
 LLAMA3 = {
@@ -65,15 +66,15 @@ LLAMA3_70B |= {"num_attention_heads": 64}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Predict, print the table, write the figures."""
+    """Predict, print the table, write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args(arguments)
     publish([*steps(), *pretraining()], "planner", options.json)
 
 
 def steps() -> list[Row]:
-    """NeMo RL's steps."""
+    """Rows of NeMo RL's step times."""
     cases = [
         ("Llama 3.1 8B", LLAMA3_8B, 16, {"pipeline": 2, "recompute": 1}, 1, 1060, 97.7),
         ("Qwen3-32B", published("Qwen3-32B"), 32, {"tensor": 4, "pipeline": 4}, 4, 3206, 393.0),
@@ -89,7 +90,7 @@ def steps() -> list[Row]:
 
 
 def pretraining() -> list[Row]:
-    """Megatron-Bridge's tokens a second and GPU."""
+    """Rows of Megatron-Bridge's tokens per second and GPU."""
     qwen, deep = published("Qwen3-30B-A3B"), {"tensor": 4, "pipeline": 8, "chunks": 5}
     half = {"pipeline": 2, "chunks": 12, "expert": 8}
     cases: list[tuple[str, dict[str, Any], str, int, dict[str, int], int, int, int, float, str]] = [
@@ -123,10 +124,12 @@ def run_config(
     rows: int = 1,
     **sections: dict[str, Any],
 ) -> Config:
-    """A run without norms, with one sequence a microbatch unless told otherwise."""
+    """Config of a run without norms, by default with one sequence per microbatch."""
     tensor = sizes.get("tensor", 1)
     replicas = gpus // (tensor * sizes.get("pipeline", 1))
-    folds = replicas // max(1, sizes.get("expert", 1) // tensor)  # one for every replica, or block that shares experts
+    folds = replicas // max(
+        1, sizes.get("expert", 1) // tensor
+    )  # one per replica, or per group of replicas that share experts
     parallel = {
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": sizes.get("pipeline", 1),

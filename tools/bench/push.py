@@ -1,15 +1,20 @@
-"""What a push of weights costs: trainer to engine through shared memory, against a plain copy and against files.
+"""Measure a push of weights from trainer to engine through shared memory, against a plain copy and against files.
 
     python tools/bench/push.py --json run/bench/push.json          Qwen3-0.6B's shape in bf16, 1.2 GB; minutes
     python tools/bench/push.py --layers 2 --vocab 4096             the same in seconds
 
-The trainer is this process, one thread: a megatron-core policy with random weights. The engine is a vLLM engine process
-of its own, on one thread, started from a checkpoint. `memcpy` copies the same bytes, parameter by parameter, from the
-policy into shared memory that has room for all of them; `ratio_to_memcpy` is the median over rounds of its time to a
-row's, both of the same round: 1 is the bandwidth of a copy, and more is better. `push` is what a run does after every
-step; `push, no checksum` and `push, verify` are it with weights.checksum off and weights.verify on; `push, cast` sends
-an fp32 policy as bf16 (bytes are those that arrive). `save + reload` writes the same tensors with safetensors, without
-waiting for the disk, and another vLLM engine reads them with load_file and `model.load_weights`.
+The trainer is this process, with one thread and a megatron-core policy with random weights. The engine is a vLLM engine
+process with one thread, started from a checkpoint. Rows:
+
+- memcpy: copy the same bytes, parameter by parameter, from the policy into shared memory
+- push: the push after every step of a run
+- push, no checksum; push, verify: the same with weights.checksum off; with weights.verify on
+- push, cast: an fp32 policy is sent as bf16 (`bytes` counts bf16)
+- save + reload: safetensors writes the tensors without fsync; another vLLM engine reads them with load_file and
+  `model.load_weights`
+
+`ratio_to_memcpy` is the median over rounds of (memcpy's time / row's time) in one round: 1 is the bandwidth of a copy,
+more is better.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ DEADLINE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way for the weights to go.
+    """Results of one transport.
 
     Example: Row(transport="push", bytes=1192099840, bucket_mib=4, rounds=7, seconds=0.19, gb_per_s=6.3,
                  ratio_to_memcpy=0.66)
@@ -65,11 +70,11 @@ class Row:
     rounds: int
     seconds: float  # median
     gb_per_s: float  # 10^9 bytes
-    ratio_to_memcpy: float  # median of the ratios of each round
+    ratio_to_memcpy: float  # median over rounds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, write the figures."""
+    """Measure, print the table, write the results."""
     options = parse_options(arguments)
     torch.set_num_threads(1)
     parallel = initialize(ParallelConfig())
@@ -83,21 +88,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--layers", type=int, default=28, help="of Qwen3-0.6B's sizes")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--layers", type=int, default=28, help="number of layers with Qwen3-0.6B's sizes")
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--bucket-mib", type=int, default=WeightsConfig().bucket_mib)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--rows", nargs="+", help="only these, beside memcpy")
+    parser.add_argument("--rows", nargs="+", help="only these, besides memcpy")
     return parser.parse_args(arguments)
 
 
 def build_ways(
     options: argparse.Namespace, parallel: Parallel, stack: ExitStack
 ) -> tuple[dict[str, Callable[[], object]], int]:
-    """What is measured, by name, and the bytes that each way moves."""
+    """({name: transport}, bytes that each transport moves)."""
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     policy = random_policy(directory, options, parallel, "bfloat16")
     wide = random_policy(directory, options, parallel, "float32")
@@ -120,7 +125,7 @@ def build_ways(
 
 
 def random_policy(directory: Path, options: argparse.Namespace, parallel: Parallel, dtype: str) -> Policy:
-    """A policy of the shape asked for; its config and a tokenizer are written to the directory."""
+    """Build a policy of the given shape; write its config and a tokenizer to the directory."""
     tokenizer = train_tokenizer(SAMPLE_TEXTS)
     config = qwen3_0_6b(tokenizer, "bfloat16")
     config.update({"num_hidden_layers": options.layers, "vocab_size": options.vocab, "layer_types": None})
@@ -132,12 +137,12 @@ def random_policy(directory: Path, options: argparse.Namespace, parallel: Parall
 
 
 def own_tensors(source: MegatronWeights) -> dict[str, torch.Tensor]:
-    """The source's tensors, contiguous, as a file wants them."""
+    """The source's tensors, contiguous as safetensors requires."""
     return {name: tensor.contiguous() for name, tensor in source}
 
 
 def memcpy(policy: Policy, stack: ExitStack) -> Callable[[], None]:
-    """The C library's memcpy of every parameter into one stretch of shared memory."""
+    """A call that copies every parameter into one shared buffer, with the C library's memcpy."""
     parameters = [parameter.detach() for _, parameter in policy.named_parameters()]
     buffer = SharedBuffer.create()
     stack.callback(buffer.close)
@@ -153,7 +158,7 @@ def memcpy(policy: Policy, stack: ExitStack) -> Callable[[], None]:
 
 
 def spec_of(directory: Path, name: str) -> EngineSpec:
-    """A small engine on one thread: nothing is generated but what its start tries."""
+    """A small engine with one thread; it generates nothing except during its start."""
     return EngineSpec(
         name=name,
         model=directory,
@@ -167,7 +172,7 @@ def spec_of(directory: Path, name: str) -> EngineSpec:
 
 
 def start_engine(directory: Path, stack: ExitStack) -> VllmEngine:
-    """An engine process like a run's."""
+    """Start an engine process like a run's."""
     deadlines = Deadlines(DEADLINE_S, DEADLINE_S, DEADLINE_S, DEADLINE_S)
     spec = spec_of(directory, "engine 0")
     engine = VllmEngine(spec, owner="the benchmark", log=directory / "engine.log", deadlines=deadlines)
@@ -177,10 +182,10 @@ def start_engine(directory: Path, stack: ExitStack) -> VllmEngine:
 
 
 class Reloader:
-    """The way through files: save here, load in an engine that `push_reload.py` holds."""
+    """The transport through files: save here, load in an engine of `push_reload.py`."""
 
     def __init__(self, source: MegatronWeights, directory: Path, stack: ExitStack) -> None:
-        """Start that engine from the directory, and wait for it."""
+        """Start that engine from the directory and wait until it is ready."""
         self._source, self._file = source, directory / "again.safetensors"
         spec = spec_of(directory, "engine 1")
         self._process = stack.enter_context(
@@ -197,15 +202,15 @@ class Reloader:
         self._wait("ready")
 
     def __call__(self) -> None:
-        """Once there and back."""
+        """Save and reload once."""
         save_file(own_tensors(self._source), self._file)
-        assert self._process.stdin is not None, "it was opened as a pipe"
+        assert self._process.stdin is not None, "opened as a pipe"
         self._process.stdin.write("load\n")
         self._process.stdin.flush()
         self._wait("loaded")
 
     def _wait(self, word: str) -> None:
-        assert self._process.stdout is not None, "it was opened as a pipe"
+        assert self._process.stdout is not None, "opened as a pipe"
         for line in self._process.stdout:
             if line.strip() == word:
                 return
@@ -213,7 +218,7 @@ class Reloader:
 
 
 def measure(ways: dict[str, Callable[[], object]], num_bytes: int, options: argparse.Namespace) -> list[Row]:
-    """Every way once a round, in turn forwards and backwards, after one round that is not counted."""
+    """Measure every transport once per round, in alternating order. The first round is not counted."""
     meter = Meter(torch.device("cpu"))
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(options.rounds + 1):
@@ -225,7 +230,7 @@ def measure(ways: dict[str, Callable[[], object]], num_bytes: int, options: argp
 
 
 def row(name: str, own: Sequence[float], plain: Sequence[float], num_bytes: int, bucket_mib: int) -> Row:
-    """One way's figures out of its times and memcpy's, round by round."""
+    """One transport's row, from its times and memcpy's times by round."""
     seconds = statistics.median(own)
     return Row(
         transport=name,

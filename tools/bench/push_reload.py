@@ -1,4 +1,4 @@
-"""`push.py`'s other engine: `python push_reload.py MODEL_DIR FILE` loads FILE into vLLM for each line it reads."""
+"""The reloading engine of `push.py`: `python push_reload.py MODEL_DIR FILE` loads FILE into vLLM per line of input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oblr_megatron.engine.plugin import register
 
 
 def main(directory: str, file: str) -> None:
-    """Say "ready", and "loaded" after every load."""
+    """Print "ready", then "loaded" after every load."""
     register()
     server = EngineServer(spec_of(Path(directory), "engine 1"))
     print("\nready", flush=True)
@@ -25,7 +25,7 @@ def main(directory: str, file: str) -> None:
 
 
 def load(file: str, model: Any) -> None:
-    """What vLLM does with a checkpoint's file."""
+    """Load a checkpoint's file as vLLM does."""
     model.load_weights(load_file(file).items())
 
 

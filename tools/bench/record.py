@@ -1,4 +1,4 @@
-"""The figures of a benchmark: the table it prints, and the file it writes."""
+"""Print a benchmark's table and write its JSON file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WIDTH = 120
 
 
 def publish(rows: Sequence[Any], title: str, path: Path | None) -> None:
-    """Print a table with a column for each field, and write the file if there is to be one.
+    """Print a table with one column per field, and write the file if there is a path.
 
     Args:
-        rows: dataclass instances, all of one class; at least one.
-        title: of the table.
+        rows: at least one dataclass instance, all of one class.
+        title: the table's title.
         path: see `write_record`.
     """
     table = Table(*asdict(rows[0]), title=title)
@@ -35,16 +35,16 @@ def publish(rows: Sequence[Any], title: str, path: Path | None) -> None:
 
 
 def write_record(path: Path, rows: Sequence[Any], machine: str | None = None, **more: object) -> None:
-    """{"machine":, "date":, "rows": [...]}, and what else is given.
+    """Write {"machine":, "date":, "rows": [...]} and further entries.
 
     Args:
-        path: of the file; its directory is made.
+        path: the file; its directory is created.
         rows: dataclass instances.
-        machine: in words; by default processor, cores and torch.
+        machine: description; by default processor, cores and torch version.
         more: further entries.
 
     Raises:
-        ValueError: a figure is no number.
+        ValueError: a value is NaN or infinite.
     """
     record = {
         "machine": machine or f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",

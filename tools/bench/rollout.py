@@ -1,13 +1,16 @@
-"""Rollout speed: a run's engines against a bare `vllm.LLM.generate`, same model, same prompts, same threads.
+"""Measure rollout speed: a run's engines against a bare `vllm.LLM.generate` with the same model, prompts and threads.
 
     python tools/bench/rollout.py --json run/bench/rollout.json                 a model of 1 million parameters
     python tools/bench/rollout.py --shape qwen3-0.6b --prompts 8 --group 4 --max-tokens 32
 
-All placements are alive and sample in turn, round after round; `ratio_to_bare` is the median over rounds of a row's
-tokens a second to those of `bare` in the same round. `bare` is vLLM as it comes: sampling without a seed, its plugins
-off, its CPU kernels with packed weights. `bare, a run's options` asks it as a run does: a seed for each prompt, so that
-a run can be repeated; weights that an update reaches; text decoded only at the end. `colocated` and `server` are what
-a run uses, from prompts to checked samples. Weights are random; one round before the first is not counted.
+Weights are random. All placements stay alive and sample in turn; one warm-up round is not counted. Rows:
+
+- bare: vLLM with its defaults: no sampling seed, plugins off, CPU kernels with packed weights
+- bare, a run's options: vLLM with a run's options: one seed per prompt, for reproducibility; unpacked weights, which an
+  update can reach; text decoded at the end only
+- colocated, server: a run's two placements, from prompts to checked samples
+
+`ratio_to_bare` is the median over rounds of (row's tokens per second / bare's) in one round.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from make_smoke_model import SAMPLE_TEXTS, qwen3_0_6b, random_weights, train_tok
 BARE = "bare"
 TEMPERATURE, SEED = 1.0, 3
 START_SECONDS = 600.0
-TINY = {  # of the size of the demo's model; the rest is Qwen3-0.6B's
+TINY = {  # about the size of the demo's model; other fields are Qwen3-0.6B's
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 4,
@@ -59,12 +62,12 @@ TINY = {  # of the size of the demo's model; the rest is Qwen3-0.6B's
 SHAPES = {"tiny": TINY, "qwen3-0.6b": {}}
 
 Sampler = Callable[[], tuple[int, float]]
-"""Samples the batch once: tokens, seconds."""
+"""Samples the batch once; returns (tokens, seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What every placement samples, and with what.
+    """The model, prompts and sizes that every placement uses.
 
     Example: Work(model="/tmp/m", dtype="float32", prompts=[[5, 9]], group_size=8, max_tokens=128, max_model_len=160,
                   max_num_seqs=256, kv_cache_bytes=2**29, num_threads=2)
@@ -83,7 +86,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One placement.
+    """Results of one placement.
 
     Example: Row(placement="colocated", shape="tiny", samples=512, tokens=65536, rounds=5, seconds=4.1,
                  tokens_per_s=16000.0, ratio_to_bare=0.98)
@@ -92,7 +95,7 @@ class Row:
     placement: str
     shape: str
     samples: int
-    tokens: int  # of a round
+    tokens: int  # per round, median
     rounds: int
     seconds: float  # median
     tokens_per_s: float  # median
@@ -100,7 +103,7 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, write the figures."""
+    """Measure, print the table, write the results."""
     options = parse_options(arguments)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -111,19 +114,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--group", type=int, default=8, help="responses a prompt")
+    parser.add_argument("--group", type=int, default=8, help="responses per prompt")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args(arguments)
 
 
 def make_work(model: Path, options: argparse.Namespace) -> Work:
-    """Write the model, and draw the prompts."""
+    """Write the model and draw the prompts."""
     tokenizer = train_tokenizer(SAMPLE_TEXTS)
     dtype = "bfloat16" if options.shape == "qwen3-0.6b" else "float32"
     config = qwen3_0_6b(tokenizer, dtype)
@@ -150,7 +153,7 @@ def make_work(model: Path, options: argparse.Namespace) -> Work:
 
 
 def build_samplers(work: Work, directory: Path, stack: ExitStack) -> dict[str, Sampler]:
-    """All placements, started and ready."""
+    """Start all placements."""
     (directory / "work.json").write_text(json.dumps(asdict(work)), encoding="utf-8")
     samplers: dict[str, Sampler] = {
         BARE: Bare(work, directory, "stock", stack),
@@ -167,7 +170,7 @@ def build_samplers(work: Work, directory: Path, stack: ExitStack) -> dict[str, S
 
 
 class Bare:
-    """A process of its own that holds nothing but `vllm.LLM`."""
+    """A separate process with a bare `vllm.LLM`; a call samples one batch."""
 
     def __init__(self, work: Work, directory: Path, like: str, stack: ExitStack) -> None:
         environment = child_environment(os.environ, spec_of(work))
@@ -189,14 +192,14 @@ class Bare:
 
     def __call__(self) -> tuple[int, float]:
         """One batch."""
-        assert self._process.stdin is not None, "it was opened as a pipe"
+        assert self._process.stdin is not None, "opened as a pipe"
         self._process.stdin.write("run\n")
         self._process.stdin.flush()
         found = json.loads(self._wait_for("{"))
         return found["tokens"], found["seconds"]
 
     def _wait_for(self, start: str) -> str:
-        assert self._process.stdout is not None, "it was opened as a pipe"
+        assert self._process.stdout is not None, "opened as a pipe"
         for line in self._process.stdout:
             if line.startswith(start):
                 return line
@@ -204,7 +207,7 @@ class Bare:
 
 
 def spec_of(work: Work) -> EngineSpec:
-    """As `child_environment` wants it."""
+    """The engine spec that `child_environment` needs."""
     return EngineSpec(
         name=BARE,
         model=Path(work.model),
@@ -218,7 +221,7 @@ def spec_of(work: Work) -> EngineSpec:
 
 
 def run_config(work: Work, run_dir: Path, servers: Sequence[str]) -> Config:
-    """Of a run that samples this."""
+    """Config of a run that samples this work."""
     return parse_config(
         {
             "run_dir": str(run_dir),
@@ -238,7 +241,7 @@ def run_config(work: Work, run_dir: Path, servers: Sequence[str]) -> Config:
 
 
 def start_server(work: Work, directory: Path, stack: ExitStack) -> str:
-    """`oblr-megatron serve`, as a user starts it; its URL."""
+    """Start `oblr-megatron serve` as a user does; returns its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -260,7 +263,7 @@ def start_server(work: Work, directory: Path, stack: ExitStack) -> str:
 
 
 def sample(engines: RolloutEngine, work: Work) -> tuple[int, float]:
-    """One batch, as a run draws it."""
+    """Sample one batch as a run does; returns (tokens, seconds)."""
     prompts = [
         Prompt(row=n, id=str(n), text="", token_ids=tuple(ids), answer="", source="")
         for n, ids in enumerate(work.prompts)
@@ -272,7 +275,7 @@ def sample(engines: RolloutEngine, work: Work) -> tuple[int, float]:
 
 
 def measure(samplers: dict[str, Sampler], work: Work, options: argparse.Namespace) -> list[Row]:
-    """Every placement once a round, in turn forwards and backwards, after one round that is not counted."""
+    """Measure every placement once per round, in alternating order. The first round is not counted."""
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in samplers}
     for number in range(options.rounds + 1):
         for name in list(samplers)[:: -1 if number % 2 else 1]:

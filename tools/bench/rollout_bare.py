@@ -1,4 +1,4 @@
-"""`rollout.py`'s yardstick: `python rollout_bare.py WORK.json LIKE` samples with a bare `vllm.LLM`, a batch a line."""
+"""The bare `vllm.LLM` of `rollout.py`: `python rollout_bare.py WORK.json LIKE` samples one batch per line of input."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from oblr_megatron.engine.samples import sampling_params
 
 
 def main(work_file: str, like: str) -> None:
-    """Say "ready", and {"tokens":, "seconds":} after every batch.
+    """Print "ready", then {"tokens":, "seconds":} after every batch.
 
     Args:
         work_file: a `Work` as JSON.
-        like: "stock" asks vLLM as its quickstart does; "ours" with the options and the sampling parameters of a run.
+        like: "stock" samples as in vLLM's quickstart; "ours" uses a run's options and sampling parameters.
     """
     work = Work(**json.loads(Path(work_file).read_text(encoding="utf-8")))
     llm = vllm.LLM(

@@ -1,4 +1,4 @@
-"""Modes of one cell measured against each other: in turn, in one process, round after round."""
+"""Measure the modes of one cell against each other: in turn, in one process, over several rounds."""
 
 from __future__ import annotations
 
@@ -13,45 +13,48 @@ from shapes import Cell
 from steps import GHOST, PLAIN, PLAIN_TORCH, Candidate
 
 MIN_ROUNDS = 3
-BASE = {GHOST: PLAIN_TORCH, PLAIN_TORCH: PLAIN_TORCH}  # whose plain step a mode's memory and work are over; else PLAIN
+BASE = {
+    GHOST: PLAIN_TORCH,
+    PLAIN_TORCH: PLAIN_TORCH,
+}  # the plain step that a mode's memory and time are compared with; default PLAIN
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One mode on one cell.
+    """Results of one mode on one cell.
 
     Example: Row(mode="stash", detail="", shape="qwen3-0.6b", layers=2, parameters=35655936, tokens=512, samples=4,
                  steps=10, seconds=6.9, ratio_to_plain=1.18, norm_seconds=1.05, extra_bytes=570490000)
     """
 
     mode: str
-    detail: str  # what the mode chose
+    detail: str  # the variant that the mode chose
     shape: str
     layers: int
     parameters: int
     tokens: int
     samples: int
-    steps: int  # rounds that were measured
-    seconds: float  # of a step, median
-    ratio_to_plain: float  # median of the ratios of each round
-    norm_seconds: float  # over the plain step that the mode is built on
-    extra_bytes: int  # of peak memory, over the same
+    steps: int  # measured rounds
+    seconds: float  # per step, median
+    ratio_to_plain: float  # median over rounds
+    norm_seconds: float  # time over the mode's base (see BASE)
+    extra_bytes: int  # peak memory over the mode's base
 
 
 def measure(cell: Cell, candidates: Sequence[Candidate], meter: Meter, rounds: int, seconds: float) -> list[Row]:
-    """One row a mode.
+    """Measure; returns one row per mode.
 
     Args:
-        cell: what the candidates were built for.
-        candidates: the plain step among them, and the base of every mode; of several of one mode the fastest is taken.
-        meter: the clock.
-        rounds: to measure, each candidate once a round, in turn forwards and backwards.
-        seconds: no round after the first `MIN_ROUNDS` is begun later than this.
+        cell: the cell that the candidates were built for.
+        candidates: must include PLAIN and the base of every mode. Of several candidates of a mode the fastest counts.
+        meter: measures time and memory.
+        rounds: number of rounds; each runs every mode once, in alternating order.
+        seconds: after `MIN_ROUNDS`, no round starts later than this.
     """
     end = time.monotonic() + seconds
     for candidate in candidates:
         if candidate.mode in (PLAIN, PLAIN_TORCH):
-            meter.peak(candidate.make)  # what is held from here on: weights, gradients, moments
+            meter.peak(candidate.make)  # allocates weights, gradients and moments
     chosen, peaks = fastest(candidates, meter)
     steps = {mode: candidate.make() for mode, candidate in chosen.items()}
     times: dict[str, list[float]] = {mode: [] for mode in steps}
@@ -82,9 +85,9 @@ def measure(cell: Cell, candidates: Sequence[Candidate], meter: Meter, rounds: i
 
 
 def fastest(candidates: Sequence[Candidate], meter: Meter) -> tuple[dict[str, Candidate], dict[str, int]]:
-    """By mode the candidate, of several the fastest, and the peak of memory in its first step.
+    """({mode: fastest candidate}, {mode: peak memory of its first step}).
 
-    Each is made for this and let go again, so that no peak has in it what another mode keeps.
+    Each candidate is freed after its measurement, so that no peak includes another mode's memory.
     """
     rivals = Counter(candidate.mode for candidate in candidates)
     chosen: dict[str, tuple[float, Candidate, int]] = {}
@@ -100,5 +103,5 @@ def fastest(candidates: Sequence[Candidate], meter: Meter) -> tuple[dict[str, Ca
 
 
 def paired_ratio(times: Sequence[float], plain: Sequence[float]) -> float:
-    """The median over rounds of one mode's time to the plain step's."""
+    """Median over rounds of (time / plain time) in one round."""
     return statistics.median(taken / base for taken, base in zip(times, plain, strict=True))

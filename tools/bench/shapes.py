@@ -1,4 +1,4 @@
-"""What the benchmark of gradient norms runs on: layers of Qwen3's sizes, random weights and responses."""
+"""Models and samples of the gradient-norm benchmark: layers with Qwen3's sizes, random weights and responses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.types import Sample
 
-VOCAB, PROMPT_TOKENS = 2048, 16  # the vocabulary is cut, so that the layers and not the head are measured
+VOCAB, PROMPT_TOKENS = 2048, 16  # a small vocabulary, so that layers dominate the output head
 
 
 class Shape(NamedTuple):
-    """The sizes of a layer."""
+    """Sizes of a layer."""
 
     hidden: int
     ffn: int
@@ -36,25 +36,25 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One line of the table: a model and a step's responses, of one prompt.
+    """One line of the table: a model, and a step's responses to one prompt.
 
     Example: Cell(shape="qwen3-0.6b", layers=2, tokens=512, samples=4)
     """
 
     shape: str
     layers: int
-    tokens: int  # T, of each response
+    tokens: int  # T, per response
     samples: int  # G
 
     @property
     def parameters(self) -> int:
-        """P, of the whole model."""
+        """P, parameters of the whole model."""
         hidden, ffn, heads, kv_heads, size = SHAPES[self.shape]
         attention = 2 * hidden * size * (heads + kv_heads) + 2 * size
         return 2 * VOCAB * hidden + hidden + self.layers * (attention + 3 * hidden * ffn + 2 * hidden)
 
     def hf_config(self) -> Qwen3Config:
-        """The model; its head is not tied, since Opacus refuses tied parameters."""
+        """The model's config. The head is untied, since Opacus refuses tied parameters."""
         shape = SHAPES[self.shape]
         return Qwen3Config(
             vocab_size=VOCAB,
@@ -70,7 +70,7 @@ class Cell:
         )
 
     def config(self, baseline: str, gradnorm: dict[str, str]) -> Config:
-        """One fold, one rank; every sample in a microbatch of its own, as at a cluster's token budgets."""
+        """Config with one fold, one rank, and one sample per microbatch, as with a cluster's token budgets."""
         table = {
             "run_dir": "unused",
             "num_prompts": 1,
@@ -85,7 +85,7 @@ class Cell:
         return parse_config(table)
 
     def random_samples(self) -> list[Sample]:
-        """G responses of exactly T random tokens to prompts of one length."""
+        """G responses of exactly T random tokens to prompts of equal length."""
         generator = torch.Generator().manual_seed(1)
         draws = torch.randint(VOCAB, (self.samples, PROMPT_TOKENS + self.tokens), generator=generator).tolist()
         return [
@@ -94,7 +94,7 @@ class Cell:
         ]
 
     def coefficients(self, config: Config, norms_sq: Tensor) -> Tensor:
-        """The config's advantages over G, for rewards 1, 0, 1, 0, ... and norms [G]: [G] fp64, none of them 0."""
+        """Advantages / G for rewards 1, 0, 1, 0, ... and squared norms [G]: [G] fp64, all nonzero."""
         rewards = (torch.arange(self.samples) % 2 == 0).to(torch.float64)[None]
         lengths = torch.full_like(rewards, self.tokens)
         baseline = config.algo.baseline
@@ -103,7 +103,7 @@ class Cell:
 
 @torch.no_grad()
 def randomize(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Small random weights, norms at 1."""
+    """Small random weights; norm weights are 1."""
     torch.manual_seed(0)
     for name, parameter in named:
         parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02)

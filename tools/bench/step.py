@@ -1,17 +1,17 @@
-"""A whole step (sampling, reward, gradient, update) of the package's full stack against TRL's trainers.
+"""Measure a whole step (sampling, reward, gradient, update) of the full stack against TRL's trainers.
 
     python tools/bench/step.py --json run/bench/step.json
-    python tools/bench/step.py --quick                        whether it works; the figures say nothing
+    python tools/bench/step.py --quick                        checks that it works; the times mean nothing
 
-The demo's model and task (examples/tiny_cpu), 64 prompts x 8 responses a step, fp32, the same threads for all:
+Model and task are the demo's (examples/tiny_cpu): 64 prompts x 8 responses per step, fp32, equal threads for all:
 
-- oblr_po: megatron-core and vLLM, one rank; exact norms, optimal_prior, the snr schedule; the weights pushed each step
-- rloo: the same stack with RLOO's baseline and no norms, as TRL's RLOO estimates
-- trl_grpo, trl_rloo: TRL's trainers with transformers' `generate`, no vLLM, their default losses, the batch in one pass
+- oblr_po: megatron-core and vLLM, one rank; exact norms, optimal_prior, the snr schedule, a push of weights per step
+- rloo: the same stack with RLOO's baseline and no norms, the estimator of TRL's RLOO
+- trl_grpo, trl_rloo: TRL's trainers with transformers' `generate`, no vLLM, default losses, the batch in one pass
 
-The systems are processes of their own, all alive, that make a step in turn, round after round; two rounds before the
-first are not counted. `ratio_to_trl` is the median over rounds of a system's time to that of the faster trainer of TRL
-in the same round. The learning rate is next to nothing, so that all sample from the same policy throughout.
+Each system is a process. All stay alive and take one step per round in turn; two warm-up rounds are not counted.
+`ratio_to_trl` is the median over rounds of (system's time / faster TRL trainer's time) in one round. The learning rate
+is close to 0, so that all systems always sample from the same policy.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from rounds import paired_ratio
 from step_system import PRESETS, ROOT, TRL, Work
 
 SYSTEMS = (*PRESETS, *TRL)
-WARM_UP = 2  # rounds that are not counted
+WARM_UP = 2  # uncounted rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system.
+    """Results of one system.
 
     Example: Row(system="oblr_po", samples=512, rounds=10, seconds=0.9, fastest=0.85, slowest=1.1, ratio_to_trl=0.6)
     """
 
     system: str
-    samples: int  # a step
+    samples: int  # per step
     rounds: int
-    seconds: float  # of a step, median
+    seconds: float  # per step, median
     fastest: float
     slowest: float
     ratio_to_trl: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, write the figures."""
+    """Measure, print the table, write the results."""
     options = parse_options(arguments)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -64,26 +64,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; --quick fills in what is not given."""
+    """Parse the command line. --quick changes the defaults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="at least one of TRL's among them")
-    parser.add_argument("--prompts", type=int, help="a step (64)")
-    parser.add_argument("--group", type=int, default=8, help="responses a prompt")
-    parser.add_argument("--rounds", type=int, help="to measure (20)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every process")
-    parser.add_argument("--quick", action="store_true", help="8 prompts, one round, no rloo, hardly a warm start")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="must include at least one of TRL's")
+    parser.add_argument("--prompts", type=int, help="prompts per step (default: 64)")
+    parser.add_argument("--group", type=int, default=8, help="responses per prompt")
+    parser.add_argument("--rounds", type=int, help="measured rounds (default: 20)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads per process")
+    parser.add_argument("--quick", action="store_true", help="8 prompts, one round, no rloo, a short warm start")
     options = parser.parse_args(arguments)
     options.prompts = options.prompts or (8 if options.quick else 64)
     options.rounds = options.rounds or (1 if options.quick else 20)
     options.systems = options.systems or [name for name in SYSTEMS if name != "rloo" or not options.quick]
     if not set(options.systems) & set(TRL):
-        parser.error(f"--systems: name one of {', '.join(TRL)}, which the others are measured against")
+        parser.error(f"--systems: include one of {', '.join(TRL)}; the others are compared with it")
     return options
 
 
 def prepare(directory: Path, options: argparse.Namespace) -> Work:
-    """The demo's data and model, warm-started."""
+    """Make the demo's data and warm-started model."""
     steps = "150" if options.quick else "900"
     command = [sys.executable, "examples/tiny_cpu/prepare.py", "--out", str(directory), "--steps", steps]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -91,7 +91,7 @@ def prepare(directory: Path, options: argparse.Namespace) -> Work:
         directory=str(directory),
         num_prompts=options.prompts,
         group_size=options.group,
-        num_steps=WARM_UP + options.rounds + 1,  # a step's time is known when the next one begins
+        num_steps=WARM_UP + options.rounds + 1,  # a step's time is reported when the next one begins
         num_threads=options.threads,
     )
     (directory / "work.json").write_text(json.dumps(asdict(work)), encoding="utf-8")
@@ -99,7 +99,7 @@ def prepare(directory: Path, options: argparse.Namespace) -> Work:
 
 
 class System:
-    """The process of one system, started and ready; call it for the seconds of a step."""
+    """The process of one system. A call takes one step and returns its seconds."""
 
     def __init__(self, name: str, work: Work, directory: Path, stack: ExitStack) -> None:
         self._log = directory / f"{name}.log"
@@ -116,21 +116,21 @@ class System:
         self._answer()
 
     def __call__(self) -> float:
-        """One step."""
-        assert self._process.stdin is not None, "it was opened as a pipe"
+        """Take one step; returns its seconds."""
+        assert self._process.stdin is not None, "opened as a pipe"
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
         return float(self._answer())
 
     def _answer(self) -> str:
-        assert self._process.stdout is not None, "it was opened as a pipe"
+        assert self._process.stdout is not None, "opened as a pipe"
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the system has died:\n{self._log.read_text(encoding='utf-8')[-4000:]}")
         return line
 
     def _end(self) -> None:
-        """Its standard input ends, and so does it, with its engine."""
+        """Close the process's standard input, which ends it and its engine."""
         try:
             self._process.communicate(timeout=120)
         except subprocess.TimeoutExpired:
@@ -138,7 +138,7 @@ class System:
 
 
 def measure(systems: dict[str, System], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step that counts; a step of each system a round, in turn forwards and backwards."""
+    """Seconds of every counted step. Each round takes one step of every system, in alternating order."""
     times: dict[str, list[float]] = {name: [] for name in systems}
     for number in range(WARM_UP + rounds):
         for name in list(systems)[:: -1 if number % 2 else 1]:
@@ -149,7 +149,7 @@ def measure(systems: dict[str, System], rounds: int) -> dict[str, list[float]]:
 
 
 def rows_of(times: dict[str, list[float]], work: Work) -> list[Row]:
-    """One row a system."""
+    """One row per system."""
     trl = [min(taken) for taken in zip(*(times[name] for name in times if name in TRL), strict=True)]
     return [
         Row(

@@ -1,7 +1,7 @@
-"""One of `step.py`'s systems in a process of its own: `python step_system.py WORK.json SYSTEM`, a step a line.
+"""Run one of `step.py`'s systems: `python step_system.py WORK.json SYSTEM` takes one step per line of input.
 
-Nothing of a system's loop is written anew here: the package's is `train.train`, TRL's is `Trainer.train`. Each is held
-up where a step begins (before its prompts are taken, at TRL's `on_step_begin`) until the next one is asked for.
+The loops are the systems' own: `train.train` of the package, `Trainer.train` of TRL. Each loop blocks at the start of a
+step (before its prompts are taken; at TRL's `on_step_begin`) until the next line of input.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from oblr_megatron.config import Config, OptimizerConfig, parse_config
 from oblr_megatron.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
-STILL = 1e-12  # learning rate: every step samples from the same policy, so that none has longer responses than another
+STILL = 1e-12  # learning rate close to 0: every step samples from the same policy, so response lengths do not drift
 TRL = {"trl_grpo": "grpo", "trl_rloo": "rloo"}
 PRESETS = {"oblr_po": "oblr_po", "rloo": "rloo"}
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What every system's step does.
+    """Sizes of every system's step.
 
     Example: Work(directory="/tmp/x", num_prompts=64, group_size=8, num_steps=12, num_threads=2)
     """
 
-    directory: str  # of examples/tiny_cpu/prepare.py
+    directory: str  # output of examples/tiny_cpu/prepare.py
     num_prompts: int
     group_size: int
-    num_steps: int  # at most so many
+    num_steps: int  # upper limit
     num_threads: int
 
 
 class Finished(Exception):
-    """No further step is wanted."""
+    """Standard input has ended: no further step."""
 
 
 class Pace:
-    """Called where a step begins: tells how long the one before took, and waits until this one is asked for."""
+    """Called at the start of a step: reports the previous step's time and waits for the next line of input."""
 
     def __init__(self, output: IO[str]) -> None:
         self._output = output
         self._begin: float | None = None
 
     def __call__(self) -> None:
-        """A line out, "ready" or the seconds of a step; a line in.
+        """Print "ready" or the seconds of a step; then read a line.
 
         Raises:
-            Finished: no line came in.
+            Finished: standard input has ended.
         """
         now = time.perf_counter()
         print("ready" if self._begin is None else now - self._begin, file=self._output, flush=True)
@@ -68,7 +68,7 @@ class Pace:
 
 
 def main(work_file: str, system: str) -> None:
-    """Run the system until standard input ends; what libraries print goes to standard error."""
+    """Run the system until standard input ends. Output of libraries goes to standard error."""
     pace = Pace(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)
     work = Work(**json.loads(Path(work_file).read_text(encoding="utf-8")))
@@ -80,7 +80,7 @@ def main(work_file: str, system: str) -> None:
 
 
 def config_of(work: Work, system: str) -> Config:
-    """The demo's, on this work."""
+    """The demo's config for this work."""
     table: dict[str, Any] = tomllib.loads((ROOT / "examples/tiny_cpu/config.toml").read_text(encoding="utf-8"))
     directory = Path(work.directory)
     del table["evaluate"], table["algo"]["baseline"], table["algo"]["schedule"]
@@ -95,7 +95,7 @@ def config_of(work: Work, system: str) -> Config:
 
 
 def run_package(work: Work, system: str, pace: Pace) -> None:
-    """megatron-core and vLLM, one rank."""
+    """Train with megatron-core and vLLM on one rank."""
     from oblr_megatron.run import open_run
     from oblr_megatron.train import train
 
@@ -112,7 +112,7 @@ def run_package(work: Work, system: str, pace: Pace) -> None:
 
 
 def run_trl(work: Work, system: str, pace: Pace) -> None:
-    """TRL's trainer with transformers' generate, its default loss, on the same rows and lengths."""
+    """Train with TRL, transformers' generate and TRL's default loss, on the same rows and lengths."""
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
     from studies.trl_trainer import open_trainer, trainer_arguments

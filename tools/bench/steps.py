@@ -1,9 +1,9 @@
-"""The steps that the benchmark of gradient norms compares: same layers, same samples, gradient, clipping and Adam.
+"""Steps of the gradient-norm benchmark: gradient, clipping and Adam on the same layers and samples.
 
 - plain: megatron-core, RLOO, no norms
 - two_pass, stash, bookkeep, auto: the same with exact norms, by `gradnorm.mode`
-- sketch: as bookkeep, the norms estimated (`gradnorm.source`)
-- plain_torch: plain PyTorch, RLOO; what Opacus works on, so that its base is seen too
+- sketch: bookkeep with estimated norms (`gradnorm.source`)
+- plain_torch: plain PyTorch, RLOO; the base of opacus_ghost
 - opacus_ghost: plain PyTorch with Opacus's ghost norms, all samples in one batch or one by one
 """
 
@@ -29,7 +29,7 @@ from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.preflight import select_mode
 
 PLAIN, PLAIN_TORCH, GHOST = "plain", "plain_torch", "opacus_ghost"
-GRADNORM: dict[str, dict[str, str]] = {  # the section of the configuration that a mode stands for
+GRADNORM: dict[str, dict[str, str]] = {  # mode -> [gradnorm] section
     PLAIN: {"mode": "two_pass"},
     "two_pass": {"mode": "two_pass"},
     "stash": {"mode": "stash"},
@@ -43,17 +43,17 @@ LR = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to make the step of a mode; a mode may have several."""
+    """One variant of a mode's step; a mode may have several."""
 
     mode: str
-    detail: str  # which way
-    make: Callable[[], Step]  # takes what memory the way keeps from step to step, and gives it back with the step
+    detail: str  # name of the variant
+    make: Callable[[], Step]  # allocates the variant's persistent memory, which is freed with the step
 
 
 def build_candidates(cell: Cell, modes: Sequence[str], parallel: Parallel) -> list[Candidate]:
-    """The modes asked for, the plain step first, and that of PyTorch with Opacus.
+    """Candidates of the plain step and the given modes, plus PyTorch's plain step if Opacus is measured.
 
-    All of megatron-core's share one policy, all of PyTorch's one model.
+    All megatron-core candidates share one policy; all PyTorch candidates share one model.
     """
     configs = {mode: _config(cell, mode) for mode in dict.fromkeys((PLAIN, *modes)) if mode in GRADNORM}
     candidates = _megatron(cell, configs, parallel)
@@ -63,7 +63,7 @@ def build_candidates(cell: Cell, modes: Sequence[str], parallel: Parallel) -> li
 
 
 def _config(cell: Cell, mode: str) -> Config:
-    """The run that a mode stands for; "auto" becomes what it comes to for this model, length and free memory."""
+    """Config of a mode. "auto" is resolved for this model, length and free memory."""
     config = cell.config("rloo" if mode == PLAIN else "optimal", GRADNORM[mode])
     if config.gradnorm.mode != "auto":
         return config
@@ -90,7 +90,7 @@ def _megatron_step(cell: Cell, config: Config, policy: Policy, optimizer: Policy
     wanted = config.uses_norms
 
     def coefficients_of(prompts: Sequence[int], norms_sq: Tensor) -> Tensor:
-        """The one prompt's [1, G] -> [1, G]."""
+        """[1, G] -> [1, G], for the only prompt."""
         return cell.coefficients(config, norms_sq[0])[None]
 
     def step() -> None:

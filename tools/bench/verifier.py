@@ -1,14 +1,18 @@
-r"""Speed of the verifier: verdicts a second and the latency of one, on answers like GSM8K's and OlympiadBench's.
+r"""Measure the verifier's throughput and latency against math-verify, on answers like GSM8K's and OlympiadBench's.
 
     python tools/bench/verifier.py --json run/bench/verifier.json    three rounds, some minutes
     python tools/bench/verifier.py --rounds 1 --limit 100            the same in seconds
 
-Eight responses to every question: the set's own solution, then a box with the gold answer as models spell it, an
-expression equal to it, a wrong number, the gold of another question, or no box. `math` is MathReward with two workers,
-new in every round, 128 questions at a time; "algebra" is the part of the responses that workers are asked about.
-`math-verify` is that library's parse and verify, as its documentation calls them, in this process, on the first `BARE`
-responses. Latencies are of single calls, one after the other. `times_bare` is the median over rounds of math-verify's
-seconds a verdict to a row's: more is better.
+Every question has eight responses: the set's own solution, then a box with the gold answer in a model's spelling, an
+equal expression, a wrong number, another question's gold answer, or no box. Rows:
+
+- math: MathReward with two workers, restarted in every round, 128 questions at a time; "algebra" is the subset of
+  responses that need a worker
+- math-verify: that library's parse and verify, called as its documentation says, in this process, on the first `BARE`
+  responses
+
+Latencies are of single calls in sequence. `times_bare` is the median over rounds of (math-verify's seconds per response
+/ row's seconds per response) in one round: more is better.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ _CALCULATOR = re.compile(r"<<[^>]*>>")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One judge on one kind of answers.
+    """Results of one verifier on one kind of answers.
 
     Example: Row(answers="GSM8K-like", judge="math", count=10552, right=0.55, on_the_spot=0.99, rounds=3, per_s=9000.0,
                  times_bare=20.0, median_ms=0.02, p90_ms=0.1, p99_ms=0.3, max_ms=9.0)
@@ -53,24 +57,24 @@ class Row:
     answers: str
     judge: str  # the verifier
     count: int
-    right: float  # share judged equal
-    on_the_spot: float  # share that no worker was asked about
+    right: float  # share of accepted responses
+    on_the_spot: float  # share of responses that need no worker
     rounds: int
-    per_s: float  # verdicts a second, median of the rounds
+    per_s: float  # responses per second, median over rounds
     times_bare: float
-    median_ms: float  # of one call, all rounds together
+    median_ms: float  # per call, over all rounds
     p90_ms: float
     p99_ms: float
     max_ms: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, write the figures."""
+    """Measure, print the table, write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, default=DATA, help="directory of the sets, JSONL")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit", type=int, default=10_000, help="questions of each set")
+    parser.add_argument("--limit", type=int, default=10_000, help="largest number of questions per set")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
     for kind, name in SETS.items():
@@ -84,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def responses(entries: Sequence[dict[str, str]]) -> list[Pair]:
-    """A group for every question, one after the other."""
+    """GROUP responses per question, in order."""
     generator = random.Random(0)
     pairs: list[Pair] = []
     for q, entry in enumerate(entries):
@@ -107,18 +111,18 @@ def responses(entries: Sequence[dict[str, str]]) -> list[Pair]:
 
 
 def rewritten(answer: str) -> str:
-    """An expression that computer algebra finds equal; of a number nothing but itself."""
+    """An expression that is equal by computer algebra; numbers stay as they are."""
     return answer if re.fullmatch(r"-?[0-9.]+", answer) else f"\\frac{{2({answer})}}{{2}}"
 
 
 def on_the_spot(pair: Pair) -> bool:
-    """Whether no worker is needed."""
+    """Whether the response needs no worker."""
     answer = EXTRACTIONS["math"](pair[1].text)
     return answer is None or settle(answer, pair[0].answer) is not None
 
 
 def measure(kind: str, pairs: Sequence[Pair], spot: float, rounds: int) -> list[Row]:
-    """Both judges on the same responses, in turn."""
+    """Measure both verifiers on the same responses, in turn."""
     few = pairs[:BARE]
     seconds: dict[str, list[float]] = {"math": [], "math-verify": []}
     latencies: dict[str, list[float]] = {"math": [], "math-verify": []}
@@ -130,7 +134,7 @@ def measure(kind: str, pairs: Sequence[Pair], spot: float, rounds: int) -> list[
         with new_reward() as reward:
             latencies["math"] += [timed_call(reward, pair) for pair in pairs]
         calls = [timed_bare(pair) for pair in few]
-        right["math-verify"] = statistics.fmean(verdict for _, verdict in calls)
+        right["math-verify"] = statistics.fmean(accepted for _, accepted in calls)
         seconds["math-verify"].append(statistics.fmean(taken for taken, _ in calls))
         latencies["math-verify"] += [taken for taken, _ in calls]
     return [
@@ -150,14 +154,14 @@ def measure(kind: str, pairs: Sequence[Pair], spot: float, rounds: int) -> list[
 
 
 def new_reward() -> MathReward:
-    """With workers that have judged one answer."""
+    """A MathReward with warm workers."""
     reward = MathReward(EXTRACTIONS["math"], num_workers=WORKERS, deadline_s=DEADLINE_S)
     reward.pool.map([(r"\sqrt{8}", r"2\sqrt{2}")] * WORKERS)
     return reward
 
 
 def timed_batches(reward: MathReward, pairs: Sequence[Pair]) -> tuple[float, float]:
-    """Seconds for all, batch after batch, and the share judged right."""
+    """(seconds for all batches, share of accepted responses)."""
     start, right = time.perf_counter(), 0.0
     for first in range(0, len(pairs), BATCH):
         prompts, samples = zip(*pairs[first : first + BATCH], strict=True)
@@ -173,14 +177,14 @@ def timed_call(reward: MathReward, pair: Pair) -> float:
 
 
 def timed_bare(pair: Pair) -> tuple[float, bool]:
-    """Seconds of math-verify for one response, and its verdict."""
+    """(seconds, whether math-verify accepts) for one response."""
     start = time.perf_counter()
-    verdict = bool(verify(parse(f"\\boxed{{{pair[0].answer}}}"), parse(pair[1].text)))
-    return time.perf_counter() - start, verdict
+    accepted = bool(verify(parse(f"\\boxed{{{pair[0].answer}}}"), parse(pair[1].text)))
+    return time.perf_counter() - start, accepted
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:
-    """The distribution, in milliseconds."""
+    """Quantiles in milliseconds."""
     ordered = sorted(taken * 1000 for taken in seconds)
     at = {"median_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
     return {name: ordered[int(q * (len(ordered) - 1))] for name, q in at.items()} | {"max_ms": ordered[-1]}
