@@ -2,17 +2,17 @@
 
     python examples/single_file.py          # about a minute on one CPU core; accuracy 49% -> 96%
 
-A small Qwen3 learns two-digit sums. Supervised learning on answers of mixed quality gives it a start; then, each step:
+A small Qwen3 learns two-digit sums. Supervised learning on answers of mixed quality warms it up. Then each step does:
 
-    1. sample     G responses o_i to each of Q prompts, and reward them, r_i
-    2. norms      w_i = ||grad log pi(o_i)||^2, exactly: one backward pass a response
+    1. sample     G responses o_i to each of Q prompts, with rewards r_i
+    2. norms      w_i = ||grad log pi(o_i)||^2, exact: one backward pass for each response
     3. baseline   b_i = sum_{j != i} w_j r_j / sum_{j != i} w_j        (arXiv 2511.23310, Theorem 7, leave-one-out)
     4. gradient   g = 1/(Q G) sum_i (r_i - b_i) grad log pi(o_i)       taken in R folds of prompts
     5. rate       eta = eta_0 (shrink / reference)^alpha, shrink = ||grad J||^2 / E||g||^2     (Theorem 4)
                   estimated from the folds of earlier steps; then one Adam step
 
-What GRPO has and this has not: the division by the group's standard deviation and by response length (both bias the
-gradient), the clipped surrogate (one update a batch needs none), the KL penalty and its reference model.
+Removed from GRPO: the division by the group's standard deviation and by response length (both bias the gradient), the
+clipped surrogate (unnecessary with one update for each batch), and the KL penalty with its reference model.
 
 Shapes: Q prompts, G responses each, N = Q * G samples (prompt-major), b rows, t tokens, V vocabulary, P parameters.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 Policy = Qwen3ForCausalLM
-Sample = tuple[list[int], list[int], list[float]]  # prompt ids, response ids, log-probs when they were drawn
+Sample = tuple[list[int], list[int], list[float]]  # prompt ids, response ids, log-probs at sampling
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Settings:
     baseline: str = "optimal"  # or "optimal_prior"
     prior_strength: float = 1.0  # lambda: weight of the other prompts' mean reward, in units of the mean norm
     temperature: float = 1.0
-    ratio_cap: float = 2.0  # importance ratios against the sampler's log-probs are cut here
+    ratio_cap: float = 2.0  # importance ratios against the sampler are truncated here
     num_folds: int = 4  # R
     horizon: float = 150.0  # steps over which signal and ||g||^2 are averaged
-    warmup_steps: int = 10  # at eta_0, while the averages fill
+    warmup_steps: int = 10  # at eta_0, while the averages settle
     floor: float = 0.1  # of shrink
-    exponent: float = 0.5  # alpha: 1 for SGD; Adam divides by sqrt(v) already
-    max_change: float = 1.1  # of the rate, a step
+    exponent: float = 0.5  # alpha: 1 for SGD; Adam already divides by sqrt(v)
+    max_change: float = 1.1  # of the rate in one step
     lr: float = 2e-3  # eta_0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -69,7 +69,7 @@ def answer_to(question: str) -> str:
 
 
 def mixed_answer(question: str, rng: random.Random) -> str:
-    """The warm start's teacher: right, or with one digit slipped, or with the carries forgotten."""
+    """The warm start's teacher: the right answer, or one digit replaced at random, or all carries left out."""
     right, draw = answer_to(question), rng.random()
     if draw < 0.35:
         return right
@@ -94,7 +94,7 @@ def build_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> Policy:
 
 
 def use_torch_rms_norm(model: Policy) -> Policy:
-    """Swap transformers' RMSNorm, which computes in fp32 whatever the dtype, for torch's: fp64 then stays fp64."""
+    """Replace transformers' RMSNorm, which always computes in fp32, by torch's, so that fp64 stays fp64."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__ == "Qwen3RMSNorm":
@@ -114,7 +114,7 @@ def response_logprobs(model: Policy, samples: list[Sample], temperature: float) 
         ids[row, :end] = torch.tensor([*prompt, *response])
         mask[row, len(prompt) - 1 : end - 1] = True
         old[row, len(prompt) - 1 : end - 1] = torch.tensor(logprobs)
-    logits = model(input_ids=ids).logits[:, :-1] / temperature  # [b, t-1, V]; nobody sees padding on the right
+    logits = model(input_ids=ids).logits[:, :-1] / temperature  # [b, t-1, V]; causal attention hides right padding
     new = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     return new, old.to(new.dtype), mask
 
@@ -122,7 +122,7 @@ def response_logprobs(model: Policy, samples: list[Sample], temperature: float) 
 @torch.no_grad()
 def sample(model: Policy, prompts: list[list[int]], temperature: float) -> list[Sample]:
     """One response to each prompt (repeat a prompt G times for a group); all prompts have the same length."""
-    ids, steps = torch.tensor(prompts), []  # [b, t], MAX_RESPONSE times [b, 1]
+    ids, steps = torch.tensor(prompts), []  # [b, t], and a list of MAX_RESPONSE log-probs [b, 1]
     for _ in range(MAX_RESPONSE):
         logprobs = (model(input_ids=ids).logits[:, -1] / temperature).log_softmax(-1)  # [b, V]
         token = torch.multinomial(logprobs.exp(), 1)  # [b, 1]
@@ -136,7 +136,7 @@ def sample(model: Policy, prompts: list[list[int]], temperature: float) -> list[
 def weighted_score(model: Policy, samples: list[Sample], weights: Tensor, settings: Settings) -> Tensor:
     """grad_theta sum_i weight_i sum_t rho_t log pi(o_t), flat [P]; samples and weights [b]."""
     new, old, mask = response_logprobs(model, samples, settings.temperature)
-    ratio = (new.detach() - old).exp().clamp(max=settings.ratio_cap)  # rho: 1 up to rounding, the batch being on-policy
+    ratio = (new.detach() - old).exp().clamp(max=settings.ratio_cap)  # rho: on-policy, so 1 up to rounding
     total = (weights.to(new.dtype)[:, None] * ratio * new * mask).sum()
     return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(total, list(model.parameters()))])
 
@@ -148,16 +148,16 @@ def sq_grad_norms(model: Policy, samples: list[Sample], settings: Settings) -> T
 
 
 def advantages_of(rewards: Tensor, norms: Tensor, settings: Settings) -> Tensor:
-    """A_i = r_i - b_i, all [Q, G] fp64. b_i knows the other responses only, so that E[b_i grad log pi(o_i)] = 0."""
+    """A_i = r_i - b_i, all [Q, G] fp64. b_i depends only on the other responses, so E[b_i grad log pi(o_i)] = 0."""
     (num_prompts, group_size), baseline = rewards.shape, torch.zeros_like(rewards)
     for q in range(num_prompts):
         elsewhere = [p for p in range(num_prompts) if p != q]
         for i in range(group_size):
             others = [j for j in range(group_size) if j != i]
             w, r = norms[q, others], rewards[q, others]
-            if w.sum() <= 1e-6 * (norms.sum() - norms[q, i]) / (norms.numel() - 1):  # nothing to weigh by
+            if w.sum() <= 1e-6 * (norms.sum() - norms[q, i]) / (norms.numel() - 1):  # negligible weights
                 w = torch.ones_like(w)
-            if settings.baseline == "optimal_prior":  # one more response, whose reward is the other prompts' mean
+            if settings.baseline == "optimal_prior":  # one more response, with the other prompts' mean reward
                 w = torch.cat((w, settings.prior_strength * w.mean()[None]))
                 r = torch.cat((r, rewards[elsewhere].mean()[None]))
             baseline[q, i] = (w * r).sum() / w.sum()
@@ -165,7 +165,7 @@ def advantages_of(rewards: Tensor, norms: Tensor, settings: Settings) -> Tensor:
 
 
 def fold_gradients(model: Policy, samples: list[Sample], advantages: Tensor, settings: Settings) -> Tensor:
-    """[R, P]: the gradient estimate of each fold of Q / R prompts; their mean is the whole batch's."""
+    """[R, P]: the gradient estimate of each fold of Q / R prompts; the batch's gradient is their mean."""
     num_parameters, advantages = sum(p.numel() for p in model.parameters()), advantages.flatten()
     folds = torch.zeros(settings.num_folds, num_parameters, dtype=model.dtype)
     for fold, indices in enumerate(torch.arange(len(samples)).chunk(settings.num_folds)):
@@ -177,7 +177,7 @@ def fold_gradients(model: Policy, samples: list[Sample], advantages: Tensor, set
 
 @dataclass
 class LearningRate:
-    """eta_t from averages over the steps before t, so that it does not depend on g_t: draw `rate`, then `observe`."""
+    """eta_t from averages over steps before t, independent of g_t: call `rate`, then `observe`."""
 
     settings: Settings
     signal: float = 0.0  # averages; both start at 0, which cancels in their ratio
@@ -228,9 +228,9 @@ def oblr_po_step(
     rewards: Tensor,  # [Q, G]
     settings: Settings,
 ) -> Step:
-    """One update of the model; everything is in the model's dtype, the figures of whole samples in fp64."""
+    """One update of the model. Tensors have the model's dtype; per-sample numbers are fp64."""
     rewards = rewards.double()
-    # [Q]: without a prior, equal rewards mean A = 0 whatever w is
+    # [Q]: without a prior, equal rewards give A = 0 for any w
     active = (rewards != rewards[:, :1]).any(-1) | (settings.baseline == "optimal_prior")
     measured = [each for n, each in enumerate(samples) if active[n // rewards.shape[1]]]
     norms = torch.zeros_like(rewards)
@@ -239,17 +239,17 @@ def oblr_po_step(
     folds = fold_gradients(model, samples, advantages, settings)  # [R, P]
     gradient, lr = folds.mean(0), learning_rate.rate(step)
     sq_norm, fold_sq_norm = gradient.double().square().sum().item(), folds.double().square().sum(-1).mean().item()
-    if sq_norm > 0:  # else every group was of one mind: nothing to learn from, nothing to average
+    if sq_norm > 0:  # else every group had equal rewards, and there is nothing to learn
         learning_rate.observe(sq_norm, fold_sq_norm)
         ascend(model, optimizer, gradient * min(1.0, settings.clip / sq_norm**0.5), lr)
     return Step(norms, advantages, gradient, sq_norm, fold_sq_norm, lr)
 
 
 def ascend(model: Policy, optimizer: torch.optim.Optimizer, gradient: Tensor, lr: float) -> None:
-    """One optimizer step up the gradient [P]."""
+    """One optimizer step in the direction of the gradient [P]."""
     parameters = list(model.parameters())
     for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = -part.view_as(parameter)  # optimizers go down
+        parameter.grad = -part.view_as(parameter)  # optimizers descend
     optimizer.param_groups[0]["lr"] = lr
     optimizer.step()
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from oblr_megatron.algo.advantage import AdvantageRule, usual
 
+from oblr_megatron.algo.advantage import AdvantageRule, usual
 from oblr_megatron.algo.token_baseline import token_advantages
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.types import Scored

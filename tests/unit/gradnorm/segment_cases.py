@@ -1,4 +1,4 @@
-"""Microbatches drawn at random, rows or packed, and what autograd says of each of their samples."""
+"""Random microbatches (rows or packed), and the gradient of each sample from autograd."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from oblr_megatron.gradnorm.segments import Segments
 
 @dataclass(frozen=True)
 class Case:
-    """n samples of these lengths, laid out one way or the other."""
+    """n samples of these lengths, as rows or packed."""
 
     lengths: tuple[int, ...]
     packed: bool
@@ -30,7 +30,7 @@ class Case:
         return Segments(len(self.lengths), tuple(sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)))
 
     def factor(self, width: int | tuple[int, ...], *, salt: int, zero_padding: bool) -> Tensor:
-        """[t, b, width...] in fp64; padding is noise unless it is to be zero, as it is in what comes from backward."""
+        """[t, b, width...] in fp64; padding is noise, or zero as in a backward."""
         sizes = (width,) if isinstance(width, int) else width
         generator = torch.Generator().manual_seed(1000 * self.seed + salt)
         if self.packed:
@@ -43,7 +43,7 @@ class Case:
         return values
 
     def laid_out(self, factor: Tensor) -> Tensor:
-        """As the functions under test may be given it."""
+        """The factor in the layout for the function under test."""
         return factor[:, 0] if self.packed and self.flat else factor
 
     def sample(self, factor: Tensor, index: int) -> Tensor:
@@ -55,28 +55,28 @@ class Case:
 
 
 def cases() -> st.SearchStrategy[Case]:
-    """No sample, samples without a token, one token, several."""
+    """Cases with no sample, and with samples of no token, one token or several."""
     lengths = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 13)), max_size=5).map(tuple)
     return st.builds(Case, lengths=lengths, packed=st.booleans(), flat=st.booleans(), seed=st.integers(0, 1000))
 
 
 @contextmanager
 def tiles(side: int, strip: int, call_flops: int) -> Iterator[None]:
-    """Tiles so small that a few tokens fill several."""
+    """Tiles so small that a few tokens need several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "CPU_TILES", Tiles(side=side, strip=strip, element_flops=4, call_flops=call_flops))
         yield
 
 
 def weight_grad(shape: tuple[int, ...], objective: Callable[[Tensor], Tensor]) -> Tensor:
-    """The gradient of a scalar by a weight of this shape."""
+    """The gradient of a scalar with respect to a weight of this shape."""
     weight = torch.ones(shape, dtype=torch.float64, requires_grad=True)
     (grad,) = torch.autograd.grad(objective(weight), weight)
     return grad
 
 
 def linear_grads(case: Case, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """The gradient [p, d] of each sample by a linear layer, from autograd."""
+    """Each sample's gradient [p, d] of a linear layer, from autograd."""
     grads = []
     for index in range(len(case.lengths)):
         x_i, dy_i = case.sample(x, index), case.sample(dy, index)
@@ -88,5 +88,5 @@ def linear_grads(case: Case, x: Tensor, dy: Tensor) -> list[Tensor]:
 
 
 def stacked(grads: list[Tensor], *shape: int) -> Tensor:
-    """[n, ...], also of no gradient."""
+    """[n, ...], also for n = 0."""
     return torch.stack(grads) if grads else torch.zeros(0, *shape, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""What one rank takes down of each sample: what it squares, what it puts aside, what that takes.
+"""One rank's accumulator: which gradients it squares, which it buffers, and the bytes of the buffers.
 
-The gradients are random and no backward is run; tests/distributed does that. Not covered: CUDA.
+Gradients are random. Not covered: a real backward (tests/distributed), CUDA.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def policy() -> Iterator[Policy]:
 
 
 def on_tp_rank(policy: Policy, tp_rank: int) -> tuple[list[Rule], NormAccumulator, list[MicroBatch]]:
-    """As on a rank of TP 2: shards, copies and partials all occur."""
+    """The accumulator of a rank of TP 2, with shards, copies and partials."""
     parallel = replace(policy.parallel, tp_size=2, tp_rank=tp_rank)
     rules = classify(replace(policy, parallel=parallel))
     batches = one_per_microbatch(SAMPLES, (0, 1))
@@ -57,11 +57,11 @@ def test_each_gradient_goes_where_its_rule_says(policy: Policy, tp_rank: int) ->
             elif rule.kind is Kind.SHARD or tp_rank == 0:
                 counted[slot] += grad.double().square().sum()
     torch.testing.assert_close(accumulator.own, counted, rtol=1e-12, atol=0)
-    aside = accumulator.vectors[Kind.PARTIAL].values.double().square().sum(1)
-    torch.testing.assert_close(aside, partials, rtol=1e-12, atol=0)
+    buffered = accumulator.vectors[Kind.PARTIAL].values.double().square().sum(1)
+    torch.testing.assert_close(buffered, partials, rtol=1e-12, atol=0)
 
 
-def test_several_samples_vectors_are_taken_down_at_once(policy: Policy) -> None:
+def test_vectors_of_several_samples_are_added_at_once(policy: Policy) -> None:
     rules, accumulator, _ = on_tp_rank(policy, 0)
     copy = next(rule for rule in rules if rule.kind is Kind.COPY)
     grads = torch.randn(2, *copy.param.shape, generator=torch.Generator().manual_seed(1))
@@ -70,12 +70,12 @@ def test_several_samples_vectors_are_taken_down_at_once(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
-def test_bytes_put_aside_are_what_is_held(policy: Policy, tp_rank: int) -> None:
+def test_buffered_bytes_equal_the_buffers_sizes(policy: Policy, tp_rank: int) -> None:
     rules, accumulator, batches = on_tp_rank(policy, tp_rank)
     assert accumulator.rows is not None
     rows = [part for part in (accumulator.rows.embedding, accumulator.rows.head) if part is not None]
     held = accumulator.vectors[Kind.PARTIAL].values.nbytes + sum(part.nbytes for part in rows)
-    assert len(rows) == 2  # embedding and output layer in one
+    assert len(rows) == 2  # a tied embedding: E and H
     assert sum(buffered_bytes(rules, batch, accumulator.parallel) for batch in batches) == held
 
 
@@ -83,15 +83,8 @@ def test_rows_are_found_by_sample_and_row(policy: Policy) -> None:
     _, accumulator, _ = on_tp_rank(policy, 0)
     rows = accumulator.rows
     assert rows is not None and rows.embedding is not None
-    assert list(zip(rows.sample.tolist(), rows.row.tolist(), strict=True)) == [
-        (0, 0),
-        (0, 3),
-        (0, 9),
-        (0, 15),
-        (1, 0),
-        (1, 5),
-        (1, 36),
-    ]
+    assert rows.sample.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert rows.row.tolist() == [0, 3, 9, 15, 0, 5, 36]
     assert rows.span(1, 2) == slice(4, 7)
     rows.add_embedding(torch.tensor([1, 0]), torch.tensor([36, 9]), torch.ones(2, 48))
     assert rows.embedding.sum(1).tolist() == [0, 0, 48, 0, 0, 0, 48]
@@ -101,7 +94,7 @@ def test_rows_are_found_by_sample_and_row(policy: Policy) -> None:
 
 def test_touched_rows() -> None:
     ids = torch.tensor([9, 3, 9, 15])
-    assert touched_rows(ids, 8, 0).tolist() == [0, 3]  # 0 pads
+    assert touched_rows(ids, 8, 0).tolist() == [0, 3]  # 0 is padding
     assert touched_rows(ids, 8, 1).tolist() == [1, 7]
     assert touched_rows(ids, 8, 2).tolist() == []
     assert touched_rows(ids[:0], 8, 0).tolist() == [0]

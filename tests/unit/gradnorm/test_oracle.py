@@ -1,20 +1,15 @@
-"""The oracle itself, against transformers' Qwen3ForCausalLM: logits, log-probs and per-sample gradient norms.
+"""The oracle against transformers' Qwen3ForCausalLM: logits, log-probs and per-sample gradient norms.
 
-transformers computes RMSNorm in fp32 whatever the model's dtype; for the fp64 comparisons its norm modules are replaced
-by torch.nn.RMSNorm. The stock modules are compared in fp32. Not covered: attention biases, sliding windows, rope
-scaling (no Qwen3 checkpoint this package trains uses them).
+transformers always computes RMSNorm in fp32, so that the fp64 comparisons replace it by torch.nn.RMSNorm. The stock
+modules are compared in fp32. Not covered: attention biases, sliding windows, rope scaling (no supported checkpoint uses
+them).
 """
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from oblr_megatron.gradnorm.oracle import (
-    oracle_gradient,
-    oracle_logits,
-    oracle_logprobs,
-    oracle_sq_norms,
-)
+from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logits, oracle_logprobs, oracle_sq_norms
 from oblr_megatron.types import Sample
 
 LENGTHS = ((1, 1), (3, 5), (6, 2), (4, 9))
@@ -36,7 +31,7 @@ def config_of(*, tied, groups=2):
 
 
 def transformers_model(config, dtype, *, seed=0):
-    """A Qwen3ForCausalLM whose norms are not all ones, so that a forgotten factor shows."""
+    """A Qwen3ForCausalLM with norm weights other than one, so that a missing factor fails the test."""
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config).to(dtype)
     with torch.no_grad():
@@ -63,15 +58,7 @@ def weights_of(model):
 def sample_of(prompt, response, seed=0):
     generator = torch.Generator().manual_seed(seed)
     ids = tuple(torch.randint(0, 23, (prompt + response,), generator=generator).tolist())
-    return Sample(
-        group=0,
-        prompt_ids=ids[:prompt],
-        response_ids=ids[prompt:],
-        logprobs=(0.0,) * response,
-        text="",
-        finish_reason="stop",
-        version=0,
-    )
+    return Sample(0, ids[:prompt], ids[prompt:], (0.0,) * response, "", "stop", 0)
 
 
 def transformers_logprobs(model, sample, temperature):

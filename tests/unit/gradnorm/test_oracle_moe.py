@@ -1,7 +1,7 @@
 """The oracle's mixture of experts against transformers' Qwen3MoeForCausalLM: logits and per-sample gradients.
 
-transformers takes norms and the router's softmax in fp32 whatever the model's dtype; for the fp64 comparisons both are
-replaced. The stock modules are compared in fp32.
+transformers always computes norms and the router's softmax in fp32, so that the fp64 comparisons replace both. The
+stock modules are compared in fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = [{"norm_topk_prob": True}, {"norm_topk_prob": False}, {"num_experts_per_
 
 @contextmanager
 def exact_modules() -> Iterator[None]:
-    """Norms and routers of transformers in the dtype of the weights."""
+    """Make transformers compute norms and routers in the dtype of the weights."""
     norm, router = modeling.Qwen3MoeRMSNorm.forward, modeling.Qwen3MoeTopKRouter.forward
 
     def exact_norm(self: Any, hidden: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ def exact_modules() -> Iterator[None]:
 def model_of(config: Qwen3MoeConfig, dtype: torch.dtype) -> Qwen3MoeForCausalLM:
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config).to(dtype)
-    model.set_experts_implementation("eager")  # its grouped matrix product has no fp64
-    model.model.embed_tokens.padding_idx = None  # it withholds the padding token's gradient
+    model.set_experts_implementation("eager")  # the grouped matrix product has no fp64
+    model.model.embed_tokens.padding_idx = None  # else the padding token's gradient is zeroed
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -56,7 +56,7 @@ def model_of(config: Qwen3MoeConfig, dtype: torch.dtype) -> Qwen3MoeForCausalLM:
 
 
 def published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers keeps the experts of a layer in one tensor; published checkpoints have three for each expert."""
+    """Split transformers' tensor of all experts of a layer into a checkpoint's three tensors for each expert."""
     result = {}
     for name, tensor in tensors.items():
         layer, _, kind = name.rpartition(".experts.")

@@ -1,6 +1,6 @@
-"""The choice between the two ways, and that neither holds a whole gradient or Gram matrix. Not covered: CUDA.
+"""The selection of the cheaper method, and the memory of both. Not covered: CUDA.
 
-Their results are tested through `segments`, in test_segments.py.
+test_segments.py tests their results.
 """
 
 import pytest
@@ -14,7 +14,7 @@ SHAPES = [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 151936)
 
 
 class LargestResult(TorchDispatchMode):
-    """Remembers the largest tensor that an operation makes, views of the factors aside."""
+    """Records the size of the largest tensor that an operation creates; views do not count."""
 
     def __init__(self):
         super().__init__()
@@ -29,15 +29,15 @@ class LargestResult(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sizes", [CPU_TILES, GPU_TILES])
-def test_the_gram_way_is_taken_up_to_one_length(shape, sizes):
-    choices = [cheaper(t, *shape, sizes) for t in range(1, 60_000, 7)]
-    first_direct = choices.index("direct")
-    assert set(choices[:first_direct]) <= {"gram"} and set(choices[first_direct:]) == {"direct"}
+def test_gram_is_selected_up_to_one_length(shape, sizes):
+    selected = [cheaper(t, *shape, sizes) for t in range(1, 60_000, 7)]
+    first_direct = selected.index("direct")
+    assert set(selected[:first_direct]) <= {"gram"} and set(selected[first_direct:]) == {"direct"}
 
 
 @pytest.mark.parametrize("shape", SHAPES[:-1])
 def test_the_crossover_is_where_the_flops_are_equal(shape):
-    """t = 2pd / (p + d) - strip, give or take what squaring costs: 64 tokens' worth of products."""
+    """t = 2pd / (p + d) - strip, within the cost of squaring: the products of 64 tokens."""
     d, p = shape
     expected = 2 * p * d / (p + d) - CPU_TILES.strip
     assert cheaper(round(expected - 64), d, p, CPU_TILES) == "gram"
@@ -46,7 +46,7 @@ def test_the_crossover_is_where_the_flops_are_equal(shape):
 
 @pytest.mark.parametrize("method", ["direct", "gram"])
 def test_memory_is_that_of_tiles(method):
-    """Tiles of 16 x 16, strips of 4 tokens: 256 entries, where the gradients have 4,000 and the Gram matrices 3,600."""
+    """Tiles of 16 x 16 and strips of 4 tokens: at most 256 entries; gradients have 4,000, Gram matrices 3,600."""
     x, dy = torch.randn(3, 60, 50), torch.randn(3, 60, 80)
     with tiles(side=16, strip=4, call_flops=0), LargestResult() as largest:
         batch_sq_norms(x, dy, method)

@@ -1,6 +1,6 @@
-"""Each sample's weight gradients and their norms against autograd, one sample at a time.
+"""Per-sample weight gradients and norms against autograd, one sample at a time.
 
-Not covered: CUDA, where half-precision factors go to the matrix units as they are.
+Not covered: CUDA, where matrix units take half-precision factors directly.
 """
 
 import pytest
@@ -25,7 +25,7 @@ drawn = settings(deadline=None, max_examples=80)
 
 
 def close(actual, expected, rtol=1e-12):
-    """Equal up to rounding, measured by the largest entry: gradients cancel."""
+    """Equal up to rounding, relative to the largest entry, because entries of a gradient can cancel."""
     assert actual.shape == expected.shape
     scale = float(expected.abs().max()) if expected.numel() else 1.0
     torch.testing.assert_close(actual.to(expected.dtype), expected, rtol=rtol, atol=rtol * max(scale, 1e-30))
@@ -66,7 +66,7 @@ def test_sample_products(case, d, p):
 @drawn
 @given(case=cases(), h=widths, heads=st.one_of(st.none(), st.integers(1, 3)))
 def test_scale_grads(case, h, heads):
-    """The gradient of an RMSNorm's weight, over hidden states and over the heads of queries."""
+    """The gradient of an RMSNorm's weight, for hidden states and for heads."""
     width = (h,) if heads is None else (heads, h)
     hidden, dy = case.factor(width, salt=1, zero_padding=False), case.factor(width, salt=2, zero_padding=True)
     x_hat = hidden * hidden.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
@@ -82,7 +82,7 @@ def test_scale_grads(case, h, heads):
 @drawn
 @given(case=cases(), h=widths, vocab=st.integers(1, 6), here=st.floats(0, 1))
 def test_row_grads(case, h, vocab, here):
-    """Every sample's embedding gradient at the rows it touches; some tokens are another rank's."""
+    """Every sample's embedding gradient at the rows of its tokens; other ranks hold some tokens."""
     dy = case.factor(h, salt=1, zero_padding=True)
     generator = torch.Generator().manual_seed(case.seed)
     rows = torch.randint(vocab, dy.shape[:2], generator=generator)
@@ -136,8 +136,8 @@ def test_rows_of_a_tied_weight_make_its_cross_term():
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("spoilt_factor", ["x", "dy"])
-def test_a_sample_spoils_only_its_own_norm(method, packed, bad, spoilt_factor):
-    """Also where samples share one call, padded or masked: 0 times infinity would be enough."""
+def test_a_non_finite_sample_affects_only_its_own_norm(method, packed, bad, spoilt_factor):
+    """Also if samples share one padded call, in which 0 times infinity would give NaN."""
     case = Case(lengths=(3, 4, 4, 2), packed=packed, flat=False, seed=1)
     clean = dict(zip(("x", "dy"), factors(case, 6, 5), strict=True))
     spoilt = {name: factor.clone() for name, factor in clean.items()}
@@ -157,7 +157,7 @@ def test_a_sample_spoils_only_its_own_norm(method, packed, bad, spoilt_factor):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_norms_of_narrow_factors(dtype, method, packed):
-    """As good as fp32 sums are, whatever the factors' dtype: bf16 sums would be off by 1e-3."""
+    """The accuracy of fp32 sums for any dtype: bf16 sums would have errors of 1e-3."""
     case = Case(lengths=(300, 90, 120, 1), packed=packed, flat=False, seed=5)
     x, dy = (factor.to(dtype) for factor in factors(case, 70, 50))
     exact = product_sq_norms(x.double(), dy.double(), case.segments, method="direct")
@@ -168,7 +168,7 @@ def test_norms_of_narrow_factors(dtype, method, packed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("method", "rtol"), [("direct", 2e-6), ("gram", 2e-4)])
 def test_norms_of_tokens_that_cancel(dtype, method, rtol):
-    """Pairs of tokens undo one another but for a tenth of x: the norm is 1/500 of the sum of absolute terms."""
+    """Pairs of tokens cancel except for a tenth of x: the norm is 1/500 of the sum of absolute terms."""
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(128, 1, width, generator=generator) for width in (200, 150))
     x = torch.cat([x, x + 0.1 * torch.randn(x.shape, generator=generator)]).to(dtype)
@@ -181,7 +181,7 @@ def test_norms_of_tokens_that_cancel(dtype, method, rtol):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_gradients_of_narrow_factors(dtype):
-    """Summed in fp32, whatever the factors' dtype."""
+    """Sums are fp32 for any dtype of the factors."""
     case = Case(lengths=(300, 40), packed=True, flat=False, seed=5)
     x, dy = (factor.to(dtype) for factor in factors(case, 8, 8))
     wide_x, wide_dy = x.double(), dy.double()
@@ -196,7 +196,7 @@ def test_other_gradients_of_narrow_factors(dtype):
 
 @pytest.mark.parametrize("out_dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_product_into_a_buffer_of_another_dtype(out_dtype):
-    """A stash in bf16 is rounded once, after the sum."""
+    """A bf16 stash is rounded once, after the sum."""
     case = Case(lengths=(30,), packed=False, flat=False, seed=2)
     x, dy = (factor[:30, 0].float() for factor in factors(case, 6, 5))
     out = torch.full((5, 6), float("nan"), dtype=out_dtype)
@@ -210,12 +210,12 @@ def test_product_into_a_buffer_of_another_dtype(out_dtype):
 )
 def test_factors_of_other_samples_are_refused(segments, shape):
     factor = torch.zeros(shape)
-    with pytest.raises(AssertionError, match="a factor of shape"):
+    with pytest.raises(AssertionError, match="Segments"):
         product_sq_norms(factor, factor, segments)
 
 
 @pytest.mark.parametrize("offsets", [(0, 2), (1, 2, 3), (0, 3, 2)])
-def test_offsets_that_are_none_are_refused(offsets):
+def test_invalid_offsets_are_refused(offsets):
     with pytest.raises(AssertionError):
         Segments(2, offsets)
 

@@ -1,6 +1,6 @@
-"""Projections against P dW Q^T, and their squares' mean and variance over seeds against the exact norm and the formula.
+"""Projections against P dW Q^T; the mean and variance of their squared norms over seeds against the formulas.
 
-Seeds are fixed: what is within four standard errors today is so tomorrow. Not covered: CUDA.
+Seeds are fixed, so that the bounds of four standard errors are deterministic. Not covered: CUDA.
 """
 
 import pytest
@@ -25,7 +25,7 @@ def factors(case: Case, d: int, p: int):
 
 
 def projections(p, d, size, **of):
-    """P [m, p] and Q [m, d], read off by projecting every unit matrix e_i e_j^T as a sample of one token."""
+    """P [m, p] and Q [m, d], measured by projecting every unit matrix e_i e_j^T as a sample of one token."""
     dy = torch.eye(p, dtype=torch.float64).repeat_interleave(d, dim=0)
     x = torch.eye(d, dtype=torch.float64).repeat(p, 1)
     units = sketch(p, d, size, **of).project(x, dy, Segments(p * d, tuple(range(p * d + 1))))
@@ -47,8 +47,7 @@ def test_entries_are_signs_over_sqrt_m():
     assert 0 < (units > 0).float().mean() < 1
 
 
-def test_ranks_may_sum_projections_before_they_are_squared():
-    """Two halves of one sequence, as context parallelism cuts it."""
+def test_projections_of_two_halves_of_a_sequence_sum_to_the_whole():
     case = Case(lengths=(10,), packed=True, flat=False, seed=4)
     x, dy = factors(case, 8, 6)
     whole = sketch(6, 8, 3).project(x, dy, case.segments)
@@ -57,14 +56,14 @@ def test_ranks_may_sum_projections_before_they_are_squared():
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-12, atol=1e-12)
 
 
-def test_projections_follow_from_seed_and_name():
+def test_projections_depend_on_seed_and_name():
     assert torch.equal(projections(6, 6, 3), projections(6, 6, 3))
     for other in ({"seed": 1}, {"name": "another"}):
         assert not torch.equal(projections(6, 6, 3), projections(6, 6, 3, **other))
 
 
 def estimates(x, dy, segments, size):
-    """Squared norms [SEEDS, n] by as many sketches."""
+    """Squared norms [SEEDS, n], one sketch for each seed."""
     p, d = dy.shape[-1], x.shape[-1]
     return torch.stack(
         [sketch(p, d, size, seed).project(x, dy, segments).square().sum(dim=(1, 2)) for seed in range(SEEDS)]
@@ -72,26 +71,26 @@ def estimates(x, dy, segments, size):
 
 
 def gaussian_variance(grad, size):
-    """Relative, of one gradient [p, d]: the formula of the module."""
+    """The relative variance for a gradient [p, d] by the module's formula."""
     gram = grad @ grad.t()
     rank = gram.trace().square() / gram.square().sum()
     return 2 / size**2 + (4 / size + 2 / size**2) / rank
 
 
 def sign_variance(grad, size):
-    """The same for signs: E (v^T A v)^2 and E (g . v)^4 without what Gaussians have more."""
+    """The same for signs: E (v^T A v)^2 and E (g . v)^4 without the excess of Gaussians."""
     inputs, squares = grad.t() @ grad, grad.square()
     total, frobenius = squares.sum() ** 2, inputs.square().sum()
     off_diagonal = frobenius - inputs.diagonal().square().sum()
     half = (total + 2 * off_diagonal + (size - 1) * frobenius) / size  # E ||G Q^T Q G^T||^2
-    rows = ((size + 2) * squares.sum(1).square() - 2 * squares.square().sum(1)).sum() / size  # of that, the diagonal
+    rows = ((size + 2) * squares.sum(1).square() - 2 * squares.square().sum(1)).sum() / size  # its diagonal part
     return 2 / size * (half - rows + off_diagonal) / total
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
 @pytest.mark.parametrize("tokens", [1, 60])
-def test_estimates_are_unbiased_and_vary_as_derived(size, tokens):
-    """One token is a gradient of rank 1, the worst; 60 of random directions are nearly the best."""
+def test_estimates_are_unbiased_with_the_derived_variance(size, tokens):
+    """One token gives a gradient of rank 1, the worst case; 60 random tokens are close to the best case."""
     case = Case(lengths=(tokens, tokens), packed=True, flat=False, seed=7)
     x, dy = factors(case, 24, 32)
     ratios = estimates(x, dy, case.segments, size) / product_sq_norms(x, dy, case.segments)
@@ -106,7 +105,7 @@ def test_estimates_are_unbiased_and_vary_as_derived(size, tokens):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_factors_are_projected_in_fp32(dtype):
-    """Signs are exact in any dtype, so factors and projections need not share theirs."""
+    """Signs are exact in any dtype, so that factors and signs may have different dtypes."""
     case = Case(lengths=(200, 30), packed=False, flat=False, seed=3)
     x, dy = (factor.to(dtype) for factor in factors(case, 40, 30))
     made = sketch(30, 40, 8, dtype=dtype).project(x, dy, case.segments)
@@ -116,7 +115,7 @@ def test_narrow_factors_are_projected_in_fp32(dtype):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_sample_spoils_only_its_own_projection(packed):
+def test_a_non_finite_sample_affects_only_its_own_projection(packed):
     case = Case(lengths=(3, 4, 2), packed=packed, flat=False, seed=1)
     x, dy = factors(case, 6, 5)
     case.sample(x, 1)[2, 0] = float("nan")

@@ -1,6 +1,6 @@
-"""The CPU shim: installs only without CUDA, leaves the rest of torch alone, and goes away without a trace.
+"""The CPU shim: it installs only without CUDA, leaves the rest of torch unchanged, and uninstalls completely.
 
-Does not cover: that it suffices for megatron-core; every distributed test runs on it.
+Not covered: whether it suffices for megatron-core; every distributed test runs on it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is f
 
 @pytest.fixture(autouse=True)
 def _as_found() -> Iterator[None]:
-    """Each test begins without the shim, and leaves it as an earlier test of the same process had it."""
+    """Start each test without the shim, and restore its earlier state afterwards."""
     found = cpu.installed()
     cpu.uninstall()
     yield
@@ -61,10 +61,10 @@ def attributes() -> list[dict[str, Any]]:
     return [dict(vars(owner)) for owner in OWNERS]
 
 
-def test_uninstall_puts_every_original_back() -> None:
+def test_uninstall_restores_every_original() -> None:
     before = attributes()
     assert cpu.install()
-    assert cpu.install()  # a second time changes nothing, and is undone by one uninstall
+    assert cpu.install()  # the second call changes nothing; one uninstall undoes both
     assert cpu.installed()
     assert attributes() != before
     cpu.uninstall()
@@ -73,7 +73,7 @@ def test_uninstall_puts_every_original_back() -> None:
     cpu.uninstall()
 
 
-def test_beside_a_gpu_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_replaced_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = attributes()
     assert not cpu.install()
@@ -84,7 +84,7 @@ def test_beside_a_gpu_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("shim")
-def test_megatrons_random_state_is_not_torchs() -> None:
+def test_megatrons_random_state_is_separate_from_torchs() -> None:
     before = torch.get_rng_state()
     tracker = megatron_random.CudaRNGStatesTracker()
     tracker.add("a", 1)
@@ -98,7 +98,7 @@ def test_megatrons_random_state_is_not_torchs() -> None:
 
 
 @pytest.mark.usefixtures("shim")
-def test_only_megatrons_modules_take_cuda_for_the_cpu() -> None:
+def test_only_megatrons_modules_read_cuda_as_the_cpu() -> None:
     assert megatron_schedules.torch.zeros([], dtype=torch.int, device="cuda").device.type == "cpu"
     assert megatron_schedules.torch.Tensor is torch.Tensor
     with pytest.raises((AssertionError, RuntimeError)):
@@ -107,14 +107,14 @@ def test_only_megatrons_modules_take_cuda_for_the_cpu() -> None:
 
 @pytest.mark.usefixtures("shim")
 def test_transformers_still_loads_its_models(tmp_path: Path) -> None:
-    """It builds them under a device context, which a replaced torch.zeros would not obey."""
+    """transformers builds models under a device context, which a replaced torch.zeros would ignore."""
     model = Qwen3ForCausalLM.from_pretrained(make_hf_dir(tmp_path))
     expected = model.model.rotary_emb.compute_default_rope_parameters(model.config)[0]
     assert torch.equal(model.model.rotary_emb.inv_freq, expected)
 
 
 @pytest.mark.usefixtures("shim")
-def test_type_names_answer_as_on_cuda_only_inside() -> None:
+def test_type_names_are_those_of_cuda_only_inside_the_context() -> None:
     tensor = torch.zeros(1, dtype=torch.bfloat16)
     with cpu.cuda_type_names():
         assert tensor.type() == "torch.cuda.BFloat16Tensor"

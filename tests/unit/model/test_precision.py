@@ -1,6 +1,6 @@
-"""Precision: megatron-core's configuration of each recipe, what is refused between fields, by sizes, by machine.
+"""Precision: megatron-core's configuration of each FP8 recipe, and refusals by fields, sizes and machine.
 
-Not covered: that the kernels do as they are told (tests/gpu).
+Not covered: the kernels (tests/gpu).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_every_recipe_is_known_to_megatron_and_has_its_requirements() -> None:
         fields = fp8_fields(model_of(fp8="hybrid", fp8_recipe=recipe))
         made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fields)
         assert (made.fp8, made.fp8_recipe) == ("hybrid", recipe)
-        assert made.tp_only_amax_red is (recipe == "delayed"), "replicas would wait for one another"
+        assert made.tp_only_amax_red is (recipe == "delayed"), "else replicas would wait for one another"
         assert not made.first_last_layers_bf16
 
 
@@ -61,7 +61,7 @@ def test_fp8_fields_arrive() -> None:
     assert (made.num_layers_at_start_in_bf16, made.num_layers_at_end_in_bf16) == (2, 3)
 
 
-def test_layers_that_know_no_fp8_are_told_of_none() -> None:
+def test_only_transformer_engine_gets_fp8_fields() -> None:
     model = model_of(fp8="hybrid")
     assert "fp8" not in precision_fields(model, transformer_engine=False)
     assert precision_fields(model, transformer_engine=True)["fp8"] == "hybrid"
@@ -85,7 +85,7 @@ def test_layers_that_know_no_fp8_are_told_of_none() -> None:
         ([*QUANTIZED, "weights.verify=true"], "weights.verify with"),
     ],
 )
-def test_fields_that_do_not_go_together(overrides: list[str], named: str) -> None:
+def test_incompatible_fields_are_refused(overrides: list[str], named: str) -> None:
     with pytest.raises(UserError) as caught:
         config_of(*overrides)
     assert named in str(caught.value) and "\n" not in str(caught.value)
@@ -104,7 +104,7 @@ def test_fields_that_do_not_go_together(overrides: list[str], named: str) -> Non
         [*QUANTIZED, "rollout.importance_sampling=none", "rollout.only=true"],
     ],
 )
-def test_fields_that_do(overrides: list[str]) -> None:
+def test_compatible_fields_are_accepted(overrides: list[str]) -> None:
     config_of(*overrides)
 
 
@@ -125,7 +125,7 @@ def test_modes_that_measure_norms(overrides: list[str], refused: dict[str, str])
         assert problem is None or refused[mode] in problem[0]
 
 
-def test_auto_goes_round_what_fp8_forbids() -> None:
+def test_mode_auto_avoids_what_fp8_forbids() -> None:
     dense, world = published("0.6B"), {"on_gpu": True, "transformer_engine": True}
     assert resolve(dense, config_of(*DELAYED), 1, **world).mode == "stash"
     assert resolve(dense, config_of(*FP8, "rollout.max_response_tokens=64"), 1, **world).mode != "bookkeep"
@@ -134,7 +134,7 @@ def test_auto_goes_round_what_fp8_forbids() -> None:
     with pytest.raises(UserError, match="mode 'two_pass': delayed scales"):
         resolve(dense, config_of(*DELAYED, "gradnorm.mode=two_pass"), 1, **world)
     plain = resolve(dense, config_of(*DELAYED, "gradnorm.mode=two_pass", "algo.baseline=rloo"), 1, **world)
-    assert plain.mode == "two_pass", "nothing is measured"
+    assert plain.mode == "two_pass", "allowed, because rloo measures no norms"
     with pytest.raises(UserError, match="2 replicas share experts"):
         resolve(published("30B-A3B"), config_of(*FP8, "parallel.expert_model_parallel_size=2"), 2, **world)
 
@@ -188,7 +188,7 @@ def test_sizes(size: str, world: int, overrides: list[str], named: str | None) -
     assert named in str(caught.value)
 
 
-def test_shards_that_fp8_products_do_not_take() -> None:
+def test_shards_of_a_size_without_fp8_products_are_refused() -> None:
     narrow = published("0.6B") | {"intermediate_size": 3000}
     check_layout(narrow, config_of("model.dtype=bfloat16"), 1)
     with pytest.raises(UserError, match="intermediate_size 3000 on each rank is not a multiple of 16"):
@@ -214,7 +214,7 @@ def test_shards_that_fp8_products_do_not_take() -> None:
         (Machine((9, 0), "13.0", "2.11.0+c9e3b1a"), "blockwise", None),
     ],
 )
-def test_what_a_recipe_needs(machine: Machine, recipe: str, missing: str | None) -> None:
+def test_requirements_of_recipes(machine: Machine, recipe: str, missing: str | None) -> None:
     assert RECIPES[recipe].missing(machine) == missing
     config = config_of(*FP8, f"model.fp8_recipe={recipe}")
     if missing is None:
@@ -225,7 +225,7 @@ def test_what_a_recipe_needs(machine: Machine, recipe: str, missing: str | None)
     assert f'fp8_recipe "{recipe}" needs {missing}' in str(caught.value)
 
 
-def test_the_remedy_names_the_recipes_that_are_possible() -> None:
+def test_the_fix_names_the_possible_recipes() -> None:
     with pytest.raises(UserError, match="delayed, tensorwise, blockwise"):
         check_machine(config_of(*FP8, "model.fp8_recipe=mxfp8"), published("0.6B"), HOPPER)
 
@@ -246,13 +246,13 @@ def test_the_remedy_names_the_recipes_that_are_possible() -> None:
         ),
     ],
 )
-def test_what_a_machine_does_not_offer(overrides: list[str], size: str, machine: Machine, named: str) -> None:
+def test_requirements_that_a_machine_lacks(overrides: list[str], size: str, machine: Machine, named: str) -> None:
     with pytest.raises(UserError) as caught:
         check_machine(config_of(*overrides), published(size), machine)
     assert named in str(caught.value)
 
 
-def test_what_machines_offer() -> None:
+def test_sufficient_machines_are_accepted() -> None:
     check_machine(config_of(), published("30B-A3B"), CPU)
     check_machine(config_of("model.transformer_impl=transformer_engine"), published("30B-A3B"), HOPPER)
     check_machine(config_of(*QUANTIZED), published("0.6B"), WITHOUT_ENGINE)
@@ -270,10 +270,10 @@ def test_what_machines_offer() -> None:
         ({"transformer_impl": "transformer_engine"}, HOPPER, True),
     ],
 )
-def test_whose_layers(fields: dict[str, Any], machine: Machine, chosen: bool) -> None:
+def test_selection_of_transformer_engine(fields: dict[str, Any], machine: Machine, chosen: bool) -> None:
     assert transformer_engine_chosen(model_of(**fields), machine) is chosen
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_this_machine() -> None:
     assert this_machine().capability is None and not this_machine().has_layers

@@ -1,6 +1,6 @@
-"""The Megatron model built from a Hugging Face config has exactly the table's parameters, at real sizes too.
+"""The Megatron model built from a Hugging Face config has exactly the parameters of the name table, at real sizes too.
 
-Does not cover: what it computes (tests/distributed), Transformer Engine's layers.
+Not covered: what it computes (tests/distributed), Transformer Engine's layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parallel() -> Iterator[Parallel]:
 def shapes_on_meta(
     config: PreTrainedConfig, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, torch.Size]:
-    """Build the model without memory."""
+    """Parameter shapes of the model, built on the meta device."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
     model_config = ModelConfig.model_validate({"path": "none", "dtype": "bfloat16"})
     padded = padded_vocab_size(config.vocab_size, model_config.make_vocab_size_divisible_by, parallel.tp_size)
@@ -68,7 +68,7 @@ def test_a_mixture_has_the_tables_parameters(parallel: Parallel, monkeypatch: py
         assert actual.numel() == sum(torch.Size(part).numel() for part in items[name].shapes), name
 
 
-def test_configuration_carries_every_size_over(parallel: Parallel) -> None:
+def test_the_transformer_config_has_every_size(parallel: Parallel) -> None:
     config = tiny_config(rms_norm_eps=1e-5)
     result = transformer_config_of(
         config, ModelConfig.model_validate({"path": "none", "dtype": "float64"}), replace(parallel, tp_size=2)
@@ -84,18 +84,18 @@ def test_configuration_carries_every_size_over(parallel: Parallel) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_norm_is_transformers_norm(dtype: torch.dtype, parallel: Parallel) -> None:
+def test_rms_norm_equals_transformers(dtype: torch.dtype, parallel: Parallel) -> None:
     config = transformer_config_of(
         tiny_config(), ModelConfig.model_validate({"path": "none", "dtype": str(dtype).split(".")[1]}), parallel
     )
-    norm, reference = RMSNorm(config, 48, eps=1e-6), Qwen3RMSNorm(48, eps=1e-6).to(dtype)
+    norm, stock = RMSNorm(config, 48, eps=1e-6), Qwen3RMSNorm(48, eps=1e-6).to(dtype)
     generator = torch.Generator().manual_seed(0)
     weight, hidden = torch.randn(48, generator=generator), 3 * torch.randn(5, 48, generator=generator)
     with torch.no_grad():
         norm.weight.copy_(weight)
-        reference.weight.copy_(weight)
-    tolerance = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2.0**-7}[dtype]  # the reference is fp32
-    torch.testing.assert_close(norm(hidden.to(dtype)), reference(hidden.to(dtype)), rtol=tolerance, atol=tolerance)
+        stock.weight.copy_(weight)
+    tolerance = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2.0**-7}[dtype]  # the stock norm is fp32
+    torch.testing.assert_close(norm(hidden.to(dtype)), stock(hidden.to(dtype)), rtol=tolerance, atol=tolerance)
 
 
 def test_norm_is_marked_for_the_reduction_of_sequence_parallel(parallel: Parallel) -> None:

@@ -1,4 +1,4 @@
-"""Chunked sums of squares against plain fp64 ones. Not covered: CUDA."""
+"""Chunked sums of squares against plain fp64 sums. Not covered: CUDA."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_sq_norm_is_the_sum_of_squares(numel, chunk, dtype):
 
 
 def test_sq_norm_keeps_what_fp32_would_lose():
-    """2^24 + 1 has no fp32: a sum of ones in fp32 would stop there."""
+    """fp32 cannot represent 2^24 + 1: a sum of ones in fp32 would stop at 2^24."""
     flat = torch.ones(2**24 + 3, dtype=torch.float32)
     assert sq_norm(flat).item() == 2**24 + 3
 

@@ -1,7 +1,7 @@
-"""What `HandOver` makes of the factors that Transformer Engine puts into a layer's `wgrad_store`.
+"""`HandOver`: the factors that Transformer Engine puts into a layer's `wgrad_store` reach the sink.
 
-The factors are put by hand, as its backward puts them; where they go is the real tap and a real sink. Not covered:
-Transformer Engine itself, which needs CUDA (tests/gpu); norms from these factors (tests/distributed/test_te_taps.py).
+The tests put the factors as its backward does, with a real tap and a real sink. Not covered: Transformer Engine itself,
+which needs CUDA (tests/gpu); norms from these factors (tests/distributed/test_te_taps.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from oblr_megatron.model.te_taps import HandOver, install_te
 
 
 class Recorder(AccumulateSink):
-    """Adds to main_grad as training does, and writes down what it was given."""
+    """Adds to main_grad as training does, and records its arguments."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[nn.Parameter, Tensor, Tensor, Splits | None]] = []
@@ -37,11 +37,11 @@ def weights(count: int, width: int, out: int) -> list[nn.Parameter]:
 
 
 def put(store: HandOver, factors: Sequence[Any]) -> Recorder:
-    """With a sink other than training's; the product must not be formed."""
+    """Put the factors with a sink other than training's; the product must not be computed."""
     sink = Recorder()
 
     def product(*_: Any) -> None:
-        raise AssertionError("the factors were handed over")
+        raise AssertionError("the product was computed")
 
     with store.tap.into(sink):
         assert store.delay_wgrad_compute()
@@ -49,19 +49,19 @@ def put(store: HandOver, factors: Sequence[Any]) -> Recorder:
     return sink
 
 
-def test_training_is_left_to_transformer_engine() -> None:
+def test_transformer_engine_multiplies_in_ordinary_training() -> None:
     tap = Tap()
     store = HandOver(tap, weights(1, 4, 3), 1, [None], own_outputs=True)
     assert not store.delay_wgrad_compute()
     with tap.into(Recorder()):
         assert store.delay_wgrad_compute()
-        with tap.into(None):  # as for a filler of the interleaved schedule
+        with tap.into(None):  # as for a filler in the interleaved schedule
             assert not store.delay_wgrad_compute()
     assert not store.delay_wgrad_compute()
 
 
-@pytest.mark.parametrize("flat", [True, False], ids=["tokens", "as the layer was given it"])
-def test_tokens_of_several_rows_are_told_apart(flat: bool) -> None:
+@pytest.mark.parametrize("flat", [True, False], ids=["tokens", "rows"])
+def test_tokens_of_several_rows_are_separated(flat: bool) -> None:
     x, dy = torch.randn(5, 2, 4, dtype=torch.float64), torch.randn(5, 2, 3, dtype=torch.float64)
     (weight,) = weights(1, 4, 3)
     factors = [x.flatten(0, 1) if flat else x, dy.flatten(0, 1)]
@@ -73,9 +73,9 @@ def test_tokens_of_several_rows_are_told_apart(flat: bool) -> None:
 
 @pytest.mark.parametrize("own_outputs", [True, False])
 def test_each_expert_of_a_grouped_layer(own_outputs: bool) -> None:
-    """One without tokens is handed over too (other ranks of a sum may wait for it); a frozen one is not.
+    """An expert without tokens is passed too (other ranks may wait in its all-reduce); a frozen one is not.
 
-    Memory of the layer's own goes on to autograd and must hold no gradient; `main_grad` must be left as it is.
+    The layer's own output memory goes to autograd and must be zero; `main_grad` memory must stay unchanged.
     """
     experts = weights(3, 4, 2)
     experts[2].requires_grad_(False)
@@ -92,14 +92,14 @@ def test_each_expert_of_a_grouped_layer(own_outputs: bool) -> None:
     assert all(output.eq(0).all() if own_outputs else output.isnan().all() for output in outputs)
 
 
-def test_a_factor_that_is_no_plain_tensor_is_refused() -> None:
-    """Transformer Engine's quantised tensors are subclasses of a tensor, or no tensors at all."""
+def test_a_quantised_factor_is_refused() -> None:
+    """Transformer Engine's quantised tensors are subclasses of Tensor, or not tensors at all."""
     quantised = nn.Parameter(torch.zeros(2, 4))
-    with pytest.raises(AssertionError, match="quantised"):
+    with pytest.raises(AssertionError, match="Parameter"):
         put(HandOver(Tap(), weights(1, 4, 3), 1, [None], own_outputs=False), [quantised, torch.zeros(2, 3)])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU there may be such layers (tests/gpu)")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU may have such layers (tests/gpu)")
 def test_without_transformer_engine_nothing_is_tapped() -> None:
     tap = Tap()
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
