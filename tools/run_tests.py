@@ -91,7 +91,7 @@ class Report:
         self._progress.update(self._task, completed=self._done, total=self._total, description=f"tests{failed}")
         if not self._console.is_terminal and time.monotonic() > self._line_due:
             self._line_due = time.monotonic() + LINE_S
-            print(f"{self._done} of {self._total} tests{failed}", flush=True)
+            self._console.print(f"{self._done} of {self._total} tests{failed}")
 
 
 def _last_line(report: pytest.TestReport) -> str:
@@ -101,7 +101,7 @@ def _last_line(report: pytest.TestReport) -> str:
 
 def run(tier: Tier, arguments: Sequence[str]) -> int:
     """1 when a test failed or pytest could not run, else 0."""
-    begun, console = time.monotonic(), Console()
+    begun, console = time.monotonic(), Console(file=os.fdopen(os.dup(1), "w"))  # pytest captures descriptor 1
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     statuses = []
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

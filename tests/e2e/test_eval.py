@@ -120,6 +120,7 @@ def test_what_is_said(evaluated: Evaluated) -> None:
     assert copy == json.loads((evaluated.root / "whole" / "figures.json").read_text())
 
 
+@pytest.mark.nightly
 def test_killed_in_the_middle_and_gone_on_with_it_writes_the_same_bytes(evaluated: Evaluated) -> None:
     out = evaluated.root / "parts"
     left = kill_after(PROMPTS + 20, out / "first.jsonl", evaluated.arguments(out))

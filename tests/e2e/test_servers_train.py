@@ -47,7 +47,7 @@ def test_a_server_takes_the_place_of_the_runs_own_engines(
         assert other[0][key] == pytest.approx(own[0][key], rel=1e-5), key
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_outlives_its_server(
     server: ApiServer, tmp_path: Path, overrides: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

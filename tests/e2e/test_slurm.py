@@ -19,6 +19,7 @@ import torch
 from tests.distributed.replayed import STEPS, certain, exported, make_inputs
 from tests.slurm.job import Job
 
+pytestmark = pytest.mark.nightly
 TEMPLATE = """
 num_steps = 8
 num_prompts = 4
@@ -150,7 +151,6 @@ def test_a_job_that_saves_nothing_is_requeued_once(config: Path, tmp_path: Path)
     assert not (job.logs / "attempt_2").exists()
 
 
-@pytest.mark.slow
 def test_trainers_and_servers_on_nodes_of_their_own(
     tmp_path: Path, tiny: Path, overrides: Callable[..., list[str]]
 ) -> None:

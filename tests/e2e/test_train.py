@@ -98,7 +98,7 @@ def test_a_reward_that_raises_scores_zero(tmp_path: Path, overrides: Callable[..
     assert result.stderr.count("ZeroDivisionError: the reward has a bug") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1], ids=["the one with the engine", "the other"])
 def test_killed_rank_ends_the_job(tmp_path: Path, overrides: Callable[..., list[str]], victim: int) -> None:
     """SIGKILL of one rank: the job ends within 60 s with the cause named, and no process of it is left."""

@@ -63,6 +63,7 @@ def growths(layers: int, tmp_path: Path) -> list[int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read from Linux's /proc")
 def test_peak_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
     (tmp_path / "few").mkdir()

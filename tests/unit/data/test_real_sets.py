@@ -30,7 +30,10 @@ ROWS = {
 }
 BENCHMARKS = ("gsm8k_test", "math500", "olympiadbench")
 
-pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the sets are not in {SHARED}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not SHARED.is_dir(), reason=f"the sets are not in {SHARED}"),
+]
 
 
 def raw(name: str) -> list[dict[str, object]]:

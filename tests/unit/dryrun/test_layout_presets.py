@@ -1,6 +1,6 @@
-"""The layout presets of slurm/configs: each divides and fits, at its own size and at 1,024 ranks, and says so itself.
+"""The layout presets of slurm/configs: each divides and fits, at its own size and at 1,024 ranks.
 
-Models are built at a preset's own size, of 235B-A22B only in the slow part. Not covered: a run of any of them.
+`make test-all` also builds each preset's model on the meta device. Not covered: a run of any preset.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ def test_it_fits(name: str, nodes: int) -> None:
     check_fits(rank_memory(hf_config, decided, (nodes or own) * PER_NODE, DEVICE), decided, DEVICE)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in ALL if name != LARGE])
 def test_its_ranks_hold_the_model(name: str) -> None:
     check_models(name, nodes_of(preset(name)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_largest_at_1024_ranks() -> None:
     check_models(LARGE, NODES)
 

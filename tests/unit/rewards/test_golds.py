@@ -1,7 +1,6 @@
 r"""The benchmarks' golds: each equals itself in other spellings and differs from what is almost the same.
 
-The whole of every set, with the exceptions, is tools/bench/golds.py's; here a
-sample of each.
+Here a sample of each set; tools/bench/golds.py takes whole sets and lists the exceptions.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "bench"))
 
 import golds
 
+pytestmark = pytest.mark.nightly
 ROWS = 300  # of each set
 ALIKE = {  # docs/verifier.md says why these are equal
     "864 \\mbox{ inches}^2": {"\\boxed{864 \\mbox{ inches}^3}"},

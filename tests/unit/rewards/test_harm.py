@@ -91,6 +91,7 @@ ANSWERS, BATCH, WARM_UP = 10_000, 500, 2_000
 GROWTH_BYTES = 32 * 2**20  # of this process, the nursery and two workers together; a worker's caches are still filling
 
 
+@pytest.mark.nightly
 def test_ten_thousand_answers_are_judged_in_the_same_memory() -> None:
     generator = random.Random(0)
     sizes: list[int] = []

@@ -1,0 +1,100 @@
+"""Each benchmark runs once at its smallest size and writes the rows it promises.
+
+Not covered: whether the measured times are good.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import step
+from step_system import Work
+
+ROOT = Path(__file__).resolve().parents[3]
+LAYER = 4096 * 1024 + 1024 + 2 * 1024 + 2 * 128 + 1024 * 128 * (2 * 16 + 2 * 8) + 3 * 3072 * 1024  # parameters
+SMALL = ["--layers", "1", "--vocab", "4096", "--rounds", "1"]
+QUESTIONS = [("18", "9 + 9 = <<9+9=18>>18"), (r"\frac{\sqrt{3}}{2}", "cos 30")] * 3
+
+
+def rows_of(script: str, directory: Path, *options: str) -> list[dict[str, Any]]:
+    """The rows that tools/bench/SCRIPT.py writes."""
+    out = directory / "out.json"
+    command = [sys.executable, f"tools/bench/{script}.py", "--json", str(out), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())["rows"]
+
+
+def assert_rates(rows: list[dict[str, Any]], num_bytes: int) -> None:
+    for row in rows:
+        assert row["bytes"] == num_bytes and row["seconds"] > 0
+        assert row["gb_per_s"] * row["seconds"] * 1e9 == pytest.approx(num_bytes, rel=1e-9)
+
+
+def assert_ratios_to_copy(rows: list[dict[str, Any]]) -> None:
+    """In one round each ratio is that of the seconds."""
+    for row in rows:
+        assert row["ratio_to_copy"] * row["seconds"] == pytest.approx(rows[0]["seconds"], rel=1e-9)
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    rows = rows_of("checkpoint", tmp_path, *SMALL, "--dir", str(tmp_path))
+    assert [row["what"] for row in rows] == ["copy", "blocked", "save", "load"]
+    for row in rows:
+        assert 1 <= row["bytes"] / (14 * LAYER) < 1.01, "weights in bf16, masters and two moments in fp32"
+    assert_ratios_to_copy(rows)
+    assert rows[1]["seconds"] < rows[2]["seconds"], "the blocked time is a part of the save"
+    assert list(tmp_path.iterdir()) == [tmp_path / "out.json"]
+
+
+def test_convert(tmp_path: Path) -> None:
+    rows = rows_of("convert", tmp_path, *SMALL, "--dir", str(tmp_path))
+    assert [row["direction"] for row in rows] == ["copy", "to-megatron", "to-hf"]
+    assert_rates(rows, 2 * LAYER)
+    assert_ratios_to_copy(rows)
+    assert list(tmp_path.iterdir()) == [tmp_path / "out.json"]
+
+
+def test_push(tmp_path: Path) -> None:
+    rows = rows_of("push", tmp_path, *SMALL, "--rows", "push", "push, cast")
+    assert [row["transport"] for row in rows] == ["memcpy", "push", "push, cast"]
+    assert_rates(rows, 2 * LAYER)
+    assert rows[0]["ratio_to_memcpy"] == 1
+
+
+def test_verifier(tmp_path: Path) -> None:
+    lines = [json.dumps({"answer": answer, "solution": solution}) for answer, solution in QUESTIONS]
+    for name in ("gsm8k_test", "olympiadbench"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    rows = rows_of("verifier", tmp_path, "--rounds", "1", "--data", str(tmp_path))
+    kinds = [f"{kind}-like{part}" for kind in ("GSM8K", "OlympiadBench") for part in ("", ", algebra")]
+    assert [(row["answers"], row["judge"]) for row in rows] == [(k, j) for k in kinds for j in ("math", "math-verify")]
+    assert [row["count"] for row in rows if not row["answers"].endswith("algebra")] == [len(QUESTIONS) * 8] * 4
+    for row in rows:
+        assert 0 < row["median_ms"] <= row["p90_ms"] <= row["p99_ms"] <= row["max_ms"]
+        assert row["per_s"] > 0 and 0 <= row["right"] <= 1
+
+
+def test_step(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL, the compared package, is not installed")
+    rows = rows_of("step", tmp_path, "--quick", "--threads", "1")
+    assert [row["system"] for row in rows] == ["oblr_po", "trl_grpo", "trl_rloo"]
+    assert min(row["ratio_to_trl"] for row in rows[1:]) == 1.0, "one round: the faster trainer of TRL is the base"
+    assert all(row["seconds"] > 0 and row["samples"] == 64 for row in rows)
+
+
+def test_step_ratios_are_to_the_faster_of_trl_in_each_round() -> None:
+    times = {"oblr_po": [1.0, 2.0, 9.0], "trl_grpo": [2.0, 8.0, 3.0], "trl_rloo": [4.0, 4.0, 4.0]}
+    ours, grpo, rloo = step.rows_of(times, Work(directory="", num_prompts=4, group_size=2, num_steps=6, num_threads=1))
+    assert (ours.ratio_to_trl, grpo.ratio_to_trl, rloo.ratio_to_trl) == (0.5, 1.0, 4 / 3)
+    assert (ours.seconds, ours.fastest, ours.slowest, ours.samples, ours.rounds) == (2.0, 1.0, 9.0, 8, 3)
+
+
+def test_a_system_of_trl_must_be_chosen() -> None:
+    with pytest.raises(SystemExit):
+        step.parse_options(["--systems", "oblr_po"])
