@@ -1,6 +1,6 @@
-"""Held-out accuracy of a Hugging Face model, by transformers' own `generate`: no code of the package takes part.
+"""Measure held-out accuracy of a Hugging Face model with transformers' `generate`, without code of the package.
 
-The same function judges the warm start (prepare.py) and the export (check_export.py).
+prepare.py uses it for the warm start and check_export.py for the export.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MAX_NEW_TOKENS = 6  # three digits and the end token, with some room for answers that run on
+MAX_NEW_TOKENS = 6  # three digits and the end token, with room for longer answers
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -31,11 +31,8 @@ def accuracy(
     max_new_tokens: int = MAX_NEW_TOKENS,
     batch_size: int = 512,
 ) -> float:
-    """Share of responses equal to the gold answer: greedy when `samples` is 0, else so many a row at temperature 1.
-
-    Prompts are padded on the left, so that every response begins at the same column.
-    """
-    tokenizer.padding_side = "left"
+    """Share of right responses: one greedy response per row, or `samples` responses per row at temperature 1."""
+    tokenizer.padding_side = "left"  # all responses begin in the same column
     torch.manual_seed(seed)
     repeated = [row for row in rows for _ in range(max(samples, 1))]
     right = 0

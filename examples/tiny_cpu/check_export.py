@@ -1,10 +1,9 @@
-"""Judge a run's export with transformers alone and compare with what the run measured through vLLM.
+"""Compare the accuracy of a run's export in transformers with the run's last evaluation in vLLM.
 
     python examples/tiny_cpu/check_export.py run/tiny_cpu/demo
 
-Loads RUN/hf, answers the held-out set greedily and sampled, and ends with status 1 when the greedy accuracy differs
-from the run's last evaluation by more than --tolerance: then the export is not the model that was trained. The sampled
-accuracies differ by chance and are shown side by side.
+Loads RUN/hf and answers the held-out set greedily and sampled. If the greedy accuracies differ by more than
+--tolerance, the export is not the trained model, and the status is 1. The sampled accuracies differ by chance.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ GREEDY, SAMPLED = "eval/heldout/accuracy", "eval/heldout/mean_at_k"
 
 
 def main() -> int:
-    """The exit status: 0 when the export answers as the trained model did."""
+    """The exit status: 0 if the greedy accuracies agree."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="directory of a finished run")
-    parser.add_argument("--tolerance", type=float, default=0.02, help="largest difference of greedy accuracies")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="largest allowed difference of greedy accuracies")
     options = parser.parse_args()
     transformers_logging.disable_progress_bar()
 
@@ -41,9 +40,7 @@ def main() -> int:
     greedy = accuracy(model, tokenizer, rows, **limit)
     sampled = accuracy(model, tokenizer, rows, samples=config.evaluate.samples_per_prompt, **limit)
 
-    print(
-        f"export {options.run_dir / 'hf'} on {len(rows)} held-out sums, transformers against the run's last evaluation"
-    )
+    print(f"{options.run_dir / 'hf'} on {len(rows)} held-out sums: export in transformers, the run's last evaluation")
     print(f"  greedy   {greedy:7.1%}  {recorded[GREEDY]:7.1%}")
     print(f"  sampled  {sampled:7.1%}  {recorded[SAMPLED]:7.1%}")
     if abs(greedy - recorded[GREEDY]) > options.tolerance:
@@ -57,7 +54,7 @@ def last_evaluation(run_dir: Path) -> dict[str, Any]:
     records = read_rows(run_dir / "metrics.jsonl")
     evaluated = [record for record in records if GREEDY in record]
     if not evaluated:
-        raise SystemExit(f"error: {run_dir / 'metrics.jsonl'} holds no evaluation of the set 'heldout'")
+        raise SystemExit(f"error: no evaluation of the set 'heldout' [{run_dir / 'metrics.jsonl'}]")
     return evaluated[-1]
 
 

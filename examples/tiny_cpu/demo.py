@@ -1,8 +1,8 @@
-"""The whole demo, each part a process of its own: prepare, train, check the export, report.
+"""Run the whole demo: prepare, train, check the export, report. Each part is a process.
 
     python examples/tiny_cpu/demo.py [--out run/tiny_cpu] [section.key=value ...]
 
-Ends with the status of the first part that fails. The last line of a good run is
+Ends with the status of the first part that fails. On success, the last line is
 `demo: accuracy A -> B in S steps, T s`: held-out accuracy sampled at temperature 1, before and after.
 """
 
@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEFAULT_OUT = ROOT / "run" / "tiny_cpu"
 ACCURACY = "eval/heldout/mean_at_k"
-LEAST_LIFT = 0.30  # of the config as it is; less means that something is broken
+LEAST_LIFT = 0.30  # smallest gain in accuracy without overrides; less means that something is broken
 EXIT_USER = 2
 
 
@@ -45,7 +45,7 @@ def main() -> int:
         status = subprocess.run(command, check=False).returncode
         if status:
             print(f"error: demo stopped: {name} ended with status {status}", file=sys.stderr)
-            return status if status > 0 else 128 - status  # a negative one is the signal that killed it
+            return status if status > 0 else 128 - status  # a negative status is the signal that killed the part
     line, lift = summary(options.out / "demo", time.perf_counter() - start)
     print(line, flush=True)
     if lift < LEAST_LIFT and not options.overrides:
@@ -67,7 +67,7 @@ def parts(out: Path, ranks: int, overrides: Sequence[str]) -> list[tuple[str, li
 
 
 def located(out: Path) -> list[str]:
-    """Overrides that point config.toml at the demo's directories; its own run_dir stays free for runs by hand."""
+    """Overrides that point config.toml at the demo's directories. The config's own run_dir remains free."""
     return [
         f"run_dir={out / 'demo'}",
         f"model.path={out / 'model'}",
@@ -77,21 +77,21 @@ def located(out: Path) -> list[str]:
 
 
 def clear_run(run_dir: Path) -> str | None:
-    """Remove an earlier run of the demo; what is wrong when something else lies there (and is left alone)."""
+    """Remove an earlier run of the demo. If the directory holds something else, keep it and return an error text."""
     if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
         return None
     try:
         model = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["model"]["path"]
-    except (OSError, ValueError, KeyError, TypeError):  # no run's config: a foreign directory, or a file
+    except (OSError, ValueError, KeyError, TypeError):  # not a run directory
         model = None
     if model is None or Path(model).resolve() != (run_dir.parent / "model").resolve():
-        return f"{run_dir} is not an earlier run of this demo and is left alone; give another --out, or remove it"
+        return f"not an earlier run of this demo [{run_dir}]. Fix: give another --out, or remove it"
     shutil.rmtree(run_dir)
     return None
 
 
 def summary(run_dir: Path, seconds: float) -> tuple[str, float]:
-    """The demo's last line, and by how much the accuracy rose."""
+    """(the demo's last line, gain in accuracy)."""
     with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines]
     accuracies = [record[ACCURACY] for record in records if ACCURACY in record]

@@ -1,9 +1,9 @@
-"""Make everything the demo trains on: the sums, the tokenizer and a small warm-started Qwen3.
+"""Make the demo's data, tokenizer and small warm-started Qwen3.
 
     python examples/tiny_cpu/prepare.py --out run/tiny_cpu
 
-writes OUT/train.jsonl, OUT/heldout.jsonl and OUT/model (a Hugging Face directory). The model imitates answers of mixed
-quality (sums.py) for some seconds of supervised learning, and so starts the reinforcement learning half right.
+Writes OUT/train.jsonl, OUT/heldout.jsonl and OUT/model (a Hugging Face directory). Supervised learning on answers of
+mixed quality (sums.py) makes the model right about half of the time before reinforcement learning.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ IGNORED = -100
 
 
 def main() -> None:
-    """Write the data and the warm-started model, and say how good it is."""
+    """Write the data and the warm-started model; print its accuracy."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("run/tiny_cpu"), help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split, the initial weights and the teacher")
     parser.add_argument("--steps", type=int, default=900, help="supervised steps of the warm start")
-    parser.add_argument("--experts", type=int, default=0, help="experts of each layer; 0: a dense model")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; more than one hardly pays at this size")
+    parser.add_argument("--experts", type=int, default=0, help="experts per layer; 0: a dense model")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; more than one brings little at this size")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     transformers_logging.disable_progress_bar()
@@ -64,14 +64,14 @@ def main() -> None:
 
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row.as_dict()) + "\n" for row in rows), encoding="utf-8")
 
 
 def warm_start(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], *, steps: int, seed: int
 ) -> None:
-    """Supervised learning on freshly drawn answers of mixed quality; the rate rises for a tenth and falls linearly."""
+    """Supervised learning on new answers of mixed quality. The rate warms up over a tenth of the steps, then decays."""
     generator = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
     model.train()
@@ -93,7 +93,7 @@ def warm_start(
 def teacher_batch(
     tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], generator: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(input_ids [b, t], labels [b, t]): question, mixed answer, end token, right-padded; only the answer is taught."""
+    """(input_ids [b, t], labels [b, t]): question, mixed answer, end token, right-padded. Only answers have labels."""
     questions = tokenizer([row.question for row in rows])["input_ids"]
     answers = tokenizer([mixed_answer(row, generator) + EOS for row in rows])["input_ids"]
     width = max(len(q) + len(a) for q, a in zip(questions, answers, strict=True))

@@ -1,11 +1,10 @@
-"""The demo's task: two-digit sums, the answer written lowest digit first, so that a carry moves the way text is read.
+"""The demo's task: two-digit sums. Answers have the lowest digit first, so that carries follow the reading direction.
 
     23+58=  ->  18      (81 reversed)
     64+87=  ->  151     (151 reversed)
 
-`mixed_answer` is the warm start's teacher. It is right about a third of the time and otherwise makes one of two human
-mistakes, a slipped digit or a forgotten carry: a policy that imitates it can do the whole task but does not prefer to,
-which is what reinforcement learning can change.
+`mixed_answer` is the teacher of the warm start. It is right about a third of the time, else it gets one digit wrong or
+forgets the carries. A policy that imitates it can solve the task but does not prefer to. RL can change this.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import random
 from dataclasses import asdict, dataclass
 
 SMALLEST, LARGEST = 10, 99
-SHARE_RIGHT, SHARE_SLIPPED = 0.35, 0.35  # the rest forgets its carries
+SHARE_RIGHT, SHARE_SLIPPED = 0.35, 0.35  # the remaining answers forget the carries
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +29,22 @@ class Row:
     source: str = "two-digit-sums"
 
     def as_dict(self) -> dict[str, str]:
-        """The JSON object of the line."""
+        """The JSON object of this row."""
         return asdict(self)
 
 
 def make_row(a: int, b: int) -> Row:
-    """The sum a + b as a row of the data set."""
+    """The row of the sum a + b."""
     return Row(id=f"sum-{a}-{b}", question=f"{a}+{b}=", answer=lowest_first(a + b))
 
 
 def lowest_first(number: int) -> str:
-    """Decimal digits of a number, lowest first: 81 -> "18", 120 -> "021"."""
+    """Decimal digits, lowest first. Examples: 81 -> "18", 120 -> "021"."""
     return str(number)[::-1]
 
 
 def split_rows(num_heldout: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """(train, heldout): every sum once; a + b and b + a fall on the same side, so no held-out answer was ever seen."""
+    """(train, heldout) rows. a + b and b + a are on the same side, so training never shows a held-out sum."""
     generator = random.Random(seed)
     pairs = [(a, b) for a in range(SMALLEST, LARGEST + 1) for b in range(a, LARGEST + 1)]
     generator.shuffle(pairs)
@@ -57,7 +56,7 @@ def split_rows(num_heldout: int, seed: int) -> tuple[list[Row], list[Row]]:
 
 
 def mixed_answer(row: Row, generator: random.Random) -> str:
-    """An answer of mixed quality to one row: right, with one digit slipped, or with the carries forgotten."""
+    """An answer of mixed quality: right, with one wrong digit, or without carries."""
     draw = generator.random()
     if draw < SHARE_RIGHT:
         return row.answer
@@ -67,13 +66,13 @@ def mixed_answer(row: Row, generator: random.Random) -> str:
 
 
 def _slip_digit(answer: str, generator: random.Random) -> str:
-    """One digit replaced by another one."""
+    """The answer with one wrong digit."""
     place = generator.randrange(len(answer))
     wrong = (int(answer[place]) + generator.randint(1, 9)) % 10
     return f"{answer[:place]}{wrong}{answer[place + 1 :]}"
 
 
 def _forget_carries(question: str) -> str:
-    """Digit-by-digit sum without carries: "64+87=" -> "14"; the same as the right answer where nothing is carried."""
+    """The sum without carries. Example: "64+87=" -> "14". It is right if the sum has no carry."""
     a, b = question.rstrip("=").split("+")
     return "".join(str((int(x) + int(y)) % 10) for x, y in zip(reversed(a), reversed(b), strict=True))

@@ -1,7 +1,7 @@
-"""A Qwen3 of the real architecture, dense or a mixture, small enough for a laptop, and a character-level tokenizer.
+"""Build a small Qwen3 of the real architecture, dense or a mixture of experts, and a character-level tokenizer.
 
-Grouped-query attention with 4 heads on 2 KV heads and an even number of layers, so that tensor parallelism 2 and
-pipeline parallelism 2 divide it.
+The model has grouped-query attention with 4 heads and 2 KV heads, and an even number of layers. Tensor parallelism 2
+and pipeline parallelism 2 therefore divide it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ EXPERTS_PER_TOKEN = 2
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; no token is added at the start or the end."""
+    """A tokenizer with one token per character. It adds no token at the start or the end."""
     return character_tokenizer(CHARACTERS)
 
 
 def build_model(
     tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, seed: int, experts: int = 0
 ) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
-    """A randomly initialised Qwen3, fp32, untied like the large members of the family.
+    """A randomly initialised Qwen3 in fp32, untied like the large Qwen3 models.
 
-    With experts every layer is a mixture, in which a token sees as many weights as in the dense model.
+    With experts, every layer is a mixture with as many active weights per token as the dense model.
     """
     torch.manual_seed(seed)
     mixture = {
         "num_experts": experts,
         "num_experts_per_tok": EXPERTS_PER_TOKEN,
         "moe_intermediate_size": 2 * hidden // EXPERTS_PER_TOKEN,
-        "norm_topk_prob": True,  # as in the published mixtures
+        "norm_topk_prob": True,  # as in the published models
     }
     kind, own = (Qwen3MoeConfig, mixture) if experts else (Qwen3Config, {})
     config = kind(

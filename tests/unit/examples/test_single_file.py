@@ -1,7 +1,7 @@
 """examples/single_file.py against the package's formulas at 1e-12, and its exact norms against torch.func.
 
-The two were written apart, so that agreement says something about both. Not here: the whole step of the package (which
-needs megatron) against the file's, nor the minute-long run of the example; a few of its steps stand in for it.
+The two were written independently. Not covered: the package's whole step, which needs megatron (tests/distributed), and
+the example's minute-long run; a few steps replace it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def model(single):
 
 
 def make_samples(single, num_prompts: int, group_size: int, stale: float = 0.0) -> list:
-    """Responses of several lengths; `stale` shifts their log-probs, as weights of an earlier step would."""
+    """Responses of several lengths. `stale` shifts their log-probs like weights of an earlier step."""
     rng = random.Random(0)
     prompts = [
         single.encode(f"{rng.randrange(10, 100)}+{rng.randrange(1, 10 ** (1 + q % 2))}=") for q in range(num_prompts)
@@ -60,7 +60,7 @@ def make_samples(single, num_prompts: int, group_size: int, stale: float = 0.0) 
 
 
 def mixed_rewards(num_prompts: int, group_size: int) -> torch.Tensor:
-    """0 and 1, the first group all right, the second all wrong."""
+    """Rewards 0 and 1; the first group is all right, the second all wrong."""
     rewards = torch.rand(num_prompts, group_size, generator=torch.Generator().manual_seed(0)).round()
     rewards[0], rewards[1] = 1.0, 0.0
     return rewards.double()
@@ -102,7 +102,7 @@ def test_learning_rates_agree(single):
 
 
 def test_norms_are_those_of_torch_func_gradients(single, model):
-    """One batched forward, and jacrev for the gradient of each row: another path to the same numbers, ratios too."""
+    """The oracle is one batched forward with jacrev for each row's gradient, including importance ratios."""
     samples, settings = make_samples(single, 3, 3, stale=1.0), single.Settings()
 
     def row_scores(parameters):
@@ -122,7 +122,7 @@ def test_norms_are_those_of_torch_func_gradients(single, model):
     assert got.unique().numel() == len(samples)
 
 
-def test_log_probs_do_not_depend_on_padding_or_company(single, model):
+def test_log_probs_do_not_depend_on_padding_or_the_batch(single, model):
     samples = make_samples(single, 3, 2)
     together, _, mask = single.response_logprobs(model, samples, 0.7)
     for row, each in enumerate(samples):
@@ -131,7 +131,7 @@ def test_log_probs_do_not_depend_on_padding_or_company(single, model):
 
 
 def package_step(single, model, samples, rewards, name):
-    """The same step of the package's algo functions around the example's model: (norms, folds [R, P])."""
+    """The same step from the package's algo functions and the example's model: (norms, advantages, folds [R, P])."""
     settings, options = single.Settings(baseline=name), AlgoConfig(baseline=name)
     num_prompts, group_size = rewards.shape
     lengths = torch.tensor([len(response) for _, response, _ in samples])
@@ -187,7 +187,7 @@ def test_sampled_log_probs_are_the_models_own(single, model):
 
 
 def test_some_steps_on_one_question_raise_its_reward(single):
-    """A reward any response can reach, the first digit being even: from chance, about 5 in 13, to nearly always."""
+    """The reward is 1 if the first digit is even: from chance, about 5 in 13, to nearly always."""
     torch.manual_seed(0)
     model, settings = single.build_model(seed=2), single.Settings(num_folds=4, warmup_steps=2)
     optimizer, learning_rate = torch.optim.Adam(model.parameters()), single.LearningRate(settings)

@@ -1,6 +1,6 @@
-"""The smoke run's parts: the model of Qwen3-0.6B's shape, its tokenizer, the reward, and the checks of a finished run.
+"""The smoke run's parts: model with Qwen3-0.6B's shape, tokenizer, reward, checks of a finished run.
 
-Oracles: the published shape, arithmetic, records made to be wrong in one place.
+Oracles: the published shape, arithmetic, records with one fault each.
 Not covered: the run itself (tools/smoke.py, minutes on a CPU) and the memory it measures.
 """
 
@@ -26,7 +26,7 @@ import smoke_reward  # noqa: E402
 
 
 def test_smoke_model_has_the_published_size() -> None:
-    """596,049,920 parameters in 310 tensors, and the tied head is not written twice (meta device: shapes only)."""
+    """596,049,920 parameters in 310 tensors, without the tied head (meta device: shapes only)."""
     tokenizer = make_smoke_model.train_tokenizer(make_smoke_model.SAMPLE_TEXTS)
     config = make_smoke_model.qwen3_0_6b(tokenizer, "bfloat16")
     with torch.device("meta"):
@@ -37,7 +37,7 @@ def test_smoke_model_has_the_published_size() -> None:
 
 
 def test_smoke_weights_keep_to_known_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a model of the same make but small: dtype, seed, and rows without a token are drawn small."""
+    """On a smaller model: dtype, seed, and small embedding rows for ids without a token."""
     tokenizer = make_smoke_model.train_tokenizer(make_smoke_model.SAMPLE_TEXTS)
     config = make_smoke_model.qwen3_0_6b(tokenizer, "bfloat16")
     for name, value in {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 9000}.items():
@@ -60,7 +60,7 @@ def test_smoke_tokenizer_is_lossless() -> None:
 
 
 def test_smoke_sample_has_right_answers() -> None:
-    """The sums behind the self-made questions, worked again."""
+    """The answers equal the sums in the questions, computed here."""
     worked = [6 * 14 - 3, 850 * 2 * 5, (200 - 240 // 3) // 12, 48 // 3 + 7, 180 + 4 * (9 - 15), 160 - 24 - 48]
     worked += [2 * (35 + 20) - 4, 21 // 3 * 2]
     assert [
@@ -114,7 +114,7 @@ def test_smoke_checks_find_missing_steps_and_export(tmp_path: Path) -> None:
 
 
 def test_smoke_reward_is_accepted_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The registry finds the function that smoke.toml names, from the repository's root."""
+    """From the repository's root, the registry finds the function that smoke.toml names."""
     monkeypatch.chdir(ROOT)
     config = load_config(ROOT / "tools" / "smoke.toml")
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
