@@ -18,8 +18,7 @@ from oblr_megatron.algo.snr_estimators import check_estimator
 from oblr_megatron.checkpoint import resume
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.resume import Checkpoint
-from oblr_megatron.checkpoint.size import checkpoint_bytes
-from oblr_megatron.checkpoint.store import CHECKPOINTS, NoSpaceError, check_space
+from oblr_megatron.checkpoint.store import CHECKPOINTS, NoSpaceError, check_space, checkpoint_bytes
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.checks.machine import check_machine, check_pushable, transformer_engine_chosen

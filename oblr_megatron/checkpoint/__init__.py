@@ -1,1 +1,1 @@
-"""Hugging Face directories: checked, loaded, written."""
+"""Checkpoints of runs, and Hugging Face directories: check, load, save, convert, resume."""

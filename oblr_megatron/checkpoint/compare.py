@@ -1,11 +1,10 @@
-"""Do a Megatron checkpoint and a Hugging Face directory give the same logits?
+"""Compares the logits of a Megatron checkpoint with those of a Hugging Face directory.
 
-The checkpoint goes through megatron-core's own loading into a policy, the directory through transformers, both in fp32
-and one after the other. The two may add in another order and do nothing else differently, so their logits differ by a
-few roundings: on a CPU 0 to 3e-7 of the largest logit, from models of two layers to Qwen3-0.6B's shape (where it is 0).
-One of the 16 values of one q norm off by 0.05 moves them by 2e-3 of it, heads in another order, gate for up or a
-neighbour's expert by tenths. TOLERANCE lies between, with room for other kernels and more layers. It does not find a
-wrong value too small to be seen in a logit: that is what checksums are for.
+megatron-core loads the checkpoint into a policy, transformers loads the directory, both in fp32. The two differ only in
+the order of additions: on a CPU by 0 to 3e-7 of the largest logit, for models from two layers to Qwen3-0.6B's shape
+(where the difference is 0). An error of 0.05 in one of the 16 values of one q norm changes logits by 2e-3 of the
+largest; permuted heads, swapped gate and up, or a wrong expert change them by tenths. TOLERANCE lies between, with room
+for other kernels and more layers. Errors too small to show in a logit are found by checksums instead.
 """
 
 from __future__ import annotations
@@ -32,38 +31,38 @@ TOLERANCE = 1e-4  # of the largest logit
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How near two models' logits are. Example: Agreement(difference=9.5e-06, scale=14.2, same_top=16, tokens=16)"""
+    """Distance of two models' logits. Example: Agreement(difference=9.5e-06, scale=14.2, same_top=16, tokens=16)"""
 
-    difference: float  # largest, absolute
-    scale: float  # largest logit, absolute
-    same_top: int  # positions whose likeliest token is the same
+    difference: float  # largest absolute difference
+    scale: float  # largest absolute logit
+    same_top: int  # positions with the same most likely token
     tokens: int
 
     @property
     def holds(self) -> bool:
-        """Within the tolerance; not where a logit is NaN."""
+        """Whether the difference is within the tolerance; False if a logit is NaN."""
         return self.difference <= TOLERANCE * self.scale
 
     def __str__(self) -> str:
         relative = self.difference / self.scale if self.scale else float("nan")
         return (
-            f"logits of {self.tokens} tokens differ by {self.difference:.1e} at most, {relative:.1e} of the largest; "
-            f"likeliest token the same in {self.same_top} of {self.tokens}"
+            f"logits of {self.tokens} tokens differ by at most {self.difference:.1e}, {relative:.1e} of the largest; "
+            f"same most likely token at {self.same_top} of {self.tokens} positions"
         )
 
 
 def check_logits(checkpoint: Path, hf_dir: Path, dtype: torch.dtype, prompt: str = PROMPT) -> Agreement:
-    """Compare the logits of every token of a prompt; takes 12 bytes a parameter.
+    """Compare the logits of every token of a prompt; takes 12 bytes of memory per parameter.
 
     Args:
-        checkpoint: of the run's own naming (see `pieces.py`).
+        checkpoint: with a run's tensor names (see pieces.py).
         hf_dir: with weights and tokenizer.
         dtype: both models' weights are rounded to it, so that a conversion to it counts as exact.
-        prompt: the text; the shorter, the less it shows.
+        prompt: text; longer texts test more.
 
     Raises:
         RunError: the logits differ, or the checkpoint does not hold the model.
-        UserError: the tokenizer makes no token out of the prompt.
+        UserError: the prompt has no tokens.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -75,14 +74,12 @@ def check_logits(checkpoint: Path, hf_dir: Path, dtype: torch.dtype, prompt: str
         found = _policy_logits(checkpoint, hf_dir, AutoConfig.from_pretrained(hf_dir), dtype, ids, parallel)
     agreement = agreement_of(found, _transformers_logits(hf_dir, dtype, ids))
     if not agreement.holds:
-        raise RunError(
-            f"{checkpoint} and {hf_dir} are not the same model: {agreement}; {TOLERANCE:.0e} of the largest is allowed"
-        )
+        raise RunError(f"{checkpoint} and {hf_dir} are different models: {agreement}; the tolerance is {TOLERANCE:.0e}")
     return agreement
 
 
 def agreement_of(found: Tensor, expected: Tensor) -> Agreement:
-    """Of two models' logits, [b, t, V]."""
+    """Compare two models' logits, [b, t, V]."""
     return Agreement(
         difference=float((found - expected).abs().max()),
         scale=float(expected.abs().max()),
@@ -94,7 +91,7 @@ def agreement_of(found: Tensor, expected: Tensor) -> Agreement:
 def _policy_logits(
     checkpoint: Path, hf_dir: Path, hf_config: HFConfig, dtype: torch.dtype, ids: Tensor, parallel: Parallel
 ) -> Tensor:
-    """[b, t, V] without the padded vocabulary."""
+    """Logits [b, t, V] of the checkpoint, without the padded vocabulary."""
     policy = build_policy(hf_config, ModelConfig.model_validate({"path": hf_dir, "dtype": "float32"}), parallel)
     load_weights(policy, checkpoint)
     with torch.no_grad():
@@ -116,7 +113,7 @@ def _policy_logits(
 
 @torch.no_grad()
 def _transformers_logits(hf_dir: Path, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    """[b, t, V]"""
+    """Logits [b, t, V] of the directory."""
     from transformers import AutoModelForCausalLM
 
     model: nn.Module = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=dtype)

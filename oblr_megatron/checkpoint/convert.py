@@ -1,9 +1,9 @@
-"""Between a Hugging Face directory and a torch_dist checkpoint of megatron-core, both ways, tensor by tensor.
+"""Converts a Hugging Face directory to a torch_dist checkpoint of megatron-core, and back.
 
     to_megatron(Path("Qwen3-8B"), Path("qwen3_8b"))           # loads under any TP, PP, EP and VPP
-    to_hf(Path("run/checkpoints/step_00000100"), Path("hf"))  # from a checkpoint saved under any
+    to_hf(Path("run/checkpoints/step_00000100"), Path("hf"))  # from a checkpoint saved under any layout
 
-One process, no GPU, no model: a layer at most is in memory. The target appears whole or not at all.
+One process converts tensor by tensor without a GPU; memory holds at most one layer. The target is created atomically.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from oblr_megatron.weights.export import TensorMeta
 from oblr_megatron.weights.names import ModelShape, split, table, views
 
 Advance = Callable[[int, int], None]
-"""Told after each tensor: bytes done, bytes in all."""
+"""Called after each tensor with (bytes done, total bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was written. Example: Conversion(Path("qwen3_0.6b"), 1192099840, 2.1, 1510000000, torch.bfloat16)"""
+    """A finished conversion. Example: Conversion(Path("qwen3_0.6b"), 1192099840, 2.1, 1510000000, torch.bfloat16)"""
 
     target: Path
     num_bytes: int  # of the tensors
     seconds: float
-    peak_bytes: int  # resident memory of the process, all it ever was
-    dtype: torch.dtype  # the widest
+    peak_bytes: int  # largest resident memory of the process so far
+    dtype: torch.dtype  # widest dtype of the tensors
 
     def __str__(self) -> str:
         return (
@@ -70,17 +70,17 @@ class Conversion:
 def to_megatron(
     source: Path, target: Path, dtype: torch.dtype | None = None, advance: Advance | None = None
 ) -> Conversion:
-    """Write a checkpoint of the weights alone.
+    """Write a checkpoint that holds only weights.
 
     Args:
-        source: a Qwen3's or Qwen3-MoE's directory.
+        source: Hugging Face directory of a Qwen3 or Qwen3-MoE.
         target: must not exist.
-        dtype: of the checkpoint; by default the source's, if its tensors differ the widest of them.
+        dtype: of the checkpoint; by default the widest dtype of the source's tensors.
         advance: see `Advance`.
 
     Raises:
-        UserError: the source is not a complete directory, or the target exists.
-        RunError: the file system refuses; NoSpaceError if there is no room.
+        UserError: the source is incomplete, or the target exists.
+        RunError: writing failed; NoSpaceError if there is no room.
     """
     start = time.monotonic()
     found = check_hf_dir(source)
@@ -114,17 +114,17 @@ def to_hf(
     """Write a Hugging Face directory that transformers and vLLM load.
 
     Args:
-        source: a checkpoint, whatever else is in it; or a run directory or its checkpoints/, which mean the newest.
+        source: a checkpoint, or a run directory or its checkpoints/, of which the newest checkpoint is taken.
         target: must not exist.
-        dtype: of all tensors; by default each keeps the checkpoint's.
-        hf_source: a directory with config.json and tokenizer, for a checkpoint that has none of its own.
+        dtype: of all tensors; by default as in the checkpoint.
+        hf_source: directory with config.json and tokenizer, for a checkpoint without them.
         max_shard_bytes: larger models are written as several files with an index.
         advance: see `Advance`.
 
     Raises:
-        CheckpointError: the source is no checkpoint of this model, or is damaged; names the file.
-        UserError: the target exists, or the config is missing or not a Qwen3's.
-        RunError: the file system refuses; NoSpaceError if there is no room.
+        CheckpointError: the source is not a checkpoint of this model, or is damaged; names the file.
+        UserError: the target exists, or config.json is missing or describes no Qwen3.
+        RunError: writing failed; NoSpaceError if there is no room.
     """
     start = time.monotonic()
     source = newest(source)
@@ -150,16 +150,16 @@ def to_hf(
 
 
 def newest(path: Path) -> Path:
-    """The checkpoint that is meant: the path itself, or the newest of a run.
+    """The path itself if it is a checkpoint, else the newest checkpoint of that run.
 
     Raises:
-        CheckpointError: there is nothing, or a run without checkpoints.
+        CheckpointError: the run has no checkpoint.
     """
     if (path / store.MANIFEST).exists() or (path / METADATA).exists():
         return path
     run_dir = path.parent if path.name == store.CHECKPOINTS else path
     if not (run_dir / store.CHECKPOINTS).is_dir():
-        return path  # what is wrong with it is said by those who read it
+        return path  # reading it will raise the precise error
     found = store.checkpoints_of(run_dir)
     if not found:
         raise CheckpointError("the run has no checkpoint", where=str(path), fix="give the directory of a checkpoint")
@@ -173,16 +173,16 @@ def check_absent(target: Path) -> None:
         UserError: the target exists.
     """
     if target.exists() or target.is_symlink():
-        raise UserError("the target exists", where=str(target), fix="name a new directory, or remove it")
+        raise UserError("the target exists", where=str(target), fix="choose a new directory, or remove this one")
 
 
 def peak_memory() -> int:
-    """The most memory that this process ever had resident, bytes."""
+    """Largest resident memory of this process so far, bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class _Loader:
-    """Makes a piece out of Hugging Face tensors that it reads."""
+    """Reads Hugging Face tensors and assembles a piece from them."""
 
     def __init__(
         self, tensors: TensorReader, shape: ModelShape, dtype: torch.dtype, advance: Advance, total: int
@@ -194,7 +194,7 @@ class _Loader:
         sources = [self._tensors[name] for name in piece.hf]
         whole = sources[0]
         if piece.part is None:
-            padded = piece.sharded.local_shape[0]  # of what has a vocabulary
+            padded = piece.sharded.local_shape[0]  # used only for tensors with a vocabulary dimension
             whole = split(piece.item, sources, self._shape, tp_rank=0, tp_size=1, padded_vocab=padded)
         self._done += _size(piece)
         self._advance(self._done, self._total)
@@ -204,7 +204,7 @@ class _Loader:
 def _stream(
     reader: PieceReader, pieces: Sequence[Piece], shape: ModelShape, advance: Advance
 ) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors in export order."""
+    """Name and tensor of every Hugging Face tensor, in export order."""
     done, total = 0, sum(_size(piece) for piece in pieces)
     for piece in pieces:
         tensor = reader.read(piece)
@@ -216,11 +216,11 @@ def _stream(
 
 
 def _find(reader: PieceReader, files: Path, parallel: Parallel) -> tuple[ModelShape, list[Piece]]:
-    """The model that is stored, by its config, and its tensors, whichever way they are named.
+    """The stored model's shape, from its config, and its pieces under any of NAMINGS.
 
     Raises:
-        CheckpointError: what is stored is not this model.
-        UserError: the config is missing, or not that of a model that is supported.
+        CheckpointError: the checkpoint does not hold this model.
+        UserError: the config is missing, or the model is not supported.
     """
     from transformers import AutoConfig
 
@@ -235,7 +235,7 @@ def _find(reader: PieceReader, files: Path, parallel: Parallel) -> tuple[ModelSh
 
 
 def _manifest(source: Path, hf_source: Path | None) -> store.Manifest | None:
-    """The checkpoint's, or None for one of Megatron-LM that comes with a config from elsewhere."""
+    """The checkpoint's manifest; None for a Megatron-LM checkpoint used with `hf_source`."""
     if hf_source is not None and not (source / store.MANIFEST).exists() and (source / METADATA).exists():
         return None
     try:
@@ -243,16 +243,16 @@ def _manifest(source: Path, hf_source: Path | None) -> store.Manifest | None:
     except CheckpointError as error:
         if (source / METADATA).exists() and not (source / store.MANIFEST).exists():
             raise CheckpointError(
-                f"the checkpoint has no {store.MANIFEST} and no config of its own",
+                f"the checkpoint has neither {store.MANIFEST} nor a config",
                 where=str(source),
-                fix="give a directory with its config.json and tokenizer as --hf-source",
+                fix="give the directory with its config.json and tokenizer as --hf-source",
             ) from error
         raise
 
 
 @contextmanager
 def _checkpoint(target: Path) -> Iterator[Path]:
-    """A directory to fill; committed with a manifest of all that is in it, or removed if the block raises."""
+    """An empty directory that is committed with a manifest after the block, or removed if the block raises."""
     store.sweep(target.parent)
     partial = store.begin(target)
     try:
@@ -260,20 +260,20 @@ def _checkpoint(target: Path) -> Iterator[Path]:
             yield partial
         names = [file.relative_to(partial).as_posix() for file in sorted(partial.rglob("*")) if file.is_file()]
         store.commit(partial, target, store.Manifest(0, store.measure(partial, names), {}))
-    except BaseException:  # an interrupt as well
+    except BaseException:  # also on an interrupt
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def _widest(tensors: TensorReader, shape: ModelShape, found: HFDir) -> torch.dtype:
-    """The dtype of a model's tensors; the one that holds all where they differ."""
+    """The dtype that holds all of the model's tensors."""
     stored = {tensors.metas[name].dtype for item in table(shape) for name in item.hf}
     widest = reduce(torch.promote_types, stored)
     if widest not in DTYPES.values():
         raise UserError(
-            f"a policy has no weights in {str(widest).removeprefix('torch.')}",
+            f"weights in {str(widest).removeprefix('torch.')} are not supported",
             where=str(found.path),
-            fix="say which dtype they are converted to: --dtype float32 or bfloat16",
+            fix="convert them with --dtype float32 or --dtype bfloat16",
         )
     return widest
 
@@ -283,9 +283,9 @@ def _meta(piece: Piece, index: int, dtype: torch.dtype | None) -> TensorMeta:
 
 
 def _size(piece: Piece) -> int:
-    """Bytes of its Hugging Face tensors in the checkpoint's dtype."""
+    """Bytes of the piece's Hugging Face tensors in the checkpoint's dtype."""
     return sum(prod(size) for size in piece.shapes) * piece.sharded.dtype.itemsize
 
 
 def _silent(_done: int, _total: int) -> None:
-    """Nobody asked."""
+    """An `Advance` that does nothing."""

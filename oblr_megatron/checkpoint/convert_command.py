@@ -1,4 +1,4 @@
-"""`oblr-megatron convert to-megatron | to-hf`: the options, what is shown meanwhile, and the lines at the end."""
+"""The command `oblr-megatron convert to-megatron | to-hf`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Two commands with their options."""
+    """The two directions with their options."""
     directions = parser.add_subparsers(required=True, metavar="DIRECTION")
-    to_megatron = directions.add_parser("to-megatron", help="a Hugging Face directory as a torch_dist checkpoint")
+    to_megatron = directions.add_parser("to-megatron", help="Hugging Face directory to torch_dist checkpoint")
     to_megatron.set_defaults(function=_to_megatron)
-    to_hf = directions.add_parser("to-hf", help="a torch_dist checkpoint as a Hugging Face directory")
+    to_hf = directions.add_parser("to-hf", help="torch_dist checkpoint to Hugging Face directory")
     to_hf.add_argument(
-        "--hf-source", type=Path, metavar="DIR", help="take config and tokenizer from here, not from the checkpoint"
+        "--hf-source", type=Path, metavar="DIR", help="directory with config and tokenizer, if SRC has none"
     )
-    to_hf.add_argument("--max-shard-bytes", type=int, metavar="N", help="of a weight file; 5 GB by default")
+    to_hf.add_argument("--max-shard-bytes", type=int, metavar="N", help="largest weight file in bytes; 5 GB by default")
     to_hf.set_defaults(function=_to_hf)
     for direction in (to_megatron, to_hf):
         direction.add_argument("source", type=Path, metavar="SRC")
         direction.add_argument("target", type=Path, metavar="DST", help="must not exist")
         direction.add_argument("--dtype", choices=("float32", "bfloat16"), help="by default the source's")
         direction.add_argument(
-            "--check", action="store_true", help="load both and compare their logits; takes 12 bytes a parameter"
+            "--check", action="store_true", help="load both and compare their logits; takes 12 bytes per parameter"
         )
-        direction.add_argument("--prompt", help="text whose logits are compared")
+        direction.add_argument("--prompt", help="text for --check")
 
 
 def _to_megatron(options: argparse.Namespace) -> int:
@@ -56,8 +56,8 @@ def _to_hf(options: argparse.Namespace) -> int:
     from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES
 
     if options.max_shard_bytes is not None and options.max_shard_bytes < 1:
-        raise UserError(f"{options.max_shard_bytes} bytes is no size of a file", where="--max-shard-bytes")
-    source = newest(options.source)  # once: a run may save another one meanwhile
+        raise UserError(f"{options.max_shard_bytes} is too small", where="--max-shard-bytes", fix="give 1 or more")
+    source = newest(options.source)  # resolved once, because a run may save another one meanwhile
     with _progress() as advance:
         done = to_hf(
             source,
@@ -74,10 +74,10 @@ def _to_hf(options: argparse.Namespace) -> int:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    """Before anything is imported that takes long, and that tells of every library it does without."""
+    """Check the options before slow imports, and silence megatron's warnings about missing optional libraries."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     if options.prompt is not None and not options.check:
-        raise UserError("--prompt is what --check compares", where="--prompt", fix="add --check, or leave it out")
+        raise UserError("--prompt is given without --check", where="--prompt", fix="add --check, or remove --prompt")
 
 
 def _check(options: argparse.Namespace, *, checkpoint: Path, hf_dir: Path, dtype: torch.dtype) -> None:
@@ -97,7 +97,7 @@ def _dtype(options: argparse.Namespace) -> torch.dtype | None:
 
 @contextmanager
 def _progress() -> Iterator[Advance]:
-    """A bar with gigabytes and speed on a terminal, nothing elsewhere."""
+    """A progress bar with bytes and speed if standard error is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 

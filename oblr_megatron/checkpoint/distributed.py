@@ -1,26 +1,29 @@
-"""A policy and its optimizer as one torch_dist checkpoint of megatron-core, whatever the layout that reads it.
+"""Saves and loads policy and optimizer as a torch_dist checkpoint of megatron-core; any layout can load it.
 
     writer = TorchDistWriter(group, policy.parallel)
     write = writer.stage(training_state(policy, optimizer), directory)    # collective; the state may change afterwards
-    write()                                                             # collective; may run in a thread
+    write()                                                               # collective; may run in a thread
 
     load_training_state(policy, optimizer, directory)      # collective, under any TP, PP, EP, VPP and DP
-    load_weights(policy, directory)                        # the weights alone, fp32 masters not among them
+    load_weights(policy, directory)                        # only weights, without fp32 masters
 
-megatron-core's own asynchronous save forks the trainer and keeps a manager process: its children hold the sockets of a
-rank that was killed, so that the others wait for a dead peer, and the manager outlives it. Here the state is copied to
-host memory and torch.distributed.checkpoint writes it from a thread, with a process group of its own.
+megatron-core's asynchronous save is not used: it forks the trainer and keeps a manager process. Its children hold the
+sockets of a killed rank, so other ranks wait for a dead peer, and the manager outlives the trainer. Here the state is
+copied to host memory, and a thread writes it with torch.distributed.checkpoint over a separate process group.
 """
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
@@ -38,9 +41,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
-from oblr_megatron.checkpoint.random_state import random_state, set_random_state
 from oblr_megatron.checkpoint.torch_files import BACKEND, VERSION, TensorFiles, plain_files, save_common
 from oblr_megatron.errors import RunError
 
@@ -51,16 +54,16 @@ if TYPE_CHECKING:
     from oblr_megatron.model.qwen3 import Policy
 
 RANDOM = "random_state"
-EXTRA_STATE = "_extra_state"  # of torch's modules, in names of what they save beside parameters
+EXTRA_STATE = "_extra_state"  # in the names of state that modules save besides parameters
 State = dict[str, Any]
-"""megatron-core's sharded state dict: nested, with a ShardedTensor for each tensor."""
+"""megatron-core's nested sharded state dict, with a ShardedTensor for each tensor."""
 
 
 def model_state(policy: Policy) -> State:
-    """The weights; a tensor's key is its name in a GPTModel, its place that in the whole model.
+    """The weights, keyed by their names in a GPTModel, each placed within the whole model.
 
-    What Transformer Engine's modules would add, delayed FP8's history of scales, is left out: a checkpoint is the same
-    whosever layers wrote it, and a run in delayed FP8 that goes on begins a new history.
+    Transformer Engine's extra state (the scale history of delayed FP8) is left out, so that checkpoints do not depend
+    on the layer implementation. A resumed run in delayed FP8 starts a new history.
     """
     states = [chunk.module.sharded_state_dict() for chunk in policy.chunks]
     return {
@@ -70,9 +73,9 @@ def model_state(policy: Policy) -> State:
 
 
 def training_state(policy: Policy, optimizer: PolicyOptimizer, momentum: GradientMomentum | None = None) -> State:
-    """Weights, fp32 masters, moments, the gradients' average if one is kept, and the random states of every rank.
+    """Weights, fp32 masters, moments, the average gradient if one is kept, and every rank's random states.
 
-    To be saved, or to be read into.
+    Used for saving and as the target of loading.
     """
     model = model_state(policy)
     state = model | {"optimizer": optimizer.sharded_state_dict(model)}
@@ -82,10 +85,10 @@ def training_state(policy: Policy, optimizer: PolicyOptimizer, momentum: Gradien
 
 
 def load_weights(policy: Policy, directory: Path) -> None:
-    """Fill the weights; collective. An optimizer made before keeps the masters it has.
+    """Load the weights; collective. fp32 masters of an existing optimizer are not updated.
 
     Raises:
-        RunError: the checkpoint does not hold them.
+        RunError: the checkpoint does not hold this model's weights.
     """
     state = model_state(policy)
     _set_weights(policy, _load(state, directory))
@@ -94,9 +97,9 @@ def load_weights(policy: Policy, directory: Path) -> None:
 def load_training_state(
     policy: Policy, optimizer: PolicyOptimizer, directory: Path, momentum: GradientMomentum | None = None
 ) -> None:
-    """Fill weights, masters, moments and the gradients' average if one is kept; collective.
+    """Load weights, masters, moments and the average gradient if one is kept; collective.
 
-    The random states as well, where the ranks are as many as they were.
+    Random states are loaded only if the number of ranks is unchanged.
 
     Raises:
         RunError: the checkpoint does not hold what this model and optimizer need.
@@ -111,34 +114,36 @@ def load_training_state(
     if momentum is not None:
         momentum.load_state_dict(loaded["momentum"])
     if same_ranks:
-        set_random_state(loaded["random"])
+        _set_random_state(loaded["random"])
 
 
 class TorchDistWriter:
-    """Writes one checkpoint after another; the plan of who writes what is made once.
+    """Writes checkpoints; the distribution of tensors over ranks is planned once.
 
     Args:
-        group: of all ranks, on the CPU, in which nothing else happens while a checkpoint is written.
+        group: CPU group of all ranks, used for nothing else while a checkpoint is written.
         parallel: the layout.
     """
 
     def __init__(self, group: dist.ProcessGroup, parallel: Parallel) -> None:
         self._rank, self._group = parallel.rank, group
-        # Replicas hold the same weights, and each writes a share of them.
+        # Replicas hold equal weights; each writes a share of them.
         self._strategy = FullyParallelSaveStrategyWrapper(
             _ThreadStrategy(self._group), parallel.dp_cp_group, do_cache_distribution=True
         )
         self._validated = False
 
     def stage(self, state: State, directory: Path, *, copy: bool = True) -> Callable[[], None]:
-        """Copy what this rank is to write; collective.
+        """Copy the tensors that this rank will write; collective.
 
         Args:
             state: see `training_state`.
-            directory: exists, is empty, and is seen by every rank.
-            copy: the state will change before it is written.
+            directory: exists, is empty, and is visible to every rank.
+            copy: whether to copy tensors that are already on the CPU, because they may change before the write.
 
-        Returns the rest of the work, collective as well, for any thread: it raises RunError if a rank cannot write.
+        Returns:
+            A function that writes the checkpoint. It is collective, may run in any thread, and raises RunError if a
+            rank cannot write.
         """
         self._strategy.base_strategy.copy = copy
         sharded, common = save_preprocess(state, not self._validated)
@@ -164,7 +169,7 @@ class TorchDistWriter:
 
 
 class _ThreadStrategy(TorchDistSaveShardedStrategy):
-    """megatron-core's torch_dist format, written by torch.distributed.checkpoint in one process."""
+    """megatron-core's torch_dist format, written by torch.distributed.checkpoint without extra processes."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(BACKEND, VERSION)
@@ -172,7 +177,7 @@ class _ThreadStrategy(TorchDistSaveShardedStrategy):
         self._group = group
 
     def async_save(self, sharded_state_dict: State, checkpoint_dir: Path) -> AsyncRequest:
-        """Copy the tensors that this rank writes; the request's function is the rest."""
+        """Copy the tensors that this rank writes; the returned request writes them."""
         for shard in nested_values(sharded_state_dict):
             if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
                 shard.data = shard.data.detach().to("cpu", copy=self.copy)
@@ -189,23 +194,48 @@ class _ThreadStrategy(TorchDistSaveShardedStrategy):
 def _load(state: State, directory: Path) -> State:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # megatron-core calls torch by names that will go
+            warnings.simplefilter("ignore", FutureWarning)  # megatron-core uses deprecated torch functions
             return dist_checkpointing.load(state, str(directory))
     except (CheckpointingException, CheckpointException) as error:
         reason = _reason(error)
-        raise RunError(f"the checkpoint {directory} does not fit this model and optimizer: {reason}") from error
+        raise RunError(f"cannot load the checkpoint {directory} into this model and optimizer: {reason}") from error
 
 
 def _set_weights(policy: Policy, loaded: State) -> None:
     for index, chunk in enumerate(policy.chunks):
         keys = chunk.module.load_state_dict(loaded[f"model{index}"], strict=False)
         wrong = [name for name in keys.missing_keys if EXTRA_STATE not in name] + keys.unexpected_keys
-        assert not wrong, f"the model and what was loaded differ in {wrong}"
+        assert not wrong, f"the model and the loaded state differ in {wrong}"
 
 
 def _random_state(parallel: Parallel) -> State:
-    """Each rank's own, under a key that says how many ranks there are."""
-    return {"random": ShardedObject(RANDOM, random_state(), (parallel.world_size,), (parallel.rank,))}
+    """This rank's random states; the key contains the number of ranks."""
+    return {"random": ShardedObject(RANDOM, _own_random_state(), (parallel.world_size,), (parallel.rank,))}
+
+
+def _own_random_state() -> State:
+    """Random states of Python, numpy, torch, CUDA and megatron-core's tracker.
+
+    No step uses them today: samples and folds have their own seeds. A reward function, dropout or a library may.
+    """
+    name, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_state(state: State) -> None:
+    """Restore what `_own_random_state` returned."""
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
 
 
 def _raise_first(failures: Mapping[int, str | None]) -> None:
@@ -216,7 +246,7 @@ def _raise_first(failures: Mapping[int, str | None]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what went wrong; of several ranks, the first one's."""
+    """First line of an error; of several ranks' errors, the lowest rank's."""
     if isinstance(error, CheckpointException):
         return _reason(error.failures[min(error.failures)][0])
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,10 +1,10 @@
-"""A Hugging Face directory written from a stream of tensors: shards, index, config and tokenizer, whole or not at all.
+"""Writes a Hugging Face directory from a stream of tensors: shards, index, config and tokenizer, atomically.
 
     with whole_directory(target) as partial:
         copy_description(source, partial, torch.bfloat16)
         write_weights(stream, metas, partial)
 
-One tensor is held at a time.
+Memory holds one tensor at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from oblr_megatron.checkpoint.store import begin, sweep, sync, writing
 from oblr_megatron.weights.export import TensorMeta
 
 MAX_SHARD_BYTES = 5_000_000_000
-COPIED = (  # from the source, where it has them
+COPIED = (  # files copied from the source if they exist
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,10 +39,10 @@ COPIED = (  # from the source, where it has them
 
 @contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """An empty directory that takes the name `target` at the end; if the block raises, it is removed instead.
+    """An empty directory that is renamed to `target` after the block, or removed if the block raises.
 
     Raises:
-        NoSpaceError, RunError: the file system refuses.
+        NoSpaceError, RunError: writing failed.
     """
     sweep(target.parent)
     partial = begin(target)
@@ -51,13 +51,13 @@ def whole_directory(target: Path) -> Iterator[Path]:
             yield partial
             partial.rename(target)
             sync(target.parent)
-    except BaseException:  # an interrupt as well
+    except BaseException:  # also on an interrupt
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def copy_description(source_dir: Path, target_dir: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy config, generation config and tokenizer; `dtype` is what the weights have, None if it is the source's."""
+    """Copy config, generation config and tokenizer; `dtype` is that of the new weights, None: the source's."""
     target_dir.mkdir(exist_ok=True)
     for name in COPIED:
         if (source_dir / name).is_file():
@@ -78,15 +78,16 @@ def write_weights(
     target_dir: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> int:
-    """Write the tensors as one file, or as several with an index if they are more than `max_shard_bytes`.
+    """Write the tensors as one file, or as several with an index if they exceed `max_shard_bytes`.
 
     Args:
         stream: the tensors, in the order of `metas`.
-        metas: names, shapes and the dtypes in which they are written.
+        metas: names, shapes and dtypes to write.
         target_dir: exists.
-        max_shard_bytes: of a file; a tensor larger than this has a file of its own.
+        max_shard_bytes: of a file; a larger tensor gets its own file.
 
-    Returns the bytes of all tensors.
+    Returns:
+        Bytes of all tensors.
     """
     shards = _shards(metas, max_shard_bytes)
     weight_map: dict[str, str] = {}
@@ -103,7 +104,7 @@ def write_weights(
 
 
 def _shards(metas: Sequence[TensorMeta], max_shard_bytes: int) -> list[list[TensorMeta]]:
-    """Cut the list into files, in order."""
+    """Split the list into files, in order."""
     shards: list[list[TensorMeta]] = [[]]
     size = 0
     for meta in metas:

@@ -1,10 +1,10 @@
-"""The tensors of a torch_dist checkpoint, read one by one, whatever layout has written it.
+"""Reads the tensors of a torch_dist checkpoint one by one, whatever layout wrote it.
 
     reader = PieceReader(directory)
     for piece in reader.find(pieces_of(state, shape), shape):
         tensor = reader.read(piece)
 
-torch's own reading would hold a tensor twice, and would look through the chunks of all layers and experts for each.
+torch's own loading would hold each tensor twice and search the chunks of all layers and experts for each tensor.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from oblr_megatron.weights.names import ModelShape
 
 
 class PieceReader(FileSystemReader):
-    """The tensors of a checkpoint, read piece by piece.
+    """Reads a checkpoint piece by piece.
 
     Raises:
-        CheckpointError: there is no such checkpoint, its metadata cannot be read, or a file is shorter than it says.
+        CheckpointError: the checkpoint does not exist, its metadata is damaged, or a file is truncated.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -43,20 +43,20 @@ class PieceReader(FileSystemReader):
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}  # by key, layer and expert
 
     def find(self, pieces: Sequence[Piece], shape: ModelShape) -> list[Piece]:
-        """The pieces as they are stored: in the checkpoint's dtypes and with its padded vocabulary.
+        """The pieces with the checkpoint's dtypes and padded vocabulary.
 
         Raises:
-            CheckpointError: a tensor is missing, or of another shape.
+            CheckpointError: a tensor is missing or has another shape.
         """
         return [self._find(piece, shape) for piece in pieces]
 
     def files(self, pieces: Sequence[Piece]) -> list[str]:
-        """The files that hold any of them."""
+        """The files that hold any of the pieces."""
         keys = {piece.sharded.key for piece in pieces}
         return sorted({info.relative_path for index, info in self._storage().items() if index.fqn in keys})
 
     def read(self, piece: Piece) -> Tensor:
-        """The tensor of a piece that `find` has returned, put together out of what chunks have of it.
+        """The tensor of a piece from `find`, assembled from the stored chunks.
 
         Raises:
             CheckpointError: a file cannot be read, or the chunks do not fill the piece.
@@ -72,12 +72,12 @@ class PieceReader(FileSystemReader):
             tensor = self._load(MetadataIndex(wanted.key, chunk.offsets))
             found += prod(high - low for low, high in common)
             if (tuple(chunk.offsets), tuple(tensor.shape)) == (start, size):
-                whole = tensor  # as it is: no second copy of an embedding
+                whole = tensor  # no second copy, which matters for an embedding
                 continue
             whole = torch.empty(size, dtype=wanted.dtype) if whole is None else whole
             whole[_slices(common, start)] = tensor[_slices(common, chunk.offsets)]
         if whole is None or found != prod(size):
-            raise self._error(f"of {wanted.key!r} {found} of {prod(size)} elements are stored")
+            raise self._error(f"only {found} of {prod(size)} elements of {wanted.key!r} are stored")
         return whole.view(wanted.local_shape)
 
     def _load(self, index: MetadataIndex) -> Tensor:
@@ -99,11 +99,11 @@ class PieceReader(FileSystemReader):
         if piece.item.cut == "vocab" and len(size) == 2 and size[0] >= shape.vocab and size[1:] == wanted[1:]:
             sharded = replace(sharded, global_shape=size, local_shape=size, data=None)
         elif size != wanted:
-            raise self._error(f"{sharded.key!r} has shape {list(size)}, the model's config.json says {list(wanted)}")
+            raise self._error(f"{sharded.key!r} has shape {list(size)}, but config.json implies {list(wanted)}")
         return replace(piece, sharded=replace(sharded, dtype=stored.properties.dtype, data=None))
 
     def _chunks_of(self, wanted: ShardedTensor) -> Sequence[ChunkStorageMetadata]:
-        """The chunks of a tensor that are of the same layer and expert."""
+        """The chunks of the tensor that belong to the same layer and expert."""
         leading = wanted.prepend_axis_num
         if wanted.key not in self._chunks:
             found: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
@@ -145,7 +145,7 @@ class PieceReader(FileSystemReader):
                 raise CheckpointError("the file is missing", where=str(file), fix=FIX)
             if file.stat().st_size < end:
                 raise CheckpointError(
-                    f"the file is cut off: {file.stat().st_size} bytes, {METADATA} describes {end}",
+                    f"the file is cut off: {file.stat().st_size} bytes, {METADATA} implies {end}",
                     where=str(file),
                     fix=FIX,
                 )
@@ -154,26 +154,26 @@ class PieceReader(FileSystemReader):
         return CheckpointError(
             what,
             where=str(self.directory),
-            fix="give a checkpoint of a Qwen3 GPTModel and the config.json it belongs to",
+            fix="give a checkpoint of a Qwen3 GPTModel with its own config.json",
         )
 
     def _storage(self) -> Mapping[MetadataIndex, Any]:
-        """Where each chunk is: relative_path, offset, length."""
+        """relative_path, offset and length of each chunk."""
         storage: Mapping[MetadataIndex, Any] = self.whole.storage_data
         return storage
 
     def _stored(self, key: str) -> TensorStorageMetadata:
         stored = self.whole.state_dict_metadata[key]
-        assert isinstance(stored, TensorStorageMetadata), f"{key} is no tensor"
+        assert isinstance(stored, TensorStorageMetadata), f"{key} is not a tensor"
         return stored
 
 
 Bounds = list[tuple[int, int]]
-"""First and past the last index of each dimension."""
+"""First index and end index (exclusive) of each dimension."""
 
 
 def _overlap(start: Sequence[int], size: Sequence[int], chunk: ChunkStorageMetadata) -> Bounds:
-    """What a chunk has of a piece, in the whole tensor; empty where a dimension's first index is not below its last."""
+    """The overlap of a piece and a chunk, in indices of the whole tensor; empty if any first index >= end index."""
     return [
         (max(own, other), min(own + extent, other + length))
         for own, extent, other, length in zip(start, size, chunk.offsets, chunk.sizes, strict=True)

@@ -1,14 +1,14 @@
-"""The tensors of a torch_dist checkpoint of megatron-core, and which Hugging Face tensors each of them is.
+"""Maps the tensors of a megatron-core torch_dist checkpoint to Hugging Face tensors.
 
-megatron-core itself says how a GPTModel is stored: the model is built without memory, and its sharded state dict has
-the key, shape and offset of every tensor. Three ways of naming are in use:
+The mapping comes from megatron-core: the model is built on the meta device, and its sharded state dict has key, shape
+and offset of every tensor. There are three naming schemes:
 
     decoder.layers.mlp.linear_fc1.weight            all layers in one tensor, [layers, 2 ffn, hidden]; written here
-    decoder.layers.3.mlp.linear_fc1.weight          a tensor for each layer (Megatron-LM's non_homogeneous_layers)
-    decoder.layers.3.mlp.linear_fc1.weight_w, _v    gate and up apart, experts under names of their own, too
+    decoder.layers.3.mlp.linear_fc1.weight          one tensor per layer (Megatron-LM's non_homogeneous_layers)
+    decoder.layers.3.mlp.linear_fc1.weight_w, _v    separate gate and up, and one name per expert
                                                     (Megatron-LM's singleton_local_shards)
 
-gate and up of a layer are two pieces in each of them: under tensor parallelism each is cut into its own shards.
+In each scheme gate and up of a layer are two pieces, because tensor parallelism shards them separately.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAMINGS: tuple[Mapping[str, bool], ...] = ({}, {"non_homogeneous_layers": True},
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of a checkpoint, or the part of one that belongs to a layer.
+    """One tensor of a checkpoint, or the part of it that belongs to one layer.
 
     Example, of layer 3 of Qwen3-0.6B's 28:
         Piece(ShardedTensor("decoder.layers.mlp.linear_fc1.weight", local_shape=(3072, 1024),
@@ -49,22 +49,22 @@ class Piece:
 
     sharded: ShardedTensor  # its data is on the meta device
     item: Entry
-    part: int | None  # gate (0) or up (1); None where the piece is the whole parameter
+    part: int | None  # gate (0) or up (1); None if the piece is the whole parameter
 
     @property
     def hf(self) -> tuple[str, ...]:
-        """The Hugging Face tensors that it is made of."""
+        """Names of its Hugging Face tensors."""
         return self.item.hf if self.part is None else (self.item.hf[self.part],)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Their shapes."""
+        """Shapes of its Hugging Face tensors."""
         return self.item.shapes if self.part is None else (self.item.shapes[self.part],)
 
 
 @contextmanager
 def single_process() -> Iterator[Parallel]:
-    """megatron-core's groups for a process that works alone; nothing of them is left afterwards."""
+    """megatron-core's process groups for a single process; removed after the block."""
     installed = cpu.installed()
     try:
         yield initialize(ParallelConfig(), backend="gloo")
@@ -75,28 +75,28 @@ def single_process() -> Iterator[Parallel]:
 
 
 def meta_model(hf_config: HFConfig, config: ModelConfig, parallel: Parallel) -> GPTModel:
-    """The whole model without memory, out of megatron-core's own layers.
+    """The whole model on the meta device, built from megatron-core's layers.
 
     Args:
-        hf_config: the model.
-        config: its dtype, and what the padded vocabulary is a multiple of.
-        parallel: of a process that works alone.
+        hf_config: of the model.
+        config: `dtype` and `make_vocab_size_divisible_by` are read.
+        parallel: of a single process.
     """
-    parallel = replace(parallel, device=torch.device("cpu"))  # beside a GPU as well
+    parallel = replace(parallel, device=torch.device("cpu"))  # also on a machine with a GPU
     with _meta_device():
         padded = padded_vocab_size(hf_config.vocab_size, config.make_vocab_size_divisible_by, 1)
         return build_model(hf_config, transformer_config_of(hf_config, config, parallel), config, parallel, padded)
 
 
 def sharded_state(model: GPTModel, naming: Mapping[str, bool] = NAMINGS[0]) -> State:
-    """A model's sharded state dict by one of NAMINGS, with gate and up apart; every run saves by the first."""
+    """A model's sharded state dict under one of NAMINGS, with separate gate and up; runs save under the first."""
     state: State = model.sharded_state_dict(metadata=dict(naming))
     apply_factories(state)
     return state
 
 
 def pieces_of(state: State, shape: ModelShape) -> list[Piece]:
-    """The tensors of a sharded model, in export order."""
+    """The pieces of a sharded state dict, in export order."""
     pieces = []
     for item in table(shape):
         stored = state[item.megatron]
@@ -106,7 +106,7 @@ def pieces_of(state: State, shape: ModelShape) -> list[Piece]:
 
 
 def by_layer(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The embedding, each layer, and what follows the layers: what is in memory at the same time."""
+    """Groups of pieces that are in memory together: each layer, and every other tensor by itself."""
     groups: list[list[Piece]] = []
     for layer, group in groupby(pieces, key=lambda piece: layer_of(piece.item)):
         together = list(group)
@@ -116,7 +116,7 @@ def by_layer(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 @contextmanager
 def _meta_device() -> Iterator[None]:
-    """What is made inside has no memory, also where megatron-core asks for the current CUDA device."""
+    """Create tensors on the meta device, also where megatron-core asks for the current CUDA device."""
     original = torch.cuda.current_device
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment, return-value]
     try:

@@ -1,9 +1,9 @@
-"""Which checkpoint a run goes on from, and whether it can.
+"""Finds the checkpoint from which a run resumes, and checks that it fits.
 
-    checkpoints = find(config, model)                 # before any process: manifests and sizes
-    resumed = choose(checkpoints, parallel)           # on all ranks: every byte, a share of the files each
+    checkpoints = find(config, model)                     # before the ranks start: manifests and file sizes
+    resumed = choose(checkpoints, rank, world_size)       # collective: checksums, a share of the files per rank
 
-A damaged checkpoint is named and passed over for an older one; where none is left, the run does not start.
+A damaged checkpoint is logged and an older one is used. If none is intact, the run does not start.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 NEWEST = "newest"
 CARRIED = ("seed", "model.dtype", "optimizer.name", "algo.schedule", "algo.snr.estimator")
-"""Settings under others of which the saved state means nothing."""
+"""Settings that must equal those of the checkpoint, because its state depends on them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One whose manifest is whole. Example: Checkpoint(Path("run/checkpoints/step_00000040"), manifest)"""
+    """A checkpoint with an intact manifest. Example: Checkpoint(Path("run/checkpoints/step_00000040"), manifest)"""
 
     path: Path
     manifest: Manifest
@@ -48,15 +48,15 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The trainer's facts, see `run.py`."""
+        """The trainer's facts, see run.py."""
         return self.manifest.state
 
 
 def find(config: Config, model: HFDir) -> list[Checkpoint]:
-    """Those the run may go on from, the best choice first; empty: it begins at the beginning.
+    """Checkpoints to resume from, first choice first; [] to start from step 0.
 
     Raises:
-        UserError: all there are, or the one that was asked for, are damaged; or belong to another run.
+        UserError: all checkpoints, or the requested one, are damaged, or belong to another run.
     """
     resume = config.checkpoint.resume
     if resume == "none":
@@ -73,46 +73,46 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
     if problems and not found:
         raise problems[0]
     for problem in problems:
-        logger.warning("%s: passed over", problem)
+        logger.warning("skipped a damaged checkpoint: %s", problem)
     for checkpoint in found[:1]:
         check_fits(checkpoint, config, model)
     return found
 
 
 def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
-    """Refuse a checkpoint whose state cannot be carried on by this configuration and model.
+    """Check that the run can continue with this checkpoint under this config and model.
 
     Raises:
-        UserError: naming what differs.
+        UserError: names the setting or model that differs.
     """
     from oblr_megatron.weights.names import ModelShape
 
     before = checkpoint.state.get("config")
     if before is None:
         raise CheckpointError(
-            "the checkpoint holds weights alone, and no run to go on with",
+            "the checkpoint holds only weights, not the state of a run",
             where=str(checkpoint.path),
-            fix="to start from its weights: oblr-megatron convert to-hf, and set model.path",
+            fix="convert it with oblr-megatron convert to-hf and set model.path to the result",
         )
     for name in CARRIED:
         old, new = flatten(before).get(name), flatten(config.model_dump(mode="json"))[name]
         if old is not None and old != new:  # a checkpoint of an earlier version may not know the setting
             raise UserError(
-                f"the checkpoint was made with {name} {old!r}, the run is set to {new!r}",
+                f"the checkpoint was made with {name} {old!r}, but the config has {new!r}",
                 where=str(checkpoint.path),
                 fix=f"set {name} to {old!r}, or start a new run",
             )
     saved = json.loads((checkpoint.path / "hf" / "config.json").read_text(encoding="utf-8"))
     if ModelShape.of(saved) != ModelShape.of(model.config):
         raise UserError(
-            f"the checkpoint is of another model than {model.path}: {ModelShape.of(saved)}",
+            f"the checkpoint's model differs from {model.path}: {ModelShape.of(saved)}",
             where=str(checkpoint.path),
-            fix="set model.path to the model the run was started from",
+            fix="set model.path to the model that the run started from",
         )
 
 
 def changes(checkpoint: Checkpoint, config: Config) -> list[str]:
-    """What the run is set to do otherwise from here on. Example: ["optimizer.lr 1e-06 -> 2e-06"]"""
+    """Settings that changed since the checkpoint. Example: ["optimizer.lr 1e-06 -> 2e-06"]"""
     before, now = flatten(checkpoint.state["config"]), flatten(config.model_dump(mode="json"))
     aside = ("run_dir", "checkpoint.", "log.")
     return [
@@ -123,15 +123,15 @@ def changes(checkpoint: Checkpoint, config: Config) -> list[str]:
 
 
 def choose(checkpoints: Sequence[Checkpoint], rank: int, world_size: int) -> Checkpoint | None:
-    """The first whose files are all what their manifest says; collective, each rank reads a share of them.
+    """The first checkpoint with correct checksums; collective, each rank reads a share of the files.
 
     Args:
-        checkpoints: what `find` gave on the first rank; those of other ranks are not looked at.
+        checkpoints: from `find` on rank 0; ignored on other ranks.
         rank: of this process.
-        world_size: how many there are.
+        world_size: number of ranks.
 
     Raises:
-        CheckpointError: none is, though there are some.
+        CheckpointError: every checkpoint is damaged.
     """
     shared = [list(checkpoints)]
     dist.broadcast_object_list(shared, src=0)
@@ -141,22 +141,22 @@ def choose(checkpoints: Sequence[Checkpoint], rank: int, world_size: int) -> Che
         if problem is None:
             return checkpoint
         if rank == 0:
-            logger.warning("%s: passed over", problem)
+            logger.warning("skipped a damaged checkpoint: %s", problem)
     if problem is not None:
         raise problem
     return None
 
 
 def _problem(checkpoint: Checkpoint, rank: int, world_size: int) -> CheckpointError | None:
-    """What is wrong with it, the same on every rank; large files are dealt out evenly, by size."""
+    """The first error found by any rank, equal on every rank; files are distributed evenly by size."""
     files = checkpoint.manifest.files
     by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
     own: dict[str, str] | None = None
     try:
         store.check_contents(checkpoint.path, checkpoint.manifest, by_size[rank::world_size])
     except CheckpointError as error:
-        own = {"what": error.what, "where": error.where, "mend": error.fix}
+        own = {"what": error.what, "where": error.where, "fix": error.fix}
     problems: list[dict[str, str] | None] = [None] * world_size
     dist.all_gather_object(problems, own)
     first = next((problem for problem in problems if problem is not None), None)
-    return None if first is None else CheckpointError(first["what"], where=first["where"], fix=first["mend"])
+    return None if first is None else CheckpointError(**first)

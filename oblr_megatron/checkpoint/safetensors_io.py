@@ -1,8 +1,8 @@
-"""safetensors files read and written one tensor at a time.
+"""Reads and writes safetensors files one tensor at a time.
 
-The safetensors library maps files into memory, so that what was read of a file stays resident while it is open, and it
-writes only files that it is given whole. A conversion holds a layer, whatever the size of the file: it reads with plain
-reads, and writes the header first and then each tensor at its place.
+The safetensors library maps files into memory, so tensors that were read stay resident while the file is open, and it
+needs all tensors of a file at once to write it. To hold only one layer, this module uses plain reads, and writes the
+header first and then each tensor at its offset.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from oblr_megatron.weights.export import TensorMeta
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ALIGNMENT = 8  # bytes, of where the tensors begin
+ALIGNMENT = 8  # bytes; the first tensor begins at a multiple of it
 
 
 class TensorReader:
-    """The tensors of a directory's weight files, each read in full when it is asked for.
+    """The tensors of a directory's weight files, each read when requested.
 
     Raises:
-        UserError: a file is cut off, is no safetensors file, or holds something else than floating point numbers.
+        UserError: a file is cut off, is not a safetensors file, or has a dtype not in DTYPES.
     """
 
     def __init__(self, directory: HFDir, stack: ExitStack) -> None:
@@ -58,18 +58,18 @@ class TensorReader:
 
 @contextmanager
 def open_tensors(directory: HFDir) -> Iterator[TensorReader]:
-    """The reader of a directory that passed `check_hf_dir`; its files are open inside."""
+    """A reader for a directory that passed `check_hf_dir`; its files are open inside the block."""
     with ExitStack() as stack:
         yield TensorReader(directory, stack)
 
 
 def write_file(path: Path, metas: Sequence[TensorMeta], stream: Iterator[tuple[str, Tensor]]) -> int:
-    """Write one file and bring it to the disk; returns the bytes of its tensors.
+    """Write and sync one file; return the bytes of its tensors.
 
     Args:
         path: of the file.
-        metas: what it holds, in the order in which the stream yields it.
-        stream: name and tensor; they are cast to the dtype declared.
+        metas: its tensors, in the stream's order.
+        stream: (name, tensor) pairs; tensors are cast to the dtype in `metas`.
     """
     header, offsets, total = _layout(metas)
     with path.open("wb") as file:
@@ -91,14 +91,14 @@ def _dtype_of(entry: dict[str, Any], file: Path) -> torch.dtype:
         raise UserError(
             f"tensors of type {entry['dtype']} cannot be converted",
             where=str(file),
-            fix="give a checkpoint that is not quantized",
+            fix="give an unquantised checkpoint",
         ) from error
 
 
 def _layout(metas: Sequence[TensorMeta]) -> tuple[bytes, dict[str, int], int]:
-    """The header, where each tensor begins behind it, and the bytes of all.
+    """(header, offset of each tensor after the header, total bytes).
 
-    Wider types come first, so that every tensor begins at a multiple of its elements' size.
+    Wider dtypes come first, so that every tensor is aligned to its element size.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
@@ -112,11 +112,11 @@ def _layout(metas: Sequence[TensorMeta]) -> tuple[bytes, dict[str, int], int]:
 
 
 def num_bytes(meta: TensorMeta) -> int:
-    """Size of a tensor."""
+    """Size of a tensor in bytes."""
     return prod(meta.shape) * meta.dtype.itemsize
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """The bytes of a contiguous tensor, without a copy."""
     content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(content)

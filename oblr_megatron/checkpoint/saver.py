@@ -1,16 +1,18 @@
-"""When a run saves, and what happens in the background while it goes on.
+"""Saves a run's checkpoints in the background.
 
     saver = Saver(config, parallel, model)
     if saver.due(step, num_steps, values):
-        saver.wait()                                                          # for the save before
+        saver.wait()                                                          # for the previous save
         saver.save(step, training_state(policy, optimizer), facts, values)    # returns once the state is copied
-    saver.report()      # at a later step: what became of it
+    saver.report()      # at a later step: outcome of the save
 
-    common.pt, .metadata, metadata.json, __R_F.distcp       what megatron-core reads (distributed.py)
+A checkpoint directory holds:
+
+    common.pt, .metadata, metadata.json, __R_F.distcp       tensors in megatron-core's format (distributed.py)
     checkpoint.json                                         the manifest, with the trainer's facts (store.py)
-    hf/                                                     what a Hugging Face directory is beside its weights
+    hf/                                                     config and tokenizer of the Hugging Face directory
 
-A save that fails, for want of space or otherwise, leaves the checkpoints that are there as they are; the run is told.
+A failed save is reported and leaves older checkpoints untouched.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ import torch.distributed as dist
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.distributed import State, TorchDistWriter
 from oblr_megatron.checkpoint.hf_write import copy_description
-from oblr_megatron.checkpoint.size import checkpoint_bytes
 from oblr_megatron.checkpoint.store import CHECKPOINTS, FileEntry, Manifest
 from oblr_megatron.errors import DeadlineError, RunError
 from oblr_megatron.formatting import duration, size
@@ -46,17 +47,17 @@ if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel
 
 Facts = dict[str, Any]
-"""What a resumed run needs beside tensors: plain JSON."""
+"""Everything a resumed run needs besides tensors, as plain JSON."""
 
-HF = "hf"  # in a checkpoint
-LAST_WHILE_S = 60.0  # for a save under way when the run fails
+HF = "hf"  # subdirectory of a checkpoint
+LAST_WHILE_S = 60.0  # time for a save in progress when the run fails
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The checkpoint in which `checkpoint.best_metric` is largest. Example: Best(step=40, value=0.81)"""
+    """The checkpoint with the largest `checkpoint.best_metric`. Example: Best(step=40, value=0.81)"""
 
     step: int
     value: float
@@ -64,7 +65,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What became of a save, the same on every rank.
+    """Outcome of a save, equal on every rank.
 
     Example: Saved(step=40, num_bytes=12_345_678, seconds=0.21, failure=None)
     """
@@ -72,7 +73,7 @@ class Saved:
     step: int
     num_bytes: int
     seconds: float  # from the copy to the rename
-    failure: str | None  # in one line
+    failure: str | None  # one line
 
     def __str__(self) -> str:
         if self.failure is not None:
@@ -81,20 +82,20 @@ class Saved:
 
 
 class Saver:
-    """Saves of one run, one at a time. Made by every rank; all calls but `report` are collective.
+    """Saves checkpoints of one run, one at a time. All calls except `report` and `close` are collective.
 
     Args:
         config: `checkpoint` and `run_dir` are read.
-        parallel: of the ranks that save.
-        model: the directory the run started from, for what is kept beside the weights.
-        best: as the resumed checkpoint has it.
+        parallel: layout of the ranks that save.
+        model: directory the run started from, for config and tokenizer.
+        best: from the resumed checkpoint.
     """
 
     def __init__(self, config: Config, parallel: Parallel, model: HFDir, best: Best | None = None) -> None:
         self.best = best
         self._options, self._model, self._rank = config.checkpoint, model, parallel.rank
         self._directory = config.run_dir / CHECKPOINTS
-        self._num_bytes = checkpoint_bytes(model, config)
+        self._num_bytes = store.checkpoint_bytes(model, config)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.save_timeout_s))
         self._writer = TorchDistWriter(self._group, parallel)
         self._pending: Future[Saved] | None = None
@@ -104,9 +105,9 @@ class Saver:
             store.sweep(self._directory)
 
     def due(self, step: int, num_steps: int, values: Mapping[str, float]) -> bool:
-        """Whether the state after `step` of `num_steps` steps is to be saved: by the schedule, or as a new best.
+        """Whether to save after `step` of `num_steps` steps: by schedule, or because `values` are a new best.
 
-        `values` are the step's figures, an evaluation's among them.
+        `values` are the step's metrics, an evaluation's included.
         """
         every = self._options.every_steps
         scheduled = every > 0 and (step % every == 0 or step == num_steps)
@@ -115,19 +116,19 @@ class Saver:
     def save(
         self, step: int, state: State, facts: Facts, values: Mapping[str, float], *, background: bool = True
     ) -> None:
-        """Save the state after `step` steps, or begin to; call `wait` first.
+        """Save the state after `step` steps; call `wait` first.
 
         Args:
             step: steps done.
-            state: see `distributed.training_state`; free to change when this returns.
-            facts: what a resumed run needs beside it.
-            values: the step's figures, for the best.
-            background: return before it is written, if `checkpoint.async_save` allows it.
+            state: see `distributed.training_state`; may change after this returns.
+            facts: see `Facts`.
+            values: the step's metrics, to find the best checkpoint.
+            background: return before the state is written, if `checkpoint.async_save` is set.
 
         Raises:
-            DeadlineError: a save does not end.
+            DeadlineError: the save takes longer than checkpoint.save_timeout_s.
         """
-        assert self._pending is None, "one save at a time: what became of the last one is not known yet"
+        assert self._pending is None, "call wait() before the next save"
         self._best_before = self.best
         if self._is_best(values):
             self.best = Best(step, values[self._options.best_metric])
@@ -146,17 +147,17 @@ class Saver:
             self._result()
 
     def report(self) -> Saved | None:
-        """What became of the last save, once, when it has ended; ranks may hear of it at different steps."""
+        """Outcome of the last save, returned once after it ended; ranks may get it at different steps."""
         if self._pending is None or self._reported or not self._pending.done():
             return None
         self._reported = True
         return self._result()
 
     def wait(self) -> Saved | None:
-        """Until the save under way has ended; what became of it, unless it was reported.
+        """Wait until the save in progress has ended; return its outcome unless it was reported.
 
         Raises:
-            DeadlineError: it does not end.
+            DeadlineError: the save takes longer than checkpoint.save_timeout_s.
         """
         if self._pending is None:
             return None
@@ -168,12 +169,12 @@ class Saver:
         return saved if fresh else None
 
     def close(self) -> None:
-        """When the run ends otherwise than it should: give a save under way a last while. Not collective."""
+        """Give a save in progress up to LAST_WHILE_S when the run fails. Not collective."""
         if self._pending is not None:
             futures.wait([self._pending], min(LAST_WHILE_S, self._options.save_timeout_s))
 
     def path_of_best(self) -> Path | None:
-        """The best checkpoint; None while there is none."""
+        """The best checkpoint, if there is one."""
         return None if self.best is None else self._directory / store.step_name(self.best.step)
 
     def _is_best(self, values: Mapping[str, float]) -> bool:
@@ -190,7 +191,7 @@ class Saver:
 
 
 class _Job:
-    """One save, from an empty directory to a committed one; the same calls on every rank."""
+    """One save, from an empty directory to a committed one; every rank makes the same calls."""
 
     def __init__(
         self, group: dist.ProcessGroup, target: Path, manifest: Manifest, model: HFDir, keep: list[Path]
@@ -203,7 +204,7 @@ class _Job:
         self._failure: str | None = None
 
     def begin(self, num_bytes: int) -> bool:
-        """Make the directory if there is room for `num_bytes`; whether there is one."""
+        """Create the directory if there is room for `num_bytes`; return whether it exists on every rank."""
 
         def make() -> str:
             store.check_space(self._target.parent, num_bytes)
@@ -215,11 +216,11 @@ class _Job:
             seen: list[bool] = [False] * dist.get_world_size()
             dist.all_gather_object(seen, self.partial.is_dir(), group=self._group)
             if not all(seen):
-                self._fail(f"rank {seen.index(False)} does not see {self.partial}: run_dir must be on a shared disk")
+                self._fail(f"rank {seen.index(False)} cannot see {self.partial}; put run_dir on a shared file system")
         return self._failure is None
 
     def finish(self, write: Callable[[], None], keep_last: int) -> Saved:
-        """Write, measure, commit, and remove older checkpoints."""
+        """Write, checksum and commit, then remove older checkpoints."""
         try:
             write()
         except RunError as error:  # on every rank
@@ -233,11 +234,11 @@ class _Job:
         return self.saved()
 
     def saved(self) -> Saved:
-        """What has become of it."""
+        """Outcome so far."""
         return Saved(self._manifest.step, self._num_bytes, time.monotonic() - self._started, self._failure)
 
     def _measured(self) -> dict[str, FileEntry]:
-        """Sizes and checksums of all ranks' files, each read back by the rank that wrote it."""
+        """Sizes and checksums of all ranks' files; each rank reads back its own."""
         entries: dict[str, FileEntry] | str
         try:
             entries = store.measure(self.partial, (file.name for file in self.partial.glob(f"__{self._rank}_*")))
@@ -254,7 +255,7 @@ class _Job:
         return files
 
     def _commit(self, files: dict[str, FileEntry], keep_last: int) -> str:
-        """The first rank's part: what is not tensors, the manifest, the name, and an end to older ones."""
+        """Rank 0's part: write config, tokenizer and manifest, rename, and remove older checkpoints."""
         with store.writing(self.partial):
             copy_description(self._model.path, self.partial / HF)
         names = [str(path.relative_to(self.partial)) for path in self.partial.rglob("*") if path.is_file()]
@@ -263,12 +264,12 @@ class _Job:
         store.commit(self.partial, self._target, Manifest(self._manifest.step, files, self._manifest.state))
         try:
             store.prune(self._target.parent, keep_last, self._keep)
-        except RunError as error:  # of the older ones; this one is saved
-            logger.warning("an older checkpoint is still there: %s", error)
+        except RunError as error:  # this checkpoint is saved; only a removal failed
+            logger.warning("cannot remove an older checkpoint: %s", error)
         return str(self._target)
 
     def _on_first_rank(self, action: Callable[[], str]) -> str | None:
-        """Do something on the first rank; every rank gets its result, or None and the failure."""
+        """Run `action` on rank 0; every rank gets its result, or None and the failure."""
         outcome: list[Any] = [None, None, 0]
         if self._rank == 0:
             try:
@@ -286,13 +287,13 @@ class _Job:
 
 
 def _in_thread(work: Callable[[], Saved], name: str) -> Future[Saved]:
-    """A daemon, so that a file system that hangs does not keep the process from ending."""
+    """Run `work` in a daemon thread, so that a hanging file system cannot keep the process alive."""
     future: Future[Saved] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  it is raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001  raised again by future.result()
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

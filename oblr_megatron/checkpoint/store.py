@@ -1,11 +1,11 @@
-"""Directories of checkpoints on disk: how one appears, how a damaged one is told, which ones go. Imports no torch.
+"""Checkpoint directories on disk: atomic creation, detection of damage, removal of old ones. Imports no torch.
 
-    RUN_DIR/checkpoints/step_00000010/            appears by one rename, with every file in it written and synced
-        checkpoint.json                           the manifest: step, trainer's state, size and xxh3 of every file
-        ...                                       whatever the manifest lists, e.g. common.pt, hf/config.json
-    RUN_DIR/checkpoints/.step_00000020.node7-4242-0.partial/      being written, or left by a process that was killed
+    RUN_DIR/checkpoints/step_00000010/            appears by one rename, after every file was written and synced
+        checkpoint.json                           the manifest: step, trainer state, size and xxh3 of every file
+        ...                                       the files that the manifest lists, e.g. common.pt, hf/config.json
+    RUN_DIR/checkpoints/.step_00000020.node7-4242-0.partial/      being written, or left by a killed process
 
-A manifest is written in one exact form, carries a checksum of its own, and is refused if a single byte of it differs.
+The manifest has one canonical form and contains its own checksum, so a single changed byte is detected.
 """
 
 from __future__ import annotations
@@ -22,22 +22,29 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.formatting import size
+from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
+
+if TYPE_CHECKING:
+    from oblr_megatron.checkpoint.hf_dir import HFDir
+    from oblr_megatron.config import Config
 
 CHECKPOINTS = "checkpoints"  # in the run directory
 MANIFEST = "checkpoint.json"
 FORMAT, VERSION = "oblr_megatron", 1
 BLOCK_BYTES = 8 * 2**20  # read at a time
-RESERVE_FRACTION, RESERVE_BYTES = 0.02, 64 * 2**20  # of free space, beyond what a checkpoint needs
-FOREIGN_PARTIAL_S = 3600.0  # a partial of another host is left alone for so long after its last change
+FIXED_BYTES = 16 * 2**20  # of a checkpoint: tokenizer, metadata
+RESERVE_FRACTION, RESERVE_BYTES = 0.02, 64 * 2**20  # free space required beyond a checkpoint's size
+FOREIGN_PARTIAL_S = 3600.0  # another host's partial directory is kept this long after its last change
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-FIX = "resume from another checkpoint, or copy this one again from where it is whole"
+FIX = "resume from another checkpoint, or restore this one from an intact copy"
 
 _STEP = re.compile(r"step_(\d{8,})")
 _PARTIAL = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<pid>\d+)-\d+\.partial")
@@ -45,7 +52,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used; `where` names the file."""
+    """An unusable checkpoint; `where` names the file."""
 
 
 class NoSpaceError(RunError):
@@ -54,7 +61,7 @@ class NoSpaceError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a file of a checkpoint must be. Example: FileEntry(num_bytes=2, xxh3="99aa06d3014798d86001c324468d497f")"""
+    """Expected size and checksum of a file. Example: FileEntry(2, "99aa06d3014798d86001c324468d497f")"""
 
     num_bytes: int
     xxh3: str  # 128 bits, hexadecimal
@@ -62,14 +69,14 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is in a checkpoint.
+    """Contents of a checkpoint.
 
     Example: Manifest(step=10, files={"common.pt": FileEntry(...), "hf/config.json": FileEntry(...)}, state={"seed": 1})
     """
 
     step: int
     files: dict[str, FileEntry]  # by path inside the directory, with "/"
-    state: dict[str, Any]  # the trainer's, plain JSON: the keys are strings
+    state: dict[str, Any]  # the trainer's state as plain JSON: keys are strings
 
 
 def step_name(step: int) -> str:
@@ -79,11 +86,11 @@ def step_name(step: int) -> str:
 
 @contextmanager
 def writing(where: Path) -> Iterator[None]:
-    """What the file system refuses in the block ends it in one line.
+    """Turn an OSError of the block into a one-line error.
 
     Raises:
         NoSpaceError: the disk or the quota is full.
-        RunError: anything else.
+        RunError: any other OSError.
     """
     try:
         yield
@@ -93,10 +100,10 @@ def writing(where: Path) -> Iterator[None]:
 
 
 def begin(target: Path) -> Path:
-    """A new empty directory beside `target`, to be filled and given to `commit`.
+    """Create an empty partial directory next to `target`, to be filled and passed to `commit`.
 
     Raises:
-        NoSpaceError, RunError: the file system refuses.
+        NoSpaceError, RunError: it cannot be created.
     """
     with writing(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -106,11 +113,11 @@ def begin(target: Path) -> Path:
             except FileExistsError:
                 continue
             return partial
-    raise AssertionError("the numbers do not end")
+    raise AssertionError("unreachable: _partial_names is endless")
 
 
 def measure(directory: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Size and checksum of files, read back from the file system; the entries of a manifest.
+    """Size and checksum of files, read back from disk.
 
     Raises:
         RunError: a file cannot be read.
@@ -122,10 +129,10 @@ def measure(directory: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 
 
 def commit(partial: Path, target: Path, manifest: Manifest) -> None:
-    """Write the manifest, bring all to the disk, and give the directory its name; replaces an older `target`.
+    """Write the manifest, sync all files, and rename `partial` to `target`, replacing an older one.
 
     Raises:
-        NoSpaceError, RunError: the file system refuses; `target` is as it was, and `partial` is left to `sweep`.
+        NoSpaceError, RunError: a write failed; `target` is unchanged, and `sweep` will remove `partial`.
     """
     with writing(partial):
         (partial / MANIFEST).write_bytes(_render(manifest))
@@ -136,18 +143,18 @@ def commit(partial: Path, target: Path, manifest: Manifest) -> None:
         else:
             partial.rename(target)
         sync(target.parent)
-    shutil.rmtree(partial, ignore_errors=True)  # the older one, if there was one
+    shutil.rmtree(partial, ignore_errors=True)  # holds the older checkpoint if there was one
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there in full size; their contents: `check_contents`.
+    """Read the manifest and check that every file exists with its full size. `check_contents` reads the files.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is not one of ours, its manifest is damaged or of a newer version,
-            or a file is missing or of another size.
+        CheckpointError: the checkpoint does not exist or has another format, the manifest is damaged or of a newer
+            version, or a file is missing or has another size.
     """
     if not directory.is_dir():
-        what = "a checkpoint is a directory, this is a file" if directory.exists() else "there is no such checkpoint"
+        what = "the checkpoint is a file, not a directory" if directory.exists() else "the checkpoint does not exist"
         raise CheckpointError(what, where=str(directory), fix="give the directory of a checkpoint")
     manifest = _parse(directory)
     for name, entry in manifest.files.items():
@@ -156,52 +163,52 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_contents(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read files in full and hold them against the manifest.
+    """Read files in full and compare them with the manifest.
 
     Raises:
-        CheckpointError: names the first one that differs, cannot be read, or is not listed.
+        CheckpointError: a file differs, cannot be read, or is not listed; names the first one.
     """
     for name in names:
         file = directory / name
         if name not in manifest.files:
-            raise CheckpointError(f"{MANIFEST} does not list the file", where=str(file), fix=FIX)
+            raise CheckpointError(f"{MANIFEST} does not list this file", where=str(file), fix=FIX)
         try:
             found = _entry(file)
         except OSError as error:
             raise CheckpointError(f"cannot read the file: {error.strerror}", where=str(file), fix=FIX) from error
         if found != manifest.files[name]:
             raise CheckpointError(
-                f"the file is damaged: its checksum is {found.xxh3}, {MANIFEST} says {manifest.files[name].xxh3}",
+                f"the file is damaged: its checksum is {found.xxh3}, {MANIFEST} has {manifest.files[name].xxh3}",
                 where=str(file),
                 fix=FIX,
             )
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run that were committed, the one of the last step first; whether whole, is not looked at."""
+    """Committed checkpoints of a run, newest first. Contents are not verified here."""
     directory = run_dir / CHECKPOINTS
     return _committed(directory) if directory.is_dir() else []
 
 
 def sweep(directory: Path) -> None:
-    """Remove what interrupted attempts left in `directory`; nothing of this process may be under way.
+    """Remove partial directories that interrupted saves left; this process must not be saving.
 
-    What a living process may be writing stays: on this host, if there is a process of that number other than this one;
-    of another host, until FOREIGN_PARTIAL_S after its last change.
+    Partials that another process may still be writing are kept: on this host while a process with that id lives, of
+    another host until FOREIGN_PARTIAL_S after the last change.
     """
     for partial in directory.glob(".*.partial"):
         named = _PARTIAL.fullmatch(partial.name)
         if named is not None and partial.is_dir() and not _is_alive(partial, named["host"], int(named["pid"])):
-            shutil.rmtree(partial, ignore_errors=True)  # what cannot be removed is tried again next time
+            shutil.rmtree(partial, ignore_errors=True)  # the next sweep retries
 
 
 def prune(directory: Path, keep_last: int, keep: Collection[Path]) -> None:
-    """Remove the checkpoints in `directory` but the newest `keep_last` and those in `keep`.
+    """Remove all checkpoints in `directory` except the newest `keep_last` and those in `keep`.
 
-    Each loses its name first, so that none is ever found half removed.
+    Each is renamed first, so that an interrupted removal leaves no damaged checkpoint.
 
     Raises:
-        RunError: the file system refuses.
+        RunError: a checkpoint cannot be renamed.
     """
     kept = {path.resolve() for path in keep}
     for old in _committed(directory)[keep_last:]:
@@ -210,11 +217,24 @@ def prune(directory: Path, keep_last: int, keep: Collection[Path]) -> None:
                 shutil.rmtree(_retire(old), ignore_errors=True)
 
 
+def checkpoint_bytes(model: HFDir, config: Config) -> int:
+    """Size of a checkpoint: weights, fp32 masters if the weights are bf16, optimizer moments, average gradient.
+
+    Example: Qwen3-8B in bf16 with Adam takes 8.19e9 * (2 + 4 + 8) = 115 GB.
+    """
+    weight = ELEMENT_BYTES[config.model.dtype]
+    master = max(weight, 4)
+    moments = 2 if config.optimizer.name == "adam" else int(config.optimizer.sgd_momentum > 0)
+    moments += config.algo.snr.estimator == "momentum"
+    numbers = sum(prod(shape) for shape in model.shapes.values())
+    return numbers * (weight + (master if weight < master else 0) + moments * master) + FIXED_BYTES
+
+
 def check_space(directory: Path, num_bytes: int) -> None:
-    """Is there room for `num_bytes` in `directory`, which need not exist yet, and for a reserve?
+    """Check that `directory`, which need not exist yet, has room for `num_bytes` and a reserve.
 
     Raises:
-        NoSpaceError: names what is needed and what is free.
+        NoSpaceError: with the bytes needed and free.
     """
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     status = os.statvfs(existing)
@@ -240,12 +260,12 @@ def _entry(file: Path) -> FileEntry:
 
 
 def _render(manifest: Manifest) -> bytes:
-    """The one form in which a manifest is written: canonical JSON, a checksum of the rest in it."""
     return _seal({"format": FORMAT, "version": VERSION, **asdict(manifest)})
 
 
 def _seal(content: dict[str, Any]) -> bytes:
-    content = json.loads(json.dumps(content))  # what reading it gives: no tuples, no keys but strings
+    """Canonical JSON of the content, with its checksum added."""
+    content = json.loads(json.dumps(content))  # as JSON reads it back: lists for tuples, string keys
     return json.dumps({**content, "xxh3": _checksum(content)}, sort_keys=True, indent=1).encode()
 
 
@@ -262,33 +282,35 @@ def _parse(directory: Path) -> Manifest:
         raise _foreign(directory) from error
     except OSError as error:
         raise CheckpointError(f"cannot read the manifest: {error.strerror}", where=str(file), fix=FIX) from error
-    except ValueError as error:  # JSON and UTF-8 alike
+    except ValueError as error:  # invalid JSON or UTF-8
         raise CheckpointError("the manifest is damaged: it is not JSON", where=str(file), fix=FIX) from error
     if not isinstance(content, dict) or (content.get("format") != FORMAT and "xxh3" not in content):
-        raise CheckpointError("not a manifest of oblr_megatron", where=str(file), fix="give one of its checkpoints")
+        raise CheckpointError(
+            "the manifest is not oblr_megatron's", where=str(file), fix="give a checkpoint that oblr_megatron wrote"
+        )
     rest = {key: value for key, value in content.items() if key != "xxh3"}
     if text != _seal(rest):
         raise CheckpointError("the manifest is damaged: its checksum is wrong", where=str(file), fix=FIX)
     if rest["version"] > VERSION:
         raise CheckpointError(
-            f"the checkpoint is of version {rest['version']}, this program reads up to {VERSION}",
+            f"the checkpoint has format version {rest['version']}, this program reads up to {VERSION}",
             where=str(file),
-            fix="use the version of oblr_megatron that wrote it, or a newer one",
+            fix="use the oblr_megatron version that wrote it, or a newer one",
         )
     files = {name: FileEntry(**entry) for name, entry in rest["files"].items()}
     return Manifest(step=rest["step"], files=files, state=rest["state"])
 
 
 def _foreign(directory: Path) -> CheckpointError:
-    """What a directory without a manifest may be, and what to do with it."""
+    """The error for a directory without a manifest, by what it seems to be."""
     if (directory / ".metadata").exists():
-        what = "a distributed checkpoint of another program"
+        what = "it is a distributed checkpoint of another program"
         fix = "convert its weights to a Hugging Face directory with the program that wrote it, and set model.path"
     elif any(directory.glob("model*.safetensors*")):
-        what, fix = "a Hugging Face directory", "to start from its weights, set model.path"
+        what, fix = "it is a Hugging Face directory", "set model.path to start from its weights"
     else:
-        what, fix = "something else", "give the directory of a checkpoint"
-    return CheckpointError(f"not a checkpoint but {what}: there is no {MANIFEST}", where=str(directory), fix=fix)
+        what, fix = f"it has no {MANIFEST}", "give the directory of a checkpoint"
+    return CheckpointError(f"not a checkpoint of this program: {what}", where=str(directory), fix=fix)
 
 
 def _check_size(file: Path, entry: FileEntry) -> None:
@@ -298,7 +320,7 @@ def _check_size(file: Path, entry: FileEntry) -> None:
         raise CheckpointError(f"the file is missing: {error.strerror}", where=str(file), fix=FIX) from error
     if size != entry.num_bytes:
         state = "cut off" if size < entry.num_bytes else "too long"
-        what = f"the file is {state}: {size} bytes, {MANIFEST} says {entry.num_bytes}"
+        what = f"the file is {state}: {size} bytes, {MANIFEST} has {entry.num_bytes}"
         raise CheckpointError(what, where=str(file), fix=FIX)
 
 
@@ -312,29 +334,29 @@ def _is_alive(partial: Path, host: str, pid: int) -> bool:
         return pid != os.getpid() and Path(f"/proc/{pid}").exists()
     try:
         changes = [path.lstat().st_mtime for path in (partial, *partial.rglob("*"))]
-    except OSError:  # its owner has just moved something
+    except OSError:  # its owner moved a file meanwhile
         return True
     return time.time() - max(changes) < FOREIGN_PARTIAL_S
 
 
 def _retire(old: Path) -> Path:
-    """Take a checkpoint's name away."""
+    """Rename a checkpoint to a partial directory."""
     retired = next(name for name in _partial_names(old) if not name.exists())
     return old.rename(retired)
 
 
 def _exchange(partial: Path, target: Path) -> None:
-    """Swap the names of two directories, at once where the file system can."""
+    """Swap the names of two directories, atomically if the file system can."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = (_AT_FDCWD, os.fsencode(partial), _AT_FDCWD, os.fsencode(target))
-    if libc.renameat2(*names, _RENAME_EXCHANGE) != 0:  # not every file system of a cluster knows it
+    if libc.renameat2(*names, _RENAME_EXCHANGE) != 0:  # some network file systems do not support it
         retired = _retire(target)
         partial.rename(target)
         retired.rename(partial)
 
 
 def sync(path: Path) -> None:
-    """Bring a file's content, or a directory's entries, to the disk."""
+    """fsync a file or a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

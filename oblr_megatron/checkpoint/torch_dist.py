@@ -1,8 +1,8 @@
-"""A torch_dist checkpoint written a layer at a time, by one process with a process group of its own.
+"""Writes a torch_dist checkpoint layer by layer from a single process.
 
-    write_pieces(state, pieces, load, directory)        # load(piece) makes the tensor when its turn comes
+    write_pieces(state, pieces, load, directory)        # load(piece) returns the tensor when it is written
 
-The format is megatron-core's: torch.distributed.checkpoint writes it, with megatron-core's own planner.
+The format is megatron-core's: torch.distributed.checkpoint writes it with megatron-core's planner.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Place = tuple[str, tuple[int, ...]]  # key and offset
 
 
 def write_pieces(state: State, pieces: Sequence[Piece], load: Load, directory: Path) -> None:
-    """Write a model's checkpoint: one file a layer, metadata last; its tensors are on the disk afterwards.
+    """Write and sync a model's checkpoint: one file per layer, metadata last.
 
     Args:
-        state: see `sharded_state`; its objects are written as they are.
-        pieces: its tensors.
-        load: makes the tensor of a piece, in the piece's dtype.
-        directory: exists, and is empty.
+        state: see `sharded_state`; non-tensor objects are written unchanged.
+        pieces: the tensors of `state`.
+        load: returns the tensor of a piece in the piece's dtype.
+        directory: exists and is empty.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: writing failed.
     """
     stored: dict[str, list[ShardedBase]] = defaultdict(list)
     for value in nested_values(state):
@@ -73,7 +73,7 @@ def write_pieces(state: State, pieces: Sequence[Piece], load: Load, directory: P
 
 
 class _LazyPlanner(MCoreSavePlanner):
-    """Makes tensors when they are written, in the order of `places`."""
+    """Loads tensors when they are written, in the order of `places`."""
 
     def __init__(self, load: Callable[[Place], Tensor], places: Sequence[Place]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -87,9 +87,10 @@ class _LazyPlanner(MCoreSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Without torch's search for overlaps, which compares each of the experts with each other: minutes.
+        """Skip torch's overlap check, which compares all pairs of experts and takes minutes.
 
-        Pieces of one size that begin at different multiples of it, as many as fill the tensor, do not overlap.
+        Pieces of equal size at distinct multiples of that size cannot overlap; the assertion checks that they fill the
+        tensor.
         """
         self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
         for key, stored in self.metadata.state_dict_metadata.items():
@@ -105,10 +106,10 @@ class _LazyPlanner(MCoreSavePlanner):
 
 
 class _LayerFiles(TensorFiles):
-    """Gives each layer a file, as if a rank of its own had written it; its tensors are let go when it is written."""
+    """Writes each layer to its own file, as a separate rank would, and frees its tensors afterwards."""
 
     def __init__(self, directory: Path, files: Mapping[Place, int]) -> None:
-        super().__init__(directory, per_thread_copy_ahead=0)  # 0: nothing is made ahead of its turn
+        super().__init__(directory, per_thread_copy_ahead=0)  # 0: no tensor is loaded ahead
         self._files = files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -125,15 +126,15 @@ class _LayerFiles(TensorFiles):
 
 
 def stored_shape(sharded: ShardedTensor) -> tuple[int, ...]:
-    """Of a piece with its layer and expert, as torch.distributed.checkpoint sees it."""
+    """Shape of a piece in torch.distributed.checkpoint, with leading layer and expert dimensions."""
     return (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)
 
 
 def _alone(sharded: ShardedTensor) -> ShardedTensor:
-    """The same piece with layer and expert among its own dimensions.
+    """The piece with layer and expert as ordinary dimensions.
 
-    As it is, megatron-core makes one object of all pieces of a tensor and compares each with each: for the experts of
-    Qwen3-235B-A22B that takes a minute and a half.
+    Otherwise megatron-core merges all pieces of a tensor and compares all pairs: 1.5 minutes for the experts of
+    Qwen3-235B-A22B.
     """
     size = stored_shape(sharded)
     return replace(
@@ -151,7 +152,7 @@ def _place_of(index: MetadataIndex) -> Place:
 
 @contextmanager
 def _causes() -> Iterator[None]:
-    """What went wrong in a save itself, instead of torch's exception about a rank."""
+    """Raise the cause of a failed save instead of torch's exception about a rank."""
     try:
         yield
     except dcp.CheckpointException as error:

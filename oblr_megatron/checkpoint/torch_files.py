@@ -1,8 +1,7 @@
-"""How torch.distributed.checkpoint writes files here: synced, without checksums of its own, and telling why it cannot.
+"""File writer for torch.distributed.checkpoint: synced, without torch's checksums, with the cause of write errors.
 
-writer = file_writer(directory)
 with plain_files():
-    dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
+    dcp.save(state, storage_writer=TensorFiles(directory), planner=planner, process_group=group)
 save_common(common, directory)
 """
 
@@ -25,7 +24,7 @@ BACKEND, VERSION = "torch_dist", 1  # megatron-core's name for the format
 
 
 class TensorFiles(dcp.FileSystemWriter):
-    """A file for each rank."""
+    """Writes one file per rank."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         super().__init__(directory, sync_files=True, **options)
@@ -34,7 +33,7 @@ class TensorFiles(dcp.FileSystemWriter):
 
 @contextmanager
 def plain_files() -> Iterator[None]:
-    """Tensors are written without checksums of their own: the manifest has one of every file."""
+    """Turn off torch's checksums per tensor, because the manifest has one per file."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -44,20 +43,20 @@ def plain_files() -> Iterator[None]:
 
 
 def save_common(common: dict[str, Any], directory: Path) -> None:
-    """What is not tensors, and megatron-core's mark of its format; `store.commit` syncs both files.
+    """Write the non-tensor state and megatron-core's format description; `store.commit` syncs both files.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: writing failed.
     """
     try:
         get_default_save_common_strategy().save_common(common, str(directory))
         save_config(CheckpointingConfig(BACKEND, VERSION), str(directory))
-    except RuntimeError as error:  # torch's for a file that takes nothing
+    except RuntimeError as error:  # torch's type for a failed write
         raise OSError(str(error)) from error
 
 
 class _File(io.FileIO):
-    """A file that remembers why it could not be written: torch only tells of a position that it did not expect."""
+    """A file that keeps the cause of a failed write; torch would only report an unexpected position."""
 
     failure: OSError | None = None
 

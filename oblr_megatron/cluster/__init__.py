@@ -1,1 +1,1 @@
-"""What a job of several nodes needs beside the run itself: the preflight, and servers on other nodes (slurm/lib.sh)."""
+"""Support for multi-node jobs: the preflight of all nodes, and vLLM servers on other nodes (slurm/lib.sh)."""

@@ -1,9 +1,9 @@
-"""All-reduce over the GPUs of each node, then over those of all nodes: is every sum right, and how fast is it.
+"""Checks sums and bandwidth of all-reduces, over the GPUs of each node and over those of all nodes.
 
     python -m oblr_megatron.cluster.all_reduce --store HOST:PORT --node 1 --nodes 4 --local 3 --per-node 8 --deadline 60
 
-is one of its processes, one a GPU; it meets the others through the preflight's store and prints one line of JSON. On
-CPUs, where each node takes part with one process, the preflight calls `measure` itself.
+runs one process of the measurement. There is one per GPU; they meet through the preflight's store, and each prints one
+line of JSON. On CPUs the preflight calls `measure` itself, in one process per node.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 GPU_BYTES, CPU_BYTES = 256 * 2**20, 2**20
 WARM_UP, REPEATS = 2, 5
-GRACE_S = 30.0  # beyond the deadline of a collective, for a process to start and to end
+GRACE_S = 30.0  # added to a collective's deadline, for processes to start and end
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Bus bandwidth, 2 (n - 1) / n x bytes / seconds of the fastest of a few, in GB/s; 0 among a single process.
+    """Bus bandwidth in GB/s: 2 (n - 1) / n x bytes / seconds of the fastest repetition; 0 for a single process.
 
     Example: Speed(within_node=372.0, over_nodes=168.5)
     """
@@ -40,10 +40,10 @@ class ReduceError(RuntimeError):
 
 
 def measure(store: dist.Store, node: int, nodes: int, local: int, per_node: int, deadline_s: float) -> Speed:
-    """Both all-reduces, as process `local` of `per_node` on this node; collective.
+    """Run both all-reduces as process `local` of `per_node` on this node; collective.
 
     Raises:
-        ReduceError: naming which of the two, and why.
+        ReduceError: an all-reduce failed or was wrong; names which one.
     """
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -58,7 +58,7 @@ def measure(store: dist.Store, node: int, nodes: int, local: int, per_node: int,
 
 
 def _one(store: dist.Store, rank: int, size: int, which: str, deadline_s: float) -> float:
-    """GB/s of a group that is made for this and dropped."""
+    """GB/s of a temporary process group."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=deadline_s)
     try:
@@ -67,7 +67,7 @@ def _one(store: dist.Store, rank: int, size: int, which: str, deadline_s: float)
             return _reduce(rank, size, which)
         finally:
             dist.destroy_process_group()
-    except RuntimeError as error:  # torch's for connections, deadlines and NCCL alike
+    except RuntimeError as error:  # torch's type for connection errors, timeouts and NCCL errors
         if isinstance(error, ReduceError):
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -75,7 +75,7 @@ def _one(store: dist.Store, rank: int, size: int, which: str, deadline_s: float)
 
 
 def _reduce(rank: int, size: int, which: str) -> float:
-    """Element i of process r is i % 7 + r: sums that float32 holds exactly for up to 5,000 processes."""
+    """GB/s of an all-reduce. Element i of process r is i % 7 + r; float32 sums are exact up to 5,000 processes."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     count = (GPU_BYTES if on_gpu else CPU_BYTES) // 4
@@ -100,7 +100,7 @@ def _synchronize() -> None:
 
 
 def measure_gpus(address: str, node: int, nodes: int, per_node: int, deadline_s: float) -> tuple[Speed, list[str]]:
-    """One process a GPU of this node; the slowest's figures, and what went wrong, by GPU."""
+    """Measure with one process per GPU of this node; return the slowest GPU's speed and all failures."""
     words = {"store": address, "node": node, "nodes": nodes, "per-node": per_node, "deadline": deadline_s}
     options = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "oblr_megatron.cluster.all_reduce", *options]
@@ -121,7 +121,7 @@ def measure_gpus(address: str, node: int, nodes: int, per_node: int, deadline_s:
             answer = None
         if answer is None:
             last = (stderr.strip().splitlines() or ["no message"])[-1]
-            failures.append(f"GPU {local}: all-reduce ended with status {task.returncode}: {last}")
+            failures.append(f"GPU {local}: the all-reduce process exited with status {task.returncode}: {last}")
         elif "error" in answer:
             failures.append(f"GPU {local}: {answer['error']}")
         else:
@@ -131,7 +131,7 @@ def measure_gpus(address: str, node: int, nodes: int, per_node: int, deadline_s:
 
 
 def main() -> int:
-    """One process of the measurement."""
+    """Run one process of the measurement."""
     parser = argparse.ArgumentParser(prog="oblr_megatron.cluster.all_reduce")
     parser.add_argument("--store", required=True)
     for name in ("node", "nodes", "local", "per-node"):

@@ -1,4 +1,4 @@
-"""What one node can find out about itself: GPUs, disks, model directory, versions. `examine` is the whole of it."""
+"""Examines one node: GPUs, disks, ports, model directory and versions."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from oblr_megatron.preflight import check_room
 
 T = TypeVar("T")
 
-IDLE_BYTES = 2 * 2**30  # of a GPU's memory that may be in use by the driver and monitors
-MIN_SCRATCH_BYTES = 2**30  # in /dev/shm and TMPDIR: NCCL's and the engines' shared memory, compiled kernels
-QUERY = ("driver_version", "memory.used", "memory.total", "compute_cap", "name")  # the last may hold commas
+IDLE_BYTES = 2 * 2**30  # GPU memory that drivers and monitors may use
+MIN_SCRATCH_BYTES = 2**30  # for NCCL's and engines' shared memory (/dev/shm) and compiled kernels (TMPDIR)
+QUERY = ("driver_version", "memory.used", "memory.total", "compute_cap", "name")  # the name may contain commas
 SMI_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong on a node, and how to mend it."""
+    """A problem of a node, and its fix."""
 
     what: str
     fix: str
@@ -43,7 +43,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Report:
-    """What a node says of itself.
+    """The findings of one node.
 
     Example: Report(node="gpu-07", facts={"GPUs": "8 x NVIDIA H100 80GB HBM3", "run_dir": "1.2 TiB", ...},
                     same={"torch": "2.13.0", "driver": "570.86.15", "code": "5b0c1e...", ...}, problems=[])
@@ -51,33 +51,33 @@ class Report:
 
     node: str
     facts: dict[str, str] = field(default_factory=dict)  # columns of the table
-    same: dict[str, str] = field(default_factory=dict)  # what has to be equal on all nodes
+    same: dict[str, str] = field(default_factory=dict)  # must be equal on all nodes
     problems: list[Problem] = field(default_factory=list)
 
     def dump(self) -> str:
-        """As JSON, to be sent."""
+        """The report as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, text: str) -> Report:
-        """What `dump` made."""
+        """The report from JSON."""
         content = json.loads(text)
         return cls(**content | {"problems": [Problem(**problem) for problem in content["problems"]]})
 
 
 def examine(node: str, config_file: Path, overrides: list[str], *, expect_gpus: int, ports: tuple[int, ...]) -> Report:
-    """Look at this node; nothing is raised, findings are in the report.
+    """Examine this node; problems are reported, not raised.
 
     Args:
         node: its name.
         config_file: of the run.
-        overrides: of single keys.
-        expect_gpus: that the node should have; 0 for ranks on the CPU.
-        ports: that have to be free here.
+        overrides: section.key=value strings.
+        expect_gpus: number of GPUs the node must have; 0 for CPU ranks.
+        ports: must be free on this node.
     """
     report = Report(node)
     report.same |= versions()
-    report.problems += [Problem(line, "install what requirements/ names") for line in problems()]
+    report.problems += [Problem(line, "install the versions in requirements/") for line in problems()]
     report.same["config"] = _digest([config_file]) if config_file.is_file() else "absent"
     _examine_gpus(report, expect_gpus)
     _examine_scratch(report)
@@ -90,7 +90,7 @@ def examine(node: str, config_file: Path, overrides: list[str], *, expect_gpus: 
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that has to be the same on all nodes, and of this package's code."""
+    """Versions that must be equal on all nodes: packages, Python, NCCL and this package's code."""
     found = {name: version or "none" for name, version in installed().items()}
     found["python"] = ".".join(map(str, sys.version_info[:3]))
     root = Path(__file__).resolve().parents[1]
@@ -102,14 +102,14 @@ def versions() -> dict[str, str]:
 
 
 def _examine_gpus(report: Report, expected: int) -> None:
-    """GPUs as nvidia-smi and torch see them: as many as expected, idle, of one kind."""
+    """Check that nvidia-smi and torch see the expected number of GPUs, and that they are idle."""
     if expected == 0:
         report.facts["GPUs"] = "CPU"
         return
     listed = _said(["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"])
     if listed is None:
         report.problems.append(
-            Problem("nvidia-smi does not answer", "look at the driver, or give the container the GPUs (utility)")
+            Problem("nvidia-smi does not answer", "check the driver, or give the container the GPUs (utility)")
         )
         return
     rows = [[value.strip() for value in line.split(",", len(QUERY) - 1)] for line in listed.splitlines()]
@@ -127,30 +127,30 @@ def _examine_gpus(report: Report, expected: int) -> None:
     busy = [index for index, row in enumerate(rows) if float(row[1]) * 2**20 > IDLE_BYTES]
     if busy:
         used = ", ".join(f"GPU {index}: {rows[index][1]} MiB" for index in busy)
-        report.problems.append(Problem(f"GPUs are in use ({used})", "end what runs there, or drain the node"))
+        report.problems.append(Problem(f"GPUs are in use ({used})", "end the processes on them, or drain the node"))
 
 
 def _examine_scratch(report: Report) -> None:
-    """Room in shared memory and in the directory for temporary files."""
+    """Check free space in shared memory and in the temporary directory."""
     for name, path in (("/dev/shm", "/dev/shm"), ("TMPDIR", tempfile.gettempdir())):
         free = shutil.disk_usage(path).free
         report.facts[name] = size(free)
         if free < MIN_SCRATCH_BYTES:
             report.problems.append(
-                Problem(f"{size(free)} free in {path}, {size(MIN_SCRATCH_BYTES)} are needed", f"clear {path}")
+                Problem(f"{path} has {size(free)} free, {size(MIN_SCRATCH_BYTES)} are needed", f"free space in {path}")
             )
 
 
 def _examine_model(report: Report, config: Config) -> None:
-    """The model directory, and room for a checkpoint where the run writes.
+    """Check the model directory, and that run_dir is writable with room for a checkpoint.
 
     Raises:
-        UserError: the first thing found wrong.
+        UserError: the first problem.
     """
     there = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
     report.facts["run_dir"] = size(shutil.disk_usage(there).free)
     if not os.access(there, os.W_OK):
-        raise UserError("cannot be written to", where=str(there), fix="name a run_dir of your own")
+        raise UserError("run_dir is not writable", where=str(there), fix="choose a run_dir that you can write to")
     model = check_hf_dir(config.model.path)
     unreadable = [name for name in model.weight_files if not os.access(model.path / name, os.R_OK)]
     if unreadable:
@@ -160,7 +160,7 @@ def _examine_model(report: Report, config: Config) -> None:
 
 
 def _noting(report: Report, check: Callable[[], T]) -> T | None:
-    """The check's result; a mistake of the user's becomes a problem of the node."""
+    """The check's result; a UserError becomes a problem of the node."""
     try:
         return check()
     except UserError as error:
@@ -170,7 +170,7 @@ def _noting(report: Report, check: Callable[[], T]) -> T | None:
 
 
 def _digest(files: list[Path], root: Path = Path()) -> str:
-    """Of names below the root and contents."""
+    """Short hash of the files' names relative to `root` and their contents."""
     total = hashlib.sha256()
     for file in files:
         name = file.relative_to(root) if root != Path() else file.name
@@ -179,7 +179,7 @@ def _digest(files: list[Path], root: Path = Path()) -> str:
 
 
 def _said(command: list[str]) -> str | None:
-    """Standard output of a command that ends well before its deadline; None otherwise."""
+    """Standard output of a command; None if it fails or takes longer than SMI_S."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,10 +1,10 @@
-"""Is every node of a job fit for it? One process a node, before any rank is started (slurm/lib.sh).
+"""Checks every node of a job before any rank starts; runs as one process per node (slurm/lib.sh).
 
     srun --ntasks-per-node=1 python -m oblr_megatron.cluster.preflight CONFIG.toml [section.key=value ...]
 
-Each node looks at itself (node.py); the first compares what has to be equal and the clocks; then all of them reduce
-numbers together, over all GPUs by NCCL, or over the nodes by gloo. The first prints one table and one line for every
-thing that is wrong: what, on which node, how to mend it. Status 2 if there is any; no wait is without a deadline.
+Each node examines itself (node.py). The first node compares versions and clocks. Then all nodes run an all-reduce, with
+NCCL over all GPUs or with gloo over the nodes. The first node prints a table, and one line per problem with node and
+fix. The exit status is 2 if there is a problem. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from oblr_megatron.cluster.rendezvous import Rendezvous
 from oblr_megatron.errors import EXIT_OK, EXIT_USER, UserError
 from oblr_megatron.runtime.command_line import guarded, parse
 
-CLOCK_S = 5.0  # two nodes' clocks may be apart: file times and logs are compared across nodes
+CLOCK_S = 5.0  # allowed clock difference, because file times and logs are compared across nodes
 GOOD, BAD = "ready", "not ready"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The status: 0 where all nodes are ready, on every node."""
+    """Exit status, equal on every node: 0 if all nodes are ready."""
     options = parse(_parser(), arguments)
     return guarded(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
-    """This node's part; see the module."""
+    """This node's part of the preflight."""
     nodes = options.nodes.split(",")
     index = index_of(nodes, os.environ) if options.node_index is None else options.node_index
     if not 0 <= index < len(nodes):
-        raise UserError(f"node index {index} among {len(nodes)} nodes", where="--node-index", fix="give one a node")
+        raise UserError(f"there is no node {index}", where="--node-index", fix=f"give 0 to {len(nodes) - 1}")
     ports = () if index or options.rendezvous_port is None else (options.rendezvous_port,)
     torch.set_num_threads(1)
     with Rendezvous(nodes, index, options.port, options.deadline) as rendezvous:
@@ -50,35 +50,37 @@ def run(options: argparse.Namespace) -> int:
         offsets = rendezvous.clock_offsets(found)
         if index == 0:
             compare(found, offsets, nodes, options.deadline)
-        verdict = rendezvous.tell("verdict", scored(found), 2 * options.deadline)
-        if verdict == GOOD:
+        outcome = rendezvous.tell("outcome", outcome_of(found), 2 * options.deadline)
+        if outcome == GOOD:
             _reduce(rendezvous, found, options)
-            verdict = rendezvous.tell("last verdict", scored(found), 4 * options.deadline + GRACE_S)
+            outcome = rendezvous.tell("final outcome", outcome_of(found), 4 * options.deadline + GRACE_S)
         if index == 0:
             print(table(found, nodes))
             for line in lines(found, nodes):
                 print(f"error: {line}", file=sys.stderr)
-            print(f"preflight: {len(nodes)} nodes {verdict}", flush=True)
-    return EXIT_OK if verdict == GOOD else EXIT_USER
+            print(f"preflight: {len(nodes)} nodes {outcome}", flush=True)
+    return EXIT_OK if outcome == GOOD else EXIT_USER
 
 
 def _parser() -> argparse.ArgumentParser:
     environment = os.environ
-    parser = argparse.ArgumentParser(prog="oblr_megatron.cluster.preflight", description="one node's part")
+    parser = argparse.ArgumentParser(prog="oblr_megatron.cluster.preflight", description="one node's preflight")
     parser.add_argument("config", type=Path, help="TOML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
-    parser.add_argument("--nodes", default=environment.get("SLURMD_NODENAME", "localhost"), help="names, with commas")
-    parser.add_argument("--node-index", type=int, help="of this one; by default SLURM's")
-    parser.add_argument("--expect-gpus", type=int, default=8, help="on each node; 0 for ranks on the CPU")
-    parser.add_argument("--port", type=int, default=29400, help="of the store through which the nodes meet")
-    parser.add_argument("--rendezvous-port", type=int, help="that the run will use; has to be free on the first node")
-    parser.add_argument("--deadline", type=float, default=300.0, help="of every wait, seconds")
-    parser.add_argument("--min-gb-s", type=float, default=0.0, help="least bus bandwidth of the all-reduces; 0: any")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of config keys")
+    parser.add_argument(
+        "--nodes", default=environment.get("SLURMD_NODENAME", "localhost"), help="comma-separated names"
+    )
+    parser.add_argument("--node-index", type=int, help="index of this node; by default SLURM's")
+    parser.add_argument("--expect-gpus", type=int, default=8, help="GPUs per node; 0 for CPU ranks")
+    parser.add_argument("--port", type=int, default=29400, help="port of the preflight's store")
+    parser.add_argument("--rendezvous-port", type=int, help="port of the run; must be free on the first node")
+    parser.add_argument("--deadline", type=float, default=300.0, help="seconds, for every wait")
+    parser.add_argument("--min-gb-s", type=float, default=0.0, help="required bus bandwidth of the all-reduces")
     return parser
 
 
 def index_of(nodes: Sequence[str], environment: Mapping[str, str]) -> int:
-    """This node's place among the nodes: by its name, or as SLURM counts them.
+    """This node's index, by its name or else from SLURM_NODEID.
 
     >>> index_of(["a", "b"], {"SLURMD_NODENAME": "b"}), index_of(["a", "b"], {"SLURM_NODEID": "1"}), index_of(["a"], {})
     (1, 1, 0)
@@ -88,31 +90,31 @@ def index_of(nodes: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def compare(found: dict[int, Report], offsets: Mapping[int, float], nodes: Sequence[str], deadline_s: float) -> None:
-    """Add what is seen only side by side: nodes that did not come, differ from the others, or have another time."""
+    """Add the problems that show only in comparison: missing nodes, differing versions, clock differences."""
     for node, name in enumerate(nodes):
         if node not in found:
             found[node] = Report(name, problems=[_silent(deadline_s)])
     for key in {key: None for report in found.values() for key in report.same}:
         values = [(node, report.same[key]) for node, report in sorted(found.items()) if key in report.same]
-        usual = Counter(value for _, value in values).most_common(1)[0][0]  # of equally many, the first node's
+        usual = Counter(value for _, value in values).most_common(1)[0][0]  # on a tie, the first node's value
         like = next(nodes[node] for node, value in values if value == usual)
         for node, value in values:
             if value != usual:
-                what = f"{key} is {value}, on {like} it is {usual}"
-                found[node].problems.append(Problem(what, "install or copy the same on all nodes"))
+                what = f"{key} is {value}, but {usual} on {like}"
+                found[node].problems.append(Problem(what, "install or copy the same version on all nodes"))
     for node, offset in offsets.items():
         found[node].facts["clock"] = f"{offset:+.1f} s"
         if abs(offset) > CLOCK_S:
             what = f"the clock is {abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} that of {nodes[0]}"
-            found[node].problems.append(Problem(what, "synchronise it (chrony, NTP)"))
+            found[node].problems.append(Problem(what, "synchronise the clocks (chrony, NTP)"))
 
 
 def _silent(deadline_s: float) -> Problem:
-    return Problem(f"did not report within {deadline_s:g} s", "look whether the node is up, or exclude it (--exclude)")
+    return Problem(f"no report within {deadline_s:g} s", "check that the node is up, or exclude it (--exclude)")
 
 
 def _reduce(rendezvous: Rendezvous, found: dict[int, Report], options: argparse.Namespace) -> None:
-    """The all-reduces; on the first node, figures and failures of all nodes are added to their reports."""
+    """Run the all-reduces; the first node adds speeds and failures of all nodes to their reports."""
     failures: list[str] = []
     node, nodes, deadline_s = rendezvous.index, len(rendezvous.nodes), options.deadline
     speed = Speed(0.0, 0.0)
@@ -128,23 +130,23 @@ def _reduce(rendezvous: Rendezvous, found: dict[int, Report], options: argparse.
         if index not in answers:
             report.problems.append(_silent(3 * deadline_s + GRACE_S))
             continue
-        metrics, failed = json.loads(answers[index])
-        fix = "look at the links (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or exclude the node"
+        speeds, failed = json.loads(answers[index])
+        fix = "check the links (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or exclude the node"
         report.problems += [Problem(what, fix) for what in failed]
-        for name, value in metrics.items():
+        for name, value in speeds.items():
             report.facts[f"{name.replace('_', ' ')}, GB/s"] = f"{value:.2f}" if value else "-"
             if 0 < value < options.min_gb_s:
-                what = f"all-reduce {name.replace('_', ' ')}: {value:.1f} GB/s, less than {options.min_gb_s:g}"
+                what = f"all-reduce {name.replace('_', ' ')}: {value:.1f} GB/s, below {options.min_gb_s:g}"
                 report.problems.append(Problem(what, fix))
 
 
-def scored(found: Mapping[int, Report]) -> str:
-    """The verdict, from the reports there are."""
+def outcome_of(found: Mapping[int, Report]) -> str:
+    """GOOD if no report has a problem, else BAD."""
     return BAD if any(report.problems for report in found.values()) else GOOD
 
 
 def table(found: Mapping[int, Report], nodes: Sequence[str]) -> str:
-    """One row a node; a fact that a node does not have is a dash."""
+    """One row per node; "-" for a missing fact. A last line has the versions."""
     facts = list({fact: None for report in found.values() for fact in report.facts})
     rows = [["node", *facts, ""]]
     for node, name in enumerate(nodes):
@@ -157,9 +159,9 @@ def table(found: Mapping[int, Report], nodes: Sequence[str]) -> str:
 
 
 def lines(found: Mapping[int, Report], nodes: Sequence[str]) -> list[str]:
-    """One for every thing that is wrong."""
+    """One line per problem."""
     return [
-        f"node {nodes[node]}: {problem.what}; {problem.fix}"
+        f"node {nodes[node]}: {problem.what}. Fix: {problem.fix}"
         for node, report in sorted(found.items())
         for problem in report.problems
     ]

@@ -1,8 +1,8 @@
-"""The nodes of a job talking to one another before there is a process group: a store on the first node, with deadlines.
+"""Exchanges text between the nodes of a job before there is a process group, through a store on the first node.
 
-with Meeting(nodes, index, port, deadline_s) as meeting:
-    reports = meeting.gather("report", text)        # {node index: text} on the first node, without the late ones
-    verdict = meeting.tell("verdict", text)         # the first node's, on all of them
+with Rendezvous(nodes, index, port, deadline_s) as rendezvous:
+    reports = rendezvous.gather("report", text)      # {node index: text} on the first node, without late nodes
+    outcome = rendezvous.tell("outcome", text)       # the first node's text, on all nodes
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch.distributed as dist
 
 from oblr_megatron.errors import RunError
 
-FAREWELL_S = 10.0  # for the others to have heard the last word, before the store goes with the first node's process
+FAREWELL_S = 10.0  # the first node, which holds the store, waits this long for the others to finish reading
 
 
 class Rendezvous:
-    """This node's part in it.
+    """One node's connection to the store.
 
     Args:
-        nodes: names, under which the first one is reached.
+        nodes: host names; the first one must be reachable.
         index: of this node.
         port: of the store, on the first node.
         deadline_s: of every wait.
 
     Raises:
-        RunError: the store cannot be opened, or did not answer in time.
+        RunError: the store cannot be opened or reached in time.
     """
 
     def __init__(self, nodes: list[str], index: int, port: int, deadline_s: float) -> None:
@@ -42,7 +42,7 @@ class Rendezvous:
             )
         except (dist.DistError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise RunError(f"node {nodes[index]} did not meet {self.address} in {deadline_s:g} s: {reason}") from error
+            raise RunError(f"node {nodes[index]} cannot reach {self.address} in {deadline_s:g} s: {reason}") from error
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -50,36 +50,36 @@ class Rendezvous:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Others leave a word; the first node waits for it."""
+        """The first node waits until the other nodes have said farewell."""
         if self.index:
             self.store.set(f"farewell/{self.index}", "")
         else:
             self._wait_for("farewell", FAREWELL_S)
 
     def gather(self, name: str, text: str, deadline_s: float | None = None) -> dict[int, str]:
-        """What each node says; on the first node, of those that said it before the deadline. Others get their own."""
+        """On the first node, the texts of all nodes that sent one in time; on others, only their own."""
         self.store.set(f"{name}/{self.index}", text)
         if self.index:
             return {self.index: text}
         return self._wait_for(name, deadline_s or self.deadline_s)
 
     def tell(self, name: str, text: str, deadline_s: float | None = None) -> str:
-        """What the first node says.
+        """The first node's text, on all nodes.
 
         Raises:
-            RunError: it did not say it in time.
+            RunError: it did not arrive in time.
         """
         if self.index == 0:
             self.store.set(name, text)
             return text
         if not self._arrived(name, deadline_s or self.deadline_s):
-            raise RunError(f"node {self.nodes[self.index]} heard no {name} from {self.address}")
+            raise RunError(f"node {self.nodes[self.index]} received no {name} from {self.address}")
         return self.store.get(name).decode()
 
     def clock_offsets(self, present: Collection[int]) -> dict[int, float]:
-        """Seconds by which the clocks of those present are ahead of the first node's, there; good to half a round trip.
+        """On the first node, seconds by which the clocks of `present` nodes are ahead of its own; {} on others.
 
-        The others answer, and get nothing.
+        The error is at most half a round trip.
         """
         if self.index:
             if self._arrived(f"ask/{self.index}", self.deadline_s):
@@ -104,6 +104,6 @@ class Rendezvous:
     def _arrived(self, key: str, seconds: float) -> bool:
         try:
             self.store.wait([key], timedelta(seconds=seconds))
-        except (dist.DistError, RuntimeError):  # the deadline, or the store is gone
+        except (dist.DistError, RuntimeError):  # the deadline passed, or the store is gone
             return False
         return True

@@ -1,10 +1,10 @@
-"""vLLM servers as the tasks of a SLURM step (slurm/lib.sh): one task starts one server; another waits for all.
+"""Starts vLLM servers as tasks of a SLURM step, and waits until all are ready (slurm/lib.sh).
 
     srun --ntasks-per-node=8 python -m oblr_megatron.cluster.servers start CONFIG.toml --port 12002
     python -m oblr_megatron.cluster.servers wait http://gpu-07:12002 http://gpu-07:12003 --deadline 1800
 
-What a server serves is read from the run's config. Task k of a node takes the port that is k higher, and the GPUs
-k * tensor_parallel_size and following. The API key is in the variable that rollout.api_key_env names.
+The run's config defines model and engine settings. Task k of a node uses port + k and the GPUs from
+k * tensor_parallel_size on. The API key is in the variable that rollout.api_key_env names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLL_S, ANSWER_S = 1.0, 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The status; of `start` only where the server could not be started, since it becomes the server."""
+    """Exit status. `start` becomes the server and returns only if that fails."""
     options = parse(_parser(), arguments)
     return guarded(lambda: options.function(options))
 
@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="oblr_megatron.cluster.servers")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    start = commands.add_parser("start", help="become the server of this SLURM task")
+    start = commands.add_parser("start", help="run the server of this SLURM task")
     start.add_argument("config", type=Path)
     start.add_argument("overrides", nargs="*", metavar="section.key=value")
-    start.add_argument("--port", type=int, required=True, help="of the first server of a node")
+    start.add_argument("--port", type=int, required=True, help="port of the first server of a node")
     start.add_argument("--tensor-parallel-size", type=int, default=1)
     start.set_defaults(function=_start)
-    wait = commands.add_parser("wait", help="until all servers answer")
+    wait = commands.add_parser("wait", help="wait until all servers answer")
     wait.add_argument("urls", nargs="+")
     wait.add_argument("--deadline", type=float, required=True, help="seconds")
     wait.set_defaults(function=_wait)
@@ -62,7 +62,7 @@ def _start(options: argparse.Namespace) -> int:
 
 
 def serve_arguments(config: Config, environment: Mapping[str, str], port: int, tensor_parallel_size: int) -> list[str]:
-    """What `oblr-megatron serve` is called with in this task."""
+    """Arguments of `oblr-megatron serve` for this task."""
     rollout = config.rollout
     values = {
         "model": config.model.path,
@@ -81,7 +81,7 @@ def serve_arguments(config: Config, environment: Mapping[str, str], port: int, t
 
 
 def devices_of(environment: Mapping[str, str], tensor_parallel_size: int) -> str | None:
-    """CUDA_VISIBLE_DEVICES of this task's server, out of those of the node; None where SLURM gave none.
+    """CUDA_VISIBLE_DEVICES of this task's server; None if SLURM assigned no GPUs.
 
     >>> devices_of({"SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "8"}, 2)
     '2,3'
@@ -101,8 +101,8 @@ def _wait(options: argparse.Namespace) -> int:
     while waiting:
         waiting = [url for url in waiting if not healthy(url)]
         if waiting and time.monotonic() - begin > options.deadline:
-            raise RunError(f"{len(waiting)} of {len(options.urls)} servers are not ready after "
-                           f"{options.deadline:g} s: {', '.join(waiting)}")  # fmt: skip
+            count = f"{len(waiting)} of {len(options.urls)} servers"
+            raise RunError(f"{count} are not ready after {options.deadline:g} s: {', '.join(waiting)}")
         if waiting:
             time.sleep(POLL_S)
     print(f"{len(options.urls)} servers are ready after {time.monotonic() - begin:.0f} s")
@@ -110,7 +110,7 @@ def _wait(options: argparse.Namespace) -> int:
 
 
 def healthy(url: str) -> bool:
-    """Whether a server says that it is ready."""
+    """Whether a server answers its health check."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=ANSWER_S) as answer:
             return bool(answer.status == 200)

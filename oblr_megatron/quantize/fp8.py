@@ -14,10 +14,13 @@ they are given one scale here, and what vLLM computes with is what was measured.
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,9 +32,8 @@ from torch import Tensor, nn
 
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description
 from oblr_megatron.checkpoint.store import sync
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.quantize.calibration import PackedRows
-from oblr_megatron.quantize.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,6 +151,27 @@ def check_written(target: Path, written: dict[str, Written]) -> None:
     lacking = sorted(written.keys() - found)
     if lacking:
         raise RunError(f"{target}: {len(lacking)} quantised weights were not written, {lacking[0]} first")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide standard output and error of the block, and logs below errors; print them if the block raises.
+
+    A UserError or RunError prints nothing, because its one line says what is wrong.
+    """
+    said = io.StringIO()
+    level = logging.root.manager.disable
+    logging.disable(max(level, logging.WARNING))
+    try:
+        with redirect_stdout(said), redirect_stderr(said):
+            yield
+    except (UserError, RunError):
+        raise
+    except BaseException:
+        sys.stderr.write(said.getvalue())
+        raise
+    finally:
+        logging.disable(level)
 
 
 def _quantized(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, Tensor, Any]]:

@@ -129,4 +129,4 @@ def test_a_run_with_another_estimator_does_not_take_the_checkpoint(tmp_path: Pat
     inputs, run_dir = make_inputs(tmp_path), tmp_path / "run"
     train(config_of(inputs, run_dir, "num_steps=4"))
     said = train(config_of(inputs, run_dir, "checkpoint.resume=newest", *OVERRIDES), status=2)
-    assert "made with algo.snr.estimator 'folds', the run is set to 'momentum'" in said.splitlines()[-1]
+    assert "made with algo.snr.estimator 'folds', but the config has 'momentum'" in said.splitlines()[-1]

@@ -160,13 +160,13 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("checkpoint.resume={foreign}",), "not a checkpoint but a distributed checkpoint of another program"),
-        (("checkpoint.resume={run}/checkpoints/step_00000004", "seed=1"), "made with seed 0, the run is set to 1"),
+        (("checkpoint.resume={foreign}",), "distributed checkpoint of another program"),
+        (("checkpoint.resume={run}/checkpoints/step_00000004", "seed=1"), "made with seed 0, but the config has 1"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "optimizer.name=sgd"), "with optimizer.name 'adam'"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.schedule=cosine"), "with algo.schedule 'snr'"),
-        (("checkpoint.resume={run}/checkpoints/step_00000004", "model.path={other}"), "is of another model than"),
+        (("checkpoint.resume={run}/checkpoints/step_00000004", "model.path={other}"), "model differs from"),
         (("run_dir={run}",), "run_dir is not empty"),
-        (("checkpoint.resume={weights}",), "holds weights alone, and no run to go on with"),
+        (("checkpoint.resume={weights}",), "holds only weights"),
     ],
 )
 def test_a_checkpoint_that_does_not_belong_is_refused(

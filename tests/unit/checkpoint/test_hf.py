@@ -1,6 +1,6 @@
-"""Loading: what a checkpoint may lack, hold too much of or hold in another shape; files are read in slices.
+"""Loading weights: missing, unknown and misshapen tensors are refused; files are read in slices.
 
-Does not cover: truncated files (hf_dir's tests), round trips (tests/distributed/test_export.py).
+Not covered: truncated files (test_hf_dir.py), round trips (tests/distributed/test_export.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load(path: Path, parallel: Parallel) -> None:
 
 
 def rewrite(path: Path, changes: dict[str, Tensor | None]) -> None:
-    """Put tensors into a one-file checkpoint, or take them out."""
+    """Add tensors to a single-file checkpoint, replace them, or remove them (None)."""
     tensors = load_file(path / "model.safetensors") | changes
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors")
 
@@ -48,13 +48,13 @@ NORM = "model.layers.1.self_attn.q_norm.weight"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({NORM: None}, f"tensor '{NORM}' is missing"),
-        ({NORM: None, "model.norm.weight": None}, "missing, and 1 more"),
-        ({"model.layers.0.mlp.experts.0.weight": torch.zeros(1)}, r"experts\.0\.weight' is unknown"),
-        ({NORM: torch.zeros(8)}, f"tensor '{NORM}' is of another shape than config.json says"),
+        ({NORM: None}, rf"1 tensors are missing.*'{NORM}'"),
+        ({NORM: None, "model.norm.weight": None}, "2 tensors are missing"),
+        ({"model.layers.0.mlp.experts.0.weight": torch.zeros(1)}, r"1 tensors .*'model.*experts\.0\.weight'"),
+        ({NORM: torch.zeros(8)}, rf"'{NORM}' has shape \[8\], .* \[16\]"),
     ],
 )
-def test_a_checkpoint_that_is_not_the_model_is_refused(
+def test_a_checkpoint_of_another_model_is_refused(
     changes: dict[str, Tensor | None], message: str, tmp_path: Path, parallel: Parallel
 ) -> None:
     path = make_hf_dir(tmp_path)
@@ -67,18 +67,18 @@ def test_a_checkpoint_that_is_not_the_model_is_refused(
 def test_an_untied_model_needs_its_output_layer(tmp_path: Path, parallel: Parallel) -> None:
     path = make_hf_dir(tmp_path)
     rewrite(path, {"lm_head.weight": None})
-    with pytest.raises(UserError, match=r"'lm_head\.weight' is missing"):
+    with pytest.raises(UserError, match=r"missing.*'lm_head\.weight'"):
         load(path, parallel)
 
 
-def test_an_unsupported_model_is_refused_when_it_is_built(tmp_path: Path, parallel: Parallel) -> None:
+def test_an_unsupported_model_is_refused(tmp_path: Path, parallel: Parallel) -> None:
     config = Qwen3Config.from_pretrained(make_hf_dir(tmp_path))
     config.attention_bias = True
     with pytest.raises(UserError, match="attention_bias"):
         build_policy(config, ModelConfig(path=tmp_path), parallel)
 
 
-def test_weights_are_nan_until_loaded_and_torchs_seed_is_left_alone(tmp_path: Path, parallel: Parallel) -> None:
+def test_weights_are_nan_until_loaded_and_torchs_random_state_is_unchanged(tmp_path: Path, parallel: Parallel) -> None:
     path = make_hf_dir(tmp_path)
     before = torch.get_rng_state()
     policy = build_policy(Qwen3Config.from_pretrained(path), ModelConfig(path=path), parallel)

@@ -1,8 +1,7 @@
-"""The published sizes, from their config.json to every name and shape, without a weight: on meta devices.
+"""Names and shapes of all tensors of the published sizes, on the meta device.
 
-Three things have to name the same tensors: our table, the plan of a checkpoint that megatron-core's own GPTModel makes,
-and what transformers would save. Does not cover: published files themselves (0.6B and 1.7B store a tied output layer,
-which is allowed).
+Three sources must agree: our table, megatron-core's sharded state of a GPTModel, and what transformers saves. Not
+covered: the published files (0.6B and 1.7B also store the tied output layer, which is allowed).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PARAMETERS = {
     "32B": 32_762_123_264,
     "30B-A3B": 30_532_122_624,
     "235B-A22B": 235_093_634_560,
-}  # as the model cards give them, a tied embedding once
+}  # from the model cards; a tied embedding counts once
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -47,7 +46,7 @@ def config_of(size: str) -> HFConfig:
 
 
 def saved_by_transformers(config: HFConfig) -> Shapes:
-    """Names and shapes in a directory that save_pretrained writes; tied tensors once, experts apart."""
+    """Names and shapes that save_pretrained writes; tied tensors once, each expert separately."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     state = revert_weight_conversion(model, dict(model.state_dict()))
@@ -73,7 +72,7 @@ def test_table_plan_and_transformers_name_the_same_tensors(size: str, parallel: 
 
 
 def check_stored(pieces: list[Piece]) -> None:
-    """The pieces of a key fill it without overlap, and each has as many elements as its Hugging Face tensors."""
+    """Pieces fill their tensor without overlap, and have as many elements as their Hugging Face tensors."""
     volumes: dict[str, int] = {}
     sizes: dict[str, int] = {}
     places = set()
@@ -124,8 +123,8 @@ def check_stored(pieces: list[Piece]) -> None:
         ),
     ],
 )
-def test_keys_are_those_that_every_layout_reads(size: str, keys: Shapes, parallel: Parallel) -> None:
-    """Written out; the norms have the names that Transformer Engine's layers give them."""
+def test_stored_keys_and_shapes(size: str, keys: Shapes, parallel: Parallel) -> None:
+    """Keys are independent of the layout; norms have Transformer Engine's names."""
     config = config_of(size)
     model = meta_model(config, ModelConfig.model_validate({"path": HERE, "dtype": "bfloat16"}), parallel)
     for naming in NAMINGS:

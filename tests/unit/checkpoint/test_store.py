@@ -1,6 +1,6 @@
-"""Directories of checkpoints: one appears whole or not at all, and the smallest damage to it is found and named.
+"""Checkpoint directories: they are created atomically, and any damage is found and its file named.
 
-Not covered: a machine that loses power between a write and its fsync.
+Not covered: a power loss between a write and its fsync.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def save(run_dir: Path, step: int, state: dict | None = None) -> Path:
 
 
 def whole(directory: Path) -> Manifest:
-    """Read and check everything."""
+    """Read and check a checkpoint completely."""
     manifest = store.read_manifest(directory)
     store.check_contents(directory, manifest, manifest.files)
     return manifest
@@ -53,7 +53,7 @@ def test_what_was_saved_is_read(tmp_path: Path) -> None:
     assert [entry.num_bytes for entry in manifest.files.values()] == [len(FILES[name]) for name in manifest.files]
     assert repr(manifest.state["nan"]) == "nan"
     assert {**manifest.state, "nan": 0} == {**STATE, "nan": 0}
-    assert [path.name for path in target.parent.iterdir()] == [target.name]  # no partial is left
+    assert [path.name for path in target.parent.iterdir()] == [target.name], "no partial directory is left"
 
 
 def test_the_checksum_is_xxh3_128_of_the_whole_file(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_any_plain_state_comes_back(tmp_path: Path, state: dict) -> None:
 
 
 def test_keys_that_are_numbers_are_strings_when_read(tmp_path: Path) -> None:
-    """JSON has no others; sorted as numbers and as strings they stand in a different order."""
+    """JSON keys are strings; numbers and strings sort differently."""
     assert whole(save(tmp_path, 1, {2: "a", 10: "b"})).state == {"2": "a", "10": "b"}
 
 
@@ -151,44 +151,45 @@ def newer(target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "file", "words"),
+    ("harm", "file", "said"),
     [
-        (remove, "common.pt", "is missing"),
-        (lengthen, "common.pt", "too long: 11 bytes, checkpoint.json says 7"),
-        (drop_manifest, "", "something else: there is no checkpoint.json"),
-        (other_program, "", "distributed checkpoint of another program"),
-        (hugging_face, "", "a Hugging Face directory.*set model.path"),
-        (other_manifest, store.MANIFEST, "not a manifest of oblr_megatron"),
-        (newer, store.MANIFEST, "is of version 2, this program reads up to 1"),
+        (remove, "common.pt", "missing"),
+        (lengthen, "common.pt", "11 bytes, checkpoint.json has 7"),
+        (drop_manifest, "", "no checkpoint.json"),
+        (other_program, "", "another program"),
+        (hugging_face, "", "model.path"),
+        (other_manifest, store.MANIFEST, "oblr_megatron"),
+        (newer, store.MANIFEST, "version 2, this program reads up to 1"),
     ],
 )
-def test_what_cannot_be_used_is_said_in_one_line(tmp_path: Path, harm, file: str, words: str) -> None:
+def test_an_unusable_checkpoint_is_named_in_one_line(tmp_path: Path, harm, file: str, said: str) -> None:
     target = save(tmp_path, 3)
     harm(target)
-    with pytest.raises(CheckpointError, match=words) as found:
+    with pytest.raises(CheckpointError, match=said) as found:
         store.read_manifest(target)
-    assert f"[{target / file if file else target}]" in str(found.value)
+    assert found.value.where == str(target / file) and found.value.fix
     assert "\n" not in str(found.value)
 
 
 def test_there_must_be_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
-        store.read_manifest(tmp_path / "step_00000001")
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="this is a file"):
-        store.read_manifest(tmp_path / "file")
+    for name in ("step_00000001", "file"):
+        with pytest.raises(CheckpointError) as found:
+            store.read_manifest(tmp_path / name)
+        assert found.value.where == str(tmp_path / name)
 
 
-def test_a_file_that_is_not_listed_is_no_harm_but_is_not_vouched_for(tmp_path: Path) -> None:
+def test_an_unlisted_file_is_harmless_but_cannot_be_checked(tmp_path: Path) -> None:
     target = save(tmp_path, 3)
     (target / "note.txt").touch()
     manifest = whole(target)
-    with pytest.raises(CheckpointError, match="does not list the file"):
+    with pytest.raises(CheckpointError) as found:
         store.check_contents(target, manifest, ["note.txt"])
+    assert found.value.where == str(target / "note.txt")
 
 
 def test_a_checkpoint_is_replaced_at_once(tmp_path: Path) -> None:
-    """Going on from an earlier step comes by the same step again."""
+    """A run resumed from an earlier step saves the same step again."""
     save(tmp_path, 3, {"turn": 1})
     target = save(tmp_path, 3, {"turn": 2})
     assert whole(target).state == {"turn": 2}
@@ -213,7 +214,7 @@ def test_newest_first_and_only_what_was_committed(tmp_path: Path) -> None:
     assert names == ["step_123456789", "step_00000010", "step_00000009", "step_00000002"]
 
 
-def test_pruning_keeps_the_newest_and_what_is_named(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_and_the_named_ones(tmp_path: Path) -> None:
     saved = [save(tmp_path, step) for step in range(1, 7)]
     store.prune(saved[0].parent, 2, [saved[1]])
     assert sorted(os.listdir(saved[0].parent)) == ["step_00000002", "step_00000005", "step_00000006"]
@@ -228,7 +229,7 @@ def partial_of(directory: Path, host: str, pid: int) -> Path:
     return partial
 
 
-def test_sweeping_leaves_what_the_living_write(tmp_path: Path) -> None:
+def test_sweeping_keeps_partials_of_living_processes(tmp_path: Path) -> None:
     here = socket.gethostname()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         living = partial_of(tmp_path, here, child.pid)
@@ -243,28 +244,28 @@ def test_sweeping_leaves_what_the_living_write(tmp_path: Path) -> None:
     for path in (other, other / "hf"):
         os.utime(path, (past, past))
     store.sweep(tmp_path)
-    assert not living.exists() and other.exists()  # a file in it is younger
+    assert not living.exists() and other.exists(), "a file in the other host's partial is younger"
     os.utime(other / "hf" / "config.json", (past, past))
     store.sweep(tmp_path)
     assert list(tmp_path.iterdir()) == [unrelated]
 
 
-def test_partials_of_one_process_do_not_meet(tmp_path: Path) -> None:
+def test_partials_of_one_process_have_different_names(tmp_path: Path) -> None:
     target = tmp_path / "deep" / store.step_name(1)
     first, second = store.begin(target), store.begin(target)
     assert first != second and first.parent == second.parent == target.parent
 
 
-def test_room_is_counted_before_writing(tmp_path: Path) -> None:
+def test_free_space_is_checked_before_writing(tmp_path: Path) -> None:
     status = os.statvfs(tmp_path)
     free = status.f_bavail * status.f_frsize
     store.check_space(tmp_path / "not" / "there", free // 2)
-    with pytest.raises(NoSpaceError, match=r"no room for a checkpoint: [\d.]+ GiB needed, [\d.]+ GiB free"):
+    with pytest.raises(NoSpaceError, match=r"[\d.]+ GiB needed, [\d.]+ GiB free"):
         store.check_space(tmp_path, free - store.RESERVE_BYTES // 2)
 
 
-def test_a_full_disk_says_so_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
-    """The manifest goes to /dev/full."""
+def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    """The manifest is a link to /dev/full."""
     target = save(tmp_path, 3, {"turn": 1})
     partial = store.begin(target)
     (partial / store.MANIFEST).symlink_to("/dev/full")
@@ -274,14 +275,14 @@ def test_a_full_disk_says_so_and_the_old_checkpoint_stays(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("code", "kind"), [(errno.EDQUOT, NoSpaceError), (errno.EIO, RunError)])
-def test_what_the_file_system_says_is_one_line(tmp_path: Path, code: int, kind: type) -> None:
+def test_an_os_error_becomes_one_line(tmp_path: Path, code: int, kind: type) -> None:
     with pytest.raises(RunError, match="cannot write") as found, store.writing(tmp_path):
         raise OSError(code, os.strerror(code))
     assert type(found.value) is kind and "\n" not in str(found.value)
 
 
-def test_killed_anywhere_in_saving_a_whole_checkpoint_is_left(tmp_path: Path) -> None:
-    """Of a process that saves, replaces and prunes without end; what has a name is whole."""
+def test_a_kill_at_any_time_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
+    """A process saves, replaces and prunes in a loop; every named checkpoint is intact after the kill."""
     program = (
         "import itertools, sys\nfrom pathlib import Path\n"
         "from oblr_megatron.checkpoint import store\nfrom tests.unit.checkpoint.test_store import save\n"

@@ -1,5 +1,6 @@
-"""The job scripts as text: one logic in one file, headers that suit the configs. They are executed in
-tests/e2e/test_slurm.py.
+"""The job scripts as text: equal except for settings, with headers that fit the configs.
+
+tests/e2e/test_slurm.py executes them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from oblr_megatron.config import Config, load_config
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b_a3b", "235b_a22b")
 BASH = [*sorted((ROOT / "slurm").glob("*.sh")), *sorted((ROOT / "tests/slurm/bin").iterdir())]
-OWN = re.compile(r"#SBATCH --(job-name|nodes|time|signal)=|# Qwen3-|OBLR_CONFIG=")  # lines that a size has of its own
+OWN = re.compile(r"#SBATCH --(job-name|nodes|time|signal)=|# Qwen3-|OBLR_CONFIG=")  # lines that differ by size
 
 
 def script(size: str) -> Path:
@@ -32,12 +33,12 @@ def config(size: str) -> Config:
     return load_config(ROOT / "slurm" / "configs" / f"qwen3_{size}.toml")
 
 
-def test_there_is_one_script_a_size() -> None:
+def test_there_is_one_script_per_size() -> None:
     found = {path.stem.removeprefix("oblr_qwen3_") for path in (ROOT / "slurm").glob("oblr_*.sh")}
     assert found == {*SIZES, "servers"}
 
 
-def test_scripts_differ_in_nothing_but_their_settings() -> None:
+def test_scripts_differ_only_in_settings() -> None:
     common = {
         "\n".join(line for line in script(size).read_text().splitlines() if not OWN.match(line)) for size in SIZES
     }
@@ -58,7 +59,7 @@ def test_the_nodes_asked_for_are_those_of_the_config(size: str) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_job_is_warned_and_may_come_back(size: str) -> None:
+def test_a_job_gets_a_signal_and_may_be_requeued(size: str) -> None:
     lines = script(size).read_text()
     assert re.fullmatch(r"B:USR1@\d+", header(size)["signal"])
     assert "#SBATCH --requeue\n" in lines and header(size)["open-mode"] == "append" and "%j" in header(size)["output"]
@@ -67,7 +68,7 @@ def test_a_job_is_warned_and_may_come_back(size: str) -> None:
 
 
 @pytest.mark.parametrize("path", BASH, ids=lambda path: path.name)
-def test_bash_reads_it(path: Path) -> None:
+def test_bash_syntax(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
     assert path.name == "lib.sh" or os.access(path, os.X_OK)
 
@@ -75,14 +76,15 @@ def test_bash_reads_it(path: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"OBLR_HOME": "/nowhere"}, "error: no slurm/lib.sh in /nowhere; call sbatch in the repository's root"),
-        ({}, "error: no SLURM_JOB_ID: start this script with sbatch"),
-        ({"SLURM_JOB_ID": "1", "OBLR_CONFIG": "none.toml"}, "error: no config none.toml in"),
+        ({"OBLR_HOME": "/nowhere"}, "/nowhere"),
+        ({}, "SLURM_JOB_ID"),
+        ({"SLURM_JOB_ID": "1", "OBLR_CONFIG": "none.toml"}, "none.toml"),
     ],
 )
-def test_a_wrong_start_is_one_line(variables: dict[str, str], message: str) -> None:
+def test_a_wrong_start_is_refused_in_one_line(variables: dict[str, str], message: str) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OBLR_"))}
     done = subprocess.run(
         ["bash", str(script("8b"))], cwd=ROOT, env=kept | variables, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1

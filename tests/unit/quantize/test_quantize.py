@@ -21,8 +21,7 @@ from oblr_megatron.quantize import quantize_command as command
 from oblr_megatron.quantize.accuracy import Accuracy, count_right, transformers_greedy
 from oblr_megatron.quantize.calibration import MAX_HELD_OUT, pack, read_rows
 from oblr_megatron.quantize.fidelity import CHUNK, LogitComparison
-from oblr_megatron.quantize.fp8 import Written, check_written
-from oblr_megatron.quantize.quiet import quiet
+from oblr_megatron.quantize.fp8 import Written, check_written, quiet
 from oblr_megatron.types import Prompt
 from tests.tiny import VOCAB, make_hf_dir, make_moe_hf_dir, make_tokenizer
 
