@@ -1,4 +1,4 @@
-"""The `oblr-megatron` command: train, eval, convert, serve, quantize, plan, doctor, study, report."""
+"""The `oblr-megatron` command: train, eval, convert, serve, quantize, plan, doctor, study, report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the console script; returns the exit status."""
+    """Run the console script; returns the exit status."""
     parser = _parser()
     options = parse(parser, arguments)
     return guarded(lambda: options.function(options))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="oblr-megatron", description=__doc__)
+    description = "RL post-training of Qwen3 (OBLR-PO) on megatron-core, with vLLM rollouts"
+    parser = argparse.ArgumentParser(prog="oblr-megatron", description=description)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train from a TOML config")
@@ -40,19 +41,15 @@ def _parser() -> argparse.ArgumentParser:
     add_dry_run_arguments(train)
     train.set_defaults(function=_train)
 
-    add_eval_arguments(commands.add_parser("eval", help="accuracies of a Hugging Face model on any number of sets"))
-    add_convert_arguments(commands.add_parser("convert", help="between Hugging Face directories and checkpoints"))
-    add_serve_arguments(commands.add_parser("serve", help="an API server for rollout.servers: stock vLLM, guarded"))
+    add_eval_arguments(commands.add_parser("eval", help="measure the accuracy of a model on held-out sets"))
+    add_convert_arguments(commands.add_parser("convert", help="convert between Hugging Face models and checkpoints"))
+    add_serve_arguments(commands.add_parser("serve", help="start a vLLM API server for rollout.servers"))
+    add_quantize_arguments(commands.add_parser("quantize", help="write an FP8 copy of a Hugging Face model for vLLM"))
+    add_plan_arguments(commands.add_parser("plan", help="list the layouts that fit, by predicted step time"))
+    _add_study_arguments(commands.add_parser("study", help="run experiments on the algorithm with tiny models"))
+    add_doctor_arguments(commands.add_parser("doctor", help="show what is installed and what a run uses because of it"))
 
-    add_quantize_arguments(commands.add_parser("quantize", help="an FP8 copy of a Hugging Face model, for vLLM"))
-
-    add_plan_arguments(commands.add_parser("plan", help="layouts that fit a model and GPUs, by predicted step time"))
-
-    _add_study_arguments(commands.add_parser("study", help="experiments about the algorithm, on tiny models"))
-
-    add_doctor_arguments(commands.add_parser("doctor", help="what is installed, what is used because of it"))
-
-    report = commands.add_parser("report", help="one self-contained HTML file about a run")
+    report = commands.add_parser("report", help="write one self-contained HTML file about a run")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(function=_report)
     return parser
@@ -94,19 +91,19 @@ def _train(options: argparse.Namespace) -> int:
         )
     if options.nnodes > 1 or options.gpu_memory_gb is not None:
         raise UserError(
-            "--nnodes and --gpu-memory-gb go with --dry-run alone",
+            "--nnodes and --gpu-memory-gb need --dry-run",
             where="command line",
-            fix="start a run of several nodes by slurm/",
+            fix="start a run on several nodes with the scripts in slurm/",
         )
     if options.nproc_per_node < 1:
-        raise UserError(f"--nproc-per-node {options.nproc_per_node} is not a number of ranks", fix="give 1 or more")
+        raise UserError(f"--nproc-per-node {options.nproc_per_node} is below 1", fix="give 1 or more")
     if options.nproc_per_node == 1:
         from oblr_megatron.train import run_training
 
         return run_training(config)
     from oblr_megatron.preflight import preflight
 
-    preflight(config, options.nproc_per_node)  # before torchrun, so that a mistake starts nothing
+    preflight(config, options.nproc_per_node)  # before torchrun, so that a mistake starts no process
     check_devices(options.nproc_per_node)
     rendezvous = ["--standalone"]
     if options.master_port is not None:
@@ -118,10 +115,10 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def check_devices(ranks: int) -> None:
-    """Refuse more ranks than this machine has GPUs; a CPU takes any number.
+    """Refuse more ranks than GPUs; a machine without GPUs takes any number.
 
     Raises:
-        UserError: naming both numbers.
+        UserError: names both numbers.
     """
     import torch
 

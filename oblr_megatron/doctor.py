@@ -1,4 +1,4 @@
-"""`oblr-megatron doctor [--json]`: what is installed, what is used because of it, what that means, how to get more."""
+"""`oblr-megatron doctor [--json]`: what is installed and what a run uses because of it. Imports no torch at load."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one part of a run uses here.
+    """What one part of a run uses on this machine.
 
-    Example: Finding("optimizer", "torch", "several kernels a step, the same numbers", "transformer-engine or apex")
+    Example: Finding("optimizer", "torch", "several kernels per step, same result", "transformer-engine or apex")
     """
 
     part: str
     used: str
     means: str
-    more: str = ""  # how to get more; "" where there is no more
+    more: str = ""  # what to install for more; "" if there is nothing better
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All of it; `problems` make the command end with status 2."""
+    """The whole report. With `problems` the command ends with status 2."""
 
     packages: dict[str, str | None]
     platform: dict[str, str | None]  # python, processor, CUDA, NCCL, driver
@@ -56,13 +56,13 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    """Add the command's options."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(function=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; 2 if something needed is missing or out of the accepted versions."""
+    """Print the report; returns 2 if a needed package is missing or has a version that is not accepted."""
     report = examine()
     if options.json:
         print(json.dumps(asdict(report), indent=2))
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine() -> Report:
-    """Look at this process's machine; imports what is installed."""
+    """Examine this machine; imports the installed packages."""
     packages, wrong = installed(), problems()
     if packages["torch"] is None:
         return Report(packages, _platform(), [], [], wrong)
@@ -89,12 +89,12 @@ def findings(machine: Machine, packages: dict[str, str | None]) -> list[Finding]
 
     Args:
         machine: GPUs and Transformer Engine.
-        packages: versions by name, as `installed` gives them.
+        packages: versions by name, from `packages.installed`.
     """
     found = [_layers(machine), _attention(machine, packages), _norms(machine), _fp8(machine)]
     if packages["megatron-core"] is not None:
         found.append(_optimizer())
-    found += [_exchange(machine), _rollouts(machine, packages), _weights(machine), _rewards()]
+    found += [_collectives(machine), _rollouts(machine, packages), _weights(machine), _rewards()]
     return [*found, _quantize(packages)]
 
 
@@ -113,16 +113,16 @@ def _attention(machine: Machine, packages: dict[str, str | None]) -> Finding:
     if machine.has_layers:
         kernels = "FlashAttention or cuDNN" if packages["flash-attn"] else "cuDNN"
         means = "context parallelism by parallel.cp_comm_type"
-        more = "" if packages["flash-attn"] else "flash-attn, for shapes that are faster there"
+        more = "" if packages["flash-attn"] else "flash-attn, faster for some shapes"
         return Finding("attention", f"Transformer Engine's ({kernels})", means, more)
-    means = "a call for each packed sample; context parallelism gathers keys and values"
+    means = "one call per packed sample; context parallelism gathers keys and values"
     return Finding("attention", "torch's scaled_dot_product_attention", means, FULL_INSTALL)
 
 
 def _norms(machine: Machine) -> Finding:
     if machine.has_layers:
-        return Finding("norms", "Transformer Engine's RMSNorm", "one kernel with the product behind it")
-    return Finding("norms", "torch's RMSNorm", "kernels of their own", FULL_INSTALL)
+        return Finding("norms", "Transformer Engine's RMSNorm", "one kernel together with the next product")
+    return Finding("norms", "torch's RMSNorm", "separate kernels", FULL_INSTALL)
 
 
 def _fp8(machine: Machine) -> Finding:
@@ -134,7 +134,7 @@ def _fp8(machine: Machine) -> Finding:
     )
     if possible:
         return Finding("FP8", f"on request: {', '.join(possible)}", 'model.fp8 = "hybrid", model.fp8_recipe', more)
-    return Finding("FP8", "none", "matrix products are in the model's dtype", more)
+    return Finding("FP8", "none", "matrix products use the model's dtype", more)
 
 
 def _optimizer() -> Finding:
@@ -142,29 +142,29 @@ def _optimizer() -> Finding:
 
     used = optimizer_implementation()
     if used == "torch":
-        return Finding("optimizer", "torch", "the same numbers in several kernels a step", "transformer-engine or apex")
+        return Finding("optimizer", "torch", "several kernels per step, same result", "transformer-engine or apex")
     return Finding("optimizer", f"{used}'s fused Adam", "one kernel for many parameters")
 
 
-def _exchange(machine: Machine) -> Finding:
+def _collectives(machine: Machine) -> Finding:
     if machine.capability is None:
-        return Finding("ranks", "gloo", "all parallelism works, in processes on cores", "GPUs")
+        return Finding("ranks", "gloo", "all parallelism works, with processes on CPU cores", "GPUs")
     return Finding("ranks", "NCCL", "collectives between GPUs")
 
 
 def _rollouts(machine: Machine, packages: dict[str, str | None]) -> Finding:
     if packages["vllm"] is None:
-        return Finding("rollouts", "none", "nothing can be sampled; saved samples can be replayed", "install vllm")
+        return Finding("rollouts", "none", "only saved samples can be replayed", "install vllm")
     used = f"vLLM {packages['vllm']}"
     if machine.capability is None:
-        return Finding("rollouts", f"{used} on cores", "eager, no sleeping, no FP8", "GPUs")
-    return Finding("rollouts", f"{used} on GPUs", 'CUDA graphs, sleeping; rollout.quantization = "fp8" on request')
+        return Finding("rollouts", f"{used} on CPU cores", "eager mode, no sleep mode, no FP8", "GPUs")
+    return Finding("rollouts", f"{used} on GPUs", 'CUDA graphs, sleep mode; rollout.quantization = "fp8" on request')
 
 
 def _weights(machine: Machine) -> Finding:
     if machine.capability is None:
         return Finding("weight push", "shared memory", "to engines and servers on this machine")
-    return Finding("weight push", "CUDA IPC; NCCL to servers", "to engines on the trainer's GPUs, and to others")
+    return Finding("weight push", "CUDA IPC; NCCL to servers", "to engines on the trainer's GPUs and on other GPUs")
 
 
 def _rewards() -> Finding:
@@ -172,13 +172,15 @@ def _rewards() -> Finding:
 
     workers, cores = RewardConfig.model_fields["num_workers"].default, len(os.sched_getaffinity(0))
     more = f"reward.num_workers up to the {cores} cores" if cores > workers else ""
-    return Finding("rewards", f"{workers} processes", "answers are judged beside training, with deadlines", more)
+    return Finding(
+        "rewards", f"{workers} processes", "responses are scored in separate processes, with deadlines", more
+    )
 
 
 def _quantize(packages: dict[str, str | None]) -> Finding:
     version = packages["nvidia-modelopt"]
     if version is None:
-        means = "`oblr-megatron quantize` writes no FP8 checkpoints"
+        means = "`oblr-megatron quantize` cannot write FP8 checkpoints"
         return Finding("export in FP8", "none", means, "pip install nvidia-modelopt")
     return Finding("export in FP8", f"nvidia-modelopt {version}", "`oblr-megatron quantize`")
 
@@ -202,7 +204,7 @@ def _cuda_platform() -> dict[str, str | None]:
 
 
 def driver_version(file: Path) -> str | None:
-    """NVIDIA's driver, as its kernel module names itself; None where there is none."""
+    """Version of NVIDIA's driver from its kernel module; None without a driver."""
     try:
         text = file.read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -219,7 +221,7 @@ def _gpus() -> list[Gpu]:
 
 
 def show(report: Report, console: Console) -> None:
-    """Three tables, and what is wrong."""
+    """Print three tables and the problems."""
     accepted = {package.name: package for package in PACKAGES}
     rows: list[tuple[Any, ...]] = [
         (name, version or "not installed", accepted[name].accepted or "any", "yes" if accepted[name].needed else "")
@@ -232,7 +234,7 @@ def show(report: Report, console: Console) -> None:
     ]
     _table(console, "Machine", ("what", "found"), machine)
     parts = [(one.part, one.used, one.means, one.more) for one in report.findings]
-    _table(console, "Used", ("part", "used here", "which means", "more with"), parts)
+    _table(console, "Used", ("part", "used here", "meaning", "more with"), parts)
     for problem in report.problems:
         console.print(f"problem: {problem}", style="red", highlight=False, markup=False)
 

@@ -1,8 +1,8 @@
-"""The errors a run can end with, and the exit status each one carries.
+"""The errors that end a run, and their exit statuses. Imports no torch.
 
-A `UserError` is something the person at the keyboard can mend: it is printed as one line, without a traceback, and ends
-the process with status 2. A `RunError` is a fault of the run itself (an engine died, a wait ran past its deadline): one
-line as well, status 1. Everything else is a bug and keeps its traceback.
+A `UserError` is a mistake that the user can fix: one line without a traceback, status 2. A `RunError` is a failure of
+the run, such as a dead engine or a missed deadline: one line, status 1. Everything else is a bug and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ EXIT_USER = 2
 
 
 class UserError(ValueError):
-    """Bad input: what is wrong, where, and how to mend it.
+    """Bad input: what is wrong, where, and how to fix it.
 
     Example:
         raise UserError(
-            "group_size is 1, but baseline 'rloo' needs the other responses of the group",
+            "group_size is 1, but baseline 'rloo' needs other responses in the group",
             where="config: group_size",
-            mend="set group_size to 2 or more, or algo.baseline to 'none'",
+            fix="set group_size to 2 or more, or algo.baseline to 'none'",
         )
         -> "error: group_size is 1, but ... [config: group_size]. Fix: set group_size to 2 or more, or ..."
     """
@@ -27,23 +27,19 @@ class UserError(ValueError):
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         self.what, self.where, self.fix = what, where, fix
         place = f" [{where}]" if where else ""
-        remedy = f". Fix: {fix}" if fix else ""
-        super().__init__(f"{what}{place}{remedy}")
+        super().__init__(f"{what}{place}" + (f". Fix: {fix}" if fix else ""))
 
 
 class RunError(RuntimeError):
-    """A running job cannot go on: the message names who waited for what, or what died."""
+    """The run cannot continue. The message names what failed, or who waited for what."""
 
 
 class EngineLostError(RunError):
-    """An engine died, hung past its deadline, or lost its connection: a new one may do what it did not."""
+    """An engine died, hung or lost its connection. Restarting it may help."""
 
 
 class DeadlineError(RunError):
-    """A wait ran past its deadline.
-
-    `who` waited for `what`; `seconds` is the deadline. Example: DeadlineError("rank 0", "weights push 12", 60.0).
-    """
+    """`who` waited for `what` longer than `seconds`. Example: DeadlineError("rank 0", "weights push 12", 60.0)"""
 
     def __init__(self, who: str, what: str, seconds: float) -> None:
         self.who, self.what, self.seconds = who, what, seconds
@@ -51,12 +47,12 @@ class DeadlineError(RunError):
 
 
 class EngineDeadlineError(DeadlineError, EngineLostError):
-    """An engine did not answer before its deadline and was given up."""
+    """An engine did not answer before its deadline."""
 
 
 class WeightError(RunError):
-    """A push is not what the model is made of, or what arrived is not what was sent."""
+    """Pushed weights do not match the model, or received weights do not match the sent ones."""
 
 
 class DamagedError(WeightError):
-    """A bucket's bytes are not those that were sent; sent once more they may arrive."""
+    """The bytes of a bucket changed on the way. A retry may help."""

@@ -1,1 +1,1 @@
-"""What the processes of a run need: launcher, signals, exchange between ranks, deadlines."""
+"""Processes of a run: launcher, signals, collectives with deadlines, command-line arguments."""

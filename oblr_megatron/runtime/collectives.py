@@ -1,9 +1,9 @@
-"""What one rank learns, all ranks hear before any of them goes on; so they decide alike, and none waits for ever.
+"""All-gather each rank's outcome (value or error) with a timeout, so that every rank takes the same branch.
 
-exchange = Exchange(rank=parallel.rank)                           # collective: every rank makes one
-own = attempt(lambda: engine.generate(...))                       # on a rank without an engine: nothing to do
-outcomes = exchange.gather(own, what="64 prompts", seconds=60)    # by rank; at most 60 s after this rank was done
-raise_first(outcomes, own)                                        # the same error everywhere, or none
+collectives = Collectives(rank=parallel.rank)                        # on every rank
+own = attempt(lambda: engine.generate(...))                          # a rank without an engine has nothing to do
+outcomes = collectives.gather(own, what="64 prompts", seconds=60)    # by rank; waits at most 60 s
+raise_first(outcomes, own)                                           # the same error on every rank, or none
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, R
 Value = TypeVar("Value")
 
 GROUP_TIMEOUT = timedelta(days=30)
-"""Of the process group: far beyond every deadline given to `gather`, which is the one that counts."""
+"""Timeout of the process group; longer than any deadline of `gather`, so that the latter decides."""
 
 _GRAVITY: tuple[type[RunError], ...] = (RunError, EngineLostError, DamagedError)
-"""Gravest first. With several failures the gravest decides: a restart does not mend what a new engine would refuse."""
+"""Gravest first. The gravest of several failures decides, because a restart does not fix a plain RunError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[Value]):
-    """How a call ended on one rank: with a value, or with an error's text.
+    """The outcome of a call on one rank: a value, or the text of an error.
 
     Example: Outcome(error="engine 0 (process 4711) was ended by SIGKILL while ...", kind=EngineLostError)
     """
 
     value: Any = None
     error: str | None = None
-    kind: type[RunError] = RunError  # of the error: one of _GRAVITY
-    exception: BaseException | None = None  # on the rank itself; it does not travel
+    kind: type[RunError] = RunError  # class of the error, one of _GRAVITY
+    exception: BaseException | None = None  # only on the rank itself; not sent
 
 
 def attempt(call: Callable[[], Value]) -> Outcome[Value]:
-    """Run something whose failure the other ranks have to hear of."""
+    """Run a call and catch its failure, to tell the other ranks."""
     try:
         return Outcome(value=call())
     except RunError as error:
         kind = next(kind for kind in reversed(_GRAVITY) if isinstance(error, kind))
         return Outcome(error=str(error), kind=kind, exception=error)
-    except Exception as error:  # noqa: BLE001  a bug here must not leave the other ranks waiting; it is raised again
+    except Exception as error:  # noqa: BLE001  a bug must not leave the other ranks waiting; raise_first raises it again
         return Outcome(error=f"{type(error).__name__}: {error}", exception=error)
 
 
 def raise_first(outcomes: Sequence[Outcome[Any]], own: Outcome[Any]) -> None:
-    """End all ranks alike if one failed.
+    """Raise the same error on all ranks if one failed.
 
     Raises:
-        RunError: the gravest failure, of equals the first in the order of ranks: `EngineLostError` where every failure
-            is a loss, `DamagedError` where all are damaged buckets. A rank that failed so itself raises its own.
+        RunError: the gravest failure; of equal ones that of the lowest rank. It is `EngineLostError` or `DamagedError`
+            only if no failure is graver. A rank with a failure of this kind raises its own exception.
     """
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if not failed:
@@ -70,10 +70,10 @@ def raise_first(outcomes: Sequence[Outcome[Any]], own: Outcome[Any]) -> None:
 
 
 class Collectives:
-    """A gloo group of its own: it takes CPU objects where the trainer talks over NCCL, and each call has a deadline."""
+    """All-gather of CPU objects over a separate gloo group, with a deadline for each call."""
 
     def __init__(self, rank: int) -> None:
-        """Collective where there is a process group; without one, a rank is alone.
+        """Create the group; all ranks must call this. Without a process group the rank is alone.
 
         Args:
             rank: of this process, for messages.
@@ -82,21 +82,21 @@ class Collectives:
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if dist.is_initialized() else None
 
     def gather(self, own: Outcome[Value], *, what: str, seconds: float) -> list[Outcome[Value]]:
-        """Every rank's outcome, by rank.
+        """The outcomes of all ranks, by rank.
 
         Args:
-            own: of this rank.
-            what: is waited for, in the error message.
-            seconds: what the slowest rank may still need.
+            own: outcome of this rank.
+            what: what the ranks wait for, for the error message.
+            seconds: deadline for the slowest rank.
 
         Raises:
-            DeadlineError: a rank did not come.
+            DeadlineError: a rank missed the deadline.
         """
         message = replace(own, exception=None)
         return [message] if self._group is None else self.objects(message, what=what, seconds=seconds)
 
     def objects(self, value: Any, *, what: str, seconds: float) -> list[Any]:
-        """`gather` of anything picklable; ranks only send each other what they pickled themselves."""
+        """`gather` for any picklable value. Only the ranks of this run send to each other, so unpickling is safe."""
         if self._group is None:
             return [value]
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -116,5 +116,5 @@ class Collectives:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
-                raise  # a rank has gone, and its connection with it
+                raise  # a rank has died and closed its connection
             raise DeadlineError(f"rank {self._rank}", f"the other ranks and {what}", seconds) from error

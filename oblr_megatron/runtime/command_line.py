@@ -1,4 +1,4 @@
-"""What every command of the project shares: arguments of a run, overrides, and how errors become exit statuses."""
+"""Shared parts of all commands: arguments of a run, overrides, exit statuses. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from oblr_megatron.errors import EXIT_RUN, EXIT_USER, RunError, UserError
 
-# torch.distributed has no exception of its own for it; the rank that was lost says more than this one can
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Messages of a lost peer; torch.distributed has no exception class for it. The lost rank itself says more."""
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse, with `overrides` on both sides of an option: argparse leaves over those that follow one."""
+    """Parse arguments; `overrides` may stand before and after an option (argparse alone drops the latter)."""
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -26,11 +26,11 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command; a user's mistake ends in one line and status 2, a failed run in one line and status 1."""
+    """Run a command. A user's mistake ends in one line and status 2, a failed run in one line and status 1."""
     try:
         return command()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the ranks of a node find the same mistake; one says so
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node find the same mistake; one prints it
             print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
     except RunError as error:
@@ -45,11 +45,11 @@ def guarded(command: Callable[[], int]) -> int:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """What says which run it is, for the launcher and for each of its ranks."""
+    """Add the arguments that define a run, for the launcher and for its ranks."""
     parser.add_argument("config", type=Path, help="TOML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest whole checkpoint of run_dir, if there is one"
+        "--resume", action="store_true", help="resume from the newest complete checkpoint of run_dir, if there is one"
     )
     samples = parser.add_mutually_exclusive_group()
     parser.add_argument(
@@ -57,12 +57,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     samples.add_argument("--replay", type=Path, metavar="DIR", help="train from the saved samples in DIR, without vLLM")
     samples.add_argument(
-        "--rollout-only", action="store_true", help="sample, judge and save num_steps batches, and train nothing"
+        "--rollout-only", action="store_true", help="sample, score and save num_steps batches without training"
     )
 
 
 def run_overrides(options: argparse.Namespace) -> list[str]:
-    """The overrides, with the flags as what they stand for."""
+    """The overrides, including those that the flags stand for."""
     overrides = list(options.overrides)
     if options.save_rollouts:
         overrides.append("rollout.save=true")

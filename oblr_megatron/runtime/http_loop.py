@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, so that a rank can speak to many servers at once, and gather meanwhile."""
+"""An event loop in a thread, so that a rank can call many servers concurrently while it gathers weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Value = TypeVar("Value")
 CLOSE_SECONDS = 5.0
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 2.0
-"""Idle connections are closed before the server closes them (vLLM, uvicorn: after 5 s), which a request might cross."""
+"""Close idle connections before the server does (vLLM, uvicorn: after 5 s), which could break a request in flight."""
 
 
 class HttpLoop:
-    """Runs coroutines for a thread that has no loop."""
+    """Runs coroutines for a thread without an event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -32,20 +32,20 @@ class HttpLoop:
         return not self._thread.is_alive()
 
     def submit(self, call: Coroutine[Any, Any, Value]) -> Future[Value]:
-        """Start a coroutine; its result can be waited for, or the whole cancelled."""
+        """Start a coroutine; the future can be awaited or cancelled."""
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def run(self, call: Coroutine[Any, Any, Value]) -> Value:
-        """Run a coroutine to its end, which must have a deadline of its own; an interrupt here cancels it."""
+        """Run a coroutine, which must have its own deadline, to its end; an interrupt cancels it."""
         future = self.submit(call)
         try:
             return future.result()
-        except BaseException:
+        except BaseException:  # an interrupt too must cancel the request; it is raised again
             future.cancel()
             raise
 
     def close(self) -> None:
-        """Cancel what is running, and end the thread; may be called again."""
+        """Cancel running coroutines and end the thread. Further calls do nothing."""
         if self.closed:
             return
         self.submit(_cancel_all()).result(CLOSE_SECONDS)
@@ -54,7 +54,7 @@ class HttpLoop:
 
 
 def open_session() -> aiohttp.ClientSession:
-    """Connections of one client, without a deadline of their own; called in the loop that they are used in."""
+    """A client session without a total timeout. Call it in the loop that uses the session."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),

@@ -1,10 +1,10 @@
-"""torchrun for a run that saves before it ends.
+"""torchrun with signal forwarding, so that a run saves a checkpoint before it ends.
 
     python -m oblr_megatron.runtime.launch [torchrun's options] -m oblr_megatron.train CONFIG.toml [KEY=VALUE ...]
 
-SIGTERM and SIGUSR1 are handed on to the ranks of this node, which finish their step, save, and end with status 0; and
-so does this. torchrun alone answers SIGTERM by ending its ranks, after 30 s with SIGKILL, and dies of SIGUSR1. A second
-SIGTERM still does what torchrun does with it, and so does a signal that comes before there are ranks.
+SIGTERM and SIGUSR1 are forwarded to the ranks of this node. They finish their step, save and end with status 0, and so
+does the launcher. torchrun alone would end its ranks on SIGTERM (after 30 s with SIGKILL) and die of SIGUSR1. A second
+SIGTERM, or a signal before the ranks exist, has torchrun's usual effect.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from torch.distributed.run import main as torchrun
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
 from oblr_megatron.runtime.stopping import REPEAT_S, SIGNALS
 
-LATER_S = 2 * REPEAT_S  # a rank counts from a little later, and shall not take a second SIGTERM for the first
-TORCHRUN_HANDLES = "SIGINT,SIGHUP,SIGQUIT"  # what is left of its own list
-EXIT_SIGNAL = 128  # plus the number, as a shell says it
+LATER_S = 2 * REPEAT_S  # longer than REPEAT_S, because ranks get the first SIGTERM a little later
+TORCHRUN_HANDLES = "SIGINT,SIGHUP,SIGQUIT"  # torchrun's own list without SIGTERM
+EXIT_SIGNAL = 128  # plus the signal number, as in a shell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run to the end; the exit status: 2 where that is what the ranks ended with, having said why.
+    """Run torchrun; returns the exit status, which is 2 if the ranks ended with 2 and printed the reason.
 
     Raises:
-        ChildFailedError: torchrun's, of a rank that failed otherwise.
+        ChildFailedError: torchrun's error, if a rank failed otherwise.
     """
     forward = Forward()
     for number in SIGNALS:
@@ -47,17 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_SIGNAL + error.sigval
     except ChildFailedError as error:
         ended_with = {failure.exitcode for failure in error.failures.values()}
-        if ended_with - {-signal.SIGTERM} != {EXIT_USER}:  # torchrun ends those that have not ended yet
+        if ended_with - {-signal.SIGTERM} != {EXIT_USER}:  # torchrun ends the remaining ranks with SIGTERM
             raise
         return EXIT_USER
     return EXIT_OK
 
 
 class Forward:
-    """Signal handler that hands signals on to the processes this one has started.
+    """Signal handler that forwards signals to the child processes.
 
     Raises:
-        SignalException: there are none, or it is a SIGTERM later than LATER_S after the first; torchrun ends all.
+        SignalException: there are no children, or a SIGTERM comes more than LATER_S after the first. torchrun then ends
+            all ranks.
     """
 
     def __init__(self) -> None:
@@ -71,12 +72,12 @@ class Forward:
         if number == signal.SIGTERM and self._terminated_at is None:
             self._terminated_at = now
         for child in children:
-            with suppress(ProcessLookupError):  # it ended since
+            with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(child, number)
 
 
 def children_of(pid: int) -> list[int]:
-    """Process ids of the living children of all threads of a process, zombies included."""
+    """Process ids of all children of a process, over all its threads, zombies included."""
     return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
 
 

@@ -1,4 +1,4 @@
-"""When a run stops before its last step: a signal asks for it, or the time limit is near.
+"""Early stop of a run: on a signal, or near the time limit. Imports no torch at load.
 
     with StopRequest(config.checkpoint) as stop:
         for step in ...:
@@ -7,9 +7,9 @@
             if reason:                                   # "SIGUSR1", "SIGTERM" or "the time limit"
                 save and end
 
-SLURM's `--signal=USR1@120` and `scancel` reach some of the ranks or all of them, once or, through the launcher as well
-(launch.py), twice. Nothing is done in the handler but to note it: the step in progress is finished. Engines and reward
-workers, which the step needs, take no notice of these signals. Imports torch only where ranks agree.
+SLURM's `--signal=USR1@120` and `scancel` may reach some or all ranks, and twice if the launcher forwards them
+(launch.py). The handler only notes the signal, and the current step is finished. Engines and reward workers ignore
+these signals, because the step needs them.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 REPEAT_S = 1.0
-"""SIGTERM within this time of the first is the same one: SLURM sends it to the launcher, which forwards it, and to the
-ranks."""
+"""A SIGTERM within this time of the first counts as the same signal: SLURM sends it to the ranks and to the launcher,
+which forwards it."""
 SLURM_END = "SLURM_JOB_END_TIME"  # seconds since the epoch
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun in its ranks, which are its children
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun for its ranks
 STDERR = 2
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-REASONS = (None, "the time limit", "SIGUSR1", "SIGTERM")  # ranks agree on the greatest index
+REASONS = (None, "the time limit", "SIGUSR1", "SIGTERM")  # ranks agree on the largest index
 
 
 class StopRequest:
-    """Notes signals while it is entered, and knows when the time is up. Every rank has one.
+    """Context manager that notes signals and watches the time limit, on every rank.
 
     Args:
-        options: the run's.
-        environment: SLURM's variables; by default the process's.
+        options: section [checkpoint] of the run.
+        environment: holds SLURM's variables; by default the process's environment.
 
     Raises:
-        UserError: `exit_before_timeout_s` is set and no time limit is known.
+        UserError: `exit_before_timeout_s` is set, but no time limit is known.
     """
 
     def __init__(self, options: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> None:
@@ -62,7 +62,7 @@ class StopRequest:
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if threading.current_thread() is threading.main_thread():  # only this thread may set handlers
             self._former = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
@@ -74,10 +74,10 @@ class StopRequest:
         self._former = {}
 
     def due(self, longest_step_s: float) -> str | None:
-        """Why this rank would stop now, or None.
+        """Reason for this rank to stop now, or None.
 
         Args:
-            longest_step_s: of the steps so far; the next may take as long.
+            longest_step_s: longest step so far, seconds; the next one may take as long.
         """
         if self._received is not None:
             return self._received.name
@@ -86,11 +86,11 @@ class StopRequest:
         return None
 
     def agreed(self, longest_step_s: float, group: ProcessGroup | None) -> str | None:
-        """Why the run stops now, or None; the same on every rank, whichever of them has a reason.
+        """Reason for the run to stop now, or None; the same on every rank if any rank has a reason.
 
         Args:
             longest_step_s: as for `due`.
-            group: of all ranks, able to reduce CPU tensors; None for a rank that is alone.
+            group: process group of all ranks that reduces CPU tensors; None for a single rank.
         """
         import torch
         import torch.distributed as dist
@@ -101,7 +101,7 @@ class StopRequest:
         return REASONS[int(own)]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """The handler; a SIGTERM that follows another later than REPEAT_S ends the process as if there were none."""
+        """Note a signal. A second SIGTERM more than REPEAT_S after the first ends the process at once."""
         now = time.monotonic()
         if number == signal.SIGTERM:
             if self._terminated_at is not None and now - self._terminated_at > REPEAT_S:
@@ -110,18 +110,18 @@ class StopRequest:
             self._terminated_at = self._terminated_at or now
         if self._received is None and self._speaks:
             line = f"{signal.Signals(number).name}: saving at the next step boundary\n"
-            os.write(STDERR, line.encode())  # print refuses where a print was interrupted
+            os.write(STDERR, line.encode())  # print fails if the signal interrupted a print
         if self._received != signal.SIGTERM:
             self._received = signal.Signals(number)
 
 
 def end_of_job(options: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> float | None:
-    """When the job will be ended from outside, seconds since the epoch; None if nobody says.
+    """Time at which the job will be killed, seconds since the epoch; None if unknown.
 
-    The configured limit counts from the start of the process, or of the launcher that started it; by default SLURM's.
+    A configured limit counts from the start of the process or of its launcher. The default is SLURM's limit.
 
     Raises:
-        UserError: `exit_before_timeout_s` is set and no time limit is known.
+        UserError: `exit_before_timeout_s` is set, but no time limit is known.
     """
     if options.time_limit_s is not None:
         return started_at(os.getppid() if TORCHRUN in environment else os.getpid()) + options.time_limit_s
@@ -131,13 +131,13 @@ def end_of_job(options: CheckpointConfig, environment: Mapping[str, str] = os.en
         raise UserError(
             f"checkpoint.exit_before_timeout_s is {options.exit_before_timeout_s:g}, but no time limit is known",
             where=f"config: checkpoint.time_limit_s, environment: {SLURM_END}",
-            fix="set checkpoint.time_limit_s to the seconds that the job may take",
+            fix="set checkpoint.time_limit_s to the job's time limit in seconds",
         )
     return None
 
 
 def started_at(pid: int) -> float:
-    """When a process was started, seconds since the epoch."""
+    """Start time of a process, seconds since the epoch."""
     after_name = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
     ticks = int(after_name.split()[19])  # field 22 of proc(5), since boot
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -145,19 +145,19 @@ def started_at(pid: int) -> float:
 
 
 def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Of a rank under torchrun: end when its launcher does, however that ends.
+    """End this rank when its torchrun launcher ends, however that happens.
 
-    A rank that outlived it would go on writing into the run directory beside the run that is resumed there.
+    Otherwise a surviving rank could write into the run directory while the resumed run does.
     """
     if TORCHRUN in environment:
         die_with(os.getppid())
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends; end here and now if it already has.
+    """Ask the kernel for SIGKILL when the parent ends, and exit at once if it already has.
 
     Args:
-        parent: process id of whoever started this process.
+        parent: process id of the parent.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

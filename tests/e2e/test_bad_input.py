@@ -1,8 +1,8 @@
 """Bad input on the command line: one clear line, exit status 2, and nothing written or started.
 
-Each case is a way a user goes wrong; the unit tests of config, hf_dir, checks, prompts and registry go through the
-single messages. Most call the command's entry in a process that has its imports done; those of WHOLE_COMMAND, and the
-port that is taken, start the command itself. Not covered: mistakes that only show on a GPU.
+Each case is a typical mistake; the unit tests of config, hf_dir, checks, prompts and registry cover the single
+messages. Most cases fork a process with all imports done. Those in WHOLE_COMMAND and the taken port start the command
+itself. Not covered: mistakes that show only on a GPU.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ COMMAND = [sys.executable, "-m", "oblr_megatron.cli"]
 
 
 def test_port_taken(tiny: Path, tmp_path: Path) -> None:
-    """A rendezvous port that somebody listens on is refused before torchrun starts."""
+    """A rendezvous port in use is refused before torchrun starts."""
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         keys = [f"run_dir={tmp_path / 'run'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]

@@ -1,7 +1,4 @@
-"""Docs that are made from the code are up to date, and paths that the docs name exist.
-
-Not covered: whether the prose is true.
-"""
+"""Generated docs are up to date, and paths named in the docs exist. Not covered: whether the prose is true."""
 
 from __future__ import annotations
 

