@@ -149,8 +149,8 @@ def _comparable(task: TaskSummary) -> bool:
 
 def _paired(arm: ArmSummary, other: ArmSummary) -> list[float]:
     """Differences of area by seed."""
-    theirs = {run.key.seed: run.auc for run in other.runs}
-    return [run.auc - theirs[run.key.seed] for run in arm.runs if run.key.seed in theirs]
+    others = {run.key.seed: run.auc for run in other.runs}
+    return [run.auc - others[run.key.seed] for run in arm.runs if run.key.seed in others]
 
 
 @styled()

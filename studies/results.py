@@ -107,10 +107,10 @@ def is_whole(run_dir: Path, backend: str, num_steps: int) -> bool:
 
 def first_difference(asked: dict[str, Any], found: dict[str, Any]) -> str | None:
     """The first field, other than a path, in which two asked.json differ, with both values."""
-    ours, theirs = _comparable(asked), _comparable(found)
-    for name in dict.fromkeys((*ours, *theirs)):
-        if name not in ours or name not in theirs or ours[name] != theirs[name]:
-            return f"{name} is {_shown(theirs, name)}, the plan asks for {_shown(ours, name)}"
+    wanted, present = _comparable(asked), _comparable(found)
+    for name in dict.fromkeys((*wanted, *present)):
+        if name not in wanted or name not in present or wanted[name] != present[name]:
+            return f"{name} is {_shown(present, name)}, the plan asks for {_shown(wanted, name)}"
     return None
 
 

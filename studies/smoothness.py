@@ -31,7 +31,7 @@ from studies.start import load, prepare
 from studies.tasks import TASKS
 from studies.toy_trainer import ToyConfig, ToyRun, score_batch
 
-SHIFT = 1e-4  # of the parameters, for differences of scores in fp64
+SHIFT = 1e-4  # distance in parameter space for finite differences in fp64
 ITERATIONS = 12  # of the power method; gives the largest eigenvalue to a few percent
 CURVED = 8  # number of responses for which a Hessian's eigenvalue is computed
 
@@ -42,7 +42,7 @@ class Point:
 
     task: str
     step: int
-    accuracy: float  # sampled, held out
+    accuracy: float  # held-out accuracy of sampled responses
     score_sq: float  # M
     lipschitz_mean: float  # L
     lipschitz_max: float

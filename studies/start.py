@@ -47,7 +47,7 @@ def task_named(name: str) -> Task:
 
 
 def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS) -> Path:
-    """Return DIRECTORY/TASK-SKILL; make it if it is missing or incomplete (about 20 s on one core).
+    """Return DIRECTORY/TASK-SKILL; make it unless it is complete with these settings (about 20 s on one core).
 
     Raises:
         UserError: no task has this name.

@@ -52,11 +52,11 @@ class ArmSummary:
     def against(self, other: ArmSummary, metric: Metric) -> Difference:
         """This arm minus the other, over their common seeds."""
         ours = {run.key.seed: metric(run) for run in self.runs}
-        theirs = {run.key.seed: metric(run) for run in other.runs}
-        common = sorted(ours.keys() & theirs.keys())
+        others = {run.key.seed: metric(run) for run in other.runs}
+        common = sorted(ours.keys() & others.keys())
         return paired_difference(
             np.array([ours[seed] for seed in common], dtype=np.float64),
-            np.array([theirs[seed] for seed in common], dtype=np.float64),
+            np.array([others[seed] for seed in common], dtype=np.float64),
         )
 
 

@@ -12,7 +12,7 @@ from studies.summary import ArmSummary, TaskSummary, area, drop, environment, fi
 
 
 def document(plan: Plan, tasks: Sequence[TaskSummary]) -> str:
-    """The whole file."""
+    """The contents of summary.md."""
     seeds, samples = len(plan.seeds), plan.num_steps * plan.num_prompts * plan.group_size
     where = environment()
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())

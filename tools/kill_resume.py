@@ -205,9 +205,9 @@ def table(runs: Sequence[Run]) -> str:
     """One line per run, then the number of kills at each moment."""
     lines = [f"{'run':24} {'status':>6} {'starts':>6} {'seconds':>8}  killed in"]
     for run in runs:
-        verdict = "" if not run.problems else f"  WRONG: {'; '.join(run.problems)}"
+        fault = "" if not run.problems else f"  WRONG: {'; '.join(run.problems)}"
         hits = ", ".join(run.hits)
-        lines.append(f"{run.name:24} {run.status!s:>6} {run.starts:6} {run.seconds:8.0f}  {hits}{verdict}")
+        lines.append(f"{run.name:24} {run.status!s:>6} {run.starts:6} {run.seconds:8.0f}  {hits}{fault}")
     counts = Counter(hits_of(runs))
     lines.append(f"{sum(counts.values())} kills: " + ", ".join(f"{counts[moment]} in {moment}" for moment in MOMENTS))
     return "\n".join(lines)

@@ -319,9 +319,9 @@ def table(runs: Sequence[Run]) -> str:
     """One line per run, then the number of kills per phase."""
     lines = [f"{'run':24} {'status':>6} {'seconds':>8} {'restarts':>8}  killed in"]
     for run in runs:
-        verdict = "" if not run.problems else f"  WRONG: {'; '.join(run.problems)}"
+        fault = "" if not run.problems else f"  WRONG: {'; '.join(run.problems)}"
         lines.append(
-            f"{run.name:24} {run.status!s:>6} {run.seconds:8.0f} {run.restarts:8}  {', '.join(run.hits)}{verdict}"
+            f"{run.name:24} {run.status!s:>6} {run.seconds:8.0f} {run.restarts:8}  {', '.join(run.hits)}{fault}"
         )
     hits = hits_of(runs)
     lines.append(f"{sum(hits.values())} kills: " + ", ".join(f"{hits[phase]} in {phase}" for phase in PHASES))

@@ -89,14 +89,14 @@ def test_learning_rates_agree(single):
     settings = single.Settings(horizon=5.0, warmup_steps=3, lr=1e-3)
     snr = SnrConfig(num_folds=4, horizon=5.0, warmup_steps=3)
     ours = build_schedule(AlgoConfig(snr=snr), OptimizerConfig(lr=1e-3), num_steps=40, num_prompts=8)
-    theirs, rng = single.LearningRate(settings), random.Random(0)
+    others, rng = single.LearningRate(settings), random.Random(0)
     for step in range(40):
-        assert theirs.rate(step) == pytest.approx(ours.rate(step), rel=1e-12)
+        assert others.rate(step) == pytest.approx(ours.rate(step), rel=1e-12)
         if step % 7 == 5:
             continue  # a step without an active group
         sq_norm = rng.uniform(0.5, 2.0)
         fold_sq_norm = sq_norm * rng.uniform(1.0, 5.0)
-        theirs.observe(sq_norm, fold_sq_norm)
+        others.observe(sq_norm, fold_sq_norm)
         ours.observe(GradientStats(0.0, sq_norm, fold_sq_norm, 4, 0.0, 0.0, 0.0, 1))
         assert fold_estimate(sq_norm, fold_sq_norm, 4, 8).signal == pytest.approx((4 * sq_norm - fold_sq_norm) / 3)
 

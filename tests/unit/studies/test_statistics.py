@@ -81,11 +81,11 @@ def test_false_positives_have_the_nominal_rate() -> None:
 def test_pairing_removes_the_seeds_common_part() -> None:
     draw = np.random.default_rng(7)
     common = draw.normal(0.0, 1.0, 6)
-    ours, theirs = common + 0.1 + draw.normal(0, 0.01, 6), common + draw.normal(0, 0.01, 6)
-    difference = paired_difference(ours, theirs)
+    ours, others = common + 0.1 + draw.normal(0, 0.01, 6), common + draw.normal(0, 0.01, 6)
+    difference = paired_difference(ours, others)
     assert difference.pairs == 6 and difference.p == 2 / 2**6
     assert 0 < difference.interval.low < 0.1 < difference.interval.high < 0.2
-    unpaired = stats.ttest_ind(ours, theirs).pvalue
+    unpaired = stats.ttest_ind(ours, others).pvalue
     assert unpaired > 0.5
 
 

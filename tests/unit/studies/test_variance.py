@@ -17,7 +17,7 @@ ACTIONS = 4
 
 
 def bandit_pool(num_prompts: int, size: int, seed: int) -> tuple[Pool, torch.Tensor, torch.Tensor]:
-    """One-token responses of a softmax policy whose logits are its parameters: s = e_a - pi. (pool, pi, rewards)"""
+    """(pool, pi, rewards) of one-token responses. The parameters are the logits of a softmax: s = e_a - pi."""
     generator = torch.Generator().manual_seed(seed)
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     rewards = torch.tensor([0.0, 1.0, 0.2, 1.0], dtype=torch.float64)
