@@ -54,6 +54,17 @@ def rloo(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig
     return mean_of_others(rewards, torch.ones_like(rewards))
 
 
+def median_loo(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig) -> Tensor:
+    """b_i = median_{j != i} r_j: `rloo` with a median, which single outliers among graded rewards do not move.
+
+    Unbiased, because o_i is left out. An even number of others: the mean of the two in the middle. G = 2: the other's
+    reward.
+    """
+    own = torch.eye(rewards.shape[1], dtype=torch.bool, device=rewards.device)
+    others = rewards[:, None, :].masked_fill(own, torch.nan)  # [Q, G, G], row i without r_i
+    return others.nanquantile(0.5, dim=-1)
+
+
 def opo(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig) -> Tensor:
     """b_i = sum_j L_j r_j / sum_j L_j, o_i included, as published (arXiv 2505.23585): length approximates w.
 
@@ -111,6 +122,7 @@ FORMULAS: dict[BaselineName, BaselineFn] = {
     "reinforce_pp": batch_mean,
     "rloo": rloo,
     "rloo_prior": rloo_prior,
+    "median_loo": median_loo,
     "opo": opo,
     "length_loo": length_loo,
     "optimal": optimal,

@@ -78,6 +78,12 @@ def test_each_formula_on_a_worked_group():
     assert b["rloo_prior"] == pytest.approx([(own + 1.5 * 3) / 3.5 for own in (3, 4, 1)], rel=1e-14)
 
 
+def test_median_loo_is_the_median_of_the_others():
+    rewards = tensor([1, 0, 3, 10])
+    b = baseline_values("median_loo", rewards, rewards, rewards, OPTIONS)
+    assert b.tolist() == [[3, 3, 1, 1]]
+
+
 def test_grpo_divides_by_the_sample_standard_deviation():
     rewards = tensor([1, 0, 0, 1])
     got = advantages("grpo", rewards, torch.ones_like(rewards), torch.ones_like(rewards), OPTIONS)

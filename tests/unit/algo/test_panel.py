@@ -31,7 +31,7 @@ def test_a_batch_by_hand() -> None:
     rewards, norms = torch.tensor([[1.0, 0.0, 0.0]]).double(), torch.tensor([[4.0, 1.0, 1.0]]).double()
     found = panel.variance_ratios(rewards, norms, torch.ones(1, 3).double(), OPTIONS)
     # optimal: A = 1, -4/5, -4/5 -> 5.28. none: 4. group_mean: A = 2/3, -1/3, -1/3, rescaled to rloo's.
-    equal = dict.fromkeys(("group_mean", "batch_mean", "opo", "length_loo"), 1.0)
+    equal = dict.fromkeys(("group_mean", "batch_mean", "median_loo", "opo", "length_loo"), 1.0)
     wanted = {"none": 4 / 4.5, "optimal": 5.28 / 4.5} | equal
     assert found == pytest.approx(wanted, rel=1e-12), "without a second prompt there is no prior"
 

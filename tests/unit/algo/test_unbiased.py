@@ -14,7 +14,7 @@ from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.config.algo import AlgoConfig
 
 OPTIONS = AlgoConfig(prior_strength=1.0, length_exponent=1.6)
-UNBIASED = ["none", "rloo", "length_loo", "optimal"]
+UNBIASED = ["none", "rloo", "median_loo", "length_loo", "optimal"]
 
 
 def group_gradients(toy, name: str, prompt: int, size: int) -> tuple[Tensor, Tensor]:
