@@ -40,19 +40,15 @@ class CurveSchedule:
         self.rate = curve
 
     def observe(self, stats: GradientStats) -> None:
-        """See Schedule."""
         self._averages.observe(stats)
 
     def metrics(self) -> dict[str, float]:
-        """See Schedule."""
         return self._averages.metrics()
 
     def state_dict(self) -> ScheduleState:
-        """See Schedule."""
         return {"schedule": self._name, **self._averages.state_dict()}
 
     def load_state_dict(self, state: ScheduleState) -> None:
-        """See Schedule."""
         check_schedule(state, self._name)
         self._averages.load_state_dict(state)
 

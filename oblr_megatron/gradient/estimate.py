@@ -54,11 +54,7 @@ def sq_norms_of(
     if source == "logit":
         return _energies(policy, batches, temperature, ratios)
     return sample_sq_grad_norms(
-        policy,
-        batches,
-        temperature=temperature,
-        ratios=ratios,
-        sketches=sketches if source == "sketch" else None,
+        policy, batches, temperature=temperature, ratios=ratios, sketches=sketches if source == "sketch" else None
     )
 
 

@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.step import LossFn
 
 RatioFn = Callable[["Tensor", MicroBatch], tuple["Tensor", "Tensor"]]
 """(detached log-probs [b, t], their microbatch) -> (importance ratios [b, t], number of truncated ratios)."""
-
-ScoreLoss = Callable[["Tensor", MicroBatch], tuple["Tensor", dict[str, "Tensor"]]]
-"""(logits [b, t, Vp / tp], microbatch) -> (loss, records of the microbatch)."""
 
 SUM_NAMES = ("entropy", "abs_diff", "cut", "kl", "tokens")  # what `score_loss` records, sums over response tokens
 
@@ -86,7 +84,7 @@ def score_loss(
     *,
     penalty: Penalty | None = None,
     records: bool = False,
-) -> ScoreLoss:
+) -> LossFn:
     """The loss -sum_i sum_t c_{i,t} rho_t log pi(o_t). With c = 1, a sample's gradient is minus its score.
 
     Args:

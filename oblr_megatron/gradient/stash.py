@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from oblr_megatron.gradient.buffer import GradientBuffer
+from oblr_megatron.gradnorm.products import product
 from oblr_megatron.gradnorm.rules import EMBEDDING, OUTPUT, Kind, Rule
-from oblr_megatron.gradnorm.segments import Segments, product_into, scale_grads
+from oblr_megatron.gradnorm.segments import Segments, scale_grads
 from oblr_megatron.model.taps import add_product, add_rows
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class StashSink:
         if id(weight) in self._written:
             add_product(view, x, dy)
         else:
-            product_into(view, x, dy)
+            product(x, dy, view)
             self._written.add(id(weight))
 
     def embedding(self, weight: Parameter, rows: Tensor, dy: Tensor) -> None:

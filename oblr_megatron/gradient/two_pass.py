@@ -35,6 +35,8 @@ def sample_sq_grad_norms(
     ratios: RatioFn | None = None,
     kept_bytes: int = KEPT_BYTES,
     sketches: Sketches | None = None,
+    rules: Sequence[Rule] | None = None,
+    reducer: Reducer | None = None,
 ) -> Tensor:
     """w_i = ||grad_theta sum_t rho_t log pi(o_t)||^2 of every sample, over all trainable parameters.
 
@@ -48,6 +50,8 @@ def sample_sq_grad_norms(
         ratios: computes the importance ratios rho; 1 if None.
         kept_bytes: bound on a rank's buffered partial gradients; more samples take several pipeline runs.
         sketches: estimates the norms of linear layers by random projections.
+        rules: by default those of `classify`.
+        reducer: by default one for the policy's layout.
 
     Returns:
         [n] fp64 in the order of the microbatches' samples, the same on every rank of the replica. 0 for an empty
@@ -56,37 +60,9 @@ def sample_sq_grad_norms(
     Raises:
         UserError: no rule covers a trainable parameter.
     """
-    return measure(
-        policy,
-        microbatches,
-        temperature=temperature,
-        ratios=ratios,
-        kept_bytes=kept_bytes,
-        rules=classify(policy),
-        reducer=Reducer(policy.parallel),
-        sketches=sketches,
-    )
-
-
-def rules_need_single_samples(rules: Sequence[Rule]) -> bool:
-    """Whether microbatches must hold one sample: experts and untapped layers cannot tell samples apart."""
-    return any(rule.expert or not rule.tapped for rule in rules if rule.param.requires_grad)
-
-
-def measure(
-    policy: Policy,
-    microbatches: Sequence[MicroBatch],
-    *,
-    temperature: float,
-    ratios: RatioFn | None,
-    kept_bytes: int,
-    rules: Sequence[Rule],
-    reducer: Reducer,
-    sketches: Sketches | None = None,
-) -> Tensor:
-    """`sample_sq_grad_norms` with the given rules and reducer."""
     from oblr_megatron.model.step import run_schedule
 
+    rules, reducer = rules or classify(policy), reducer or Reducer(policy.parallel)
     loss_of = score_loss(policy, temperature, ratios)
     policy.zero_grad()
     norms = [torch.zeros(0, dtype=torch.float64, device=policy.parallel.device)]
@@ -95,6 +71,11 @@ def measure(
         run_schedule(policy, batches, loss_of, sink=NormSink(rules, accumulator, sketches))
         norms.append(reducer.finish(accumulator))
     return torch.cat(norms)
+
+
+def rules_need_single_samples(rules: Sequence[Rule]) -> bool:
+    """Whether microbatches must hold one sample: experts and untapped layers cannot tell samples apart."""
+    return any(rule.expert or not rule.tapped for rule in rules if rule.param.requires_grad)
 
 
 def _runs(

@@ -39,7 +39,7 @@ class NormAccumulator:
         self, rules: Sequence[Rule], batches: Sequence[MicroBatch], reducer: Reducer, *, squares_rows: bool = True
     ) -> None:
         self.reducer, self.parallel = reducer, reducer.parallel
-        self.first = _starts(batch.num_samples for batch in batches)  # slot of each microbatch's first sample
+        self.first = _offsets(batch.num_samples for batch in batches)  # slot of each microbatch's first sample
         slots, device = self.first[-1], self.parallel.device
         # One column for each replica of the block, because an expert's gradient mixes their samples.
         self.sq_norms = torch.zeros(slots, self.parallel.block_size, dtype=torch.float64, device=device)
@@ -53,10 +53,7 @@ class NormAccumulator:
 
     def vector(self, rule: Rule, slot: int, grads: Tensor) -> None:
         """Add gradients [k, ...] of a small parameter, for the k samples from `slot` on."""
-        aside = self.vectors.get(rule.kind)
-        if aside is not None and id(rule.param) in aside.spans:
-            aside.put(rule, slot, grads)
-        elif self.counts(rule):
+        if not self._buffer(rule, slot, grads) and self.counts(rule):
             self.own[slot : slot + len(grads)] += grads.flatten(1).to(torch.float64).square().sum(dim=1)
 
     def matrix(self, rule: Rule, slot: int, grad: Tensor, source: int | None = None) -> None:
@@ -68,10 +65,7 @@ class NormAccumulator:
             grad: has the parameter's shape.
             source: the sample's replica within the block; this rank's own by default.
         """
-        aside = self.vectors.get(rule.kind)
-        if aside is not None and id(rule.param) in aside.spans:
-            aside.put(rule, slot, grad[None])
-        elif self.counts(rule):
+        if not self._buffer(rule, slot, grad[None]) and self.counts(rule):
             column = self.parallel.block_rank if source is None else source
             self.sq_norms[slot, column] += sq_norm(self.reducer.complete(rule, grad))
 
@@ -79,18 +73,23 @@ class NormAccumulator:
         """Whether the norm includes the squares of this rank's gradient."""
         return rule.kind is Kind.SHARD or (rule.kind is not Kind.FROZEN and self.parallel.tp_rank == 0)
 
+    def _buffer(self, rule: Rule, slot: int, grads: Tensor) -> bool:
+        """Buffer gradients [k, ...] if ranks must sum them first; returns whether it did."""
+        buffer = self.vectors.get(rule.kind)
+        if buffer is None or id(rule.param) not in buffer.spans:
+            return False
+        start, end = buffer.spans[id(rule.param)]
+        buffer.values[slot : slot + len(grads), start:end] += grads.flatten(1)
+        return True
+
 
 class _Vectors:
     """Buffered gradients [n, P] of the small parameters of one kind."""
 
     def __init__(self, rules: Sequence[Rule], slots: int) -> None:
-        ends = _starts(rule.param.numel() for rule in rules)
+        ends = _offsets(rule.param.numel() for rule in rules)
         self.spans = {id(rule.param): span for rule, *span in zip(rules, ends[:-1], ends[1:], strict=True)}
         self.values = rules[0].grad.new_zeros(slots, ends[-1])
-
-    def put(self, rule: Rule, slot: int, grads: Tensor) -> None:
-        start, end = self.spans[id(rule.param)]
-        self.values[slot : slot + len(grads), start:end] += grads.flatten(1)
 
 
 def buffered_bytes(rules: Sequence[Rule], batch: MicroBatch, parallel: Parallel) -> int:
@@ -106,6 +105,6 @@ def _buffered(rules: Sequence[Rule], parallel: Parallel) -> list[tuple[Kind, lis
     return [(kind, kind_rules) for kind, kind_rules in found if kind_rules]
 
 
-def _starts(counts: Iterable[int]) -> list[int]:
-    """Running sums from 0, the total last."""
+def _offsets(counts: Iterable[int]) -> list[int]:
+    """Running sums from 0 to the total."""
     return list(accumulate(counts, initial=0))

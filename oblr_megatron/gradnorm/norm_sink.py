@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.gradnorm.embedding_rows import needs_rows
-from oblr_megatron.gradnorm.products import sum_dtype
+from oblr_megatron.gradnorm.products import product, sum_dtype
 from oblr_megatron.gradnorm.rules import OUTPUT, Kind, Rule
 from oblr_megatron.gradnorm.segments import (
     Segments,
-    product_into,
     product_rows,
     product_sq_norms,
     row_grads,
@@ -73,8 +72,8 @@ class NormSink:
         elif self.accumulator.reducer.sum_group(rule) is None:
             own += product_sq_norms(x, dy, self.segments)
         else:
-            for sample, product in sample_products(x, dy, self.segments):
-                self.accumulator.matrix(rule, self.slot + sample, product)
+            for sample, grad in sample_products(x, dy, self.segments):
+                self.accumulator.matrix(rule, self.slot + sample, grad)
         if rule.tied:
             self._head_rows(x, dy)
 
@@ -129,6 +128,6 @@ class NormSink:
                 segments = Segments(1, (0, len(own_x)))
                 self.accumulator.sq_norms[self.slot, source] += product_sq_norms(own_x, own_dy, segments)[0]
             else:  # even without a token: the other ranks wait in the all-reduce
-                product = torch.empty(rule.param.shape, dtype=sum_dtype(own_x), device=own_x.device)
-                product_into(product, own_x, own_dy)
-                self.accumulator.matrix(rule, self.slot, product, source)
+                grad = torch.empty(rule.param.shape, dtype=sum_dtype(own_x), device=own_x.device)
+                product(own_x, own_dy, grad)
+                self.accumulator.matrix(rule, self.slot, grad, source)

@@ -33,8 +33,8 @@ class Reducer:
         """[n] fp64 squared norms of this replica's samples, the same on all its ranks."""
         norms = accumulator.sq_norms.clone()
         own = norms[:, self.parallel.block_rank]
-        for kind, aside in accumulator.vectors.items():
-            own += self.vectors(kind, aside.values)
+        for kind, buffer in accumulator.vectors.items():
+            own += self.vectors(kind, buffer.values)
         if accumulator.rows is not None:
             own += self.rows(accumulator.rows, len(norms))
         return self.total(norms)[:, self.parallel.block_rank]

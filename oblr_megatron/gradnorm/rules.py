@@ -103,13 +103,7 @@ def classify(policy: Policy) -> list[Rule]:
             kind = Kind.COPY  # one rank holds the whole sum
         rules.append(
             Rule(
-                name,
-                param,
-                kind,
-                chunk=chunk,
-                tapped=tapped,
-                tied=tied and name in (EMBEDDING, OUTPUT),
-                expert=expert,
+                name, param, kind, chunk=chunk, tapped=tapped, tied=tied and name in (EMBEDDING, OUTPUT), expert=expert
             )
         )
     return rules

@@ -122,13 +122,8 @@ def sample_products(x: Tensor, dy: Tensor, segments: Segments) -> Iterator[tuple
     """
     out = torch.empty(dy.shape[-1], x.shape[-1], dtype=sum_dtype(x), device=x.device)
     for index, (x_i, dy_i) in enumerate(zip(segments.split(x), segments.split(dy), strict=True)):
-        product_into(out, x_i, dy_i)
+        product(x_i, dy_i, out)
         yield index, out
-
-
-def product_into(out: Tensor, x_i: Tensor, dy_i: Tensor) -> None:
-    """out [p, d] = dy_i^T x_i of one sample's factors [t_i, d] and [t_i, p]."""
-    product(x_i, dy_i, out)
 
 
 def scale_grads(x_hat: Tensor, dy: Tensor, segments: Segments) -> Tensor:
@@ -187,5 +182,5 @@ def product_rows(x: Tensor, dy: Tensor, segments: Segments, sample: Tensor, row:
     counts = torch.bincount(sample, minlength=segments.num_samples).tolist()
     parts = zip(out.split(counts), row.split(counts), segments.split(x), segments.split(dy), strict=True)
     for out_i, row_i, x_i, dy_i in parts:
-        product_into(out_i, x_i, dy_i[:, row_i])
+        product(x_i, dy_i[:, row_i], out_i)
     return out

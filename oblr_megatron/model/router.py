@@ -23,11 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-from megatron.core.transformer.moe.moe_utils import (
-    MoEAuxLossAutoScaler,
-    switch_load_balancing_loss_func,
-    z_loss_func,
-)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch_load_balancing_loss_func, z_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 

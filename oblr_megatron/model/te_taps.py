@@ -76,10 +76,7 @@ class HandOver:
 
 
 def install_te(
-    module: nn.Module,
-    tap: Tap,
-    config: TransformerConfig,
-    splits: Mapping[nn.Module, Sequence[SplitsFn]] | None = None,
+    module: nn.Module, tap: Tap, config: TransformerConfig, splits: Mapping[nn.Module, Sequence[SplitsFn]] | None = None
 ) -> Mapping[str, str]:
     """Tap the Transformer Engine layers of this model chunk, after `taps.install`. No-op without CUDA or the package.
 
@@ -140,11 +137,7 @@ def _obstacle(layer: Any, config: TransformerConfig) -> str | None:
 
 
 def _renew_store(
-    tap: Tap,
-    weights: Sequence[nn.Parameter],
-    splits: Sequence[SplitsFn] | None,
-    layer: Any,
-    inputs: tuple[Any, ...],
+    tap: Tap, weights: Sequence[nn.Parameter], splits: Sequence[SplitsFn] | None, layer: Any, inputs: tuple[Any, ...]
 ) -> None:
     """Forward pre-hook: give the layer a new `HandOver`."""
     rows = inputs[0].shape[1] if inputs[0].dim() == 3 else None

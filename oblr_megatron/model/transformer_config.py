@@ -44,8 +44,9 @@ def transformer_config_of(
         context_parallel_size=parallel.cp_size,
         cp_comm_type=options.cp_comm_type,  # for Transformer Engine's attention; SdpaAttention gathers keys and values
         sequence_parallel=parallel.sequence_parallel,
+        gradient_accumulation_fusion=options.gradient_accumulation_fusion,
+        defer_embedding_wgrad_compute=options.defer_embedding_wgrad_compute,
         **_recompute(options),
-        **_schedule(options),
         **precision_fields(config, transformer_engine=by_transformer_engine),
         **_kernels(parallel.device),
         **moe.moe_fields(hf_config, parallel, DTYPES[config.dtype], transformer_engine=by_transformer_engine),
@@ -90,14 +91,6 @@ def _recompute(options: ParallelConfig) -> dict[str, Any]:
         "recompute_granularity": "full",
         "recompute_method": options.recompute_method,
         "recompute_num_layers": options.recompute_num_layers,
-    }
-
-
-def _schedule(options: ParallelConfig) -> dict[str, Any]:
-    """The fields that select how megatron-core computes weight gradients."""
-    return {
-        "gradient_accumulation_fusion": options.gradient_accumulation_fusion,
-        "defer_embedding_wgrad_compute": options.defer_embedding_wgrad_compute,
     }
 
 

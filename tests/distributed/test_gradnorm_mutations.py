@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oblr_megatron.data.packing import empty_batch
-from oblr_megatron.gradient.two_pass import measure
+from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
 from oblr_megatron.gradnorm.embedding_rows import EmbeddingRows
 from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import HEAD_NORMS, Kind, Rule, classify
-from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
 from oblr_megatron.model.qwen3 import Policy
 from oblr_megatron.model.sq_norms import row_sq_norms
 from tests.distributed.gradnorm_cases import (
@@ -314,12 +313,10 @@ def norms_of(policy: Policy, mutate: Callable[[Rule], Rule], reducer: type[Reduc
     mine = list(range(parallel.dp_rank, len(batches), parallel.dp_size)) if parallel.block_size > 1 else None
     own = batches if mine is None else [batches[n] for n in mine]
     fillers = -(-len(batches) // parallel.dp_size) - len(own) if mine is not None else 0
-    norms = measure(
+    norms = sample_sq_grad_norms(
         policy,
         own + [empty_batch() for _ in range(fillers)],
         temperature=TEMPERATURE,
-        ratios=None,
-        kept_bytes=KEPT_BYTES,
         rules=[mutate(rule) for rule in classify(policy)],
         reducer=reducer(parallel),
     )

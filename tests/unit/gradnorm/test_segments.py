@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oblr_megatron.gradnorm.products import product
 from oblr_megatron.gradnorm.segments import (
     Segments,
-    product_into,
     product_rows,
     product_sq_norms,
     row_grads,
@@ -195,12 +195,12 @@ def test_other_gradients_of_narrow_factors(dtype):
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_product_into_a_buffer_of_another_dtype(out_dtype):
+def test_product_in_a_buffer_of_another_dtype(out_dtype):
     """A bf16 stash is rounded once, after the sum."""
     case = Case(lengths=(30,), packed=False, flat=False, seed=2)
     x, dy = (factor[:30, 0].float() for factor in factors(case, 6, 5))
     out = torch.full((5, 6), float("nan"), dtype=out_dtype)
-    product_into(out, x, dy)
+    product(x, dy, out)
     torch.testing.assert_close(out, (dy.double().t() @ x.double()).to(out_dtype), rtol=1e-5, atol=1e-5)
 
 

@@ -157,11 +157,7 @@ def test_mode_auto_avoids_what_fp8_forbids() -> None:
         (
             "0.6B",
             16,
-            [
-                "parallel.tensor_model_parallel_size=8",
-                "parallel.context_parallel_size=2",
-                "parallel.cp_comm_type=a2a",
-            ],
+            ["parallel.tensor_model_parallel_size=8", "parallel.context_parallel_size=2", "parallel.cp_comm_type=a2a"],
             "num_key_value_heads 8 / tensor_model_parallel_size 8",
         ),
         (
