@@ -25,6 +25,7 @@ from tests.tiny import VOCAB
 TEMPERATURE = 0.7
 COEFFICIENTS = torch.tensor([0.5, -1.25, 0.75, 2.0], dtype=torch.float64)
 PROMPT = 3  # tokens before the response
+ORDERS = [(0, 0, 1), (2, 3, 3), (1,)]  # samples of each packed microbatch; some occur twice
 Outcome = tuple[dict[str, Tensor], float]
 """The gradients a rank holds after the reductions, by Hugging Face name, and their squared norm over all ranks."""
 
@@ -54,6 +55,24 @@ def make_batches(rows: int = 1) -> list[MicroBatch]:
             mask[row, PROMPT - 1 : len(sample) - 1] = True
         batches.append(MicroBatch(ids, labels, mask, torch.zeros(mask.shape), torch.arange(first, first + len(group))))
     return batches
+
+
+def some_batches(count: int) -> list[MicroBatch]:
+    """The samples of `make_batches`, one a microbatch, again and again."""
+    return [make_batches()[index % 4] for index in range(count)]
+
+
+def packed_batches() -> list[MicroBatch]:
+    """The samples of `make_batches`, several in a row: those of `ORDERS`."""
+    return [packed([make_batches()[index] for index in order]) for order in ORDERS]
+
+
+def packed(rows: list[MicroBatch]) -> MicroBatch:
+    """One row of several microbatches of one sample each."""
+    lengths = torch.tensor([0, *(row.input_ids.shape[1] for row in rows)])
+    names = ("input_ids", "labels", "mask", "rollout_logprobs", "sample_index")
+    fields = [torch.cat([getattr(row, name) for row in rows], dim=-1) for name in names]
+    return MicroBatch(*fields, cu_seqlens=lengths.cumsum(0, dtype=torch.int32))
 
 
 def weighted_logprob_loss(policy: Policy) -> Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]:

@@ -1,9 +1,10 @@
-"""Sequences cut over ranks give the logits of whole ones, and the gradients of transformers' autograd.
+"""Sequences cut over ranks have the logits of whole ones, and each rank's gradient is a summand of the whole one.
 
-fp64, relative 1e-10, context parallelism alone, over 4 ranks, and with tensor, sequence, pipeline and data parallelism;
-tied and untied, fewer KV groups than ranks, lengths that nothing divides, repeated tokens, a sample without response.
+fp64, 1e-10, context parallelism alone, over 4 ranks, and with tensor, sequence, pipeline and data parallelism; lengths
+that nothing divides, repeated tokens, a sample without response.
 
-Does not cover: packed samples (test_packed.py), experts, Transformer Engine's attention, which cuts alike.
+Not covered: reduced gradients (test_gradients.py), packed samples (test_packed.py), experts, Transformer Engine's
+attention, which cuts sequences the same way.
 """
 
 from __future__ import annotations
@@ -24,12 +25,9 @@ from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import (
     COEFFICIENTS,
     TEMPERATURE,
-    Outcome,
-    assert_outcomes,
     load_policy,
     logits_by_position,
     make_batches,
-    reduced_gradients,
     weighted_logprob_loss,
     whole_gradients,
 )
@@ -43,13 +41,8 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("models")
-    return [
-        make_hf_dir(root / "untied"),
-        make_hf_dir(root / "tied", tied=True, seed=1),
-        make_hf_dir(root / "one_group", num_key_value_heads=1, seed=2),
-    ]
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf_dir(tmp_path_factory.mktemp("models") / "untied")
 
 
 def logits_in_layouts(path: Path) -> dict[str, list[tuple[Tensor, Tensor]] | None]:
@@ -61,10 +54,10 @@ def logits_in_layouts(path: Path) -> dict[str, list[tuple[Tensor, Tensor]] | Non
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_logits_equal_transformers(world_size: int, paths: list[Path]) -> None:
+def test_logits_equal_transformers(world_size: int, path: Path) -> None:
     """At each position, and the ranks' positions make up the whole sequence."""
-    ranks = run_ranks(logits_in_layouts, world_size, paths[0])
-    model = load_oracle(paths[0])
+    ranks = run_ranks(logits_in_layouts, world_size, path)
+    model = load_oracle(path)
     for case in ranks[0]:
         for index, batch in enumerate(make_batches(2)):
             with torch.no_grad(), exact_norms():
@@ -80,25 +73,6 @@ def test_logits_equal_transformers(world_size: int, paths: list[Path]) -> None:
             assert seen == set(range(1, batch.input_ids.shape[1] + 1)), case
 
 
-def gradients_in_layouts(paths: list[Path]) -> dict[str, Outcome]:
-    results: dict[str, Outcome] = {}
-    for sizes in LAYOUTS[dist.get_world_size()]:
-        with layout(**sizes) as parallel:
-            for path, rows in zip(paths, (1, 2, 2), strict=True):
-                results[f"{path.name} {sizes}"] = reduced_gradients(load_policy(path, parallel), make_batches(rows))
-    return results
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_gradients_equal_transformers(world_size: int, paths: list[Path]) -> None:
-    ranks = run_ranks(gradients_in_layouts, world_size, paths)
-    expected = {
-        path.name: oracle_gradients(load_oracle(path), make_batches(), COEFFICIENTS, TEMPERATURE) for path in paths
-    }
-    for case in ranks[0]:
-        assert_outcomes([rank[case] for rank in ranks], expected[case.split()[0]], case)
-
-
 def unreduced_gradients(path: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Gradients without the reduction inside a replica, and the sums of log-probs of each sample."""
     with layout(cp=2) as parallel:
@@ -108,14 +82,14 @@ def unreduced_gradients(path: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
         return whole_gradients(policy), [record["sums"] for record in records]
 
 
-def test_each_ranks_gradient_and_metrics_are_summands(paths: list[Path]) -> None:
+def test_each_ranks_gradient_and_metrics_are_summands(path: Path) -> None:
     """Left alone, every parameter of the two ranks together has half of the whole gradient (see the reduction)."""
-    reference = oracle_gradients(load_oracle(paths[0]), make_batches(), COEFFICIENTS, TEMPERATURE)
-    ranks = run_ranks(unreduced_gradients, 2, paths[0])
+    reference = oracle_gradients(load_oracle(path), make_batches(), COEFFICIENTS, TEMPERATURE)
+    ranks = run_ranks(unreduced_gradients, 2, path)
     for gradients, _ in ranks:
         for name, gradient in gradients.items():
             torch.testing.assert_close(2 * gradient, reference[name], rtol=1e-10, atol=1e-12)
-    [(_, expected)] = run_ranks(whole_sums, 1, paths[0])
+    [(_, expected)] = run_ranks(whole_sums, 1, path)
     for first, second, whole in zip(ranks[0][1], ranks[1][1], expected, strict=True):
         torch.testing.assert_close(first + second, whole, rtol=1e-12, atol=1e-12)
 
@@ -157,5 +131,5 @@ def refused(path: Path) -> str:
         return ""
 
 
-def test_megatrons_own_attention_is_refused(paths: list[Path]) -> None:
-    assert all('attention "local" does not work' in message for message in run_ranks(refused, 2, paths[0]))
+def test_megatrons_own_attention_is_refused(path: Path) -> None:
+    assert all('attention "local" does not work' in message for message in run_ranks(refused, 2, path))

@@ -1,6 +1,6 @@
 """Logits of the Megatron policy equal those of transformers with the same weights, in every layout.
 
-Does not cover: gradients (test_parallel_gradients.py), Transformer Engine's layers, CUDA.
+Not covered: gradients (test_gradients.py), Transformer Engine's layers, CUDA.
 """
 
 from __future__ import annotations

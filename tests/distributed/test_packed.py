@@ -1,9 +1,9 @@
-"""Packed samples have the logits of single ones, and the gradients of transformers' autograd.
+"""Packed samples have the logits of single ones, in tensor, sequence, context and pipeline parallel layouts.
 
-fp64, relative 1e-10, in tensor, sequence, context and pipeline parallel layouts; neighbours of equal length (which
-share an attention call) and of different ones, lengths that nothing divides, a sample without response.
+fp64, absolute 1e-10; neighbours of equal length (which share an attention call) and of different ones, lengths that
+nothing divides, a sample without response.
 
-Does not cover: how samples are chosen (tests/unit/data), experts, Transformer Engine's attention.
+Not covered: gradients (test_gradients.py), how samples are chosen (tests/unit/data), experts.
 """
 
 from __future__ import annotations
@@ -19,44 +19,19 @@ from torch import Tensor
 from oblr_megatron.model.sequence import local_part
 from oblr_megatron.types import MicroBatch
 from tests.distributed.launch import layout, run_ranks
-from tests.distributed.passes import (
-    COEFFICIENTS,
-    TEMPERATURE,
-    Outcome,
-    assert_outcomes,
-    load_policy,
-    logits_by_position,
-    make_batches,
-    reduced_gradients,
-)
-from tests.oracle import exact_norms, load_oracle, oracle_gradients
+from tests.distributed.passes import ORDERS, load_policy, logits_by_position, make_batches, packed_batches
+from tests.oracle import exact_norms, load_oracle
 from tests.tiny import make_hf_dir
 
-ORDERS = [(0, 0, 1), (2, 3, 3), (1,)]  # samples of each microbatch; some go through more than once
 LAYOUTS = {
     1: [{}],
     2: [{"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2}],
-    4: [{"cp": 2, "tp": 2, "sp": True}, {"cp": 2, "pp": 2}, {"tp": 2, "pp": 2, "sp": True}],
 }
 
 
-def packed_batches() -> list[MicroBatch]:
-    """The samples of `make_batches` behind one another."""
-    return [packed([make_batches()[index] for index in order]) for order in ORDERS]
-
-
-def packed(rows: list[MicroBatch]) -> MicroBatch:
-    """One row of several microbatches of one sample each."""
-    lengths = torch.tensor([0, *(row.input_ids.shape[1] for row in rows)])
-    names = ("input_ids", "labels", "mask", "rollout_logprobs", "sample_index")
-    fields = [torch.cat([getattr(row, name) for row in rows], dim=-1) for name in names]
-    return MicroBatch(*fields, cu_seqlens=lengths.cumsum(0, dtype=torch.int32))
-
-
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("models")
-    return [make_hf_dir(root / "untied"), make_hf_dir(root / "tied", tied=True, num_key_value_heads=1, seed=1)]
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf_dir(tmp_path_factory.mktemp("models") / "untied")
 
 
 def logits_in_layouts(path: Path) -> dict[str, list[tuple[Tensor, Tensor]] | None]:
@@ -68,9 +43,9 @@ def logits_in_layouts(path: Path) -> dict[str, list[tuple[Tensor, Tensor]] | Non
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_logits_equal_those_of_single_samples(world_size: int, paths: list[Path]) -> None:
-    ranks = run_ranks(logits_in_layouts, world_size, paths[0])
-    model = load_oracle(paths[0])
+def test_logits_equal_those_of_single_samples(world_size: int, path: Path) -> None:
+    ranks = run_ranks(logits_in_layouts, world_size, path)
+    model = load_oracle(path)
     with torch.no_grad(), exact_norms():
         single = [model(batch.input_ids).logits for batch in make_batches()]
     for case in ranks[0]:
@@ -81,24 +56,6 @@ def test_logits_equal_those_of_single_samples(world_size: int, paths: list[Path]
                     positions, logits = rank[case][index]
                     real = positions > 0
                     torch.testing.assert_close(logits[:, real], expected[:, positions[real] - 1], rtol=0, atol=1e-10)
-
-
-def gradients_in_layouts(paths: list[Path]) -> dict[str, Outcome]:
-    results: dict[str, Outcome] = {}
-    for sizes in LAYOUTS[dist.get_world_size()]:
-        with layout(**sizes) as parallel:
-            for path in paths[dist.get_world_size() // 4 :]:  # on 4 ranks the tied model only
-                results[f"{path.name} {sizes}"] = reduced_gradients(load_policy(path, parallel), packed_batches())
-    return results
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_gradients_equal_transformers(world_size: int, paths: list[Path]) -> None:
-    ranks = run_ranks(gradients_in_layouts, world_size, paths)
-    samples = [make_batches()[index] for order in ORDERS for index in order]
-    expected = {path.name: oracle_gradients(load_oracle(path), samples, COEFFICIENTS, TEMPERATURE) for path in paths}
-    for case in ranks[0]:
-        assert_outcomes([rank[case] for rank in ranks], expected[case.split()[0]], case)
 
 
 def parts() -> list[tuple[list[int], list[int]]]:

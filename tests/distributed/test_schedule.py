@@ -1,6 +1,6 @@
 """The passes themselves: what is divided, in which order, and what main_grad holds when a microbatch's backward ends.
 
-Does not cover: speed, activation recomputation (test_recompute.py), the interleaved schedule (test_interleaved.py).
+Not covered: speed, activation recomputation (test_recompute.py), the interleaved schedule (test_interleaved.py).
 """
 
 from __future__ import annotations
