@@ -1,29 +1,29 @@
 # shellcheck shell=bash
-# What the job scripts of this directory do. A script sets OBLR_CONFIG and calls oblr_run "$@"; docs/cluster.md.
+# Functions of the job scripts. A script sets OBLR_CONFIG and calls oblr_run "$@"; see docs/cluster.md.
 #
-# Settings, from the environment of sbatch (sbatch hands it on) or of the script:
-#   OBLR_HOME             the repository; by default the directory sbatch was called in
-#   OBLR_CONFIG           TOML file, from OBLR_HOME; the script's own by default
+# Settings, from the environment of sbatch or of the script:
+#   OBLR_HOME             the repository; by default the directory where sbatch was called
+#   OBLR_CONFIG           TOML file, relative to OBLR_HOME; by default the script's own
 #   OBLR_CONTAINER        image for pyxis (srun --container-image); OBLR_CONTAINER_MOUNTS adds SRC:DST[,SRC:DST...]
-#   OBLR_VENV             virtual environment, if there is no container; else the python3 that is found
-#   OBLR_GPUS_PER_NODE    8; 0 for ranks on the CPU, of which OBLR_RANKS_PER_NODE (1) run on each node
-#   OBLR_DRY_RUN          1; 0 leaves out the dry run
-#   OBLR_GPU_MEMORY_GB    what the dry run holds its memory table against; by default what the node's GPUs have
-#   OBLR_PREFLIGHT        1; 0 leaves out the preflight; OBLR_PREFLIGHT_S (300) is the deadline of each of its waits
-#   OBLR_MIN_GB_S         0, least bus bandwidth of its all-reduces
-#   OBLR_REQUEUE          1; 0 never requeues, and says how to go on
-#   OBLR_REQUEUE_FAILED   0; 1 requeues after a failure of the run as well (not after a mistake in its input)
+#   OBLR_VENV             virtual environment, used without a container; by default python3 from PATH
+#   OBLR_GPUS_PER_NODE    8; 0 for CPU ranks, with OBLR_RANKS_PER_NODE (1) per node
+#   OBLR_DRY_RUN          1; 0 skips the dry run
+#   OBLR_GPU_MEMORY_GB    GPU memory for the dry run's memory table; by default that of the node's GPUs
+#   OBLR_PREFLIGHT        1; 0 skips the preflight; OBLR_PREFLIGHT_S (300) is the deadline of each of its waits
+#   OBLR_MIN_GB_S         0; required bus bandwidth of the preflight's all-reduces
+#   OBLR_REQUEUE          1; 0 never requeues, and prints how to resume
+#   OBLR_REQUEUE_FAILED   0; 1 also requeues after a failed run (but not after an input error)
 #   OBLR_LOGS             directory of logs; by default NAME-JOBID.logs in OBLR_HOME
-# Of the servers' script:
-#   OBLR_SERVER_TP        1, GPUs of a vLLM server (OBLR_GPUS_PER_NODE / OBLR_SERVER_TP servers on each of their nodes)
-#   OBLR_SERVERS_S        1800, deadline of the servers to be ready
+# Settings of the servers' script:
+#   OBLR_SERVER_TP        1; GPUs per vLLM server (a node runs OBLR_GPUS_PER_NODE / OBLR_SERVER_TP servers)
+#   OBLR_SERVERS_S        1800; deadline in seconds for the servers to be ready
 
 set -euo pipefail
 
 readonly EXIT_RUN=1 EXIT_USER=2
 stopping=""   # name of the signal that asked this script to stop
-child=""      # process id of the srun that signals are handed on to
-servers=""    # of the one that holds the servers
+child=""      # process id of the srun that receives forwarded signals
+servers=""    # process id of the srun that runs the servers
 signalled=0
 
 say() { printf 'oblr: %s\n' "$*"; }
@@ -33,7 +33,7 @@ die() { # STATUS MESSAGE
     exit "$1"
 }
 
-# One job from beginning to end. Arguments: overrides of the config (section.key=value).
+# Run a whole job. Arguments: config overrides (section.key=value).
 oblr_run() {
     oblr_begin "$@"
     oblr_check
@@ -41,7 +41,7 @@ oblr_run() {
     oblr_end "$train_status"
 }
 
-# The same with vLLM servers on the nodes of the second component of a heterogeneous job.
+# Run a whole job with vLLM servers on the second component of a heterogeneous job.
 oblr_run_with_servers() {
     oblr_begin "$@"
     het=(--het-group=0)
@@ -52,14 +52,14 @@ oblr_run_with_servers() {
     oblr_end "$train_status"
 }
 
-# --- what there is ---------------------------------------------------------------------------------------------------
+# --- setup -----------------------------------------------------------------------------------------------------------
 
 oblr_begin() {
-    [[ -n ${SLURM_JOB_ID:-} ]] || die "$EXIT_USER" "no SLURM_JOB_ID: start this script with sbatch"
+    [[ -n ${SLURM_JOB_ID:-} ]] || die "$EXIT_USER" "SLURM_JOB_ID is not set; start this script with sbatch"
     cd "$OBLR_HOME"
-    [[ -r $OBLR_CONFIG ]] || die "$EXIT_USER" "no config $OBLR_CONFIG in $OBLR_HOME; set OBLR_CONFIG"
+    [[ -r $OBLR_CONFIG ]] || die "$EXIT_USER" "cannot read the config $OBLR_CONFIG in $OBLR_HOME; set OBLR_CONFIG"
     mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
-    ((${#nodes[@]})) || die "$EXIT_RUN" "scontrol names no node of job $SLURM_JOB_ID"
+    ((${#nodes[@]})) || die "$EXIT_RUN" "scontrol lists no node of job $SLURM_JOB_ID"
     job_name="${SLURM_JOB_NAME:-oblr}" attempt="${SLURM_RESTART_COUNT:-0}"
     gpus="${OBLR_GPUS_PER_NODE:-8}"
     ranks="$gpus"
@@ -79,7 +79,7 @@ oblr_begin() {
     say "config $OBLR_CONFIG, run directory $run_dir, logs $logs, commit $(git rev-parse --short HEAD 2>/dev/null || echo none)"
 }
 
-# The run directory is the last run_dir=... given, or named after the job, which keeps its id when it is requeued.
+# The run directory is the last run_dir=... argument, or named after the job id, which a requeue keeps.
 oblr_overrides() {
     local word
     overrides=() run_dir="runs/$job_name-$SLURM_JOB_ID"
@@ -89,16 +89,16 @@ oblr_overrides() {
     overrides+=("run_dir=$run_dir")
 }
 
-# When the job will be ended; checkpoint.exit_before_timeout_s counts from there. Before Slurm 22.05 it has to be asked.
+# End time of the job, for checkpoint.exit_before_timeout_s. Slurm before 22.05 does not set it.
 oblr_time() {
     local ends
     [[ -z ${SLURM_JOB_END_TIME:-} ]] || return 0
     ends="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p' | head -n 1)"
-    SLURM_JOB_END_TIME="$(date -d "$ends" +%s 2>/dev/null)" || return 0 # "Unknown", of a job without a limit
+    SLURM_JOB_END_TIME="$(date -d "$ends" +%s 2>/dev/null)" || return 0 # "Unknown": the job has no time limit
     export SLURM_JOB_END_TIME
 }
 
-# The interpreter of every task, and srun's options for the container it is in.
+# The interpreter of every task, and srun's container options.
 oblr_python() {
     python="${OBLR_PYTHON:-python3}" container=()
     if [[ -n ${OBLR_CONTAINER:-} ]]; then
@@ -110,22 +110,22 @@ oblr_python() {
     fi
 }
 
-# Defaults; a variable that is set already stays as it is. PYTORCH_CUDA_ALLOC_CONF=expandable_segments is left alone:
-# memory of such segments cannot be handed to an engine by CUDA IPC.
+# Environment of every task; variables that are already set keep their values. PYTORCH_CUDA_ALLOC_CONF is not set to
+# expandable_segments, because such memory cannot be shared with an engine through CUDA IPC.
 oblr_environment() {
     export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
     export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
     export VLLM_NO_USAGE_STATS=1
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}" # a rank and an engine share a node's cores with the others'
-    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" # megatron-core: communication is queued first
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}" # all ranks and engines share the node's cores
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" # megatron-core needs it to overlap communication
     export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
     export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}" # a timeout ends the rank
-    export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}" # the last collectives of each rank,
-    export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}" # written out at a timeout
+    export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}" # number of recent collectives recorded per rank
+    export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}" # write them to a file on a timeout
     export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="${TORCH_NCCL_DEBUG_INFO_TEMP_FILE:-$logs/nccl_trace_rank_}"
 }
 
-# A block of 20 ports by the job's id, below the ports that the kernel gives out; the next block where one is taken.
+# A block of 20 ports derived from the job id, below the kernel's ephemeral ports; the next block if a port is taken.
 oblr_ports() {
     local block
     for ((block = 0; block < 20; block++)); do
@@ -139,7 +139,7 @@ oblr_port_taken() { (: <"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 
-# Become an srun of one task a node of the trainers'. Arguments: srun's further options, --, the command.
+# Exec srun with one task per trainer node. Arguments: more srun options, --, the command.
 oblr_srun() {
     local options=()
     while [[ $1 != -- ]]; do
@@ -148,12 +148,12 @@ oblr_srun() {
     done
     shift
     ((gpus == 0)) || options+=(--gpus-per-node="$gpus" --gpu-bind=none)
-    # Without these a task of an exclusive node may be held to one of its cores.
+    # Without these options a task on an exclusive node may be bound to one core.
     options+=(--cpu-bind=none ${SLURM_CPUS_ON_NODE:+"--cpus-per-task=$SLURM_CPUS_ON_NODE"})
     exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 --unbuffered --input=none "${options[@]}" "${container[@]}" "$@"
 }
 
-# Run a command beside this shell, so that a signal is answered at once; its status.
+# Run a command in the background, so that signals are handled at once; return its status.
 oblr_await() {
     local status=0 before=0
     "$@" &
@@ -161,23 +161,23 @@ oblr_await() {
     while :; do
         before=$status signalled=0 status=0
         wait "$child" || status=$?
-        ((signalled && status > 128)) || break # wait was interrupted: the command goes on
+        ((signalled && status > 128)) || break # if the signal only interrupted wait, wait again
     done
-    ((status != 127 || before == 0)) || status=$before # it had ended when wait was interrupted
+    ((status != 127 || before == 0)) || status=$before # the command had ended when wait was interrupted
     child=""
     return "$status"
 }
 
-# The time limit is near (--signal=B:USR1@...), or somebody ends the job: the ranks save at the next step boundary.
-# They take a SIGTERM, which SLURM sends to them itself, twice for the order to end at once; so SIGUSR1 is handed on.
+# The time limit is near (--signal=B:USR1@...) or the job is being cancelled: ranks save at the next step boundary.
+# SIGUSR1 is forwarded instead of SIGTERM: SLURM sends SIGTERM to the ranks itself, and a second one would end them.
 oblr_signal() {
     signalled=1
     [[ $stopping == TERM ]] || stopping="$1"
-    say "SIG$1: the run is told to save and stop"
+    say "SIG$1: asking the run to save and stop"
     [[ -z $child ]] || kill -USR1 "$child" 2>/dev/null || true
 }
 
-# What is wrong is found before a rank is started: status 2, and no requeue.
+# Dry run and preflight, before any rank starts. A problem ends the job with status 2 and without requeue.
 oblr_check() {
     all=("${het[@]}" --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}")
     local status=0 first=("${het[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[0]}") memory=()
@@ -202,14 +202,14 @@ oblr_checked() { # STATUS WHAT LOG
     oblr_stop_early "$2"
     if (($1 != 0)); then
         cat "$3" >&2
-        die "$EXIT_USER" "$2 failed (status $1); nothing was trained, and the job is not requeued"
+        die "$EXIT_USER" "$2 failed (status $1); nothing was trained and the job is not requeued"
     fi
 }
 
-# One task a node, of which each starts its ranks; the status is left in train_status.
+# Start one task per node, which starts the node's ranks; the status is returned in train_status.
 oblr_train() {
-    say "training: $logs/node_K.log, one of which is rank 0's; follow it with: tail -F $logs/node_*.log"
-    rm -f "$run_dir/status.json" # of the attempt before
+    say "training: follow the logs with: tail -F $logs/node_*.log"
+    rm -f "$run_dir/status.json" # of the previous attempt
     train_status=0
     oblr_await oblr_srun "${all[@]}" --output="$logs/node_%n.log" -- \
         "$python" -m oblr_megatron.runtime.launch --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" --max-restarts 0 \
@@ -219,22 +219,22 @@ oblr_train() {
 
 # --- servers ---------------------------------------------------------------------------------------------------------
 
-# Which there will be, each with OBLR_SERVER_TP GPUs, and the key that they and the trainers share.
+# The servers' URLs, and the API key that they share with the trainers.
 oblr_servers() {
     local list="${SLURM_JOB_NODELIST_HET_GROUP_1:-}" host k
-    [[ -n $list ]] || die "$EXIT_USER" "no second component: submit this script as it is, with its #SBATCH hetjob"
+    [[ -n $list ]] || die "$EXIT_USER" "the job has no second component; submit this script with its #SBATCH hetjob line"
     mapfile -t server_nodes < <(scontrol show hostnames "$list")
     server_tp="${OBLR_SERVER_TP:-1}" servers_each=1 urls=()
     ((gpus == 0)) || servers_each=$((gpus / server_tp))
     for host in "${server_nodes[@]}"; do
         for ((k = 0; k < servers_each; k++)); do urls+=("http://$host:$((port + 2 + k))"); done
     done
-    OBLR_API_KEY="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')" # in the environment only, which others cannot read
+    OBLR_API_KEY="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')" # only in the environment, which other users cannot read
     export OBLR_API_KEY
     overrides+=("rollout.api_key_env=OBLR_API_KEY" "rollout.servers=[$(printf '"%s",' "${urls[@]}" | sed 's/,$//')]")
 }
 
-# Start them on the second component's nodes, and wait until all of them answer.
+# Start the servers on the second component's nodes, and wait until all answer.
 oblr_start_servers() {
     local status=0 options=()
     options=(--het-group=1 --nodes="${#server_nodes[@]}" --ntasks-per-node="$servers_each" --kill-on-bad-exit=0 --input=none)
@@ -250,11 +250,11 @@ oblr_start_servers() {
     if ((status != 0)); then
         cat "$logs/servers.log" >&2
         tail -n 20 "$logs"/server_*.log >&2 || true
-        die "$EXIT_RUN" "the servers are not ready; the job is not requeued"
+        die "$EXIT_RUN" "the servers did not become ready; the job is not requeued"
     fi
 }
 
-# Whatever the end is; what srun leaves running ends with the job.
+# End the servers on every exit; processes that srun leaves behind end with the job.
 oblr_stop_servers() {
     [[ -n $servers ]] || return 0
     kill -TERM "$servers" 2>/dev/null || true
@@ -271,7 +271,7 @@ oblr_stop_servers() {
 
 oblr_field() { sed -n "s/^ *\"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" "$run_dir/status.json" 2>/dev/null || true; }
 
-# A run that ended well has said how; a shared file system may show another node's file a minute late.
+# Wait for status.json of a run that ended with status 0; a shared file system may show it a minute late.
 oblr_await_outcome() {
     local waited
     for ((waited = 0; waited < 90; waited += 2)); do
@@ -281,7 +281,7 @@ oblr_await_outcome() {
     done
 }
 
-# Steps that a resumed run would find done.
+# Step of the newest checkpoint; 0 if there is none.
 oblr_saved_step() {
     local path newest=0 step
     for path in "$run_dir"/checkpoints/step_*; do
@@ -291,7 +291,7 @@ oblr_saved_step() {
     echo "$newest"
 }
 
-# Requeue, or say why not, and exit. STATUS is that of the last step of the job.
+# Requeue or say why not, and exit. The argument is the status of the training.
 oblr_end() {
     local status="$1" state reason
     ((status != 0)) || oblr_await_outcome
@@ -304,24 +304,24 @@ oblr_end() {
         oblr_tell_errors
         die "$EXIT_USER" "the run refused its input; the job is not requeued"
     fi
-    if [[ $stopping == TERM || $reason == SIGTERM ]]; then # whoever cancels a job does not want it back
-        say "ended from outside after step $(oblr_field step) (SIGTERM); not requeued from here"
+    if [[ $stopping == TERM || $reason == SIGTERM ]]; then # a cancelled job must not be requeued
+        say "ended by SIGTERM after step $(oblr_field step); this script does not requeue it"
         exit $((status == 0 ? 0 : EXIT_RUN))
     fi
     if ((status == 0)) && [[ $state == stopped ]]; then
         oblr_requeue "stopped ($reason)" 0
-    elif [[ -n $stopping && $state != failed ]]; then # the signal met processes that were not yet ready for it
-        oblr_requeue "ended by SIG$stopping before it had done a step" "$EXIT_RUN"
+    elif [[ -n $stopping && $state != failed ]]; then # the signal came before the ranks handled signals
+        oblr_requeue "ended by SIG$stopping before the first step" "$EXIT_RUN"
     fi
     oblr_tell_errors
     if [[ ${OBLR_REQUEUE_FAILED:-0} == 1 ]]; then oblr_requeue "failed (status $status)" "$EXIT_RUN"; fi
-    die "$EXIT_RUN" "the run failed (status $status); go on with: sbatch ... run_dir=$run_dir"
+    die "$EXIT_RUN" "the run failed (status $status); resume with: sbatch ... run_dir=$run_dir"
 }
 
-# A signal came before there were ranks.
+# Handle a signal that came before the ranks were started.
 oblr_stop_early() { # DURING
     [[ -n $stopping ]] || return 0
-    [[ $stopping != TERM ]] || die "$EXIT_RUN" "ended from outside during $1 (SIGTERM); not requeued from here"
+    [[ $stopping != TERM ]] || die "$EXIT_RUN" "ended by SIGTERM during $1; this script does not requeue it"
     oblr_requeue "ended by SIG$stopping during $1" "$EXIT_RUN"
 }
 
@@ -329,18 +329,18 @@ oblr_tell_errors() {
     grep -h -a -m 5 -E '^error:|Error:|exitcode' "$logs"/node_*.log >&2 || true
 }
 
-# A job that is requeued twice from the same step would be so forever.
-oblr_requeue() { # WHY STATUS-WITHOUT-IT
+# Requeue the job, except if no step was saved since the last requeue, because that could repeat forever.
+oblr_requeue() { # WHY STATUS_IF_NOT_REQUEUED
     local step before=""
     step="$(oblr_saved_step)"
     if [[ ${OBLR_REQUEUE:-1} == 0 ]]; then
-        say "$1, step $step is saved; go on with: sbatch ... run_dir=$run_dir"
+        say "$1, step $step is saved; resume with: sbatch ... run_dir=$run_dir"
         exit "$2"
     fi
     [[ ! -e $log_root/requeues ]] || before="$(tail -n 1 "$log_root/requeues")"
     if [[ $before == "$step" ]]; then
-        say "$1, as at the requeue before; nothing was saved in between. Give it more time (--time), or look at $logs"
-        die "$EXIT_RUN" "no progress beyond step $step: not requeued again"
+        say "$1, and nothing was saved since the last requeue; raise --time, or check $logs"
+        die "$EXIT_RUN" "no progress beyond step $step; not requeued again"
     fi
     echo "$step" >>"$log_root/requeues"
     say "$1, step $step is saved: the job is requeued"

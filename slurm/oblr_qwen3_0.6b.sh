@@ -12,7 +12,7 @@
 #SBATCH --output=%x-%j.out
 
 # Qwen3-0.6B on 1 node of 8 H100s: sbatch slurm/oblr_qwen3_0.6b.sh [section.key=value ...]
-# Settings, and what happens when: slurm/lib.sh, docs/cluster.md.
+# Settings: slurm/lib.sh. Documentation: docs/cluster.md.
 OBLR_CONFIG="${OBLR_CONFIG:-slurm/configs/qwen3_0.6b.toml}"
 
 OBLR_HOME="${OBLR_HOME:-${SLURM_SUBMIT_DIR:-$PWD}}"

@@ -12,7 +12,7 @@
 #SBATCH --output=%x-%j.out
 
 # Qwen3-14B on 2 nodes of 8 H100s: sbatch slurm/oblr_qwen3_14b.sh [section.key=value ...]
-# Settings, and what happens when: slurm/lib.sh, docs/cluster.md.
+# Settings: slurm/lib.sh. Documentation: docs/cluster.md.
 OBLR_CONFIG="${OBLR_CONFIG:-slurm/configs/qwen3_14b.toml}"
 
 OBLR_HOME="${OBLR_HOME:-${SLURM_SUBMIT_DIR:-$PWD}}"

@@ -12,7 +12,7 @@
 #SBATCH --output=%x-%j.out
 
 # Qwen3-235B-A22B on 32 nodes of 8 H100s: sbatch slurm/oblr_qwen3_235b_a22b.sh [section.key=value ...]
-# Settings, and what happens when: slurm/lib.sh, docs/cluster.md.
+# Settings: slurm/lib.sh. Documentation: docs/cluster.md.
 OBLR_CONFIG="${OBLR_CONFIG:-slurm/configs/qwen3_235b_a22b.toml}"
 
 OBLR_HOME="${OBLR_HOME:-${SLURM_SUBMIT_DIR:-$PWD}}"

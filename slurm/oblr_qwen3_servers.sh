@@ -20,14 +20,14 @@
 # Trainers on the nodes of the first component, vLLM servers on those of the second:
 #     sbatch slurm/oblr_qwen3_servers.sh SIZE [section.key=value ...]        SIZE as in the other scripts' names: 8b
 #     sbatch --nodes=4 : --nodes=2 slurm/oblr_qwen3_servers.sh 32b           other numbers of nodes
-# Settings, and what happens when: slurm/lib.sh, docs/cluster.md.
+# Settings: slurm/lib.sh. Documentation: docs/cluster.md.
 OBLR_HOME="${OBLR_HOME:-${SLURM_SUBMIT_DIR:-$PWD}}"
 if [[ ! -r $OBLR_HOME/slurm/lib.sh ]]; then
     echo "error: no slurm/lib.sh in $OBLR_HOME; call sbatch in the repository's root, or export OBLR_HOME" >&2
     exit 2
 fi
 if [[ ! ${1:-} =~ ^[0-9]+ ]]; then
-    echo "error: no size; give 0.6b, 1.7b, 4b, 8b, 14b, 32b, 30b_a3b or 235b_a22b before any override" >&2
+    echo "error: no size; give 0.6b, 1.7b, 4b, 8b, 14b, 32b, 30b_a3b or 235b_a22b as first argument" >&2
     exit 2
 fi
 OBLR_CONFIG="${OBLR_CONFIG:-slurm/configs/qwen3_$1.toml}"

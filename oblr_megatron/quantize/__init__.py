@@ -1,8 +1,8 @@
-"""`oblr-megatron quantize`: an FP8 copy of a Hugging Face directory that vLLM loads, and how far it is from it.
+"""`oblr-megatron quantize`: writes an FP8 copy of a Hugging Face directory for vLLM, and measures its error.
 
-Data flow: calibration rows -> `calibration` (rows packed without padding) -> `fp8` (scales, written weights, the proof
-that they are the measured ones) -> `fidelity` (logits) and `accuracy` (answers) -> `report`.
+Data flow: calibration.py (rows packed without padding) -> fp8.py (scales, weights, check of the written files)
+-> fidelity.py (logits) and accuracy.py (answers) -> summary.py.
 
-Only `fp8` imports nvidia-modelopt, whose import registers hooks in transformers and megatron-core: nothing that trains
-may import this package.
+Only fp8.py imports nvidia-modelopt, which registers hooks in transformers and megatron-core. Training code must not
+import this package.
 """

@@ -1,7 +1,7 @@
-"""Greedy answers of a model before and after quantisation, judged by the run's reward.
+"""Accuracy of greedy answers before and after quantisation, scored by the run's reward.
 
-On a GPU that computes in FP8, vLLM answers, from the two directories. Elsewhere transformers does, with FP8 simulated:
-the same weights and activations after rounding, multiplied in the model's dtype.
+On a GPU with FP8, vLLM answers from the two directories. Elsewhere transformers answers with simulated FP8: weights and
+activations are rounded to FP8 and multiplied in the model's dtype.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from oblr_megatron.evaluation.accuracy import is_right, wilson_interval
-from oblr_megatron.evaluation.answers import greedy_verdicts
+from oblr_megatron.evaluation.answers import greedy_rewards
 from oblr_megatron.evaluation.setup import opened
 from oblr_megatron.types import Prompt, Sample
 
@@ -33,7 +33,7 @@ Sets = Mapping[str, Sequence[Prompt]]
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Of one set. Example: Accuracy(prompts=200, right=151, accuracy=0.755, low=0.691, high=0.809)"""
+    """Accuracy on one set. Example: Accuracy(prompts=200, right=151, accuracy=0.755, low=0.691, high=0.809)"""
 
     prompts: int
     right: int
@@ -43,7 +43,7 @@ class Accuracy:
 
 
 def count_right(verdicts: Sequence[float]) -> Accuracy:
-    """[Q] verdicts on greedy responses -> how many are right, with an interval.
+    """Accuracy from [Q] verdicts on greedy responses.
 
     Example: count_right([1.0, 0.0]) = Accuracy(prompts=2, right=1, accuracy=0.5, low=0.095, high=0.905)
     """
@@ -52,26 +52,26 @@ def count_right(verdicts: Sequence[float]) -> Accuracy:
 
 
 def with_vllm(directory: Path, sets: Sets, config: Config) -> dict[str, Accuracy]:
-    """Of a directory as vLLM loads it, quantised or not, in bf16, in an engine process of its own."""
+    """Accuracy of a directory, quantised or not, answered by vLLM in bf16 in a separate engine process."""
     rollout = config.rollout.model_copy(update={"dtype": "bfloat16"})
     model = config.model.model_copy(update={"path": directory})
     config = config.model_copy(update={"rollout": rollout, "model": model})
     with opened(config) as (engines, reward):
-        return {name: count_right(greedy_verdicts(engines, prompts, reward, config)) for name, prompts in sets.items()}
+        return {name: count_right(greedy_rewards(engines, prompts, reward, config)) for name, prompts in sets.items()}
 
 
 def with_transformers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sets: Sets, reward: Reward, max_tokens: int
 ) -> dict[str, Accuracy]:
-    """Of a model as it computes now."""
+    """Accuracy of a transformers model in its current state."""
     return {
-        name: count_right(reward.score(prompts, transformers_greedy(model, tokenizer, prompts, max_tokens)).verdicts)
-        for name, prompts in sets.items()
+        name: count_right(reward.score(own, transformers_greedy(model, tokenizer, own, max_tokens)).main_rewards)
+        for name, own in sets.items()
     }
 
 
 def vllm_computes_fp8() -> bool:
-    """Whether this machine's GPU multiplies in FP8."""
+    """Whether this machine has a GPU with FP8 matrix products."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
 
 
@@ -79,7 +79,7 @@ def vllm_computes_fp8() -> bool:
 def transformers_greedy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_tokens: int
 ) -> list[Sample]:
-    """A greedy response to each prompt; without log-probs, which nothing here asks for."""
+    """A greedy response to each prompt, without log-probs."""
     return [
         sample
         for first in range(0, len(prompts), BATCH_ROWS)
@@ -95,7 +95,7 @@ def _batch(
     ends = _end_tokens(model, tokenizer)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
     length = max(len(prompt.token_ids) for prompt in prompts)
-    # padded on the left, so that all responses begin at the same position; scales are fixed, so padding changes nothing
+    # Left padding aligns the starts of all responses. Scales are fixed, so padding has no effect on them.
     ids = torch.tensor([[padding] * (length - len(p.token_ids)) + list(p.token_ids) for p in prompts])
     mask = torch.tensor([[0] * (length - len(p.token_ids)) + [1] * len(p.token_ids) for p in prompts])
     settings = GenerationConfig(
@@ -113,7 +113,7 @@ def _batch(
 def _sample(
     group: int, prompt: Prompt, answer: list[int], ends: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> Sample:
-    """Cut after the first end token; what follows it is padding."""
+    """The answer cut after its first end token; the rest is padding."""
     stop = next((position for position, token in enumerate(answer) if token in ends), None)
     response = tuple(answer if stop is None else answer[: stop + 1])
     text = tokenizer.decode(list(response), skip_special_tokens=True)
@@ -121,7 +121,7 @@ def _sample(
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """As vLLM has them: the generation config's, and the tokenizer's."""
+    """End tokens as in vLLM: those of the generation config and of the tokenizer."""
     named = model.generation_config.eos_token_id if model.generation_config is not None else None
     tokens = [named] if isinstance(named, int) else list(named or [])
     return list(dict.fromkeys([*tokens, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])]))

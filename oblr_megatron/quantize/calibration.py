@@ -1,8 +1,8 @@
-"""Rows of token ids -> batches without a single padding token.
+"""Reads calibration rows and packs them into batches without padding.
 
-A quantiser takes the range of an activation from every position it sees, masked or not: a padded batch would measure
-the padding too. So rows stand behind one another in one sequence, and `position_ids` that start again at 0 tell
-transformers where a row begins: no row attends to another.
+A quantiser takes an activation's range from every position, masked or not, so padding would distort it. Rows are
+concatenated into one sequence instead. `position_ids` restart at 0 at each row, so transformers keeps rows from
+attending to each other.
 """
 
 from __future__ import annotations
@@ -27,26 +27,25 @@ Ids = tuple[int, ...]
 
 BATCH_TOKENS = 4096
 MAX_HELD_OUT = 32  # rows
-HELD_OUT_SHARE = 5  # one row of so many is held out
+HELD_OUT_SHARE = 5  # one row in five is held out
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What is calibrated on, and what the error is measured on.
+    """Token ids of the calibration rows, and of the held-out rows for measuring the error.
 
     Example: Rows(calibration=[(5, 9, 2), (7, 1)], held_out=[(3, 3)], skipped=4)
     """
 
     calibration: list[Ids]
     held_out: list[Ids]
-    skipped: int  # rows of the file that could not be used
+    skipped: int  # unusable rows of the file
 
 
 def read_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, num_samples: int) -> Rows:
-    """The first `num_samples` usable rows to calibrate on, and the last ones, a fifth but at most 32, held out.
+    """The first `num_samples` usable rows for calibration; the last fifth, at most 32 rows, is held out.
 
-    Several sources of `config.train` take turns. Rows that are flagged to overlap a benchmark are left out, as in
-    training.
+    Several sources of `config.train` alternate. Rows flagged as overlapping a benchmark are left out, as in training.
 
     Raises:
         UserError: a source cannot be read, or there are fewer than two usable rows.
@@ -57,9 +56,9 @@ def read_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, num_sample
     ids = [prompt.token_ids for prompt in islice(turns, wanted)]
     if len(ids) < 2:
         raise UserError(
-            "one usable row: there is none left to measure the error on",
+            "there is only one usable row, so none is left to measure the error",
             where=config.train[0].path,
-            fix="give two rows or more, some hundred for a real model",
+            fix="give two or more rows; a real model needs several hundred",
         )
     held_out = min(MAX_HELD_OUT, max(1, len(ids) // HELD_OUT_SHARE))
     return Rows(ids[:-held_out][:num_samples], ids[-held_out:], sum(len(prompts.skipped) for prompts in sets))
@@ -67,7 +66,7 @@ def read_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, num_sample
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows behind one another.
+    """Concatenated rows.
 
     Example for the rows (5, 9, 2) and (7, 1): input_ids [[5, 9, 2, 7, 1]], position_ids [[0, 1, 2, 0, 1]]
     """
@@ -77,7 +76,7 @@ class PackedRows:
     num_rows: int
 
     def arguments(self, device: torch.device) -> dict[str, Tensor | bool]:
-        """What a transformers model is called with: neither a mask nor a cache, or it would not see the row starts."""
+        """Arguments of a transformers model. With a mask or a cache it would ignore the row starts."""
         return {
             "input_ids": self.input_ids.to(device),
             "position_ids": self.position_ids.to(device),
@@ -86,7 +85,7 @@ class PackedRows:
 
 
 def pack(rows: Sequence[Ids], batch_tokens: int = BATCH_TOKENS) -> list[PackedRows]:
-    """Batches of at most `batch_tokens` tokens, in order; a longer row goes alone."""
+    """Batches of at most `batch_tokens` tokens, in order; a longer row gets its own batch."""
     groups: list[list[Ids]] = []
     room = 0
     for row in rows:

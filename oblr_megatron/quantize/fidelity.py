@@ -1,7 +1,7 @@
-"""How far the logits of a quantised model are from the original's, summed up position by position.
+"""Measures the difference between the logits of a quantised model and of the original.
 
-With logits a and b of a position, over V tokens: |a - b|, the divergence KL(softmax a || softmax b), and whether the
-same token has the largest logit.
+For logits a and b [V] of a position: |a - b|, the divergence KL(softmax a || softmax b), and whether both have the same
+most likely token.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 256  # positions whose logits are held in fp32 at once
+CHUNK = 256  # positions converted to fp32 at a time
 
 
 @dataclass(frozen=True, slots=True)
 class LogitError:
-    """Of all positions of the held-out rows.
+    """The error over all positions of the held-out rows.
 
     Example: LogitError(tokens=5210, max_abs=1.2, mean_abs=0.08, original_rms=2.9, kl=0.004, top1_agreement=0.985)
     """
@@ -25,13 +25,13 @@ class LogitError:
     tokens: int
     max_abs: float
     mean_abs: float
-    original_rms: float  # root mean square of the original's logits, to compare the two above with
+    original_rms: float  # root mean square of the original's logits, as a scale for max_abs and mean_abs
     kl: float  # mean over positions, nats
     top1_agreement: float  # share of positions
 
 
 class LogitComparison:
-    """Adds up the error over batches, in fp64."""
+    """Accumulates the error over batches in fp64."""
 
     def __init__(self) -> None:
         self._tokens = self._agreeing = 0
@@ -40,18 +40,13 @@ class LogitComparison:
         self._elements = 0
 
     def add(self, original: Tensor, quantized: Tensor) -> None:
-        """Compare the logits of one batch.
-
-        Args:
-            original: [t, V], any float dtype.
-            quantized: [t, V], of the same positions.
-        """
+        """Add the logits of one batch, [t, V] each, in any float dtype and for the same positions."""
         assert original.shape == quantized.shape, f"{tuple(original.shape)} against {tuple(quantized.shape)}"
         for before, after in zip(original.split(CHUNK), quantized.split(CHUNK), strict=True):
             self._add(before.float(), after.float())
 
     def result(self) -> LogitError:
-        """The figures of everything added; at least one position."""
+        """The error over everything added; at least one position is needed."""
         assert self._tokens > 0, "nothing was compared"
         return LogitError(
             tokens=self._tokens,

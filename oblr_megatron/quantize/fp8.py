@@ -1,15 +1,15 @@
-"""FP8 (E4M3) with nvidia-modelopt: a static scale for each weight and for the input of each linear layer.
+"""Quantises to FP8 (E4M3) with nvidia-modelopt: one static scale per weight and per linear layer's input.
 
     model = load_model(source, torch.device("cpu"))
     calibrate(model, batches)
     with original(model):
-        logits = model(...)                      # the weights as they were; without the block, those of FP8 simulated
-    written = write(model, source, target)       # the model is used up; target is what vLLM loads as "modelopt"
+        logits = model(...)                      # original weights; outside the block, simulated FP8
+    written = write(model, source, target)       # the model is unusable afterwards; vLLM loads target as "modelopt"
     check_written(target, written)
 
-A tensor x with scale s is stored as q = e4m3(x / s), s = max |x| / 448, and stands for q s. vLLM multiplies
-query, key and value in one product, gate and up in another, and rounds their weights anew if their scales differ; so
-they are given one scale here, and what vLLM computes with is what was measured.
+A tensor x with scale s = max |x| / 448 is stored as q = e4m3(x / s) and represents q s. vLLM fuses query, key and value
+into one product, and gate and up into another; it rounds their weights again if their scales differ. Therefore they get
+one common scale here, and vLLM computes with the measured weights.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Advance = Callable[[int], None]
-"""Told how many rows are done."""
+"""Called with the number of rows just processed."""
 
-LARGEST = 448.0  # of E4M3
+LARGEST = 448.0  # largest E4M3 value
 MULTIPLIED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-OFF = [{"quantizer_name": "*", "enable": False}]  # modelopt's words for: no quantizer
+OFF = [{"quantizer_name": "*", "enable": False}]  # modelopt's config for no quantiser
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the file must hold of one weight. Example: Written("99aa06d3014798d8...", 0.0013, 0.0107)"""
+    """Expected contents of the file for one weight. Example: Written("99aa06d3014798d8...", 0.0013, 0.0107)"""
 
     xxh3: str  # of the E4M3 bytes
     weight_scale: float
@@ -56,7 +56,7 @@ class Written:
 
 
 def load_model(source: Path, device: torch.device) -> PreTrainedModel:
-    """The transformers model in bf16, as vLLM will run it; experts are computed one by one, as modelopt needs it."""
+    """The transformers model in bf16, as vLLM runs it; experts are computed one by one because modelopt needs that."""
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -68,15 +68,15 @@ def load_model(source: Path, device: torch.device) -> PreTrainedModel:
 
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, batches: Sequence[PackedRows], advance: Advance = lambda rows: None) -> None:
-    """Insert quantizers, and set their scales from the weights and from these rows.
+    """Insert quantizers and set their scales from the weights and the calibration rows.
 
     Args:
-        model: is changed; the output layer, the embedding, norms and routers stay as they are.
+        model: changed in place; output layer, embedding, norms and routers are not quantised.
         batches: at least one.
-        advance: is called after each batch.
+        advance: called after each batch.
 
     Raises:
-        RunError: a layer that is to be quantised saw no token.
+        RunError: a quantised layer saw no token.
     """
     with quiet():
         import modelopt.torch.quantization as mtq
@@ -98,7 +98,7 @@ def calibrate(model: PreTrainedModel, batches: Sequence[PackedRows], advance: Ad
 
 
 def original(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Inside, the quantizers are off and the model computes what it did before, bit for bit (until `write`)."""
+    """Context with quantizers off: the model computes exactly as before quantisation (until `write`)."""
     from modelopt.torch.quantization.conversion import set_quantizer_by_cfg_context
 
     return cast(AbstractContextManager[None], set_quantizer_by_cfg_context(model, OFF))
@@ -106,12 +106,15 @@ def original(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 @torch.no_grad()
 def write(model: PreTrainedModel, source: Path, target: Path) -> dict[str, Written]:
-    """Fill the directory `target`: weights, config with `quantization_config`, generation config, tokenizer.
+    """Fill `target` with weights, config with `quantization_config`, generation config and tokenizer.
 
-    Returns what the files must hold, by tensor name, for `check_written`. The model is of no use afterwards.
+    The model is unusable afterwards.
+
+    Returns:
+        The expected contents by tensor name, for `check_written`.
 
     Raises:
-        RunError: the file system refuses.
+        RunError: writing failed.
     """
     from modelopt.torch.export import export_hf_checkpoint
 
@@ -120,7 +123,7 @@ def write(model: PreTrainedModel, source: Path, target: Path) -> dict[str, Writt
     with quiet():
         try:
             export_hf_checkpoint(model, export_dir=target, max_shard_size=MAX_SHARD_BYTES)
-        except SafetensorError as error:  # how safetensors reports a full disk
+        except SafetensorError as error:  # safetensors raises this on a full disk
             raise RunError(f"cannot write {target}: {error}") from error
     quantization = json.loads((target / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     copy_description(source, target, dtype)
@@ -128,16 +131,16 @@ def write(model: PreTrainedModel, source: Path, target: Path) -> dict[str, Writt
     config["quantization_config"] = quantization
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for file in target.iterdir():
-        file.chmod((target / "config.json").stat().st_mode)  # safetensors writes for its owner's eyes only
+        file.chmod((target / "config.json").stat().st_mode)  # safetensors files are readable by the owner only
         sync(file)
     return written
 
 
 def check_written(target: Path, written: dict[str, Written]) -> None:
-    """Read the files back: every quantised weight, bit for bit, and its scales, are those that were measured.
+    """Read the files back, and check that quantised weights and scales equal the measured ones bit for bit.
 
     Raises:
-        RunError: naming the first tensor that differs.
+        RunError: names the first tensor that differs.
     """
     found: set[str] = set()
     for file in sorted(target.glob("*.safetensors")):
@@ -146,11 +149,11 @@ def check_written(target: Path, written: dict[str, Written]) -> None:
             for name in sorted(names & written.keys()):
                 scales = [float(tensors.get_tensor(_scale(name, kind))) for kind in ("weight_scale", "input_scale")]
                 if Written(_digest(tensors.get_tensor(name)), *scales) != written[name]:
-                    raise RunError(f"{target}: {name} was not written as it was measured")
+                    raise RunError(f"{target}: {name} differs from the measured weight")
             found |= names
     lacking = sorted(written.keys() - found)
     if lacking:
-        raise RunError(f"{target}: {len(lacking)} quantised weights were not written, {lacking[0]} first")
+        raise RunError(f"{target}: {len(lacking)} quantised weights are missing, {lacking[0]} first")
 
 
 @contextmanager
@@ -175,7 +178,7 @@ def quiet() -> Iterator[None]:
 
 
 def _quantized(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, Tensor, Any]]:
-    """(module's name, module, number of the weight in it, the weight, its quantizer) of every weight in FP8."""
+    """(module name, module, index of the weight in it, weight, quantizer) of every weight in FP8."""
     for name, module in model.named_modules():
         if hasattr(module, "iter_weights_for_calibration"):
             for index, (weight, quantizer) in enumerate(cast(Any, module).iter_weights_for_calibration()):
@@ -184,10 +187,10 @@ def _quantized(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, Tensor, 
 
 
 def _fold(name: str, module: nn.Module, index: int, weight: Tensor, quantizer: Any) -> list[tuple[str, Written]]:
-    """Replace a weight by what FP8 makes of it, and say what the file must hold.
+    """Replace a weight by its FP8 value, and return the file's expected contents.
 
-    modelopt divides by the scale in the model's dtype before it rounds to E4M3: of plain bf16 weights some per cent
-    would come out a step away from those that were measured. Weights that are multiples of the scale come out right.
+    modelopt divides by the scale in the model's dtype before it rounds to E4M3, so a few percent of bf16 weights would
+    be one step off. Weights that are already multiples of the scale are exported exactly.
     """
     weight.copy_(quantizer(weight))
     scale = quantizer.amax.float() / LARGEST
@@ -198,7 +201,7 @@ def _fold(name: str, module: nn.Module, index: int, weight: Tensor, quantizer: A
 
 
 def _exported(name: str, module: nn.Module, index: int, stored: Tensor) -> tuple[list[tuple[str, Tensor]], Any]:
-    """(tensors by their names in the file, the input's quantizer): of a layer, or of one expert of a fused block."""
+    """((name in the file, tensor) pairs, input quantizer) of a layer, or of one expert of a fused block."""
     experts = getattr(module, "num_experts", None)
     if experts is None:
         return [(f"{name}.weight", stored)], module.input_quantizer
@@ -214,7 +217,7 @@ def _check_calibrated(model: nn.Module) -> None:
         inputs = _exported(name, module, index, weight)[1]
         for what, amax in (("weight", quantizer.amax), ("input", inputs.amax)):
             if amax is None or not math.isfinite(float(amax)) or float(amax) <= 0:
-                raise RunError(f"{name}: the {what} has no scale (largest value {amax}); calibrate on other rows")
+                raise RunError(f"{name}: the {what} has no scale (largest value {amax}); use other calibration rows")
 
 
 def _scale(weight: str, kind: str) -> str:

@@ -1,7 +1,4 @@
-"""Calibrate, measure, write, read back, answer: what the command does once its arguments are known to be good.
-
-DST appears whole or not at all.
-"""
+"""The steps of `oblr-megatron quantize`: calibrate, measure, write, read back, answer. DST is created atomically."""
 
 from __future__ import annotations
 
@@ -33,28 +30,29 @@ if TYPE_CHECKING:
 
 Engine = Literal["vllm", "transformers"]
 Accuracies = tuple[dict[str, Accuracy], dict[str, Accuracy]]
-"""Of each set before, and after."""
+"""Accuracies by set, before and after."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What was asked for, checked."""
+    """The command's checked arguments."""
 
     source: HFDir
     target: Path
     format: str
     rows: Rows
-    config: Config  # data.train is what is calibrated on
+    config: Config  # data.train is the calibration data
     tokenizer: PreTrainedTokenizerBase
     sets: dict[str, list[Prompt]]  # to answer before and after; may be empty
-    engine: Engine  # who answers them
+    engine: Engine  # answers the sets
 
 
 def run(task: Task) -> Report:
-    """Write task.target, and say what it is worth.
+    """Write task.target and return the measurements.
 
     Raises:
-        RunError: a layer has no scale, a file differs from what was measured, an engine failed; no target then.
+        RunError: a layer has no scale, a file differs from the measured weights, or an engine failed. The target is not
+            created.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = fp8.load_model(task.source.path, device)

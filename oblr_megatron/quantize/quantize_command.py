@@ -1,4 +1,4 @@
-"""The command's options, and everything about them that can be found wrong before the model is read."""
+"""The options of `oblr-megatron quantize`, and all checks that need no model weights."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write; must not exist")
     parser.add_argument("--format", default="fp8", metavar="FORMAT", help=f"one of: {', '.join(FORMATS)}")
     parser.add_argument(
-        "--calibration", metavar="[NAME=]PATH", help="rows to calibrate on; by default the config's data.train"
+        "--calibration", metavar="[NAME=]PATH", help="calibration rows; by default the config's data.train"
     )
-    parser.add_argument("--num-samples", type=int, default=NUM_SAMPLES, metavar="N", help="rows to calibrate on")
+    parser.add_argument("--num-samples", type=int, default=NUM_SAMPLES, metavar="N", help="number of calibration rows")
     parser.add_argument(
-        "--max-tokens", type=int, metavar="L", help="longer rows are skipped; by default data.max_prompt_tokens"
+        "--max-tokens", type=int, metavar="L", help="skip longer rows; by default data.max_prompt_tokens"
     )
     parser.add_argument(
         "--accuracy", nargs="+", default=[], metavar="[NAME=]PATH", help="sets to answer before and after"
     )
     parser.add_argument(
-        "--accuracy-engine", choices=ENGINES, default="auto", help="who answers; auto: vLLM on a GPU that has FP8"
+        "--accuracy-engine", choices=ENGINES, default="auto", help="engine for --accuracy; auto: vLLM on a GPU with FP8"
     )
-    parser.add_argument(
-        "--config", type=Path, help="TOML file of a run, for its template, reward and sampling settings"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
+    parser.add_argument("--config", type=Path, help="TOML file of a run, for template, reward and sampling settings")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of config keys")
     parser.set_defaults(function=quantize)
 
 
@@ -48,8 +46,8 @@ def quantize(options: argparse.Namespace) -> int:
     """Write DST and print the report.
 
     Raises:
-        UserError: something about the arguments, the model or the data; nothing was written.
-        RunError: the model could not be calibrated, written or answered with; nothing was written.
+        UserError: wrong arguments, model or data; nothing was written.
+        RunError: calibration, writing or answering failed; nothing was written.
     """
     task = _check(options)
     from rich.console import Console
@@ -67,25 +65,25 @@ def _check(options: argparse.Namespace) -> Task:
         raise UserError(f"unknown format {options.format!r}", where="--format", fix=f"known: {', '.join(FORMATS)}")
     for option, value in (("--num-samples", options.num_samples), ("--max-tokens", options.max_tokens)):
         if value is not None and value < 1:
-            raise UserError(f"{value} is too few", where=option, fix="give 1 or more")
+            raise UserError(f"{value} is too small", where=option, fix="give 1 or more")
     source = check_hf_dir(options.source)
     if options.target.exists() or options.target.is_symlink():
-        raise UserError("the target exists", where=str(options.target), fix="name a new directory, or remove it")
+        raise UserError(
+            "the target exists", where=str(options.target), fix="choose a new directory, or remove this one"
+        )
     _check_modelopt()
     return _check_data(options, source)
 
 
 def _check_modelopt() -> None:
-    """Whether nvidia-modelopt is there, in the version whose quantizers and exporter `fp8` knows."""
+    """Check that nvidia-modelopt is installed in the version that fp8.py supports."""
     try:
         installed = version("nvidia-modelopt")
     except PackageNotFoundError:
         installed = None
     if installed is None or not installed.startswith(f"{MODELOPT}."):
-        found = "not installed" if installed is None else f"installed in version {installed}"
-        raise UserError(
-            f"nvidia-modelopt is {found}, {MODELOPT} is needed", fix=f'pip install "nvidia-modelopt=={MODELOPT}.*"'
-        )
+        found = "not installed" if installed is None else f"version {installed}"
+        raise UserError(f"nvidia-modelopt is {found}", fix=f'pip install "nvidia-modelopt=={MODELOPT}.*"')
 
 
 def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
@@ -98,7 +96,7 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
     from oblr_megatron.rewards.registry import check_reward
 
     if options.calibration is None and options.config is None:
-        raise UserError("no rows to calibrate on", where="--calibration", fix="give a data set, or a run's --config")
+        raise UserError("no calibration rows", where="--calibration", fix="give a data set, or a run's --config")
     calibration = named_source(options.calibration)[1] if options.calibration else None
     config = config_of(options, source, {"data.train": calibration.path} if calibration else {})
     check_positions(config, source.config)

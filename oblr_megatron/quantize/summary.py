@@ -1,4 +1,4 @@
-"""What quantising did to a model: DST/quantize.json, and the same as a table."""
+"""The measurements of a quantised model, as DST/quantize.json and as a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPORT = "quantize.json"
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What the scales and the logit error come from.
+    """The calibration data.
 
     Example: Calibrated(file="gsm8k_train.jsonl", rows=512, tokens=51200, skipped_rows=3, held_out_rows=32)
     """
@@ -31,18 +31,18 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that is said about one quantised directory; the fields are the keys of quantize.json."""
+    """All measurements of one quantised directory; the fields are the keys of quantize.json."""
 
     source: str
     format: str
-    modelopt: str  # its version
-    device: str  # the quantised model was calibrated and measured on
+    modelopt: str  # version
+    device: str  # used for calibration and measurement
     calibration: Calibrated
-    logits: LogitError  # of the FP8 simulation against the original, on the held-out rows
-    quantized_weights: int  # tensors; each was read back from the files and is the measured one
+    logits: LogitError  # simulated FP8 against the original, on the held-out rows
+    quantized_weights: int  # tensors; each was read back and equals the measured one
     weight_bytes_before: int
     weight_bytes_after: int
-    accuracy_engine: str | None = None  # who answered; None: nobody was asked
+    accuracy_engine: str | None = None  # engine that answered; None: no sets were given
     accuracy_before: dict[str, Accuracy] = field(default_factory=dict)  # by set
     accuracy_after: dict[str, Accuracy] = field(default_factory=dict)
 
@@ -51,7 +51,7 @@ class Report:
         (directory / REPORT).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def table(self) -> Table:
-        """For the console."""
+        """The measurements as a table for the console."""
         table = Table(title=f"{self.source} in {self.format}", title_justify="left", show_header=False)
         table.add_column(style="dim")
         table.add_column()
@@ -65,7 +65,7 @@ class Report:
         return [
             ("calibrated on", f"{used.rows:,} rows, {used.tokens:,} tokens; skipped: {used.skipped_rows:,}"),
             ("logit error", f"mean {number(error.mean_abs)}, max {number(error.max_abs)}, {scale}"),
-            ("next token", f"KL {number(error.kl)} nats, same first choice {error.top1_agreement:.2%}"),
+            ("next token", f"KL {number(error.kl)} nats, same most likely token {error.top1_agreement:.2%}"),
             ("measured on", f"{used.held_out_rows:,} held-out rows, {error.tokens:,} tokens, FP8 simulated"),
             ("weights", f"{size(self.weight_bytes_before)} -> {size(self.weight_bytes_after)}"),
         ]

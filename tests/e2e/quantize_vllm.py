@@ -1,4 +1,4 @@
-"""What vLLM makes of quantised directories; started by test_quantize: `quantize_vllm.py DENSE MOE OUT.json`."""
+"""Loads quantised directories in vLLM; test_quantize runs it: `quantize_vllm.py DENSE MOE OUT.json`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROMPTS = [[first, 9, *range(2, first)] for first in range(3, 19)]
 
 
 def parsed(directory: str) -> dict[str, object]:
-    """The quantisation that vLLM finds in a directory, and which layers it leaves alone."""
+    """The quantisation that vLLM detects in a directory, and the layers it excludes."""
     from vllm.config import ModelConfig
     from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
 
@@ -23,7 +23,7 @@ def parsed(directory: str) -> dict[str, object]:
 
 
 def answered(directory: str) -> list[dict[str, list[float]]]:
-    """Greedy responses, with the log-probs of their tokens."""
+    """Greedy responses with the log-probs of their tokens."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     limits = {"max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**26}

@@ -1,6 +1,6 @@
-"""`oblr-megatron quantize` end to end on tiny models, against FP8 written out by hand; and vLLM running the result.
+"""`oblr-megatron quantize` end to end on tiny models, compared with FP8 computed by hand; vLLM runs the result.
 
-Not covered: FP8 kernels of GPUs, and vLLM's FP8 experts, which a CPU build does not have.
+Not covered: FP8 kernels of GPUs, and vLLM's FP8 experts, which CPU builds lack.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ sys.exit(status)
 
 @dataclass(frozen=True)
 class Made:
-    """The models, what they were calibrated and asked on, and what the commands wrote."""
+    """The models, their calibration rows and questions, and the commands' output."""
 
     root: Path
     said: str
@@ -66,7 +66,7 @@ class Made:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """All three kinds quantised by one process, since modelopt's import takes most of its time."""
+    """All three kinds, quantised by one process because importing modelopt takes most of the time."""
     root = tmp_path_factory.mktemp("quantize")
     make_hf_dir(root / "tied", tied=True, dtype=torch.bfloat16, **SIZES)
     make_hf_dir(root / "untied", max_shard_size="80KB", **SIZES)
@@ -103,7 +103,7 @@ def load(path: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
 
 
 def rounded(values: Tensor, scale: Tensor) -> Tensor:
-    """What FP8 makes of a tensor: the definition."""
+    """A tensor rounded to FP8, by definition."""
     return ((values.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale).to(values.dtype)
 
 
@@ -121,7 +121,7 @@ def by_hand(made: Made, kind: str, dtype: torch.dtype = torch.bfloat16) -> PreTr
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, source: Path, questions: list[str]) -> list[str]:
-    """Answers one by one, without padding and without a cache."""
+    """Answers computed one by one, without padding or cache."""
     tokenizer = AutoTokenizer.from_pretrained(source)
     answers = []
     for question in questions:
@@ -151,7 +151,7 @@ def test_the_directory_is_complete(made: Made, kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_weight_is_the_nearest_that_e4m3_has(made: Made, kind: str):
+def test_every_weight_is_the_nearest_e4m3_value(made: Made, kind: str):
     tensors, source = made.tensors(kind), {}
     for file in made.source(kind).glob("*.safetensors"):
         source |= load_file(file)
@@ -171,7 +171,7 @@ def test_every_weight_is_the_nearest_that_e4m3_has(made: Made, kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_that_vllm_multiplies_together_share_a_scale(made: Made, kind: str):
+def test_layers_that_vllm_fuses_share_a_scale(made: Made, kind: str):
     tensors, source = made.tensors(kind), {}
     for file in made.source(kind).glob("*.safetensors"):
         source |= load_file(file)
@@ -203,7 +203,7 @@ def test_the_logit_error_is_that_of_the_files(made: Made, kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_report_says_what_was_done(made: Made, kind: str):
+def test_the_summary_has_rows_and_bytes(made: Made, kind: str):
     report = made.report(kind)
     assert report["calibration"] | {"file": None, "tokens": None} == {
         "file": None, "rows": 24, "tokens": None, "skipped_rows": 1, "held_out_rows": 8,
@@ -232,13 +232,13 @@ def test_answers_are_counted_before_and_after(made: Made):
 
 
 def test_the_console_is_clean(made: Made):
-    """The tables, and one warning for each reading of the rows with a bad one among them; none of modelopt's words."""
+    """It holds the tables and one warning per read of the bad row, but nothing from modelopt."""
     chatter = ("UserWarning", "quantizers", "shards", "torch_dtype", "Triton", "Registered", "Loading")
     assert not [line for line in made.said.splitlines() if any(word in line for word in chatter)]
     assert made.said.count("1 not JSON (line 41)") == len(KINDS) + 1
 
 
-def test_vllm_loads_it_and_computes_what_was_measured(made: Made, tmp_path: Path):
+def test_vllm_loads_it_and_computes_with_the_measured_weights(made: Made, tmp_path: Path):
     out = tmp_path / "vllm.json"
     command = [sys.executable, "tests/e2e/quantize_vllm.py", *(str(made.target(kind)) for kind in ("tied", "moe"))]
     switches = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
@@ -253,14 +253,14 @@ def test_vllm_loads_it_and_computes_what_was_measured(made: Made, tmp_path: Path
     models = by_hand(made, "tied", torch.float32), load(made.source("tied"), torch.float32)
     same, original = (median_difference(model, found["answers"]) for model in models)
     print(f"vLLM against FP8 by hand {same:.4f}, against the original {original:.4f}")
-    # Rounding finer than bf16, so that most values come to the same side of each edge of E4M3; those that do not move
-    # by a whole step. The original's distance is the error of FP8 itself.
+    # float16 rounds finer than bf16, so most values round to the same E4M3 value; the others differ by a whole step.
+    # The distance to the original is the error of FP8 itself.
     assert same < 0.6 * original
 
 
 @torch.no_grad()
 def median_difference(model: PreTrainedModel, answers: list[dict[str, list[float]]]) -> float:
-    """Between a model's log-probs of the answers' tokens and those that came with them."""
+    """Median difference between a model's log-probs of the answers' tokens and the given ones."""
     differences = []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         ids = torch.tensor([[*prompt, *map(int, answer["tokens"])]])

@@ -1,4 +1,4 @@
-"""Jobs under the stand-in: the real scripts, two nodes of one CPU rank each, saved samples in vLLM's place."""
+"""Jobs under the SLURM stand-in: the real scripts on two nodes with one CPU rank each, with replayed samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMIT_S = 300.0
 
 @dataclass
 class Job:
-    """A job of its own directory: what is set for it, and what came of it."""
+    """A job in its own directory, with its settings and its results."""
 
     directory: Path
     config: Path
@@ -44,7 +44,7 @@ class Job:
         return self.directory / "logs"
 
     def output(self) -> str:
-        """What the job said, to its own file; sbatch(1) appends with --open-mode=append."""
+        """The job's output file; sbatch(1) appends to it with --open-mode=append."""
         return (self.directory / "job.out").read_text()
 
     def log(self, name: str, attempt: int = 0) -> str:
@@ -55,7 +55,7 @@ class Job:
 
     @contextmanager
     def submitted(self) -> Iterator[subprocess.Popen[str]]:
-        """The job, begun; at the end of the block nothing of it is left."""
+        """The running job; all its processes are ended after the block."""
         self.directory.mkdir(exist_ok=True)
         given = {"job_id": JOB_ID, "nodes": NODES} | self.settings
         (self.directory / "settings.json").write_text(json.dumps(given))
@@ -89,13 +89,13 @@ class Job:
             job.communicate()
 
     def run(self) -> int:
-        """To its end; the status."""
+        """Run the job to its end; return its status."""
         with self.submitted() as job:
             job.communicate(timeout=LIMIT_S)
         return job.returncode
 
     def signal(self, number: signal.Signals) -> None:
-        """To the batch script alone, as --signal=B: sends it."""
+        """Signal only the batch script, as --signal=B: does."""
         os.kill(int((self.directory / "job.pid").read_text()), number)
 
     def wait_for(self, condition: Callable[[], bool], job: subprocess.Popen[str]) -> None:
@@ -106,12 +106,12 @@ class Job:
             time.sleep(0.02)
 
     def _alive(self) -> list[psutil.Process]:
-        """Processes whose environment names this job's directory, sbatch's own among them."""
+        """Processes with this job's directory in their environment, including sbatch."""
         found = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get("STANDIN") == str(self.directory):
                     found.append(process)
-            except psutil.Error:  # another user's, or gone
+            except psutil.Error:  # the process is another user's or has ended
                 continue
         return found

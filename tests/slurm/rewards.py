@@ -1,4 +1,4 @@
-"""A reward that takes its time, so that a run lasts long enough to be stopped."""
+"""A slow reward, so that a run lasts long enough to be stopped."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""A small local stand-in for the commands of SLURM that the job scripts call: sbatch, srun, scontrol.
+"""A local stand-in for the SLURM commands of the job scripts: sbatch, srun, scontrol.
 
-Tasks are processes of this machine. Nodes are names of its loopback interface, 127.0.0.1, 127.0.0.2, ...; each may have
-a disk of its own (DISKS/NODE is then where its tasks are started) and an environment of its own, as a TaskProlog
-gives it. What is imitated is what sbatch(1), srun(1) and scontrol(1) say:
+Tasks are processes of this machine. Nodes are names of its loopback interface: 127.0.0.1, 127.0.0.2, ... Each node may
+have its own disk (its tasks then start in DISKS/NODE) and its own environment, as from a TaskProlog. The behaviour
+follows sbatch(1), srun(1) and scontrol(1):
 
 - sbatch runs a copy of the script from a spool directory, with SLURM's variables and `SLURM_RESTART_COUNT`;
-- srun starts one process group a task, writes their output to files by pattern, hands SIGUSR1 on to them, ends them at
-  SIGTERM, and with --kill-on-bad-exit ends all of them when one fails; its status is the highest of theirs;
-- scontrol requeue ends the script and has it start again.
+- srun starts one process group per task, writes output to files by pattern, forwards SIGUSR1, ends the tasks on
+  SIGTERM, and with --kill-on-bad-exit ends all tasks if one fails; it returns the highest status of its tasks;
+- scontrol requeue ends the script and starts it again.
 
-Knows nothing of queues, time, memory, accounting, containers, or several machines. `STANDIN` names the directory of its
-settings (settings.json) and of what it writes.
+Queues, time, memory, accounting, containers and several machines are not simulated. `STANDIN` is the directory of
+settings.json and of all output.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def home() -> Path:
 
 
 def settings() -> dict[str, Any]:
-    """nodes and, for a heterogeneous job, server_nodes; absent: nodes whose tasks never start; disks; prolog."""
+    """Keys: nodes, server_nodes (of a heterogeneous job), absent (nodes where tasks never start), disks, prolog."""
     return json.loads((home() / "settings.json").read_text())
 
 
 def sbatch(arguments: list[str]) -> int:
-    """Run a job to its end, requeues included; what it says goes to STANDIN/job.out. The status is the last one's."""
+    """Run a job to its end, requeues included, with output in STANDIN/job.out; return the last attempt's status."""
     given, header = settings(), Path(arguments[0]).read_text()
     name = re.findall(r"#SBATCH --job-name=(\S+)", header)[0]
     spooled = home() / SPOOLED
@@ -79,7 +79,7 @@ def sbatch(arguments: list[str]) -> int:
 
 
 def srun(arguments: list[str]) -> int:
-    """Start the tasks, and wait for them."""
+    """Start the tasks and wait for them."""
     options, command = parsed(arguments)
     given = settings()
     group = "server_nodes" if options.het_group == 1 else "nodes"
@@ -123,7 +123,7 @@ def srun(arguments: list[str]) -> int:
 
 
 def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options that count here, and the command; an option that srun does not have is refused."""
+    """The options and the command; unknown options are refused."""
     parser = argparse.ArgumentParser(prog="srun", allow_abbrev=False)
     for name in ("nodes", "ntasks", "ntasks-per-node", "het-group", "kill-on-bad-exit", "cpus-per-task"):
         parser.add_argument(f"--{name}", type=int)
@@ -142,7 +142,7 @@ def variables(node: int, rank: int, local: int, count: int, name: str, nodes: in
 
 
 def wait(tasks: list[subprocess.Popen[bytes]], *, kill: bool, ending: list[bool]) -> int:
-    """The highest status; a task that was killed by signal N counts as 128 + N."""
+    """The tasks' highest status; 128 + N for a task killed by signal N."""
     while any(task.poll() is None for task in tasks):
         if ending or (kill and any(task.poll() for task in tasks)):
             bad = max((status(task) for task in tasks if task.poll() is not None), default=0)
@@ -158,7 +158,7 @@ def status(task: subprocess.Popen[bytes]) -> int:
 
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM to their groups, and SIGKILL to what is left of them later."""
+    """Send SIGTERM to the process groups, and later SIGKILL to the rest."""
     for number, deadline in ((signal.SIGTERM, KILL_S), (signal.SIGKILL, KILL_S)):
         alive = [process for process in processes if process.poll() is None]
         for process in alive:
@@ -184,7 +184,7 @@ def scontrol(arguments: list[str]) -> int:
 
 
 def hostnames(expression: str) -> list[str]:
-    """`127.0.0.[1-3,7]` -> 127.0.0.1, 127.0.0.2, 127.0.0.3, 127.0.0.7; without brackets, the names as they stand."""
+    """`127.0.0.[1-3,7]` -> 127.0.0.1, 127.0.0.2, 127.0.0.3, 127.0.0.7; names without brackets are split at commas."""
     match = re.fullmatch(r"([^\[]*)\[([\d,-]+)\]", expression)
     if match is None:
         return expression.split(",")

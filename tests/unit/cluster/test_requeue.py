@@ -1,6 +1,6 @@
-"""What a job script does at the end of an attempt: lib.sh's own functions, with the outcome of a run put in place.
+"""The end of an attempt of a job script: lib.sh's functions with a prepared outcome of the run.
 
-That runs and signals lead to these outcomes is in tests/e2e/test_slurm.py.
+tests/e2e/test_slurm.py covers the runs and signals that lead to these outcomes.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def ended(
     before: int | None = None,
     **settings: str,
 ) -> tuple[int, bool, str]:
-    """(the script's status, whether it asked to be requeued, what it said) after an attempt that ended like this.
+    """(the script's status, whether it asked for a requeue, its output) after an attempt.
 
     Args:
         directory: empty.
         status: of the training's srun.
-        state: in status.json; None where there is none.
-        reason: there.
-        stopping: the signal that the script was sent.
-        saved: steps of the checkpoints there are.
+        state: in status.json; None: there is no status.json.
+        reason: in status.json.
+        stopping: name of the signal that the script received.
+        saved: steps of the existing checkpoints.
         before: the step saved at the last requeue.
-        settings: variables.
+        settings: environment variables.
     """
     (directory / "run").mkdir()
     (directory / "logs" / "attempt_0").mkdir(parents=True)
@@ -75,24 +75,24 @@ def test_a_finished_run_is_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", ["SIGUSR1", "the time limit"])
-def test_a_run_that_had_to_stop_comes_back(tmp_path: Path, reason: str) -> None:
+def test_a_stopped_run_is_requeued(tmp_path: Path, reason: str) -> None:
     status, requeued, said = ended(tmp_path, 0, "stopped", reason, saved=(5, 10), before=5)
-    assert (status, requeued) == (0, True) and f"stopped ({reason}), step 10 is saved" in said
+    assert (status, requeued) == (0, True) and reason in said and "step 10 is saved" in said
     assert (tmp_path / "logs" / "requeues").read_text() == "5\n10\n"
 
 
-def test_no_progress_is_the_end(tmp_path: Path) -> None:
+def test_a_job_without_progress_is_not_requeued(tmp_path: Path) -> None:
     status, requeued, said = ended(tmp_path, 0, "stopped", "SIGUSR1", saved=(10,), before=10)
-    assert (status, requeued) == (1, False) and "no progress beyond step 10: not requeued again" in said
+    assert (status, requeued) == (1, False) and "no progress beyond step 10" in said
 
 
 @pytest.mark.parametrize(("status", "state"), [(0, "stopped"), (1, "running")])
-def test_whoever_ends_a_job_does_not_want_it_back(tmp_path: Path, status: int, state: State) -> None:
-    """scancel and preemption; SLURM itself requeues what it preempts."""
+def test_a_cancelled_job_is_not_requeued(tmp_path: Path, status: int, state: State) -> None:
+    """scancel and preemption; SLURM itself requeues preempted jobs."""
     assert ended(tmp_path, status, state, "SIGTERM", stopping="TERM", saved=(7,))[1] is False
 
 
-def test_a_mistake_of_the_users_never_comes_back(tmp_path: Path) -> None:
+def test_a_job_with_wrong_input_is_never_requeued(tmp_path: Path) -> None:
     settings = {"OBLR_REQUEUE_FAILED": "1"}
     assert ended(tmp_path, 2, None, stopping="USR1", **settings)[:2] == (2, False)
 
@@ -101,7 +101,7 @@ def test_a_signal_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
     assert ended(tmp_path, 138, None, stopping="USR1")[:2] == (0, True)
 
 
-def test_a_failure_comes_back_only_if_asked_to(tmp_path: Path) -> None:
+def test_a_failed_run_is_requeued_only_on_request(tmp_path: Path) -> None:
     for name, settings, expected in (
         ("plain", {}, (1, False)),
         ("asked", {"OBLR_REQUEUE_FAILED": "1"}, (0, True)),
@@ -111,12 +111,12 @@ def test_a_failure_comes_back_only_if_asked_to(tmp_path: Path) -> None:
         assert ended(tmp_path / name, 1, "failed", "RunError: no engine", saved=(7,), **settings)[:2] == expected, name
 
 
-def test_a_save_that_failed_is_a_failure(tmp_path: Path) -> None:
+def test_a_failed_save_is_a_failure(tmp_path: Path) -> None:
     assert ended(tmp_path, 1, "failed", "RunError: no room", stopping="USR1")[:2] == (1, False)
 
 
-def test_the_script_reads_what_a_run_writes(tmp_path: Path) -> None:
-    """`oblr_field` of every key, with the characters that a reason may hold but for quotes and commas."""
+def test_the_script_reads_the_runs_status(tmp_path: Path) -> None:
+    """`oblr_field` of every key; a reason may contain anything except quotes and commas."""
     written = Status("failed", 12, 500, "RunError: rank 0 waited 60 s [x]; y", 1.5)
     write_status(tmp_path, written)
     script = 'source slurm/lib.sh; run_dir="$1"; for name in "${@:2}"; do oblr_field "$name"; done'
