@@ -1,1 +1,1 @@
-"""Held-out accuracy: responses to benchmarks, their verdicts as files, and figures with intervals."""
+"""Evaluation on held-out sets: sample responses, score them, save them, and compute accuracies with intervals."""

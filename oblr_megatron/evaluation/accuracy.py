@@ -1,18 +1,19 @@
-"""What the verdicts of a set say about the model, and how sure that is. Pure.
+"""Accuracy metrics of a set of scored responses, with 95% intervals.
 
-Of a prompt with K sampled responses, c of them right:
+For a prompt with K sampled responses, c of them right:
 
-    mean@K  the mean of their verdicts
-    pass@k  1 - C(K - c, k) / C(K, k): the chance that k of them, drawn without replacement, hold a right one; unbiased
-            (arXiv 2107.03374, equation 1)
-    maj@K   1 if the answer given most often is right, 0 if not; of t answers given equally often each counts 1 / t
+    mean@K  mean score of the responses
+    pass@k  1 - C(K - c, k) / C(K, k): probability that k responses, drawn without replacement, contain a right one;
+            unbiased (arXiv 2107.03374, equation 1)
+    maj@K   1 if the most frequent answer is right, else 0; with t most frequent answers, each counts 1 / t
 
-A set's figure is the mean over its prompts. A response is right when its verdict is 1 or more; verdicts between 0 and 1
-count for mean@K alone. The interval of the greedy accuracy is Wilson's, 95% for a proportion. The others come from a
-percentile bootstrap over prompts: the responses to one prompt are no independent draws of the benchmark, its prompts
-are. Where the bootstrap has no width, with one prompt or with the same value for all, it says nothing; values inside
-[0, 1] then get Wilson's interval for that many prompts, which is no narrower than theirs, as no values in [0, 1] spread
-more than a 0/1 of the same mean.
+The metric of a set is the mean over its prompts. A response is right if its score ("verdict" in SET.jsonl) is at least
+1; scores between 0 and 1 contribute to mean@K only.
+
+Greedy accuracy has Wilson's interval for a proportion. The other intervals are percentile bootstraps over prompts,
+because responses to one prompt are not independent samples of the benchmark. If all prompts have equal values, the
+bootstrap interval has no width. For values in [0, 1], Wilson's interval for that number of prompts is used then. It is
+wide enough: of all distributions on [0, 1] with the same mean, 0/1 values have the largest variance.
 """
 
 from __future__ import annotations
@@ -30,34 +31,34 @@ from oblr_megatron.rewards.verifier.votes import answer_classes
 
 Array = NDArray[np.float64]
 
-RIGHT = 1.0  # the verdict of a right answer
+RIGHT = 1.0  # smallest score of a right response
 RESAMPLES = 4000
-CHUNK = 2**22  # prompts drawn at once, over all resamples
+CHUNK = 2**22  # prompts drawn at once, summed over resamples
 
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """One response, as far as figures need it. Example: Grade(verdict=1.0, answer="4", tokens=31, truncated=False)"""
+    """What metrics need of a response. Example: Grade(verdict=1.0, answer="4", tokens=31, truncated=False)"""
 
-    verdict: float  # of the main reward, unweighted
-    answer: str | None  # None: none was found
+    verdict: float  # score by the main reward, unweighted
+    answer: str | None  # None: no answer found
     tokens: int
-    truncated: bool  # cut at the limit
-    reads_answers: bool = True  # whether the reward looks for an answer at all
+    truncated: bool  # at the length limit
+    reads_answers: bool = True  # whether the reward extracts answers
 
     @property
     def right(self) -> bool:
-        """Whether it earned the full reward."""
+        """Whether the response is right."""
         return is_right(self.verdict)
 
 
 @dataclass(frozen=True, slots=True)
 class Grades:
-    """A set's responses, prompt-major. Example, Q = 1, k = 2: Grades(greedy=[right], sampled=[right, wrong], k=2)"""
+    """The responses of a set. Example, Q = 1, k = 2: Grades(greedy=[right], sampled=[right, wrong], k=2)"""
 
     greedy: Sequence[Grade]  # [Q], at least one
-    sampled: Sequence[Grade]  # [Q * k]
-    k: int  # may be 0
+    sampled: Sequence[Grade]  # [Q * k], prompt-major
+    k: int  # samples per prompt, may be 0
 
     def __post_init__(self) -> None:
         counts = f"{len(self.greedy)} greedy and {len(self.sampled)} sampled responses with k = {self.k}"
@@ -65,27 +66,27 @@ class Grades:
 
     @classmethod
     def of(cls, grades: Sequence[Grade], count: int, k: int) -> Grades:
-        """From all greedy responses to `count` prompts, followed by all sampled ones."""
+        """From the greedy responses to `count` prompts, followed by the sampled responses."""
         return cls(grades[:count], grades[count:], k)
 
     @property
     def groups(self) -> list[Sequence[Grade]]:
-        """[Q] lists of k; empty without samples."""
+        """[Q] groups of k samples; empty if k = 0."""
         return [self.sampled[first : first + self.k] for first in range(0, len(self.sampled), self.k or 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure with its 95% interval. Example: Estimate(value=0.8, low=0.49, high=0.94)"""
+    """A metric with its 95% interval. Example: Estimate(value=0.8, low=0.49, high=0.94)"""
 
     value: float
     low: float
     high: float
 
 
-def is_right(verdict: float) -> bool:
-    """Whether a response earned the full reward."""
-    return verdict >= RIGHT
+def is_right(score: float) -> bool:
+    """Whether a response with this score is right."""
+    return score >= RIGHT
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
@@ -95,7 +96,7 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 
 
 def majority(group: Sequence[Grade]) -> float:
-    """Whether the answer given most often is right; a tie counts by its share of right answers. No answer is no vote.
+    """maj@K of one prompt. Responses without an answer do not vote.
 
     Example: answers "4" (right), "5", "4" -> 1; "4", "5" -> 0.5; "5", None -> 0.
     """
@@ -108,14 +109,14 @@ def majority(group: Sequence[Grade]) -> float:
 
 
 def powers_of_two(last: int) -> list[int]:
-    """1, 2, 4, ... and `last`. Example: powers_of_two(6) = [1, 2, 4, 6]; of 0 nothing."""
+    """1, 2, 4, ... and `last`. Examples: powers_of_two(6) = [1, 2, 4, 6]; powers_of_two(0) = []."""
     return sorted({2**power for power in range(last.bit_length())} | {last} - {0})
 
 
 def by_prompt(grades: Grades) -> dict[str, Array]:
-    """[Q] values of each figure: accuracy, mean@K, pass@1, pass@2, pass@4, ..., pass@K, maj@K.
+    """[Q] values of each metric: accuracy, mean@K, pass@1, pass@2, pass@4, ..., pass@K, maj@K.
 
-    maj@K is left out when the reward reads no answers.
+    maj@K is omitted if the reward extracts no answers.
     """
     k, groups = grades.k, grades.groups
     columns = {"accuracy": [float(grade.right) for grade in grades.greedy]}
@@ -129,7 +130,7 @@ def by_prompt(grades: Grades) -> dict[str, Array]:
 
 
 def metrics(grades: Grades) -> dict[str, float]:
-    """A set's figures under their names in metrics.jsonl: those of K samples, without intervals.
+    """A set's metrics by their names in metrics.jsonl, without intervals; pass@k for k = K only.
 
     Example: {"accuracy": 0.5, "mean_at_k": 0.25, "pass_at_k": 0.5, "maj_at_k": 0.5, "response_length": 31.5,
               "truncated_fraction": 0.0}
@@ -140,7 +141,7 @@ def metrics(grades: Grades) -> dict[str, float]:
 
 
 def lengths(grades: Grades) -> dict[str, float]:
-    """Mean tokens, and share of responses that were cut; of the greedy and the sampled ones together."""
+    """Mean number of tokens and share of truncated responses, over greedy and sampled responses."""
     responses = [*grades.greedy, *grades.sampled]
     return {
         "response_length": sum(grade.tokens for grade in responses) / len(responses),
@@ -149,7 +150,7 @@ def lengths(grades: Grades) -> dict[str, float]:
 
 
 def estimates(grades: Grades, seed: int = 0) -> dict[str, Estimate]:
-    """Every figure of `by_prompt` with its interval; the same grades and seed give the same ends."""
+    """Every metric of `by_prompt` with its interval; deterministic for a given seed."""
     columns = by_prompt(grades)
     found = bootstrap_intervals(np.array([*columns.values()]), seed)
     right = int(columns["accuracy"].sum())
@@ -160,7 +161,7 @@ def estimates(grades: Grades, seed: int = 0) -> dict[str, Estimate]:
 
 
 def wilson_interval(right: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Score interval of a proportion (Wilson, 1927), at 95% for z = 1.96; (0, 1) when nothing was counted.
+    """Wilson's score interval of a proportion (1927), 95% for z = 1.96; (0, 1) for count = 0.
 
     Example: wilson_interval(8, 10) = (0.490, 0.943).
     """
@@ -171,25 +172,25 @@ def wilson_interval(right: float, count: int, z: float = 1.96) -> tuple[float, f
     spread = z * math.sqrt(max(share * (1 - share), 0.0) / count + z * z / (4 * count * count))
     scale = 1 + z * z / count
     low, high = (centre - spread) / scale, (centre + spread) / scale
-    return min(max(low, 0.0), share), max(min(high, 1.0), share)  # rounding may carry an end past the share itself
+    return min(max(low, 0.0), share), max(min(high, 1.0), share)  # rounding may move an end past the share
 
 
 def bootstrap_intervals(values: Array, seed: int = 0, resamples: int = RESAMPLES) -> list[tuple[float, float]]:
-    """95% percentile intervals of the means of [F, Q] values, all F from the same resamples of the Q prompts."""
+    """95% percentile intervals of the means of [F, Q] values; all F metrics share the resamples of the Q prompts."""
     metrics, prompts = values.shape
     generator = np.random.default_rng(seed)
     means = np.empty((metrics, resamples))
     step = max(1, CHUNK // prompts)
     for first in range(0, resamples, step):
         count = min(step, resamples - first)
-        drawn = generator.multinomial(prompts, np.full(prompts, 1 / prompts), size=count)  # how often each prompt
+        drawn = generator.multinomial(prompts, np.full(prompts, 1 / prompts), size=count)  # count of each prompt
         means[:, first : first + count] = values @ drawn.T / prompts
     low, high = np.percentile(means, (2.5, 97.5), axis=1)
     return [_with_width(row, float(a), float(b)) for row, a, b in zip(values, low, high, strict=True)]
 
 
 def _with_width(values: Array, low: float, high: float) -> tuple[float, float]:
-    """The interval; for equal values, of which the bootstrap knows no spread, Wilson's where it holds."""
+    """The bootstrap interval; if all values are equal, Wilson's interval for values in [0, 1], else no width."""
     if values.min() < values.max():
         return low, high
     value = float(values[0])

@@ -1,11 +1,11 @@
-"""Responses to a set, greedy and sampled, asked for and judged block by block.
+"""Sample and score the responses to a set, block by block: first greedy, then sampled.
 
-    grades = evaluate("gsm8k", engines, prompts, reward, config)         # every rank calls, every rank gets the same
-    figures(grades)                                                      # {"accuracy": 0.81, "mean_at_k": 0.79, ...}
+    grades = evaluate("gsm8k", engines, prompts, reward, config)         # collective; same result on every rank
+    metrics(grades)                                                      # {"accuracy": 0.81, "mean_at_k": 0.79, ...}
 
-A block is as many responses as a training step samples, which the engines' deadline is made for, and has a seed of its
-own: the same block of the same prompts gets the same random numbers each time. So two evaluations differ by the weights
-alone, and one that goes on after its first blocks ends as if it had never stopped.
+A block has as many responses as a training step, because the engines' deadline is set for that number. Each block has a
+fixed seed. So two evaluations of the same prompts differ only by the weights, and an interrupted evaluation continues
+with the same random numbers.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
     from oblr_megatron.rewards.base import Reward
     from oblr_megatron.types import Prompt
 
-SEED_STRIDE, SEED_OFFSET = 1_000_003, 1_000_002  # apart from the seeds of a run's first million steps
+SEED_STRIDE, SEED_OFFSET = 1_000_003, 1_000_002  # different from the seeds of a run's first million steps
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Prompts that are asked at once. Example: Block(kind="sampled", first=128, last=256, samples=8)"""
+    """Prompts sampled in one request. Example: Block(kind="sampled", first=128, last=256, samples=8)"""
 
     kind: Kind
     first: int  # position in the set
-    last: int  # the one after the block's last
-    samples: int  # of each prompt
+    last: int  # exclusive
+    samples: int  # per prompt
 
     @property
     def size(self) -> int:
-        """Responses."""
+        """Number of responses."""
         return (self.last - self.first) * self.samples
 
     def keys(self, prompts: Sequence[Prompt]) -> list[Key]:
-        """The block's responses, in order."""
+        """The keys of the block's responses, in order."""
         asked = prompts[self.first : self.last]
         return [(self.kind, prompt.id, sample) for prompt in asked for sample in range(self.samples)]
 
 
 def block_responses(config: Config) -> int:
-    """Responses of a block: a training step's."""
+    """Responses in a block, as many as in a training step."""
     return config.num_prompts * config.group_size
 
 
 def blocks_of(config: Config, count: int, kinds: Sequence[Kind] = ("greedy", "sampled")) -> Iterator[Block]:
-    """All greedy responses, then all sampled ones, of `count` prompts."""
+    """The blocks of `count` prompts: all greedy responses, then all sampled responses."""
     for kind in kinds:
         samples = 1 if kind == "greedy" else config.evaluate.samples_per_prompt
         if samples == 0:
@@ -73,16 +73,16 @@ def evaluate(
     done: Sequence[Grade] = (),
     sink: Callable[[Sequence[Item]], None] | None = None,
 ) -> Grades:
-    """Answer and judge a set with the weights that the engines hold; every rank calls, every rank gets the grades.
+    """Sample and score the responses to a set with the engines' current weights. Collective.
 
     Args:
         name: of the set.
         engines: collective.
-        prompts: Q, at least one.
-        reward: judges the responses.
-        config: `evaluate` and `rollout` hold the sampling settings.
-        done: responses of the first blocks, which are not asked for again.
-        sink: takes each further block.
+        prompts: [Q], at least one.
+        reward: scores the responses.
+        config: sampling settings in `evaluate` and `rollout`.
+        done: grades of the first blocks, which are not sampled again.
+        sink: receives the items of every new block.
     """
     grades = list(done)
     end = 0
@@ -97,8 +97,8 @@ def evaluate(
     return Grades.of(grades, len(prompts), config.evaluate.samples_per_prompt)
 
 
-def greedy_verdicts(engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config) -> list[float]:
-    """[Q] verdicts on one greedy response to each prompt; every rank calls, every rank gets them."""
+def greedy_rewards(engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config) -> list[float]:
+    """[Q] main rewards of one greedy response to each prompt. Collective."""
     blocks = blocks_of(config, len(prompts), ("greedy",))
     return [item.verdict for block in blocks for item in _items("", block, engines, prompts, reward, config)]
 
@@ -106,14 +106,14 @@ def greedy_verdicts(engines: RolloutEngine, prompts: Sequence[Prompt], reward: R
 def _items(
     name: str, block: Block, engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config
 ) -> list[Item]:
-    """Sample and judge one block."""
+    """Sample and score one block."""
     asked = prompts[block.first : block.last]
     seed = config.seed * SEED_STRIDE + SEED_OFFSET + block.first
     request = SamplingRequest.for_evaluation(config, seed, greedy=block.kind == "greedy")
     samples = engines.generate(asked, request)
     result = reward.score(asked, samples)
     answers = result.answers or [None] * len(samples)
-    scored = zip(samples, result.verdicts, result.rewards, answers, strict=True)
+    scored = zip(samples, result.main_rewards, result.rewards, answers, strict=True)
     return [
         Item(
             set=name,

@@ -1,4 +1,4 @@
-"""`oblr-megatron eval`: the command's options."""
+"""`oblr-megatron eval`: options and entry point."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from oblr_megatron.errors import EXIT_OK
 
-FILE_WIDTH = 120  # of the table where no terminal has one
+FILE_WIDTH = 120  # table width if the output is not a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory")
     parser.add_argument(
         "--data",
@@ -22,26 +22,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="NAME=PATH, a path, a hub set or a convention (docs/data.md); by default the config's evaluate.data",
     )
     parser.add_argument(
-        "--k", type=int, metavar="K", help="sampled responses a prompt beside the greedy one, 0 for none; by default 1"
+        "--k", type=int, metavar="K", help="sampled responses per prompt; by default the config's samples_per_prompt"
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="TOML file of a run, for its template, reward and sampling settings"
+        "--config", type=Path, metavar="FILE", help="TOML file of a run: template, reward and sampling settings"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write every response here; the same command again goes on"
+        "--out", type=Path, metavar="DIR", help="save all responses here; the same command continues after a stop"
     )
-    parser.add_argument("--overwrite", action="store_true", help="begin anew where --out holds another evaluation")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
+    parser.add_argument("--overwrite", action="store_true", help="replace another evaluation in --out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics here")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of config keys")
     parser.set_defaults(function=evaluate_model)
 
 
 def evaluate_model(options: argparse.Namespace) -> int:
-    """Answer, judge, write, print.
+    """Run the evaluation and print its table.
 
     Raises:
         UserError: a bad config, model, reward, data set or directory, before any engine is started.
-        RunError: an engine failed, or the disk is full; with --out the same command goes on.
+        RunError: an engine failed, or the disk is full; with --out the same command continues.
     """
     from rich.console import Console
 

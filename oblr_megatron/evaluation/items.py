@@ -1,7 +1,7 @@
-"""Every response of an evaluation as a line of SET.jsonl: what was asked, what came, how it was judged.
+"""SET.jsonl: one line for every response of an evaluation, with its prompt and score.
 
-A line is a response and not a prompt with all of its responses, since the greedy ones are made first: so the file only
-ever grows at its end, block by block, and what a process that was killed leaves behind is cut back to whole blocks.
+Lines are only appended, block by block, so that an interrupted evaluation can continue. `recover` truncates the file of
+a killed process to whole blocks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["greedy", "sampled"]
 Key = tuple[str, str, int]
-"""What tells the lines of a file apart: kind, id of the prompt, number of the sample."""
+"""Identifies a line of a file: kind, prompt id, sample number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One response; its fields are those of a line.
+    """One response; the fields are those of a line.
 
     Example: Item(set="gsm8k", id="gsm8k-test-7", row=7, prompt="Q: 2+3?\\nA:", gold="5", kind="sampled", sample=1,
                   response="It is \\boxed{5}.", answer="5", verdict=1.0, reward=1.1, tokens=9, finish_reason="stop")
@@ -38,27 +38,27 @@ class Item:
     prompt: str  # after the template
     gold: str
     kind: Kind
-    sample: int  # 0 .. k-1; 0 of a greedy one
+    sample: int  # 0 .. k-1; 0 for greedy responses
     response: str
-    verdict: float  # of the main reward, unweighted: what accuracies count
-    reward: float  # of all terms, weighted
-    tokens: int  # of the response, an end-of-sequence token included
-    finish_reason: str  # "stop", or "length": cut at the limit
-    answer: str | None = None  # as extracted; None where none was found
-    reads_answers: bool = True  # of the reward; a line of one that reads none has no "answer"
+    verdict: float  # score by the main reward, unweighted; accuracies are computed from it
+    reward: float  # weighted sum of all terms
+    tokens: int  # of the response, including an end-of-sequence token
+    finish_reason: str  # "stop", or "length" if truncated
+    answer: str | None = None  # as extracted; None if not found
+    reads_answers: bool = True  # whether the reward extracts answers; if not, the line has no "answer"
 
     @property
     def key(self) -> Key:
-        """Which response it is."""
+        """Identifies the response."""
         return self.kind, self.id, self.sample
 
     @property
     def grade(self) -> Grade:
-        """What the figures need."""
+        """The fields that metrics need."""
         return Grade(self.verdict, self.answer, self.tokens, self.finish_reason == "length", self.reads_answers)
 
     def line(self) -> bytes:
-        """As it is written; strict JSON, also of a text with half a surrogate pair."""
+        """The line in the file: strict JSON, even if a text contains half of a surrogate pair."""
         fields = asdict(self)
         if not fields.pop("reads_answers"):
             del fields["answer"]
@@ -66,21 +66,21 @@ class Item:
 
     @classmethod
     def of_line(cls, line: bytes) -> Item:
-        """The inverse of `line`; ValueError or TypeError if it is no such line."""
+        """The inverse of `line`. Raises ValueError or TypeError for a malformed line."""
         fields: dict[str, Any] = json.loads(line)
         return cls(**fields, reads_answers="answer" in fields)
 
 
 def items_path(directory: Path, name: str) -> Path:
-    """Where a set's responses are kept; a name may hold slashes."""
+    """The file of a set; slashes in its name are replaced."""
     return directory / f"{name.replace('/', '__')}.jsonl"
 
 
 def append(path: Path, items: Iterable[Item]) -> None:
-    """Add lines; they are on the disk when this returns.
+    """Append lines and flush them to the disk.
 
     Raises:
-        OSError: they may be there in part.
+        OSError: the lines may be written in part.
     """
     with path.open("ab") as stream:
         stream.write(b"".join(item.line() for item in items))
@@ -89,14 +89,14 @@ def append(path: Path, items: Iterable[Item]) -> None:
 
 
 def recover(path: Path, blocks: Iterable[Sequence[Key]]) -> list[Grade]:
-    """The responses of the whole blocks that a file holds, in order; what follows them is cut off the file.
+    """The grades of the complete blocks of a file, in order. The file is truncated after them.
 
     Args:
-        path: may be absent, which is no block.
-        blocks: what a finished file would hold.
+        path: may be absent.
+        blocks: the keys of a finished file.
 
     Raises:
-        UserError: a line within these blocks is damaged or not the one expected.
+        UserError: a line of a complete block is damaged or unexpected.
     """
     grades: list[Grade] = []
     end = 0
@@ -123,24 +123,24 @@ def _grade(line: bytes, key: Key, path: Path, number: int) -> Grade:
         item = None
     if item is None or item.key != key:
         raise UserError(
-            f"line {number} is damaged, or not of this evaluation", where=str(path), fix="begin anew with --overwrite"
+            f"line {number} is damaged or belongs to another evaluation", where=str(path), fix="use --overwrite"
         )
     return item.grade
 
 
 class RunItems:
-    """RUN_DIR/evaluations/step_000020/SET.jsonl of a run's own evaluations. A file that cannot be written costs the run
-    nothing but the files: it is warned of once, and no more are written.
+    """Saves a run's evaluations as RUN_DIR/evaluations/step_000020/SET.jsonl. After a write error it logs one warning
+    and saves nothing more; the run continues.
 
     Args:
-        directory: RUN_DIR/evaluations; None writes nothing.
+        directory: RUN_DIR/evaluations; None: save nothing.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
 
     def sink(self, step: int, name: str) -> Callable[[Sequence[Item]], None]:
-        """What takes a set's blocks in order; a file of the same step and set, of a run that went on, is replaced."""
+        """The sink for a set's blocks. The file of the same step and set, left by an earlier attempt, is replaced."""
         begun = False
 
         def write(items: Sequence[Item]) -> None:
@@ -155,7 +155,7 @@ class RunItems:
                 append(path, items)
                 begun = True
             except OSError as error:
-                logger.warning("the run goes on without saving its evaluations: %s", error)
+                logger.warning("evaluations are not saved any more, the run continues: %s", error)
                 self._directory = None
 
         return write

@@ -1,4 +1,4 @@
-"""One call of `oblr-megatron eval`: checked, gone on with where OUT holds a part, answered, written down."""
+"""One call of `oblr-megatron eval`: check the input, resume from OUT, sample and score, write metrics."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What was asked for, checked."""
+    """A checked evaluation."""
 
     model: HFDir
     config: Config
     sets: dict[str, list[Prompt]]
-    done: dict[str, list[Grade]]  # of each set, found in OUT
+    done: dict[str, list[Grade]]  # of each set, recovered from OUT
     out: Path | None
     json: Path | None
 
     @property
     def k(self) -> int:
-        """Sampled responses a prompt."""
+        """Sampled responses per prompt."""
         return self.config.evaluate.samples_per_prompt
 
     def responses(self, name: str) -> int:
-        """Of a set, in all."""
+        """Number of responses of a set, greedy and sampled."""
         return len(self.sets[name]) * (1 + self.k)
 
 
 def check(options: argparse.Namespace) -> Task:
-    """Everything that can be found wrong before an engine is started; OUT is made, or cut back to whole blocks.
+    """Check the input before an engine starts. Creates OUT, or truncates its files to whole blocks.
 
     Raises:
-        UserError: the first thing found wrong.
+        UserError: the first problem found.
     """
     if options.overwrite and options.out is None:
-        raise UserError("nothing to overwrite", where="--overwrite", fix="give --out as well")
+        raise UserError("--overwrite needs a directory", where="--overwrite", fix="add --out DIR")
     model = check_hf_dir(options.model, quantized=True)
     config = config_of(options, model, {} if options.k is None else {"evaluate.samples_per_prompt": options.k})
     check_positions(config, model.config)
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     sources = named_sets(options.data, "--data") if options.data else config.evaluate.data
     if not sources:
-        raise UserError("no data set", where="--data", fix="name one, or a --config with evaluate.data")
+        raise UserError("no data set", where="--data", fix="give one, or a --config with evaluate.data")
     _check_writable(options.json)
     sets = load_sets(sources, config, model.tokenizer())
     task = Task(model, config, sets, {name: [] for name in sets}, options.out, options.json)
@@ -73,7 +73,7 @@ def check(options: argparse.Namespace) -> Task:
 
 
 def _claimed(task: Task, out: Path, *, overwrite: bool) -> Task:
-    """With what OUT holds of the same evaluation."""
+    """The task with the responses that OUT already has."""
     claim(out, task.model.path, settings_of(task.config, task.model), task.sets, overwrite=overwrite)
     done = {}
     for name, prompts in task.sets.items():
@@ -83,16 +83,16 @@ def _claimed(task: Task, out: Path, *, overwrite: bool) -> Task:
 
 
 def _check_writable(path: Path | None) -> None:
-    """A figures file that could not be written is found now, not hours later."""
+    """Check the --json file before hours of sampling."""
     if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
-        raise UserError("cannot be written", where=str(path), fix="name another --json file")
+        raise UserError("cannot write this file", where=str(path), fix="give another --json file")
 
 
 def run(task: Task) -> list[SetReport]:
-    """Answer what is missing of each set, print its line, write all figures; an engine is started if one is needed.
+    """Sample the missing responses of each set, print its line, and write the metrics. Starts an engine if needed.
 
     Raises:
-        RunError: an engine failed, or the disk takes no more.
+        RunError: an engine failed, or a file cannot be written.
     """
     reports = []
     with ExitStack() as stack:
@@ -114,21 +114,21 @@ def run(task: Task) -> list[SetReport]:
 
 
 def _sink(out: Path | None, name: str, advance: Callable[[int], None]) -> Callable[[Sequence[Item]], None]:
-    """Takes a block: to its file, and to the bar."""
+    """A function that appends a block to its file and advances the progress bar."""
 
     def take(items: Sequence[Item]) -> None:
         if out is not None:
             try:
                 append(items_path(out, name), items)
             except OSError as error:
-                raise RunError(f"cannot write to {out}: {error.strerror}; the same command goes on") from error
+                raise RunError(f"cannot write to {out}: {error.strerror}; the same command continues") from error
         advance(len(items))
 
     return take
 
 
 def _write_metrics(task: Task, reports: Sequence[SetReport]) -> None:
-    """The figures of the sets done so far, as JSON; those of other sets that OUT holds stay in its file.
+    """Write the metrics of all finished sets as JSON. Metrics of other sets stay in OUT's file.
 
     Raises:
         RunError: a file cannot be written.
@@ -143,4 +143,4 @@ def _write_metrics(task: Task, reports: Sequence[SetReport]) -> None:
             before = json.loads(path.read_text(encoding="utf-8"))["sets"] if path.exists() else {}
             write_whole(path, json.dumps(content | {"sets": before | sets}, indent=2) + "\n")
     except OSError as error:
-        raise RunError(f"cannot write the figures: {error}") from error
+        raise RunError(f"cannot write the metrics: {error}") from error

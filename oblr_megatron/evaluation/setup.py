@@ -1,4 +1,4 @@
-"""What an evaluation outside of a run needs: its configuration, its sets, an engine and the reward."""
+"""Configuration, data sets, engine and reward of an evaluation outside of a training run."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any]) -> Config:
-    """The run's config, or the defaults, with what the command line says; for one process and one engine of its own.
+    """A config for one process with one local engine: the run's, or the defaults, plus the command line.
 
-    The defaults of prompt and response length are cut to what a small model's positions hold.
+    Default prompt and response lengths are reduced to fit the positions of a small model.
 
     Args:
         options: `config` and `overrides` of a command.
-        model: what is evaluated.
-        given: further keys that the command line sets, e.g. {"data.train": Path("gsm8k.jsonl")}.
+        model: the model to evaluate.
+        given: further keys set by the command line, e.g. {"data.train": Path("gsm8k.jsonl")}.
     """
     from oblr_megatron.config import ParallelConfig, load_config, parse_config
 
     given = {"model.path": model.path, **given}
     if "quantization_config" in model.config:
-        given |= {"rollout.dtype": "bfloat16"}  # of what is not quantised: vLLM has no FP8 product in fp32
+        given |= {"rollout.dtype": "bfloat16"}  # of the unquantized weights: vLLM has no FP8 matmul in fp32
     if options.config is not None:
         config = load_config(options.config, [*_pairs(given), *options.overrides])
     else:
@@ -48,7 +48,7 @@ def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any
             "data.max_prompt_tokens": min(1024, half or 1024),
             "rollout.max_response_tokens": min(512, half or 512),
         }
-        table = {"run_dir": ".", "data": {"train": "nothing is trained on"}}
+        table = {"run_dir": ".", "data": {"train": "unused"}}
         config = parse_config(table, "command line", [*_pairs(lengths | given), *options.overrides])
     alone = {"num_engines": 1, "tensor_parallel_size": 1, "servers": (), "replay": None, "only": False}
     rollout = config.rollout.model_copy(update=alone)
@@ -56,7 +56,7 @@ def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any
 
 
 def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(data sets, overrides) out of what stands behind --data, which takes all that follows it.
+    """Separate (data sets, overrides): --data takes all arguments that follow it.
 
     Example: ["a.jsonl", "aime=b.jsonl", "seed=1", "data.template=Q"] -> [the first two], [the last two]
     """
@@ -74,27 +74,27 @@ def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def named_sets(texts: Sequence[str], option: str) -> dict[str, SourceConfig]:
-    """Sources as a command line names them, by the names of their sets.
+    """The sources of command-line arguments, by name.
 
     Raises:
-        UserError: one has no name, or two have the same.
+        UserError: a set has no name, or two sets have the same name.
     """
     from oblr_megatron.data.sources import named_source
 
     pairs = [named_source(text) for text in texts]
     sets = dict(pairs)
     if len({items_path(Path(), name) for name in sets}) < len(pairs):
-        raise UserError("two data sets have the same name", where=option, fix="write one of them as NAME=PATH")
+        raise UserError("two data sets have the same name", where=option, fix="write one as NAME=PATH")
     return sets
 
 
 def load_sets(
     sources: Mapping[str, SourceConfig], config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, list[Prompt]]:
-    """The prompts of each set, by its name; of a big one the first evaluate.num_prompts.
+    """The prompts of each set by name; at most evaluate.num_prompts per set.
 
     Raises:
-        UserError: a source cannot be used.
+        UserError: a source cannot be read or has no usable row.
     """
     from oblr_megatron.data.prompt_set import load_prompts
 
@@ -104,14 +104,14 @@ def load_sets(
 
 @contextmanager
 def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
-    """A vLLM engine of config.model.path and the reward, in this one process; both end with the block."""
+    """A local vLLM engine with config.model.path, and the reward; both are closed at the end of the block."""
     from oblr_megatron.model import parallel as layout
     from oblr_megatron.rewards.registry import build_reward
     from oblr_megatron.rewards.shared import SharedReward
     from oblr_megatron.rollout.colocated import ColocatedEngines
 
     with ExitStack() as stack:
-        scratch = stack.enter_context(TemporaryDirectory(prefix="oblr-eval-"))  # of the engine's log
+        scratch = stack.enter_context(TemporaryDirectory(prefix="oblr-eval-"))  # for the engine's log
         config = config.model_copy(update={"run_dir": Path(scratch)})
         parallel = layout.initialize(config.parallel, seed=config.seed)
         stack.callback(layout.shutdown)
@@ -123,5 +123,5 @@ def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
 
 
 def _pairs(given: Mapping[str, Any]) -> list[str]:
-    """As overrides; text is quoted, since a path may look like a number."""
+    """The keys as overrides; text is quoted, because a path may look like a number."""
     return [f"{key}={json.dumps(v if isinstance(v, int) else str(v))}" for key, v in given.items()]

@@ -1,4 +1,4 @@
-"""An evaluation's figures for people and for programs: a line and a table row a set, and JSON."""
+"""Metrics of an evaluation as output: one line and one table row per set, and JSON."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from oblr_megatron.formatting import MISSING
 
 @dataclass(frozen=True, slots=True)
 class SetReport:
-    """One set. Example: SetReport(name="gsm8k", prompts=1319, k=8, figures={"accuracy": Estimate(...), "mean@8": ...},
+    """Metrics of one set. Example: SetReport(name="gsm8k", prompts=1319, k=8, metrics={"accuracy": Estimate(...)},
     response_length=212.3, truncated_fraction=0.01)
     """
 
     name: str
     prompts: int
     k: int
-    metrics: Mapping[str, Estimate]  # see `figures.by_prompt`
+    metrics: Mapping[str, Estimate]  # by the names of `accuracy.by_prompt`
     response_length: float  # tokens
     truncated_fraction: float
 
     @classmethod
     def of(cls, name: str, grades: Grades) -> SetReport:
-        """Compute everything."""
+        """Compute the metrics."""
         return cls(name, len(grades.greedy), grades.k, estimates(grades), **lengths(grades))
 
     @property
     def columns(self) -> list[str]:
-        """The figures that people are shown: of pass@k that of all samples."""
+        """The metrics shown in line and table; of pass@k only k = K."""
         sampled = [f"{name}@{self.k}" for name in ("mean", "pass", "maj")]
         return ["accuracy", *(name for name in sampled if self.k)]
 
@@ -49,22 +49,22 @@ class SetReport:
         return f"{self.name}: {', '.join(parts)} on {self.prompts} prompts"
 
     def record(self) -> dict[str, Any]:
-        """Plain JSON: all figures with their intervals."""
+        """All metrics with their intervals, as plain JSON."""
         return {
             "prompts": self.prompts,
             "k": self.k,
-            **{name: asdict(figure) for name, figure in self.metrics.items()},
+            **{name: asdict(metric) for name, metric in self.metrics.items()},
             "response_length": self.response_length,
             "truncated_fraction": self.truncated_fraction,
         }
 
 
 SHORT_NAME = 16
-"""A set's name up to this long is not cut over several lines."""
+"""Set names up to this length are not wrapped."""
 
 
 def table(reports: Sequence[SetReport]) -> Table:
-    """A row a set: each figure above its interval."""
+    """One row per set: each metric above its interval."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     shown.add_column("set", overflow="fold", min_width=min(SHORT_NAME, max(len(one.name) for one in reports)))
     for name in ("prompts", *reports[0].columns, "truncated", "tokens"):
@@ -76,8 +76,8 @@ def table(reports: Sequence[SetReport]) -> Table:
     return shown
 
 
-def _cell(figure: Estimate | None) -> str:
-    """Value, and under it the interval, in percent."""
-    if figure is None:
+def _cell(metric: Estimate | None) -> str:
+    """The value, and below it the interval, in percent."""
+    if metric is None:
         return MISSING
-    return f"{figure.value:.1%}\n[dim]{100 * figure.low:.1f}–{100 * figure.high:.1f}[/dim]"  # noqa: RUF001
+    return f"{metric.value:.1%}\n[dim]{100 * metric.low:.1f}–{100 * metric.high:.1f}[/dim]"  # noqa: RUF001

@@ -1,15 +1,15 @@
-"""How responses are judged: `registry` finds a reward by name, `pool` runs the judging where it can be stopped.
+"""Rewards: score responses. `registry` builds a reward from its name; `workers` run untrusted code under a deadline.
 
-A response goes through these files:
-
-    registry.py   rewards by name: base.py (what one is), exact.py, math.py, format.py, overlong.py, function.py (the
-                  user's own), http.py (a service, by http_client.py), combined.py (a weighted sum)
-    extract.py    where a response states its answer
-    normalize.py  one spelling for what is written in several ways; characters.py does it for Unicode
-    structure.py  lists, sets, tuples, intervals, matrices, relations
-    compare.py    are two answers equal; leaf.py for what has no outer form, quantity.py for exact numbers and units
-    symbolic.py   computer algebra, in workers only; latex.py reads the LaTeX for it
-    pool.py       worker processes with hard deadlines; workers.py starts nursery.py, the process that forks them;
-                  calls.py is what they do with a request
-    shared.py     the judging divided among the replicas of a run
+registry.py   rewards by name, and "exact_match": base.py (the interface), math.py, format.py, overlong.py,
+              function.py (the user's), http.py (a service, with http_client.py), combined.py (weighted sum)
+shared.py     divides the scoring among the replicas of a run
+verifier/     exact comparison of mathematical answers:
+    extract.py    finds the answer in a response
+    normalize.py  one spelling for equivalent notations; characters.py does this for Unicode
+    structure.py  parses lists, sets, tuples, intervals, matrices, relations
+    compare.py    decides equality; leaf.py for single expressions, quantity.py for exact numbers and units
+    tolerance.py  benchmarks that accept approximate numbers; votes.py groups equal answers for majority votes
+    symbolic.py   computer algebra, in worker processes only; latex.py parses LaTeX for it
+workers/      worker processes with hard deadlines: pool.py lends them to callers, fork_client.py starts
+              fork_server.py, which forks them; calls.py is what a worker does with a request
 """

@@ -1,11 +1,10 @@
-"""What every reward is: `score` on a batch, closed at the end; and what those that judge in worker processes share."""
+"""The interface of all rewards: `Reward.score` on a batch gives a `RewardResult`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Literal, Self
 
 from oblr_megatron.rewards.workers.fork_client import START_S
@@ -19,71 +18,69 @@ Fault = Literal["failed", "late"]
 class RewardResult:
     """The rewards of a batch.
 
-    Example of a sum of two, whose second sample's judging took too long: RewardResult(
+    Example, a sum of two terms, second sample timed out: RewardResult(
         rewards=[1.1, 0.0], faults={1: "late"}, answers=["4", None], terms={"math": [1.0, 0.0], "format": [1.0, 0.0]})
     """
 
-    rewards: list[float]  # [N] one for each sample: what training maximises
-    faults: dict[int, Fault] = field(default_factory=dict)  # by sample; see `failures` and `timeouts`
+    rewards: list[float]  # [N] the values that training maximises
+    faults: dict[int, Fault] = field(default_factory=dict)  # by position; see `failures` and `timeouts`
     error: str | None = None  # traceback of the first failure
-    answers: list[str | None] | None = None  # [N] what was read as the answer; None where the reward reads none
-    terms: dict[str, list[float]] = field(default_factory=dict)  # [N] each, unweighted, of a sum; the main one first
+    answers: list[str | None] | None = None  # [N] extracted answers; None if the reward extracts none
+    terms: dict[str, list[float]] = field(default_factory=dict)  # of a sum: [N] unweighted values, main term first
 
     @property
     def failures(self) -> int:
-        """Samples whose judging raised or gave no finite number; they score 0."""
+        """Samples whose scoring raised or gave no finite number; they score 0."""
         return sum(fault == "failed" for fault in self.faults.values())
 
     @property
     def timeouts(self) -> int:
-        """Samples whose judging ran past its deadline; they score 0."""
+        """Samples whose scoring exceeded its deadline; they score 0."""
         return sum(fault == "late" for fault in self.faults.values())
 
     @property
-    def verdicts(self) -> list[float]:
-        """[N] what accuracy is counted from: the main reward's own values."""
+    def main_rewards(self) -> list[float]:
+        """[N] unweighted values of the main term, from which accuracy is computed."""
         return next(iter(self.terms.values()), self.rewards)
 
 
 class Reward(ABC):
-    """Judges responses. A context manager; `close` ends what it started."""
+    """Scores responses. A context manager that calls `close`."""
 
     @abstractmethod
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
-        """Judge every sample.
+        """Score every sample.
 
         Args:
             prompts: [Q], of a step or of any part of it.
             samples: [N] prompt-major: the same number of responses to each prompt, in the prompts' order.
 
         Raises:
-            RunError: worker processes cannot be started. Nothing that a judged text does raises.
+            RunError: worker processes cannot be started. No response text causes an exception.
         """
 
     def longest_s(self, count: int) -> float:
-        """Seconds after which the judging of so many samples is over, whatever they are; 0 if it takes no time."""
+        """Upper bound on the seconds for scoring `count` samples; 0 for a linear scan in this process."""
         return 0.0
 
     def close(self) -> None:
-        """End what the reward started; may be called twice."""
+        """End workers and connections; may be called twice."""
         return
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
 def pair(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Prompt, Sample]]:
-    """Each sample with the prompt it answers; N samples in prompt-major order."""
+    """Each sample with its prompt; N samples in prompt-major order."""
     size = group_size(prompts, samples)
     assert len(samples) == size * len(prompts), f"{len(samples)} samples do not divide among {len(prompts)} prompts"
     pairs = [(prompts[position // size], sample) for position, sample in enumerate(samples)]
     for prompt, sample in pairs:
-        assert sample.prompt_ids == prompt.token_ids, f"a sample of group {sample.group} meets prompt {prompt.id!r}"
+        assert sample.prompt_ids == prompt.token_ids, f"a sample of group {sample.group} is not of prompt {prompt.id!r}"
     return pairs
 
 
@@ -93,7 +90,7 @@ def group_size(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> int:
 
 
 def texts(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
-    """(response, gold answer, prompt) of each sample: what a user's own reward gets."""
+    """(response, gold answer, prompt) of each sample: the arguments of a user's reward function."""
     return [(sample.text, prompt.answer, prompt.text) for prompt, sample in pair(prompts, samples)]
 
 
@@ -103,7 +100,7 @@ def whole_groups(batch_size: int, group: int) -> int:
 
 
 def collect(outcomes: Sequence[Outcome]) -> RewardResult:
-    """Values, 0 for what failed or ran late; the first failure's traceback goes with them."""
+    """The outcomes as a result: failed and late samples score 0, `error` is the first traceback."""
     return RewardResult(
         [outcome.value or 0.0 for outcome in outcomes],
         faults={n: "late" if one.timed_out else "failed" for n, one in enumerate(outcomes) if one.value is None},
@@ -112,7 +109,7 @@ def collect(outcomes: Sequence[Outcome]) -> RewardResult:
 
 
 def joined(parts: Sequence[RewardResult]) -> RewardResult:
-    """The results of parts of a batch that follow one another, as that of the whole."""
+    """Concatenate the results of consecutive parts of a batch."""
     starts = [sum(len(part.rewards) for part in parts[:place]) for place in range(len(parts))]
     read = [part.answers for part in parts if part.answers is not None]
     names = next((list(part.terms) for part in parts if part.terms), [])
@@ -128,14 +125,14 @@ def joined(parts: Sequence[RewardResult]) -> RewardResult:
 
 
 class PooledReward(Reward):
-    """A reward that judges in worker processes."""
+    """A reward that scores in worker processes."""
 
     def __init__(self, pool: Pool, *, together: int = 1) -> None:
-        """`together`: responses that are judged in one call."""
+        """`together`: responses scored in one call."""
         self.pool, self.together = pool, together
 
     def longest_s(self, count: int) -> float:
-        """Every call runs into its deadline; and the workers were to be started."""
+        """The start of the workers, plus every call at its deadline."""
         calls = -(-count // self.together)
         return START_S + -(-calls // self.pool.num_workers) * self.pool.limit_s
 

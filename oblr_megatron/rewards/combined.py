@@ -2,7 +2,8 @@
 
     reward of a sample = sum over the terms of weight * value
 
-A term that fails or runs late on a sample counts 0 there, and the others still count; the sample is counted once.
+If a term fails or times out on a sample, the term counts 0 and the others still count. The fault of such a sample is
+that of the first faulty term.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ class Term:
 
 
 class CombinedReward(Reward):
-    """The sum; its answers are those that the first term read."""
+    """A weighted sum of terms. Its answers are those of the first term."""
 
     def __init__(self, terms: Sequence[Term]) -> None:
-        """`terms`: at least one, of different names, the main one first."""
-        assert len({term.name for term in terms}) == len(terms) > 0, f"the terms {terms} are not named apart"
+        """`terms`: at least one, with distinct names, the main term first."""
+        assert len({term.name for term in terms}) == len(terms) > 0, f"the terms {terms} need distinct names"
         self._terms = tuple(terms)
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
-        """One term after the other, so that their workers do not compete; see `Reward.score`."""
+        """See `Reward.score`. Terms are scored one after another, so that their workers do not compete for cores."""
         results = [term.reward.score(prompts, samples) for term in self._terms]
         weights = [term.weight for term in self._terms]
         columns = zip(*(result.rewards for result in results), strict=True)
@@ -52,7 +53,7 @@ class CombinedReward(Reward):
         return sum(term.reward.longest_s(count) for term in self._terms)
 
     def close(self) -> None:
-        """End what the terms started."""
+        """Close all terms."""
         for term in self._terms:
             term.reward.close()
 

@@ -1,9 +1,8 @@
-r"""The reward "format": 1 if a response keeps to the format, whether its answer is right or not, else 0.
+r"""The reward "format": 1 if a response has the required format, regardless of its answer, else 0.
 
-By default a response ends by itself (finish_reason "stop") and states exactly one answer, in a complete \boxed{...}
-that is not empty. With reward.format_pattern the whole response has to match that regular expression, in which a dot
-stands for a line break, too. A pattern can take for ever on a text that nobody foresaw, so that it is tried in worker
-processes under the deadline.
+By default the response must end by itself (finish_reason "stop") and contain exactly one complete, non-empty
+\boxed{...}. With reward.format_pattern the whole response must match that regular expression (a dot also matches a line
+break). Matching may take exponential time, so patterns run in worker processes under the deadline.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from oblr_megatron.types import Prompt, Sample
 
 
 class BoxFormatReward(Reward):
-    """Exactly one complete box; judged on the spot, by a linear scan."""
+    """Exactly one complete box, found by a linear scan in this process."""
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """Rewards in {0, 1}; see `Reward.score`."""
@@ -27,7 +26,7 @@ class BoxFormatReward(Reward):
 
 
 def keeps_to_box(sample: Sample) -> bool:
-    r"""Examples: "so \boxed{4}." is True; "\boxed{3} or \boxed{4}", "\boxed{}" and what was cut are False."""
+    r"""Examples: "so \boxed{4}." is True; "\boxed{3} or \boxed{4}", "\boxed{}" and truncated responses are False."""
     one = len(list(complete_boxes(sample.text))) == 1
     return sample.finish_reason == "stop" and one and boxed(sample.text) is not None
 
@@ -36,7 +35,7 @@ class PatternFormatReward(PooledReward):
     """The whole response matches a pattern."""
 
     def __init__(self, pattern: str, *, num_workers: int, deadline_s: float) -> None:
-        """`pattern` was found to compile."""
+        """`pattern` must pass `check_pattern`."""
         super().__init__(Pool(f"{__name__}:matches", num_workers=num_workers, deadline_s=deadline_s))
         self._pattern = pattern
 
@@ -46,15 +45,15 @@ class PatternFormatReward(PooledReward):
 
 
 def matches(pattern: str, text: str) -> float:
-    """Called in the workers, which `re` keeps the compiled pattern in."""
+    """Runs in the worker processes; `re` caches the compiled pattern there."""
     return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse what is no regular expression.
+    """Check reward.format_pattern.
 
     Raises:
-        UserError: with the place in the pattern.
+        UserError: the pattern does not compile.
     """
     try:
         re.compile(pattern, re.DOTALL)
@@ -62,5 +61,5 @@ def check_pattern(pattern: str) -> None:
         raise UserError(
             f"{pattern!r} is not a regular expression: {error}",
             where="config: reward.format_pattern",
-            fix="write it as Python's re does",
+            fix="use the syntax of Python's re",
         ) from error

@@ -1,9 +1,9 @@
-"""A reward of the user's own, named "package.module:function"; it judges in worker processes.
+"""The user's own reward function "package.module:function", called in worker processes.
 
     def score(response: str, answer: str, prompt: str) -> float: ...
 
-Or async, or of lists (responses, answers, prompts), or both: calls.py says how each kind is called. The module is
-imported here too, before anything is started, so that a wrong name is a clear error and not a failed run.
+The function may be async, take lists (responses, answers, prompts), or both; see workers/calls.py. It is also imported
+in this process before the run starts, so that a wrong name is reported at once.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
 
 GRACE_S = 1.0
-"""A worker of async calls gives up the late ones itself; one that has not answered so long after is ended."""
+"""Workers time out async calls themselves; a worker that has not answered this long after the deadline is killed."""
 
 
 class FunctionReward(PooledReward):
     """Calls the function on every sample, or on batches of whole groups."""
 
     def __init__(self, name: str, *, num_workers: int, deadline_s: float, batch_size: int) -> None:
-        """Workers are started with the first batch.
+        """Workers start with the first batch.
 
         Args:
             name: of a function that `check_function` accepts.
-            num_workers: processes that judge at once.
-            deadline_s: of a response, or of a batch where the function takes batches.
-            batch_size: responses that a batch or async function gets, rounded up to whole groups.
+            num_workers: worker processes.
+            deadline_s: for one response, or for one batch if the function takes batches.
+            batch_size: responses in one call of a batch or async function, rounded up to whole groups.
         """
         kind = kind_of(resolve(name))
         grace = GRACE_S if kind.awaited else 0.0
@@ -51,10 +51,10 @@ class FunctionReward(PooledReward):
 
 
 def check_function(name: str, where: str) -> None:
-    """Import the function; modules beside the user (the current directory) are found, too.
+    """Import the function, also from the current directory, and check its parameters.
 
     Raises:
-        UserError: it cannot be imported, is not callable, or cannot be called with what a reward gets.
+        UserError: the function cannot be imported or is not callable, or its parameters do not fit.
     """
     here = str(Path.cwd())
     if "" not in sys.path and here not in sys.path:
@@ -65,7 +65,7 @@ def check_function(name: str, where: str) -> None:
         raise UserError(
             f"reward {name!r} cannot be imported: {type(error).__name__}: {error}",
             where=where,
-            fix='give "package.module:function" as Python would import it from here',
+            fix='give "package.module:function", importable from the current directory',
         ) from error
     if not callable(function):
         raise UserError(f"reward {name!r} is not callable", where=where, fix="name a function")
@@ -73,7 +73,7 @@ def check_function(name: str, where: str) -> None:
 
 
 def _check_parameters(name: str, function: Callable[..., Any], where: str) -> None:
-    """Arguments go by position: their number has to fit, and names that are ours have to stand where we pass them."""
+    """Check the number of parameters, and the order of those with reserved names: arguments are positional."""
     wanted = BATCH if kind_of(function).batch else SINGLE
     shape = f"function({', '.join(wanted)})"
     try:
@@ -85,11 +85,11 @@ def _check_parameters(name: str, function: Callable[..., Any], where: str) -> No
             fix=f"give it these three parameters, all {'lists of ' if wanted is BATCH else ''}strings",
         ) from error
     except ValueError:
-        return  # a builtin without a signature: the first call will tell
+        return  # a builtin without a signature cannot be checked
     names = parameter_names(function)
     if any(one in (*SINGLE, *BATCH) and wanted[place : place + 1] != (one,) for place, one in enumerate(names)):
         raise UserError(
-            f"reward {name!r} has the parameters {', '.join(names)}, and is called as {shape}",
+            f"reward {name!r} has the parameters {', '.join(names)}, but is called as {shape}",
             where=where,
-            fix="bring them into this order; all in the plural for batches, none for single responses",
+            fix="use these names in this order; plural names for batches, singular names for single responses",
         )

@@ -1,4 +1,4 @@
-"""A reward that a service computes, named by its URL; http_client.py says how it is spoken to."""
+"""A reward computed by an HTTP service, named by its URL. The protocol is in http_client.py."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from oblr_megatron.types import Prompt, Sample
 
 SCHEMES = {"http": 80, "https": 443}
 REACH_S = 5.0
-"""A service that takes longer to accept a connection is refused before the run."""
+"""Deadline for the test connection before the run."""
 
 
 def is_url(name: str) -> bool:
-    """Whether a reward's name is meant as an address."""
+    """Whether a reward's name is a URL."""
     return name.partition("://")[0].lower() in SCHEMES
 
 
 class HttpReward(Reward):
-    """Posts batches of whole groups, several at once."""
+    """Posts batches of whole groups, with several requests in flight."""
 
     def __init__(
         self, url: str, *, key: str, num_requests: int, deadline_s: float, batch_size: int, retries: int
     ) -> None:
-        """Nothing is opened before the first batch.
+        """Connections are opened with the first batch.
 
         Args:
             url: of the service.
             key: bearer token; empty for none.
-            num_requests: in flight at once.
-            deadline_s: of a request with its retries, from when it is its turn.
-            batch_size: responses a request, rounded up to whole groups.
-            retries: further attempts of a request.
+            num_requests: maximum number of requests in flight.
+            deadline_s: for a request including its retries, not counting the wait for a free slot.
+            batch_size: responses per request, rounded up to whole groups.
+            retries: after a request that failed.
         """
         self._url, self._key, self._retries = url, key, retries
         self._num_requests, self._deadline_s, self._batch_size = num_requests, deadline_s, batch_size
@@ -49,19 +49,19 @@ class HttpReward(Reward):
         self._session: aiohttp.ClientSession | None = None
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
-        """What the service answers; see `Reward.score`."""
+        """The service's rewards; see `Reward.score`."""
         rows = texts(prompts, samples)
         size = whole_groups(self._batch_size, group_size(prompts, samples))
         self._loop = self._loop or HttpLoop()
         return collect(self._loop.run(self._score_batch([rows[at : at + size] for at in range(0, len(rows), size)])))
 
     def longest_s(self, count: int) -> float:
-        """Every request runs into its deadline."""
+        """Every request takes until its deadline."""
         requests = -(-count // self._batch_size)
         return -(-requests // self._num_requests) * self._deadline_s
 
     def close(self) -> None:
-        """Close the connections, and end the thread that they belong to."""
+        """Close the connections and end their thread."""
         loop, self._loop = self._loop, None
         session, self._session = self._session, None
         if loop is None:
@@ -83,41 +83,41 @@ class HttpReward(Reward):
 
 
 def bearer_key(variable: str) -> str:
-    """The token that an environment variable holds; empty if none is named.
+    """The bearer token in an environment variable; empty if `variable` is empty.
 
     Raises:
-        UserError: the variable is not set, or holds what cannot be sent.
+        UserError: the variable is not set, or is not printable ASCII.
     """
     key = os.environ.get(variable, "").strip() if variable else ""
     if variable and not (key and key.isascii() and key.isprintable()):
         raise UserError(
             f"the environment variable {variable} {'is not a token' if key else 'is not set'}",
             where="config: reward.api_key_env",
-            fix=f"export {variable}=..., or name none if the service asks for none",
+            fix=f"export {variable}=TOKEN, or leave reward.api_key_env empty",
         )
     return key
 
 
 def check_service(url: str, where: str) -> None:
-    """Refuse an address that is none, or where nobody listens.
+    """Check the address, and connect to it once.
 
     Raises:
-        UserError: either.
+        UserError: the address is malformed, or nothing listens there.
     """
     parts = _parse(url)
     if parts is None or parts.username is not None or parts.fragment or not url.isprintable():
         raise UserError(
             f"{url!r} is not the address of a service",
             where=where,
-            fix="write it as http://HOST:PORT/PATH; a token goes into the variable that reward.api_key_env names",
+            fix="write http://HOST:PORT/PATH, and put a token into the variable that reward.api_key_env names",
         )
-    assert parts.hostname is not None, "an address without a host was refused"
+    assert parts.hostname is not None, "_parse refuses an address without a host"
     port = parts.port or SCHEMES[parts.scheme]
     try:
         socket.create_connection((parts.hostname, port), REACH_S).close()
-    except (OSError, UnicodeError) as error:  # UnicodeError: of a host name that no resolver takes
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be encoded
         raise UserError(
-            f"the service {url} cannot be reached: {error}", where=where, fix="start it, or correct the address"
+            f"cannot connect to the service {url}: {error}", where=where, fix="start it, or correct the address"
         ) from error
 
 
@@ -125,5 +125,5 @@ def _parse(url: str) -> SplitResult | None:
     try:
         parts = urlsplit(url)
         return parts if parts.scheme in SCHEMES and parts.hostname and parts.port != 0 else None
-    except ValueError:  # of the port, or of brackets
+    except ValueError:  # malformed port or brackets
         return None

@@ -1,11 +1,11 @@
-"""A service that judges, seen from the trainer: whatever it does, a request ends by its deadline and raises nothing.
+"""Client of a reward service. A request always ends by its deadline and raises nothing.
 
-    POST URL    {"responses": [...], "answers": [...], "prompts": [...]}    of the same length
-    200         {"rewards": [...]}                                          finite numbers, as many
+    POST URL    {"responses": [...], "answers": [...], "prompts": [...]}    lists of equal length
+    200         {"rewards": [...]}                                          finite numbers, of the same length
 
-What may pass is tried again (a connection that fails or drops, 429, 5xx), after a pause that doubles each time and is
-drawn from its upper half, so that ranks do not come back all at once; a Retry-After that is longer is kept to. Anything
-else will not be different the next time.
+Failed and dropped connections, status 429 and 5xx are retried; other errors are permanent. The pause before a retry
+doubles each time. It is drawn from the upper half of [0, pause], so that ranks do not retry in lockstep, and is at
+least the service's Retry-After.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from oblr_megatron.rewards.workers.pool import Outcome
 BACKOFF_S = 0.2
 TOO_MANY, FAILED = 429, 500
 ANSWER_BYTES = 2**20
-"""Of the longest answer that is read, beside BYTES_A_REWARD for each reward."""
+"""Limit on the size of an answer, plus BYTES_A_REWARD for each reward."""
 BYTES_A_REWARD = 64
 
 Rows = Sequence[Sequence[str]]  # [n, 3] response, gold answer, prompt
 
 
 class ServiceError(Exception):
-    """The service did not judge: it refused, or its answer cannot be used."""
+    """The service gave no usable answer."""
 
 
-class PassingError(ServiceError):
-    """The same request may be answered later, `after_s` from now at the earliest."""
+class TransientError(ServiceError):
+    """The request can be retried, after at least `after_s` seconds."""
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -45,15 +45,7 @@ class PassingError(ServiceError):
 
 
 class Service:
-    """One address; used in one event loop.
-
-    Args:
-        url: where to post.
-        session: connections, without a deadline of their own.
-        key: bearer token; empty for none.
-        deadline_s: of a request with its retries.
-        retries: further attempts.
-    """
+    """One reward service, used in one event loop. Arguments as for `HttpReward`; `session` must have no timeouts."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, *, key: str, deadline_s: float, retries: int) -> None:
         self._url, self._session = url, session
@@ -61,7 +53,7 @@ class Service:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     async def score_batch(self, rows: Rows) -> list[Outcome]:
-        """The outcomes of the rows; all the same unless the service judged."""
+        """The outcome of each row. If the request fails, all rows get its error."""
         columns = (list(column) for column in zip(*rows, strict=True))
         body = json.dumps(dict(zip(BATCH, columns, strict=True))).encode()
         try:
@@ -73,16 +65,16 @@ class Service:
             return [Outcome(error=f"{self._url} {error}")] * len(rows)
 
     async def _ask(self, body: bytes, count: int) -> list[Outcome]:
-        """Ask until there is an answer, an error that stays, or no further attempt.
+        """Post with retries.
 
         Raises:
-            ServiceError: the last error.
+            ServiceError: the error of the last attempt.
         """
         deadline = time.monotonic() + self._deadline_s
         for attempt in range(self._retries + 1):
             try:
                 return read_answer(await self._post(body, count), count)
-            except PassingError as error:
+            except TransientError as error:
                 pause = max(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.0), error.after_s)
                 if attempt == self._retries or pause >= deadline - time.monotonic():
                     raise
@@ -97,18 +89,18 @@ class Service:
             ) as response:
                 text = await _read(response.content, limit)
         except (aiohttp.ClientError, OSError) as error:
-            raise PassingError(f"cannot be asked: {str(error) or type(error).__name__}") from error
+            raise TransientError(f"request failed: {str(error) or type(error).__name__}") from error
         if response.status == TOO_MANY or response.status >= FAILED:
-            raise PassingError(_said(response.status, text), _seconds(response.headers.get("Retry-After", "")))
+            raise TransientError(_status(response.status, text), _seconds(response.headers.get("Retry-After", "")))
         if response.status != 200:
-            raise ServiceError(_said(response.status, text))
+            raise ServiceError(_status(response.status, text))
         if len(text) > limit:
             raise ServiceError(f"answered with more than {limit} bytes for {count} responses")
         return text
 
 
 async def _read(content: aiohttp.StreamReader, limit: int) -> bytes:
-    """The body, or as much of it as shows that it is longer than `limit`."""
+    """The body, cut off after it has exceeded `limit` bytes."""
     text = b""
     async for piece in content.iter_any():
         text += piece
@@ -118,15 +110,15 @@ async def _read(content: aiohttp.StreamReader, limit: int) -> bytes:
 
 
 def read_answer(text: bytes, count: int) -> list[Outcome]:
-    """The outcomes that an answer's text states.
+    """Parse an answer.
 
     Raises:
-        ServiceError: it states no list of `count` rewards.
+        ServiceError: the answer has no list of `count` rewards.
     """
     try:
         rewards = json.loads(text)["rewards"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ServiceError(f'answered something else than {{"rewards": [...]}}: {_start(text)}') from None
+        raise ServiceError(f'the answer is not {{"rewards": [...]}}: {_start(text)}') from None
     if not isinstance(rewards, list) or len(rewards) != count:
         given = len(rewards) if isinstance(rewards, list) else "no list of"
         raise ServiceError(f"answered {given} rewards for {count} responses")
@@ -137,7 +129,7 @@ def read_answer(text: bytes, count: int) -> list[Outcome]:
     ]
 
 
-def _said(status: int, text: bytes) -> str:
+def _status(status: int, text: bytes) -> str:
     return f"answered with status {status}: {_start(text)}"
 
 
@@ -146,7 +138,7 @@ def _start(text: bytes) -> str:
 
 
 def _seconds(retry_after: str) -> float:
-    """What a Retry-After header asks for: seconds, or a date; 0 of anything else."""
+    """The seconds until the time in a Retry-After header (seconds or a date); 0 for anything else."""
     try:
         return max(float(retry_after), 0.0) if retry_after.isdigit() else _until(parsedate_to_datetime(retry_after))
     except ValueError:

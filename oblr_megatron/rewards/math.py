@@ -1,6 +1,7 @@
-r"""The reward for mathematical answers: 1 if the response's boxed answer equals the gold one exactly, else 0.
+r"""The reward "math": 1 if the response's boxed answer equals the gold answer exactly, else 0.
 
-What plain text and exact fractions settle is settled on the spot; the rest goes to worker processes under a deadline.
+Most pairs are decided in this process by comparing text and exact fractions. The rest needs computer algebra, in worker
+processes under a deadline.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ DEADLINE_S = 10.0
 
 
 def grade(prediction: str, gold: str, tolerance: str = "") -> bool:
-    r"""Whether a response's answer, the last complete \boxed{...}, equals the gold one.
+    r"""Whether a response's answer, the last complete \boxed{...}, equals the gold answer.
 
-    Exact: 0.5 is 1/2 and 0.33 is not 1/3; lists and sets ignore order, tuples and matrices keep it; units, degree,
-    percent and currency signs, `x =` and thousands separators are ignored. May be called from any thread and any
-    process; returns within DEADLINE_S, False when judging takes longer.
+    Comparison is exact: 0.5 equals 1/2, but 0.33 is not 1/3. Order matters in tuples and matrices, not in lists and
+    sets. Units, degree, percent and currency signs, `x =` and thousands separators are ignored. Can be called from any
+    thread and process. Returns False if the comparison takes longer than DEADLINE_S.
 
     Args:
         prediction: the response.
-        gold: the gold answer as the data set gives it.
-        tolerance: how far off a plain number may be: "0.1", or "1%" of the gold; "" for exact.
+        gold: the gold answer as in the data set.
+        tolerance: allowed error of a plain number: "0.1" absolute, "1%" relative to the gold answer, "" exact.
 
-    Examples: grade(r"... \boxed{\frac{1}{2}}", "0.5") is True; grade("42", "42") is False: there is no box.
+    Examples: grade(r"... \boxed{\frac{1}{2}}", "0.5") is True; grade("42", "42") is False: no box.
 
     Raises:
         RunError: the worker processes cannot be started.
@@ -45,7 +46,7 @@ def grade(prediction: str, gold: str, tolerance: str = "") -> bool:
 
 
 def settle(answer: str, gold: str, tolerance: str = "") -> bool | None:
-    """The verdict if it needs no computer algebra, else None. For `tolerance` see `within`."""
+    """Whether an extracted answer is right; None if only computer algebra can tell. For `tolerance` see `within`."""
     near = within(answer, gold, tolerance) if tolerance else None
     if near is not None:
         return near
@@ -56,7 +57,7 @@ def settle(answer: str, gold: str, tolerance: str = "") -> bool | None:
 
 
 def make_pool(num_workers: int, deadline_s: float) -> Pool:
-    """Workers that judge extracted answers."""
+    """Worker processes that compare extracted answers by computer algebra."""
     target = "oblr_megatron.rewards.verifier.symbolic:score"
     prepare = "oblr_megatron.rewards.verifier.latex:warm_up"
     return Pool(target, num_workers=num_workers, deadline_s=deadline_s, prepare=prepare)
@@ -64,15 +65,15 @@ def make_pool(num_workers: int, deadline_s: float) -> Pool:
 
 @cache
 def _shared_pool() -> Pool:
-    """One pool for all callers of `grade`; it ends with the process."""
+    """The pool of `grade`, shared by all callers; it ends with the process."""
     return make_pool(WORKERS, DEADLINE_S)
 
 
 class MathReward(PooledReward):
-    """Scores a batch; equal answers to the same question are judged once."""
+    """Scores a batch; identical answers to the same question are scored once."""
 
     def __init__(self, extract: Callable[[str], str | None], *, num_workers: int, deadline_s: float) -> None:
-        """`extract` finds the answer in a response, or None."""
+        """`extract` returns the answer in a response, or None."""
         super().__init__(make_pool(num_workers, deadline_s))
         self._extract = extract
 
@@ -81,20 +82,20 @@ class MathReward(PooledReward):
         questions = [
             (self._extract(sample.text), prompt.answer, prompt.tolerance) for prompt, sample in pair(prompts, samples)
         ]
-        verdicts = self._score_batch([(a, gold, bound) for a, gold, bound in dict.fromkeys(questions) if a is not None])
+        outcomes = self._score_batch([(a, gold, bound) for a, gold, bound in dict.fromkeys(questions) if a is not None])
         wrong = Outcome(value=0.0)
-        result = collect([wrong if question[0] is None else verdicts[question] for question in questions])
+        result = collect([wrong if question[0] is None else outcomes[question] for question in questions])
         return replace(result, answers=[answer for answer, _, _ in questions])
 
     def _score_batch(self, questions: Sequence[tuple[str, str, str]]) -> dict[tuple[str | None, str, str], Outcome]:
-        """The verdict on each (answer, gold, tolerance)."""
-        verdicts: dict[tuple[str | None, str, str], Outcome] = {}
+        """The outcome for each (answer, gold, tolerance)."""
+        outcomes: dict[tuple[str | None, str, str], Outcome] = {}
         undecided: list[tuple[str, str, str]] = []
         for question in questions:
             settled = settle(*question)
             if settled is None:
                 undecided.append(question)
             else:
-                verdicts[question] = Outcome(value=float(settled))
-        outcomes = self.pool.map([(answer, gold) for answer, gold, _ in undecided])
-        return verdicts | dict(zip(undecided, outcomes, strict=True))
+                outcomes[question] = Outcome(value=float(settled))
+        pooled = self.pool.map([(answer, gold) for answer, gold, _ in undecided])
+        return outcomes | dict(zip(undecided, pooled, strict=True))

@@ -7,9 +7,9 @@ B = reward.overlong_buffer_tokens:
     ((L - B) - |y|) / B  L - B < |y| <= L
     -1                   L < |y|
 
-A response that was cut at the limit has |y| = L, and so gets -1, by the second line; so does one that ended with its
-L-th token. The third line is for an evaluation that samples further than training does. B = L punishes every token; B
-as large as a tenth to a fifth of L is usual (the paper: B = 4096 of L = 20480).
+A response truncated at the limit has |y| = L and gets -1 from the second line; so does one that ends with its L-th
+token. The third line applies if an evaluation samples longer responses than training. Typical values of B are L/10 to
+L/5 (the paper: B = 4096, L = 20480); B = L punishes every token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from oblr_megatron.types import Prompt, Sample
 
 
 class OverlongReward(Reward):
-    """Punishes what comes near the limit; judged on the spot."""
+    """Punishes responses near the length limit."""
 
     def __init__(self, max_tokens: int, buffer_tokens: int) -> None:
         """`max_tokens`: L; `buffer_tokens`: B, 1 to L."""
@@ -35,20 +35,20 @@ class OverlongReward(Reward):
 
 
 def punishment(length: int, max_tokens: int, buffer_tokens: int) -> float:
-    """Examples, L = 100 and B = 20: 80 tokens -> 0.0; 85 -> -0.25; 100 -> -1.0; 130 -> -1.0."""
+    """The equation above. Examples, L = 100 and B = 20: 80 tokens -> 0.0; 85 -> -0.25; 100 -> -1.0; 130 -> -1.0."""
     return min(max((max_tokens - buffer_tokens) - length, -buffer_tokens), 0) / buffer_tokens
 
 
 def check_overlong(max_tokens: int, buffer_tokens: int) -> None:
-    """Refuse a buffer that is not within the responses.
+    """Check reward.overlong_buffer_tokens.
 
     Raises:
-        UserError: it is 0, or longer than the longest response.
+        UserError: it is not between 1 and `max_tokens`.
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise UserError(
             f"overlong_buffer_tokens {buffer_tokens} is not between 1 and rollout.max_response_tokens {max_tokens}, "
-            'which the reward "overlong" needs',
+            'as the reward "overlong" needs',
             where="config: reward.overlong_buffer_tokens",
-            fix=f"set it to a part of the longest response, e.g. {max(max_tokens // 5, 1)}",
+            fix=f"set it to a fraction of rollout.max_response_tokens, e.g. {max(max_tokens // 5, 1)}",
         )

@@ -1,24 +1,38 @@
-"""Rewards by name. A new one is a file beside this and a line in `REWARDS`; a user's own needs neither.
+"""Rewards by name, alone or in a weighted sum (combined.py).
 
-A run asks for one reward, or for a weighted sum (combined.py).
+To add a reward to the package, write a class and add a line to `REWARDS`. A user's function or service needs neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from oblr_megatron.config.reward import RewardConfig, RewardTermConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.base import Reward, RewardResult
+from oblr_megatron.rewards.base import Reward, RewardResult, pair
 from oblr_megatron.rewards.combined import CombinedReward, Term
-from oblr_megatron.rewards.exact import ExactMatchReward
 from oblr_megatron.rewards.format import BoxFormatReward, PatternFormatReward, check_pattern
 from oblr_megatron.rewards.function import FunctionReward, check_function
 from oblr_megatron.rewards.http import HttpReward, bearer_key, check_service, is_url
 from oblr_megatron.rewards.math import MathReward
 from oblr_megatron.rewards.overlong import OverlongReward, check_overlong
 from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
+from oblr_megatron.types import Prompt, Sample
+
+
+class ExactMatchReward(Reward):
+    """1 if the response equals the gold answer after trimming and collapsing white space."""
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
+        """Rewards in {0, 1}; the answers are the whole responses. See `Reward.score`."""
+        pairs = [(one_line(sample.text), one_line(prompt.answer)) for prompt, sample in pair(prompts, samples)]
+        return RewardResult([float(own == gold) for own, gold in pairs], answers=[own or None for own, _ in pairs])
+
+
+def one_line(text: str) -> str:
+    r"""Trim, and collapse runs of white space to one space. Example: " 4\n2 " -> "4 2"."""
+    return " ".join(text.split())
 
 
 def _math(extract: Callable[[str], str | None], config: RewardConfig, max_response_tokens: int) -> Reward:
@@ -40,11 +54,11 @@ REWARDS: dict[str, Callable[[RewardConfig, int], Reward]] = {
 
 
 def build_reward(config: RewardConfig, *, max_response_tokens: int) -> Reward:
-    """The reward a run asks for; close it, or use it as a context manager.
+    """The configured reward. Close it, or use it as a context manager.
 
     Args:
         config: the section `reward`.
-        max_response_tokens: of the config's section `rollout`.
+        max_response_tokens: from the section `rollout`.
 
     Raises:
         UserError: see `check_reward`.
@@ -61,26 +75,26 @@ def build_reward(config: RewardConfig, *, max_response_tokens: int) -> Reward:
 
 
 def check_reward(config: RewardConfig, *, max_response_tokens: int) -> None:
-    """Refuse a reward that cannot be had, before anything is started.
+    """Check the section `reward` before the run starts.
 
     Raises:
-        UserError: a name is neither known nor that of an importable function nor the address of a service that is
-            there, or stands twice; or an option that a reward needs is missing or wrong.
+        UserError: a name is duplicate, unknown, or names a function or service that cannot be used; or an option of
+            a named reward is missing or wrong.
     """
     names = [config.name, *(term.name for term in config.terms)]
     if len(set(names)) < len(names):
         twice = next(name for place, name in enumerate(names) if name in names[:place])
         raise UserError(
-            f"the reward {twice!r} is asked for twice",
+            f"the reward {twice!r} is listed twice",
             where="config: reward.terms",
-            fix="name it once, with the sum of the weights",
+            fix="list it once, with the sum of the weights",
         )
     for place, name in enumerate(names):
         _check(name, config, max_response_tokens, where=f"config: reward.{'terms' if place else 'name'}")
 
 
 def _build(name: str, config: RewardConfig, max_response_tokens: int) -> Reward:
-    """One term, found to be possible."""
+    """One term that `_check` has accepted."""
     if make := REWARDS.get(name):
         return make(config, max_response_tokens)
     if is_url(name):
@@ -111,8 +125,5 @@ def _check(name: str, config: RewardConfig, max_response_tokens: int, where: str
         raise UserError(
             f"unknown reward {name!r}",
             where=where,
-            fix=f'known: {", ".join(REWARDS)}; your own is "package.module:function" or "http://HOST:PORT/PATH"',
+            fix=f'use one of {", ".join(REWARDS)}, or your own "package.module:function" or "http://HOST:PORT/PATH"',
         )
-
-
-__all__ = ["REWARDS", "Reward", "RewardResult", "build_reward", "check_reward"]

@@ -1,4 +1,4 @@
-"""A reward whose work the replicas of a run share."""
+"""Divide the scoring of a batch among the replicas of a run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from oblr_megatron.types import Prompt, Sample
 logger = logging.getLogger(__name__)
 
 SLACK_S = 300.0
-"""By how much ranks that sampled together may be apart, beside the time that judging takes."""
+"""Allowed time difference between ranks after the rollout, in addition to the time for scoring."""
 
 
 class SharedReward(Reward):
-    """Every rank calls `score` with the same samples and receives the whole result; needs a process group.
+    """Every rank calls `score` with the same samples and receives the whole result. Needs a process group.
 
-    The first failure of a run is logged with its traceback, by rank 0.
+    Rank 0 logs the first failure of a run with its traceback.
 
     Args:
-        reward: judges this rank's share.
-        share: which part of the prompts that is, 0 to shares - 1; None on a rank that only listens.
-        shares: parts in all; each belongs to one rank.
+        reward: scores this rank's share.
+        share: index of this rank's share of the prompts, 0 to shares - 1; None on a rank that scores nothing.
+        shares: number of shares; each belongs to one rank.
     """
 
     def __init__(self, reward: Reward, share: int | None, shares: int) -> None:
@@ -37,8 +37,8 @@ class SharedReward(Reward):
         """Collective; see `Reward.score`.
 
         Raises:
-            RunError: the judging of a rank failed as a whole.
-            DeadlineError: a rank took longer than its share can take.
+            RunError: `score` raised on a rank.
+            DeadlineError: a rank exceeded the time bound for the largest share, plus SLACK_S.
         """
         own = attempt(lambda: self._score_batch(prompts, samples))
         largest = -(-len(prompts) // self._shares) * group_size(prompts, samples)
@@ -48,12 +48,12 @@ class SharedReward(Reward):
         scored: list[tuple[int, RewardResult]] = [outcome.value for outcome in outcomes if outcome.value is not None]
         result = joined([part for _, part in sorted(scored, key=lambda part: part[0])])
         if result.error and not self._reported and dist.get_rank() == 0:
-            logger.warning("judging a response failed; it scores 0, later ones are only counted:\n%s", result.error)
+            logger.warning("a response could not be scored (reward 0); later ones are only counted:\n%s", result.error)
             self._reported = True
         return result
 
     def _score_batch(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> tuple[int, RewardResult] | None:
-        """(this rank's share, its result); None on a rank that only listens."""
+        """(index of this rank's share, its result); None on a rank without a share."""
         if self._share is None:
             return None
         size = group_size(prompts, samples)
@@ -61,5 +61,5 @@ class SharedReward(Reward):
         return self._share, self._reward.score(prompts[first:last], samples[first * size : last * size])
 
     def close(self) -> None:
-        """End what this rank started."""
+        """Close this rank's reward."""
         self._reward.close()

@@ -59,7 +59,7 @@ def on_rank(scoring: Sequence[int], prompts: int = NUM_PROMPTS) -> tuple[RewardR
 
 
 @pytest.mark.parametrize(
-    ("judging", "faults"),
+    ("scoring", "faults"),
     [
         ([0], {0: "failed", 8: "late", 9: "late"}),
         ([2, 0], {0: "failed", 2: "late", 3: "late", 4: "failed", 8: "late", 9: "late"}),
@@ -73,7 +73,7 @@ def test_every_rank_receives_everything_and_one_tells(scoring: list[int], faults
         assert result.rewards == [float(n) for n in range(NUM_PROMPTS * GROUP)]
         assert result.faults == faults
         assert result.answers == [None if n == 3 else str(n) for n in range(NUM_PROMPTS * GROUP)]
-        assert result.verdicts == result.terms["main"] == [100.0 + n for n in range(NUM_PROMPTS * GROUP)]
+        assert result.main_rewards == result.terms["main"] == [100.0 + n for n in range(NUM_PROMPTS * GROUP)]
         assert result.terms["other"] == [-100.0] * (NUM_PROMPTS * GROUP)
     assert [warnings for _, warnings in told] == [1, 0, 0]
 

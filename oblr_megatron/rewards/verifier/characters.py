@@ -1,5 +1,5 @@
-# ruff: noqa: RUF001 - telling look-alike characters apart is what this file is for
-"""Unicode mathematics to ASCII LaTeX: signs, Greek, raised and lowered digits, vulgar fractions, look-alikes."""
+# ruff: noqa: RUF001 - this file maps look-alike characters
+"""Unicode mathematics -> ASCII LaTeX: signs, Greek, superscripts, subscripts, vulgar fractions, look-alikes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPACES = re.compile(" {2,}")
 
 
 def to_ascii(text: str) -> str:
-    """ASCII LaTeX where there is one; raised and lowered digits first, since NFKC would flatten them."""
+    """Translate to ASCII LaTeX where possible; superscripts and subscripts first, because NFKC makes them digits."""
     if text.isascii() and text.isprintable():
         return SPACES.sub(" ", text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda match: f"^{{{match.group().translate(_RAISED)}}}", text)
@@ -41,7 +41,7 @@ def to_ascii(text: str) -> str:
     text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
     kept = (c for c in text if c.isspace() or unicodedata.category(c)[0] != "C")
     text = "".join(" " if c.isspace() and c != "\n" else c for c in kept)
-    return SPACES.sub(" ", text)  # first of all, so that no later pattern meets a long run of spaces
+    return SPACES.sub(" ", text)  # later patterns then never see a long run of spaces
 
 
 def _vulgar_fraction(match: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
-r"""Are two answers equal? Exact: no tolerance, no rounding; lists and sets ignore order, tuples and matrices keep it.
+r"""Compare two answers exactly, without tolerance or rounding. Order matters in tuples and matrices, not in lists.
 
-The gold answer is trusted, the prediction is not. Everything that needs computer algebra goes through the `symbolic`
-argument: in a worker process it is the real thing, elsewhere `unsettled`, which ends the comparison with `Unsettled`.
+The gold answer is trusted, the prediction is not. The argument `symbolic` decides pairs that need computer algebra. In
+a worker process it is `symbolic.equal_expressions`; elsewhere it is `unsettled`, which raises `Unsettled`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from oblr_megatron.rewards.verifier.leaf import Symbolic, equal_leaves, has_vari
 from oblr_megatron.rewards.verifier.normalize import compact, normalize
 from oblr_megatron.rewards.verifier.structure import Group, Leaf, Named, Node, Relation, has_grouping, parse
 
-MAX_REMEMBERED_CHARS = 200  # longer texts are rare, and what is read in them takes memory
+MAX_CACHED_CHARS = 200  # longer texts are rare and their parses are large
 MAX_INLINE_ITEMS = 32  # longer lists are compared in a worker, under its deadline
 
 _NUMBER = re.compile(r"\s*(-?[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*")
@@ -32,12 +32,12 @@ class Unsettled(Exception):
 
 
 def unsettled(gold: str, prediction: str) -> NoReturn:
-    """Stands for computer algebra where there is none."""
+    """The `symbolic` argument of processes that must not run computer algebra."""
     raise Unsettled
 
 
 def equal_answers(prediction: str, gold: str, symbolic: Symbolic) -> bool:
-    r"""Whether an extracted answer equals the gold one.
+    r"""Whether an extracted answer equals the gold answer.
 
     Examples: ("0.5", r"\frac12") True; ("0.33", r"\frac13") False; ("3,1", "1, 3") True; ("(3,1)", "(1,3)") False;
     ("5", r"5\text{ cm}") True; ("1,234", "1234") True; ("3 or 5", "3") False; ("52_7", "52_8") False.
@@ -49,28 +49,28 @@ def equal_answers(prediction: str, gold: str, symbolic: Symbolic) -> bool:
     if not given or expected == given:
         return bool(given)
     if label := _LABEL.fullmatch(normalize(prediction)):
-        letter, beside = label.group(1) or label.group(3), label.group(2) or ""
-        if not (_LABEL.search(beside) or _CHOICE.fullmatch(beside)):
+        letter, rest = label.group(1) or label.group(3), label.group(2) or ""
+        if not (_LABEL.search(rest) or _CHOICE.fullmatch(rest)):
             if choice := _CHOICE.fullmatch(normalize(gold)):
                 return choice.group(1) == letter
-            prediction = beside or prediction
+            prediction = rest or prediction
     return _equal_in_some_reading(_read(gold)[1], _read(prediction)[1], symbolic)
 
 
 def plain_number(answer: str) -> Fraction | None:
-    """The value of digits with at most a sign and a point; None of anything else."""
+    """The value of digits with an optional sign and point; None for anything else."""
     match = _NUMBER.fullmatch(answer)
     return Fraction(match.group(1)) if match else None
 
 
 def canonical(answer: str) -> str:
-    """An answer's one spelling, without spaces: two answers with the same one say the same."""
+    """The canonical spelling of an answer, without spaces. Answers with equal spellings are equal."""
     return _read(answer)[0]
 
 
 def _read(answer: str) -> tuple[str, tuple[Node, ...]]:
-    """Canonical text and form; forms, where commas may group digits: without grouping and with."""
-    return (_remembered if len(answer) <= MAX_REMEMBERED_CHARS else _parsed)(answer)
+    """Canonical text and parse; two parses (without and with digit grouping) if commas may group digits."""
+    return (_cached if len(answer) <= MAX_CACHED_CHARS else _parsed)(answer)
 
 
 def _parsed(answer: str) -> tuple[str, tuple[Node, ...]]:
@@ -79,7 +79,7 @@ def _parsed(answer: str) -> tuple[str, tuple[Node, ...]]:
     return compact(text), forms
 
 
-_remembered = lru_cache(maxsize=2048)(_parsed)  # a group's responses share the gold answer, and often theirs
+_cached = lru_cache(maxsize=2048)(_parsed)  # the responses of a group share the gold answer, and often their answers
 
 
 def _equal_in_some_reading(gold: tuple[Node, ...], given: tuple[Node, ...], symbolic: Symbolic) -> bool:
@@ -126,7 +126,7 @@ def _equal_named(gold: Node, given: Node, symbolic: Symbolic) -> bool:
 
 
 def _names_agree(gold: str, given: str) -> bool:
-    """Whether two names may stand for the same thing: words and angles always do, y may be a function's value."""
+    """Whether two names may denote the same quantity: words and angles always may, y may be a function's value."""
     if any(name.startswith(("\\text", "\\angle")) for name in (gold, given)):
         return True
     heads = [re.split(r"[(]", name, maxsplit=1)[0] for name in (gold, given)]
@@ -138,7 +138,7 @@ def _names_agree(gold: str, given: str) -> bool:
 
 
 def _with_argument(gold_name: str, given: Named) -> Node:
-    """A function's value with its argument renamed to the gold's: f(t) = t + 1 is f(x) = x + 1."""
+    """The value of a function after renaming its argument as in the gold answer: f(t) = t + 1 is f(x) = x + 1."""
     names = [re.fullmatch(r"[^(]*\(([A-Za-z])\)", name) for name in (gold_name, given.name)]
     if not (names[0] and names[1] and isinstance(given.value, Leaf)):
         return given.value
@@ -180,7 +180,7 @@ def _equal_groups(gold: Group, given: Group, symbolic: Symbolic) -> bool:
 
 
 def _unordered(gold: Group, given: Group, symbolic: Symbolic) -> bool:
-    """Every item has its own partner; equality is transitive, so the first free partner will do."""
+    """Match each item with a different equal item. Equality is transitive, so greedy matching is exact."""
     if gold.kind != given.kind or len(gold.items) != len(given.items):
         return False
     free = list(given.items)
@@ -193,7 +193,7 @@ def _unordered(gold: Group, given: Group, symbolic: Symbolic) -> bool:
 
 
 def _tuple_of_named(group: Group) -> Group | None:
-    """The point (1, 2) of "y = 2, x = 1": values in the order of their names, if those are different letters."""
+    """The point (1, 2) of "y = 2, x = 1": values sorted by name; None unless the names are distinct letters."""
     values = {item.name: item.value for item in group.items if isinstance(item, Named) and len(item.name) == 1}
     if len(values) != len(group.items):
         return None
@@ -211,6 +211,6 @@ def _flat(group: Group) -> Group:
 
 
 def _algebra_of_sets(node: Node) -> bool:
-    """Whether computer algebra can read this node as a set or matrix although the forms differ."""
+    """Whether computer algebra may read this node as a set or matrix."""
     signs = ("\\cup", "\\cap", "\\setminus", "\\infty", "\\mathbb", "matrix")
     return isinstance(node, (Group, Leaf)) and any(sign in node.text for sign in signs)

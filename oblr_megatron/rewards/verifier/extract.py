@@ -1,6 +1,6 @@
-r"""Where a response states its answer: the last complete \boxed{...}, the text after ####, or the last line.
+r"""Extract the answer of a response: the last complete \boxed{...}, the text after ####, or the last line.
 
-Each is one linear scan, whatever the text; None means that there is no answer.
+Each function is a linear scan and returns None if there is no answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ANNOUNCEMENT = re.compile(r"(?i:answer)(?:\*\*)?\s*(?:is\s*:?|:|=)(?:\*\*)?|答
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{...} whose braces balance; of nested boxes the outermost.
+    r"""Content of the last \boxed{...} with balanced braces; the outermost of nested boxes.
 
     Examples: "so \boxed{\frac{1}{2}}." -> r"\frac{1}{2}";  r"\boxed{3} or \boxed{4" -> "3";  "42" -> None.
     """
@@ -27,8 +27,8 @@ def boxed(text: str) -> str | None:
 
 
 def complete_boxes(text: str) -> Iterator[tuple[int, int]]:
-    r"""Where the content of each \boxed{...} begins and ends, by their ends; those that never end aside."""
-    opened: list[int] = []  # where the content of each open brace begins
+    r"""(start, end) of the content of each complete \boxed{...}, ordered by end."""
+    opened: list[int] = []  # start of the content of each open box; _PLAIN_BRACE for other braces
     for match in _TOKEN.finditer(text):
         token = match.group()
         if token == "{":
@@ -42,16 +42,14 @@ def complete_boxes(text: str) -> Iterator[tuple[int, int]]:
 
 
 def after_hashes(text: str) -> str | None:
-    r"""GSM8K's own form: the rest of the line after the last ####; a \boxed{...} where there is none."""
+    r"""GSM8K's format: the rest of the line after the last ####; without ####, the last \boxed{...}."""
     _, mark, rest = text.rpartition("####")
     line = rest.split("\n", 1)[0].strip()
     return _bounded(line) if mark and line else boxed(text)
 
 
 def last_line(text: str) -> str | None:
-    r"""The last line that is not blank: the \boxed{...} in it, or what follows "answer is" or "Answer:".
-
-    Without either it is the whole line.
+    r"""In the last non-blank line: the \boxed{...}, else the text after "answer is" or "Answer:", else the whole line.
 
     Examples: "So\nAnswer: $42$" -> "$42$"; "The answer is 42." -> "42."; "x = 42" -> "x = 42".
     """
@@ -63,7 +61,7 @@ def last_line(text: str) -> str | None:
 
 
 def _bounded(answer: str) -> str | None:
-    """The answer, unless it is empty or longer or deeper than any real one."""
+    """The answer; None if it is empty, or longer or more deeply nested than any real answer."""
     if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return None
     depth = deepest = 0

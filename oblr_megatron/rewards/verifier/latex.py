@@ -1,9 +1,9 @@
-r"""LaTeX -> sympy by math-verify's grammar, without its extraction, its units and its case folding. For workers only.
+r"""LaTeX -> sympy with math-verify's grammar, without its extraction, units and case folding. In worker processes only.
 
-Decimals become exact fractions first, so that nothing is rounded; angles in degrees become radians inside functions.
+Decimals become exact fractions, so nothing is rounded. Inside trigonometric functions, degrees become radians.
 
-The grammar is tried with ANTLR's SLL prediction first, whose tables are remembered from text to text: what it reads, it
-reads as full prediction does, and what it cannot read is read again with that.
+ANTLR's SLL prediction is tried first, because its tables are cached between texts. If it parses a text, full LL
+prediction gives the same tree; if it fails, the text is parsed again with full prediction.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _BARE_DIGIT = re.compile(rf"(\\frac\{{{_SYMBOL}\}})\s*([0-9A-Za-z])")
 _ANGLE = re.compile(r"([0-9]+|\\[A-Za-z]+|[A-Za-z])\s*°")
 
 
-@lru_cache(maxsize=2048)  # a group's responses share the gold answer, and often theirs
+@lru_cache(maxsize=2048)  # the responses of a group share the gold answer, and often their answers
 def read(text: str) -> Any:
-    """LaTeX to sympy, without evaluating.
+    """LaTeX to sympy, without evaluation.
 
     Raises:
-        Exception: of any kind, if the text makes no sense.
+        Exception: of any class, if the text cannot be parsed.
     """
     text = _FUNCTION.sub(r"\\\1", _SQUARE_ROOT.sub(r"\\sqrt{\1}", text))
     text = _FACTORIAL_POWER.sub(r"(\1!)^", text)
@@ -54,14 +54,14 @@ def read(text: str) -> Any:
     text = normalize_latex(text, _NORMALIZATION)
     try:
         return _Fast(None, True, False, _CONVERSION).parse(text)
-    except Exception:  # noqa: BLE001 - a syntax error of any kind, which may be for want of prediction
+    except Exception:  # noqa: BLE001 - the library raises many classes; full prediction may still parse the text
         return latex2sympy(
             text, is_real=True, convert_degrees=False, normalization_config=None, conversion_config=_CONVERSION
         )
 
 
 class _Fast(_Latex2Sympy):
-    """The library's reader, with SLL prediction."""
+    """The library's parser with SLL prediction."""
 
     def create_parser(self, latex_str: str) -> Any:
         parser = super().create_parser(latex_str)
@@ -75,12 +75,7 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def warm_up() -> None:
-    """Fill the grammar's tables once, before workers are forked: what is met here first costs a hundred times more."""
-    for text in (
-        r"\frac{1}{2}+x^{2}",
-        r"(2\sqrt{3}, \pi]",
-        r"x \ge \sin(2 n)!",
-        r"\log_{2} 3",
-        r"\left\{a, b_1\right\}",
-    ):
+    """Fill the grammar's tables before workers are forked: the first use of a rule takes 100 times as long."""
+    examples = r"\frac{1}{2}+x^{2}", r"(2\sqrt{3}, \pi]", r"x \ge \sin(2 n)!", r"\log_{2} 3", r"\left\{a, b_1\right\}"
+    for text in examples:
         read(text)

@@ -1,4 +1,4 @@
-r"""Are two expressions without outer form equal? Words, numbers with units, bases; the rest is computer algebra's."""
+r"""Compare two single expressions: words, times, bases, numbers with units; the rest by computer algebra."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _CONSTANTS = {"e", "i"}
 _PLAIN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all"}
 _TIME = re.compile(r"([0-9]{1,2}:[0-9]{2})\s*([ap])\.?\s*m")
-_LETTER_UNIT = re.compile(r"(?<=[0-9}]) [msghNCJWVKLTA]$")  # after a space: "5 N" for 5, but "5N" may be a product
+_LETTER_UNIT = re.compile(r"(?<=[0-9}]) [msghNCJWVKLTA]$")  # only after a space: "5 N" is 5, "5N" may be a product
 _APART = re.compile(r"(?<![_^0-9.])(?<!frac )[0-9.]+ [0-9.]")  # two numbers with nothing between them
 
 
 def equal_leaves(gold: str, given: str, symbolic: Symbolic) -> bool:
-    """Whether two normalised expressions are equal; may raise what `symbolic` raises."""
+    """Whether two normalized expressions are equal; may raise what `symbolic` raises."""
     if compact(gold) == compact(given):
         return True
     for rule in (_by_time, _by_words, _by_base, _by_number):
-        verdict = rule(gold, given)
-        if verdict is not None:
-            return verdict
+        equal = rule(gold, given)
+        if equal is not None:
+            return equal
     expected, found = read_marks(gold), read_marks(given)
     if _APART.search(found.core) or not _operators(found.core) <= _operators(expected.core):
         return False
@@ -43,13 +43,13 @@ def equal_leaves(gold: str, given: str, symbolic: Symbolic) -> bool:
 
 
 def has_variable(text: str) -> bool:
-    """Whether letters other than constants occur, outside of units and words."""
+    """Whether the text contains letters other than constants, units and words."""
     letters = (match.group(1) for match in _LETTER.finditer(_TEXT.sub("", read_marks(text).core)))
     return any(letter and letter not in _CONSTANTS for letter in letters)
 
 
 def _by_time(gold: str, given: str) -> bool | None:
-    """The verdict where the gold is a time of day with its half, else None."""
+    """The result if the gold answer is a time with a.m. or p.m., else None."""
     if ":" not in gold:
         return None
     expected, found = (_TIME.match(_TEXT.sub(r" \1", text).strip().lower()) for text in (gold, given))
@@ -57,14 +57,14 @@ def _by_time(gold: str, given: str) -> bool | None:
 
 
 def _by_words(gold: str, given: str) -> bool | None:
-    """The verdict where either side is words, else None."""
+    """The result if either side is a word, else None."""
     if (word := _as_word(gold)) is not None:
         return word == (_as_word(given) or _word_form(given))
     return False if _TEXT.fullmatch(given) and not _TEXT_LETTER.fullmatch(given) else None
 
 
 def _by_base(gold: str, given: str) -> bool | None:
-    """A gold in a base wants that base; a plain gold takes the value."""
+    """The result if either side names a base, else None: base and value must be equal; a plain gold needs the value."""
     expected, found = read_base(gold), read_base(given)
     if expected is not None:
         return found is not None and found[1] == expected[1] and int(*found) == int(*expected)
@@ -75,13 +75,13 @@ def _by_base(gold: str, given: str) -> bool | None:
 
 
 def _by_number(gold: str, given: str) -> bool | None:
-    """The verdict where both are numbers, else None."""
+    """The result if both sides are numbers, else None."""
     pairs = number_pairs(gold, given)
     return None if pairs is None else any(a == b for a, b in pairs)
 
 
 def number_pairs(gold: str, given: str) -> list[tuple[Fraction, Fraction]] | None:
-    """(gold, given) as they stand and, where there are percent signs, at their value; None unless both are numbers."""
+    """Pairs to compare: (gold, given) as written; with percent signs also as values. None unless both are numbers."""
     expected, found = read_marks(gold), read_marks(given)
     a = read_number(expected.core)
     if a is None:
@@ -106,18 +106,18 @@ def _equal_expressions(gold: Quantity, given: Quantity, symbolic: Symbolic) -> b
 
 
 def _expression(quantity: Quantity) -> str:
-    """The core in LaTeX: e-notation, which the grammar would read with Euler's number, and scale words written out."""
+    """The core in LaTeX, with scale words and e-notation written out (the grammar reads "e" as Euler's number)."""
     core = E_NOTATION.sub(r"\1 \\cdot 10^{\2}", quantity.core) if E_NOTATION.fullmatch(quantity.core) else quantity.core
     return core if quantity.scale == 1 else f"{quantity.scale}({core})"
 
 
 def _operators(text: str) -> set[str]:
-    """Operators that would make an unevaluated expression score as its value."""
+    """Names of operators in the text. A prediction must not have more than the gold answer: it would be unevaluated."""
     return {next(name for name in match.groups() if name) for match in _OPERATORS.finditer(text)}
 
 
 def _as_word(text: str) -> str | None:
-    r"""The word an answer consists of, or None: all of it in \text, or letters that can be no product of variables."""
+    r"""The word that the whole answer is, or None: in \text, or letters that cannot be a product of variables."""
     if match := _TEXT.fullmatch(text):
         return _word_form(match.group(1))
     if _WORD.fullmatch(text) and (len(text) >= 4 or text.casefold() in _PLAIN_WORDS):
@@ -126,6 +126,6 @@ def _as_word(text: str) -> str | None:
 
 
 def _word_form(text: str) -> str:
-    """Case is ignored from two letters on; brackets around an option letter, too."""
+    """The word without brackets and punctuation around it; case is ignored unless it is a single letter."""
     text = " ".join(_TEXT.sub(r"\1", text).strip(" ().'\"").split())
     return text.casefold() if len(text) > 1 else text

@@ -1,7 +1,7 @@
-r"""One spelling for what mathematical answers write in several ways: Unicode, spacing, fractions, text, degrees.
+r"""Normalize mathematical answers: one spelling for equivalent Unicode, spacing, fractions, text, degrees, decoration.
 
-The result is still LaTeX. Meaning is kept: case, brackets, commas, bases and decimals stay as they are. Two marks are
-introduced: `°` for every way to write a degree, and plain `%` for percent.
+The result is LaTeX with the same meaning: case, brackets, commas, bases and decimals do not change. Two marks are
+introduced: `°` for every notation of a degree, and plain `%` for percent.
 """
 
 from __future__ import annotations
@@ -9,8 +9,22 @@ from __future__ import annotations
 import re
 
 from oblr_megatron.rewards.verifier.characters import SPACES, to_ascii
-from oblr_megatron.rewards.verifier.trimmings import trim
 
+_MARKERS = ("\\", "*", "`", "nswer", "=", "案")  # `trim` does nothing to a text without these
+_GONE = re.compile(
+    r"\\(?:text)?color\s*\{[A-Za-z!0-9]*\}|\\[hv]?phantom\s*\{[^{}]*\}|\\(?:begin|end)\s*\{(?:aligned|gathered|split)\}"
+    r"|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|bfseries|mathop|underline|fbox|ensuremath)(?![A-Za-z])"
+    r"|\\(?:rm|bf|it)(?=\s*[-0-9\\])|(?<!\{)\\(?:rm|bf|it)(?![A-Za-z])"
+)
+_BOXED_NUMBER = re.compile(r"\\boxed\s*\{([^{}]*)\}")
+_MARKDOWN = re.compile(r"\s*(\*\*|`)(.+)\1[.\s]*", re.DOTALL)
+_WORDS = r"\s*(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s*"
+_BEFORE = re.compile(
+    rf"(?:\\text\w*\s*\{{{_WORDS}\}}\s*:?|{_WORDS}|答案(?:是|为)?\s*[:\uff1a]?)(?=.)"
+    r"|\s*(?:=|\\(?:therefore|implies|Rightarrow|Longrightarrow)(?![A-Za-z]))",
+    re.IGNORECASE | re.DOTALL,
+)
+_AFTER = re.compile(r"\s*(?:\\\\|\\(?:checkmark|blacksquare|qed))$")
 _GROUP_MARK = re.compile(r"(?<=[0-9])(?:\{,\}|,\s*\\!|\\,|\\!|\\ |~)\s*(?=[0-9]{3}(?![0-9]))")
 _TEXT = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph|operatorname\*?)\s*\{")
 _UPRIGHT_LETTER = re.compile(r"\\mathrm\s*\{\s*([dei])\s*\}")
@@ -41,14 +55,14 @@ _RENAMED = {
 }  # fmt: skip
 _RENAMES = [(re.compile(rf"\\{name}(?![A-Za-z])"), new) for name, new in _RENAMED.items()]
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_EXPONENT = re.compile(r"(?:\^|\*\*)\s*([+-]?[0-9]{2,}|[+-][0-9])")  # 10^-19 as it is meant, not as TeX sets it
+_EXPONENT = re.compile(r"(?:\^|\*\*)\s*([+-]?[0-9]{2,}|[+-][0-9])")  # 10^-19 is read as 10^{-19}, unlike in TeX
 _EMPTY_SET = re.compile(r"\\\{\s*\\\}")
 _APART = re.compile(r"(?<=[0-9}])\s*(?:\\q?quad(?![A-Za-z])|\n)\s*(?=[0-9])")  # two numbers, not one
 _CURRENCY = re.compile(r"[€£¥₹₽]")
 
 
 def normalize(text: str) -> str:
-    r"""The canonical spelling of an answer.
+    r"""The normalized spelling of an answer.
 
     Examples: "$\dfrac{1}{2}$." -> r"\frac{1}{2}";  r"10,\!080" -> "10080";  "x² ≤ 4" -> r"x^{2} \le 4";
     r"30^{\circ}" -> "30°";  r"\mbox{ cm}^2" -> r"\text{ cm}^2".
@@ -70,8 +84,23 @@ def normalize(text: str) -> str:
     return _bare(text)
 
 
+def trim(text: str) -> str:
+    r"""Remove decoration around an answer: emphasis, color, size, an announcement, an end mark.
+
+    Examples: "**5**" -> "5"; r"\color{red}{5}" -> "{5}"; "The answer is 5" -> "5"; "= 5" -> "5".
+    """
+    if not any(marker in text for marker in _MARKERS):
+        return text
+    if match := _MARKDOWN.fullmatch(text):
+        text = match.group(2)
+    if "\\" in text:
+        text = _AFTER.sub("", _GONE.sub("", _BOXED_NUMBER.sub(r"\1", text)).rstrip())
+    match = _BEFORE.match(text)
+    return text[match.end() :] if match else text
+
+
 def compact(text: str) -> str:
-    """Without the spaces that separate nothing: two texts with the same compact form say the same."""
+    """The text without redundant spaces. Texts with equal compact forms are equal."""
     return re.sub(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", "", text)
 
 
@@ -80,7 +109,7 @@ def _is_text(text: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without braces around the whole, and full stops at its end; an ellipsis stays: what it stands for is unsaid."""
+    """Remove braces around the whole text and punctuation at its end, but not an ellipsis: its meaning is unknown."""
     while True:
         if text.startswith("{") and _closing_brace(text) == len(text) - 1:
             text = text[1:-1].strip()
@@ -91,7 +120,7 @@ def _bare(text: str) -> str:
 
 
 def _closing_brace(text: str) -> int:
-    """Where the brace that opens the text is closed; -1 if nowhere."""
+    """Position of the brace that closes the text's first brace; -1 if there is none."""
     depth = 0
     for match in _BRACE.finditer(text):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)

@@ -1,7 +1,4 @@
-r"""Numbers read exactly, and the marks around them: currency, percent, degrees, units, scale words, bases.
-
-Nothing is rounded: a number is a `Fraction` or it is not read at all.
-"""
+r"""Read numbers exactly, as `Fraction`, and the marks around them: currency, percent, degrees, units, scales, bases."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ _BASE_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    r"""An expression freed of what rule 4 ignores.
+    r"""An expression without its marks.
 
     Example: read_marks(r"5.4\text{ million cm}^2") -> Quantity(core="5.4", scale=1000000).
     """
@@ -73,7 +70,7 @@ class Quantity:
 
 @lru_cache(maxsize=2048)
 def read_marks(text: str) -> Quantity:
-    """Take units, percent and degree signs, currency and scale words off an expression (normalised text)."""
+    """Remove units, percent and degree signs, currency and scale words from an expression (normalized text)."""
     scale, percent, degree = 1, False, False
     text = _UNIT_PREFIX.sub("", text.strip())
     while True:
@@ -92,7 +89,7 @@ def read_marks(text: str) -> Quantity:
 
 
 def _unit_words(text: str) -> tuple[list[str], int] | None:
-    """(words, position where they begin) if the text ends in a unit that follows a number or expression."""
+    """(words, start position) of the unit at the end of the text; None if there is none, or nothing before it."""
     match = _UNIT_END.search(text)
     if match is None or not text[: match.start()].strip():
         return None
@@ -106,7 +103,7 @@ def _unit_words(text: str) -> tuple[list[str], int] | None:
 
 
 def _are_units(words: list[str]) -> bool:
-    """Whether words that nothing marks as text are units or scale words: km, sq ft, km/h, m/s, million dollars."""
+    r"""Whether words outside of \text are units or scale words: km, sq ft, km/h, m/s, million dollars."""
     known = [word in _SHORT_UNITS or word.lower() in _SCALES for word in words]
     return words == ["m", "s"] or (known[0] and all(k or len(word) == 1 for k, word in zip(known, words, strict=True)))
 
@@ -123,12 +120,12 @@ def read_base(text: str) -> tuple[str, int] | None:
     try:
         int(digits, base)
     except ValueError:
-        return None  # no such base, or no such digit in it
+        return None  # invalid base, or invalid digit in this base
     return digits, base
 
 
 def read_number(text: str) -> Fraction | None:
-    r"""The exact value of a number, or None for anything else.
+    r"""The exact value of a number; None for anything else.
 
     Examples: "1.50" -> 3/2; r"-\frac12" -> -1/2; "1 3/4" -> 7/4; "2.88e-3" -> 0.00288; r"0.\overline{3}" -> 1/3.
     """
@@ -163,7 +160,7 @@ def _repeating(match: re.Match[str]) -> Fraction:
 
 
 def _fraction(text: str) -> Fraction | None:
-    r"""\frac{a}{b} in every spelling, or a/b."""
+    r"""The value of \frac{a}{b} in any spelling, or of a/b."""
     if text.startswith("\\frac"):
         first = _FRAC_ARGUMENT.match(text, 5)
         second = _FRAC_ARGUMENT.match(text, first.end()) if first else None

@@ -1,7 +1,7 @@
-r"""The outer form of an answer: a list, a set, a tuple, an interval, a matrix, a relation, a named value, or a leaf.
+r"""Parse the structure of an answer: list, set, tuple, interval, matrix, relation, named value, or a single expression.
 
-Only brackets, separators and relation signs are read here; what stands between them stays text. Round brackets around
-two entries may be a point or an open interval: both are a `Group` of kind "()" and compare alike.
+Only brackets, separators and relation signs are parsed; expressions between them stay text. Round brackets around two
+entries may be a point or an open interval: both become a `Group` of kind "()".
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Several entries. `kind`: "list" and "union" ignore order; "()", "[]", "(]", "[)" and "matrix" keep it.
+    """Several entries. The order matters in the kinds "()", "[]", "(]", "[)" and "matrix", not in "list" and "union".
 
-    A matrix's items are its rows, each a Group "()". Example, "(1, 2]": Group("(1, 2]", "(]", (Leaf("1"), Leaf("2"))).
+    The items of a matrix are its rows, each a Group "()". Example: Group("(1, 2]", "(]", (Leaf("1"), Leaf("2"))).
     """
 
     text: str
@@ -34,7 +34,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A value with its name. Example, "f(x) = x + 1": Named("f(x) = x + 1", "f(x)", Leaf("x + 1"))."""
+    """A value with its name. Example: Named("f(x) = x + 1", "f(x)", Leaf("x + 1"))."""
 
     text: str
     name: str
@@ -43,7 +43,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Expressions joined by =, <, ... Example, "x + y = 1": Relation("x + y = 1", ("=",), ("x + y", "1"))."""
+    """Expressions joined by =, <, ... Example: Relation("x + y = 1", ("=",), ("x + y", "1"))."""
 
     text: str
     signs: tuple[str, ...]
@@ -74,12 +74,12 @@ _GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,)")
 
 
 def has_grouping(text: str) -> bool:
-    """Whether commas between digits may be thousands separators as well as separators of a list."""
+    """Whether commas between digits may be thousands separators."""
     return _GROUPED.search(text) is not None
 
 
 def parse(text: str, *, grouped: bool = False) -> Node:
-    r"""Read a normalised answer; `grouped` takes commas between groups of three digits as part of the number.
+    r"""Parse a normalized answer; with `grouped`, commas between groups of three digits are thousands separators.
 
     Examples: "1, 2" -> list of two; "1,234" with grouped -> Leaf("1234"); r"x \in [1, 2)" -> Named "x", Group "[)".
     """
@@ -137,7 +137,7 @@ def _parse_matrix(text: str, body: str) -> Node:
 
 def _parse_relation(text: str, parts: list[str], signs: list[str]) -> Node:
     """A named value, an interval written as an inequality, or a plain relation."""
-    if "\\approx" in signs:  # an exact value with its approximation, or a name with an approximate one
+    if "\\approx" in signs:  # an exact value and its approximation, or a name and an approximate value
         exact = parts[0] if not _NAME.fullmatch(parts[0]) else parts[1]
         return _parse_one(exact) if exact.strip() else Leaf(text)
     if signs[0] in ("=", "\\in") and _NAME.fullmatch(parts[0]):
@@ -149,7 +149,7 @@ def _parse_relation(text: str, parts: list[str], signs: list[str]) -> Node:
 
 
 def _interval(text: str, parts: list[str], signs: list[str]) -> Named | None:
-    r"""a < x \le b and x > a as the interval they describe."""
+    r"""Convert a < x \le b or x > a to an interval."""
     if any(sign not in _FLIPPED for sign in signs):
         return None
     if len(parts) == 2 and _NAME.fullmatch(parts[1]):
@@ -167,7 +167,7 @@ def _interval(text: str, parts: list[str], signs: list[str]) -> Named | None:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, int, int]]:
-    r"""(token, position, depth): depth 0 is outside of all brackets and environments; ( closes with ) or ]."""
+    r"""(token, position, depth); depth 0 is outside of all brackets and environments. Any bracket closes any other."""
     depth = 0
     for match in _TOKEN.finditer(text):
         token = match.group()
@@ -178,7 +178,7 @@ def _tokens(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def _split(text: str, separators: set[str]) -> list[str]:
-    """Cut at the separators outside of brackets; text whose brackets do not balance stays whole."""
+    """Split at separators outside of brackets. Text with unbalanced brackets is not split."""
     parts, start, level = [], 0, 0
     for token, position, depth in _tokens(text):
         level = depth
@@ -207,7 +207,7 @@ def _first_token(text: str) -> str:
 
 
 def _enclosing(text: str) -> str | None:
-    """The closing token if one pair of brackets encloses the whole text."""
+    """The closing token, if one pair of brackets encloses the whole text."""
     first = _first_token(text)
     if first not in _OPEN:
         return None
@@ -220,7 +220,7 @@ def _enclosing(text: str) -> str | None:
 
 
 def _both_signs(item: str) -> list[str]:
-    r"""Two values for one that holds \pm; all signs of an item go together. A set's own items are doubled inside it."""
+    r"""The two values of an item with \pm; all its signs are coupled. A set's items are expanded when it is parsed."""
     if item.startswith("\\{") or not re.search(r"\\(?:pm|mp)(?![A-Za-z])", item):
         return [item]
     above = re.sub(r"\\mp(?![A-Za-z])\s*", "-", re.sub(r"\\pm(?![A-Za-z])\s*", "+", item))

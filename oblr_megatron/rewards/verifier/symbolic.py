@@ -1,7 +1,7 @@
-r"""Equality of expressions by computer algebra, for worker processes only: it may take for ever, or all memory.
+r"""Equality of expressions by computer algebra. For worker processes only: it may need unbounded time and memory.
 
-Two numbers are equal when their difference is zero to 300 digits; two expressions with variables when they agree at
-rational points, with exact arithmetic where both are rational functions. Sets that differ in form are math-verify's.
+Two numbers are equal if their difference is zero to 300 digits. Two expressions with variables are equal if they agree
+at fixed rational points; arithmetic is exact for rational functions. math-verify compares sets of different form.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from sympy.core.relational import Relational
 from oblr_megatron.rewards.verifier.compare import equal_answers
 from oblr_megatron.rewards.verifier.latex import read
 
-MAX_LOG10 = 2e5  # numbers with more digits are not worked out
+MAX_LOG10 = 2e5  # expressions that contain numbers with more digits are not evaluated
 DIGITS = 300
 MIN_POINTS = 3
 
 
 def score(prediction: str, gold: str) -> float:
-    """1.0 if an extracted answer equals the gold one, else 0.0. Runs in the worker processes."""
+    """1.0 if an extracted answer equals the gold answer, else 0.0. Runs in the worker processes."""
     return float(equal_answers(prediction, gold, equal_expressions))
 
 
 def equal_expressions(gold: str, given: str) -> bool:
-    """Whether two normalised expressions are equal; what cannot be read equals nothing."""
+    """Whether two normalized expressions are equal; False if one cannot be parsed."""
     try:
         expected, found = read(gold), read(given)
         return _equal(expected, found)
     except (MemoryError, KeyboardInterrupt):
         raise
-    except Exception:  # noqa: BLE001 - the grammar and sympy raise whatever they like on text that makes no sense
+    except Exception:  # noqa: BLE001 - on malformed text, the grammar and sympy raise exceptions of any class
         return False
 
 
@@ -51,7 +51,7 @@ def _equal(gold: Any, given: Any) -> bool:
 
 
 def _equal_relations(gold: Relational, given: Relational) -> bool:
-    """The same relation: one difference of sides is a constant multiple (positive, for inequalities) of the other."""
+    """Equal if one difference of sides is a constant multiple of the other, with a positive factor for inequalities."""
     kind = _kind(gold)
     if kind != _kind(given):
         return False
@@ -68,7 +68,7 @@ def _equal_relations(gold: Relational, given: Relational) -> bool:
 
 
 def _kind(relation: Relational) -> str:
-    """ "==", "!=", "<" for both strict inequalities, "<=" for the others."""
+    """ "==", "!=", "<" for strict inequalities, "<=" for the others."""
     return str(relation.rel_op).replace(">", "<")
 
 
@@ -94,7 +94,7 @@ def _equal_scalars(gold: Expr, given: Expr) -> bool:
 
 
 def _agree(gold: Expr, given: Expr, symbols: list[Any]) -> bool:
-    """Whether two expressions take the same values wherever the gold one is a real number."""
+    """Whether two expressions have equal values at all test points where the gold expression is real."""
     discrete = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.factorial, sympy.binomial)
     integers = any(value.has(*discrete) for value in (gold, given))
     compared = 0
@@ -110,7 +110,7 @@ def _agree(gold: Expr, given: Expr, symbols: list[Any]) -> bool:
 
 
 def _points(count: int, *, integers: bool) -> list[list[Rational]]:
-    """Fixed points for `count` variables: fractions of both signs, or small positive integers of all parities."""
+    """Fixed test points for `count` variables: fractions of both signs, or small positive integers of both parities."""
     if integers:
         return [[Rational(1 + (k * (2 * j + 3) + 5 * j) % 17) for j in range(count)] for k in range(17)]
     positive = [[Rational(7 + 4 * k + 3 * j, 5 + (k + 2 * j) % 7) for j in range(count)] for k in range(4)]
@@ -126,7 +126,7 @@ def _is_real_number(value: Expr) -> bool:
 
 
 def _vanishes(value: Expr) -> bool:
-    """Whether a number is zero: exactly for rationals, else to DIGITS significant digits of what was subtracted."""
+    """Whether a number is zero: exactly for rationals, else to DIGITS significant digits of its terms."""
     if value.is_Rational:
         return bool(value == 0)
     number = value.evalf(15, maxn=DIGITS)
@@ -136,7 +136,7 @@ def _vanishes(value: Expr) -> bool:
 
 
 def _evaluate(value: Expr) -> Expr:
-    """Work the expression out; odd roots of negative numbers are the real ones, as in school."""
+    """Evaluate an expression. Odd roots of negative numbers are real."""
 
     def real_root(power: Expr) -> Expr:
         base, exponent = power.as_base_exp()
@@ -155,7 +155,7 @@ def _evaluate(value: Expr) -> Expr:
 
 
 def _imaginary_unit(gold: Expr, given: Expr) -> tuple[Expr, Expr]:
-    """i is the imaginary unit where no other variable occurs beside it."""
+    """Replace i by the imaginary unit if it is the only variable."""
     names = {symbol.name for symbol in gold.free_symbols | given.free_symbols}
     if names != {"i"}:
         return gold, given
@@ -164,7 +164,7 @@ def _imaginary_unit(gold: Expr, given: Expr) -> tuple[Expr, Expr]:
 
 
 def _log10_bound(value: Basic) -> float:
-    """A bound on log10 of any number that working out the expression would write down; infinite for power towers."""
+    """Upper bound on log10 of every number that occurs when the expression is evaluated; infinite for power towers."""
     if isinstance(value, sympy.Integer):
         return value.p.bit_length() * 0.302
     bounds = [_log10_bound(argument) for argument in value.args]

@@ -1,4 +1,4 @@
-"""Numbers that a benchmark lets be off: Minerva's golds and one of OlympiadBench's are stated with a tolerance."""
+"""Compare numbers within a tolerance, as Minerva and one row of OlympiadBench allow."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from oblr_megatron.rewards.verifier.normalize import normalize
 from oblr_megatron.rewards.verifier.quantity import read_marks
 from oblr_megatron.rewards.verifier.structure import Leaf, Named, parse
 
-MAX_CHARS = 20  # of a tolerance: Fraction("1e999999999") would never end
+MAX_CHARS = 20  # length limit of a tolerance
 
 
 def within(prediction: str, gold: str, tolerance: str) -> bool | None:
-    r"""Whether two plain numbers are no further apart than the tolerance; None where it has nothing to say.
+    r"""Whether two plain numbers differ by at most the tolerance; None unless both are plain numbers.
 
-    Exact arithmetic; the bound itself is near enough. Units, percent signs and names are ignored as they are elsewhere.
+    The arithmetic is exact. Units, percent signs and names are ignored, as in `compare`.
 
     Args:
         prediction: an extracted answer.
-        gold: the gold one.
-        tolerance: "0.1" is absolute, "1%" relative to the gold; "" and what is neither say nothing.
+        gold: the gold answer.
+        tolerance: "0.1" absolute, "1%" relative to the gold answer; for "" and malformed texts the result is None.
 
     Examples: ("4.3", "4.2", "0.1") True; ("4.31", "4.2", "0.1") False; ("101", "100", "1%") True;
     (r"\frac{13}{3}", "4.2", "0.1") False; ("x", "4.2", "0.1") None.
@@ -32,12 +32,12 @@ def within(prediction: str, gold: str, tolerance: str) -> bool | None:
         return None
     if tolerance.endswith("%"):
         return any(abs(a - b) <= allowed / 100 * abs(a) for a, b in pairs)
-    units = (1, 100 if read_marks(expected).percent else 1)  # of the gold as it stands, and at its value
+    units = (1, 100 if read_marks(expected).percent else 1)  # of the gold answer as written, and as a value
     return any(abs(a - b) * unit <= allowed for (a, b), unit in zip(pairs, units, strict=False))
 
 
 def _read(text: str) -> Fraction | None:
-    """A decimal number that is not negative, or None."""
+    """The value of a non-negative decimal number, else None."""
     try:
         value = Fraction(text.strip()) if 0 < len(text) <= MAX_CHARS and not _huge(text) else None
     except (ValueError, ZeroDivisionError):
@@ -46,13 +46,13 @@ def _read(text: str) -> Fraction | None:
 
 
 def _huge(text: str) -> bool:
-    """Whether the exponent has more than three digits."""
+    """Whether the exponent has more than three digits: Fraction("1e999999999") would not terminate."""
     exponent = text.lower().partition("e")[2]
     return len(exponent.strip("+- ")) > 3
 
 
 def _plain(text: str) -> str:
-    """The expression that an answer consists of, without a name; "" for lists, intervals and the like."""
+    """The answer without a name such as "x ="; "" unless it is a single expression."""
     node = parse(normalize(text), grouped=True)
     while isinstance(node, Named):
         node = node.value

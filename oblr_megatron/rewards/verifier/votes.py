@@ -1,7 +1,7 @@
-"""Which answers to one question say the same: the classes that a majority is counted over.
+"""Group equal answers to one question into classes, for majority votes.
 
-Pure: no worker processes, so that every rank and every repetition finds the same classes. Answers whose equality only
-computer algebra could tell stay apart, unless both were judged right.
+No worker processes are used, so every rank and every repetition finds the same classes. Two answers that only computer
+algebra can compare are in different classes, unless both are right.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from oblr_megatron.rewards.verifier.compare import canonical, plain_number
 
 
 def answer_classes(answers: Sequence[str | None], right: Sequence[bool]) -> list[int | None]:
-    r"""A number for each answer, the same for those that are equal; None where there is no answer.
+    r"""The class of each answer; None if there is no answer.
 
-    All right answers are one class, since each equals the gold one. A wrong answer joins the first class of wrong ones
-    whose first member has its canonical text or settles as equal to it.
+    All right answers are one class, since each equals the gold answer. A wrong answer joins the first class of wrong
+    answers with an equal first member, by canonical text or `settle`.
 
     Args:
         answers: [K] to one question, as extracted.
-        right: [K] the verdicts.
+        right: [K] whether each answer is right.
 
     Example: (["1/2", "0.5", None, "3", r"\frac12", "3.0"], [True, True, False, False, True, False])
-        -> [0, 0, None, 1, 0, 1]; classes are numbered as they first occur.
+        -> [0, 0, None, 1, 0, 1]; classes are numbered in order of occurrence.
     """
-    assert len(answers) == len(right), f"{len(answers)} answers with {len(right)} verdicts"
+    assert len(answers) == len(right), f"{len(answers)} answers, but {len(right)} values in `right`"
     classes: list[int | None] = []
-    numbers: dict[Fraction | str | None, int] = {}  # by value or canonical text of wrong answers; None: the right ones
-    first: list[str | None] = []  # member of each class; None: the right ones
+    numbers: dict[Fraction | str | None, int] = {}  # class by value or text of wrong answers; None: the right answers
+    first: list[str | None] = []  # first member of each class; None: the right answers
     for answer, is_right in zip(answers, right, strict=True):
         if answer is None:
             classes.append(None)
@@ -44,15 +44,15 @@ def answer_classes(answers: Sequence[str | None], right: Sequence[bool]) -> list
 
 
 def _key(answer: str) -> Fraction | str:
-    """Equal for answers that say the same at sight."""
+    """The value of a plain number, else the canonical text."""
     number = plain_number(answer)
     return canonical(answer) if number is None else number
 
 
 def _class_of(answer: str, first: Sequence[str | None]) -> int:
-    """The class whose first member equals the answer; a new one's number if there is none.
+    """The class with a first member equal to the answer; the number of a new class if there is none.
 
-    Plain numbers of different value are not compared: with K of them that would take K^2 comparisons.
+    Plain numbers are not compared with each other, since equal ones share a key: this avoids K^2 comparisons.
     """
     plain = plain_number(answer) is not None
     others = ((number, member) for number, member in enumerate(first) if member is not None)

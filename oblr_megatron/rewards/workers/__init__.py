@@ -1,1 +1,1 @@
-"""Worker processes for rewards, with a hard deadline for every call."""
+"""Worker processes for rewards: every call has a hard deadline."""

@@ -1,12 +1,12 @@
-"""What a judging worker does with a request: it calls the reward function on the rows, whatever kind of function it is.
+"""In a worker process: call the reward function on the rows of a request. Four kinds of functions are supported.
 
-    def score(response, answer, prompt) -> float                    a row a request
-    async def score(response, answer, prompt) -> float              all rows of a request at once, each late alone
-    def score(responses, answers, prompts) -> list[float]           all rows of a request in one call
+    def score(response, answer, prompt) -> float                    one row per request
+    async def score(response, answer, prompt) -> float              all rows concurrently; each has its own timeout
+    def score(responses, answers, prompts) -> list[float]           all rows in one call
     async def score(responses, answers, prompts) -> list[float]     the same, awaited
 
-A batch function is known by its parameters' names. Whatever is returned is awaited if it can be, so that a function
-that only wraps an async one works, too.
+Batch functions are recognized by their parameter names. Awaitable return values are awaited, so that a plain function
+may wrap an async one.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ SINGLE = ("response", "answer", "prompt")
 BATCH = ("responses", "answers", "prompts")
 
 
-class Verdict(TypedDict):
-    """Of one row. Example: {"value": 1.0, "error": "", "late": False}."""
+class Score(TypedDict):
+    """Result for one row. Example: {"value": 1.0, "error": "", "late": False}."""
 
-    value: float | None  # None: the function failed, or ran late
-    error: str  # its traceback
+    value: float | None  # None if the function failed or timed out
+    error: str  # traceback
     late: bool
 
 
 class Reply(TypedDict):
-    """What a worker answers. Example: {"verdicts": [Verdict(...)], "leaving": False}."""
+    """Answer of a worker. Example: {"scores": [Score(...)], "leaving": False}."""
 
-    verdicts: list[Verdict]  # in the order of the rows
-    leaving: bool  # the worker ends after this reply
+    scores: list[Score]  # in the order of the rows
+    leaving: bool  # the worker exits after this reply
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a function is called. Example of an async batch function: Kind(batch=True, awaited=True)."""
+    """Kind of a reward function. Example, an async batch function: Kind(batch=True, awaited=True)."""
 
     batch: bool
     awaited: bool
 
     @property
     def takes_many(self) -> bool:
-        """Whether a request should hold many rows."""
+        """Whether a request should contain many rows."""
         return self.batch or self.awaited
 
 
 def kind_of(function: Callable[..., object]) -> Kind:
-    """The kind that a function's signature shows; a builtin without a signature takes one row."""
-    call = getattr(function, "__call__", None)  # noqa: B004  of an object: what is async is its method
+    """The kind of a function, from its signature; a builtin without a signature takes one row."""
+    call = getattr(function, "__call__", None)  # noqa: B004  for a callable object, only this method is async
     return Kind(
         batch=not set(BATCH).isdisjoint(parameter_names(function)),
         awaited=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call),
@@ -62,7 +62,7 @@ def kind_of(function: Callable[..., object]) -> Kind:
 
 
 def parameter_names(function: Callable[..., object]) -> list[str]:
-    """Names in order; empty for a builtin without a signature."""
+    """Parameter names in order; empty for a builtin without a signature."""
     try:
         return list(inspect.signature(function).parameters)
     except ValueError:
@@ -70,15 +70,15 @@ def parameter_names(function: Callable[..., object]) -> list[str]:
 
 
 class LateError(Exception):
-    """An awaited call was not over at the deadline."""
+    """An awaited call exceeded the deadline."""
 
 
 class Caller:
-    """Answers requests with one function; its event loop is the worker's as long as the worker lives.
+    """Answers requests with one function. Keeps one event loop for the lifetime of the worker.
 
     Args:
-        function: of strings, or of lists of strings.
-        deadline_s: for what is awaited; what is not is ended by the parent, with the worker.
+        function: takes strings, or lists of strings.
+        deadline_s: for awaited calls; for other calls the parent enforces the deadline by killing the worker.
     """
 
     def __init__(self, function: Callable[..., object], deadline_s: float) -> None:
@@ -86,22 +86,22 @@ class Caller:
         self._runner = asyncio.Runner()
 
     def answer(self, rows: Sequence[Sequence[str]]) -> Reply:
-        """The verdicts of all rows; raises nothing, whatever the function does."""
+        """Score all rows; raises nothing."""
         try:
             if self._kind.batch:
                 columns = [list(column) for column in zip(*rows, strict=True)]
-                return _reply(_listed(self._result(self._function(*columns)), len(rows)))
+                return _reply(_batch_scores(self._result(self._function(*columns)), len(rows)))
             if self._kind.awaited:
-                return self._runner.run(self._together(rows))
-            return _reply([_verdict(self._result(self._function(*row))) for row in rows])
+                return self._runner.run(self._concurrently(rows))
+            return _reply([_score(self._result(self._function(*row))) for row in rows])
         except BaseException as error:  # noqa: BLE001  a reward function may raise anything, SystemExit included
-            return Reply(verdicts=[_failed(error)] * len(rows), leaving=_spoils(error))
+            return Reply(scores=[_failed(error)] * len(rows), leaving=_must_leave(error))
 
     def _result(self, value: object) -> object:
-        """What a function returned, awaited if it has to be.
+        """The function's value, awaited if it is awaitable.
 
         Raises:
-            LateError: it was not there at the deadline.
+            LateError: it exceeded the deadline.
         """
         return self._runner.run(self._bounded(value)) if inspect.isawaitable(value) else value
 
@@ -112,71 +112,68 @@ class Caller:
             raise LateError
         return task.result()
 
-    async def _together(self, rows: Sequence[Sequence[str]]) -> Reply:
-        """All calls at once. Those that are late are left behind in the loop, which ends with the worker."""
+    async def _concurrently(self, rows: Sequence[Sequence[str]]) -> Reply:
+        """Run all calls at once. Late calls stay in the event loop, so the worker must exit."""
         tasks = [asyncio.ensure_future(self._attempt(row)) for row in rows]
         done, _ = await asyncio.wait(tasks, timeout=self._deadline_s)
-        replies = [task.result() if task in done else _late() for task in tasks]
+        late = Reply(scores=[_failed(LateError())], leaving=True)
+        replies = [task.result() if task in done else late for task in tasks]
         return Reply(
-            verdicts=[verdict for reply in replies for verdict in reply["verdicts"]],
+            scores=[score for reply in replies for score in reply["scores"]],
             leaving=any(reply["leaving"] for reply in replies),
         )
 
     async def _attempt(self, row: Sequence[str]) -> Reply:
         try:
             value = self._function(*row)
-            return _reply([_verdict(await value if inspect.isawaitable(value) else value)])
-        except BaseException as error:  # noqa: BLE001  as above; and the other calls go on
-            return Reply(verdicts=[_failed(error)], leaving=_spoils(error))
+            return _reply([_score(await value if inspect.isawaitable(value) else value)])
+        except BaseException as error:  # noqa: BLE001  as in `answer`; the other calls must go on
+            return Reply(scores=[_failed(error)], leaving=_must_leave(error))
 
 
 def finite(value: object) -> float | None:
-    """A plain float of a Python number or of a scalar of numpy or torch; None of anything else."""
+    """A Python number, or a numpy or torch scalar, as a finite float; None for anything else."""
     try:
         plain = value.item() if hasattr(value, "item") else value
         number = float(plain) if isinstance(plain, numbers.Real) else math.nan
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several; an integer beyond all floats
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # an array; an integer larger than any float
         return None
     return number if math.isfinite(number) else None
 
 
-def _verdict(value: object) -> Verdict:
+def _score(value: object) -> Score:
     number = finite(value)
     error = f"the reward {value!r:.200} is not a finite number" if number is None else ""
-    return Verdict(value=number, error=error, late=False)
+    return Score(value=number, error=error, late=False)
 
 
-def _listed(value: object, count: int) -> list[Verdict]:
-    """The verdicts of a batch function's value.
+def _batch_scores(value: object, count: int) -> list[Score]:
+    """The scores in a batch function's value.
 
     Raises:
-        TypeError, ValueError: it is no list of `count` values.
+        TypeError, ValueError: it is not a list of `count` values.
     """
     plain = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(plain, (str, bytes, Mapping)) or not hasattr(plain, "__iter__"):
-        raise TypeError(f"a batch reward returns a list of numbers, and this one returned {value!r:.200}")
+        raise TypeError(f"a batch reward must return a list of numbers, but returned {value!r:.200}")
     values = list(plain)
     if len(values) != count:
         raise ValueError(f"the batch reward returned {len(values)} values for {count} responses")
-    return [_verdict(one) for one in values]
+    return [_score(one) for one in values]
 
 
-def _reply(verdicts: list[Verdict]) -> Reply:
-    return Reply(verdicts=verdicts, leaving=False)
+def _reply(scores: list[Score]) -> Reply:
+    return Reply(scores=scores, leaving=False)
 
 
-def _late() -> Reply:
-    return Reply(verdicts=[Verdict(value=None, error="", late=True)], leaving=True)
-
-
-def _failed(error: BaseException) -> Verdict:
+def _failed(error: BaseException) -> Score:
     if isinstance(error, LateError):
-        return Verdict(value=None, error="", late=True)
+        return Score(value=None, error="", late=True)
     if isinstance(error, MemoryError):
-        return Verdict(value=None, error="the worker's memory limit was reached", late=False)
-    return Verdict(value=None, error="".join(traceback.format_exception(error))[-4000:], late=False)
+        return Score(value=None, error="the worker's memory limit was reached", late=False)
+    return Score(value=None, error="".join(traceback.format_exception(error))[-4000:], late=False)
 
 
-def _spoils(error: BaseException) -> bool:
-    """Whether the worker should make room for a new one."""
+def _must_leave(error: BaseException) -> bool:
+    """Whether the worker's state may be damaged, so that a new worker must replace it."""
     return isinstance(error, (LateError, MemoryError)) or not isinstance(error, Exception)

@@ -1,4 +1,4 @@
-"""The judging side's end of nursery.py: start it, ask it for workers, have it end them."""
+"""Client of the fork server (fork_server.py): start it, fork workers, kill workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from oblr_megatron.errors import DeadlineError, RunError
 from oblr_megatron.rewards.workers.fork_server import FORK, KILL, PID_BYTES
 
-START_S = 120.0  # deadline for the nursery's imports
+START_S = 120.0  # deadline for the fork server's imports
 
 _LAUNCH = "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path'); \
 from oblr_megatron.rewards.workers.fork_server import main; main(**given)"
@@ -21,18 +21,18 @@ from oblr_megatron.rewards.workers.fork_server import main; main(**given)"
 
 @dataclass(slots=True)
 class Worker:
-    """A living worker process and the pipe to it."""
+    """A live worker process and the pipe to it."""
 
     pid: int
     pipe: Connection
 
 
 class ForkServer:
-    """A running nursery.
+    """A running fork server.
 
     Raises:
-        RunError: the nursery cannot import what the workers need.
-        DeadlineError: it takes longer than START_S.
+        RunError: it cannot import the workers' function.
+        DeadlineError: the imports take longer than START_S.
     """
 
     def __init__(self, launch: dict[str, object]) -> None:
@@ -45,23 +45,23 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the trainer only, which then closes the pool
+                start_new_session=True,  # Ctrl-C then reaches only the trainer, which closes the pool
             )
         self._socket.settimeout(START_S)
         try:
             answer = self._socket.recv(8192)
         except TimeoutError as error:
             self.end()
-            raise DeadlineError("the trainer", "the reward workers to import what they need", START_S) from error
+            raise DeadlineError("the trainer", "the imports of the reward workers", START_S) from error
         if answer != b"R":
             self.end()
             raise RunError(f"the reward workers could not start: {answer[1:].decode(errors='replace') or 'no message'}")
 
     def fork(self) -> Worker:
-        """A new worker.
+        """Start a worker.
 
         Raises:
-            OSError, EOFError: the nursery is gone.
+            OSError, EOFError: the fork server has ended.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -70,7 +70,7 @@ class ForkServer:
         return Worker(int.from_bytes(answer, "little"), Connection(ours.detach()))
 
     def kill(self, pid: int) -> None:
-        """End a worker; when the nursery is gone, so are its workers."""
+        """Kill a worker. If the fork server has ended, so have its workers."""
         try:
             self._socket.sendall(KILL + pid.to_bytes(PID_BYTES, "little"))
             self._receive(1)
@@ -78,7 +78,7 @@ class ForkServer:
             return
 
     def end(self) -> None:
-        """End the nursery, and with it all workers."""
+        """End the fork server and all its workers."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
@@ -86,5 +86,5 @@ class ForkServer:
     def _receive(self, size: int) -> bytes:
         answer = self._socket.recv(size)
         if not answer:
-            raise EOFError("the nursery is gone")
+            raise EOFError("the fork server has ended")
         return answer

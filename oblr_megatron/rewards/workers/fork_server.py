@@ -1,16 +1,14 @@
-"""The process that forks the judging workers: it has imported what they need, so that a new one is there at once.
+"""The fork server: a process that has done the workers' imports, so that forking a new worker takes milliseconds.
 
-It runs as a child of the process that judges, in a session of its own, and does nothing but fork and kill on request:
+It is a child of the trainer process, in its own session. It only forks and kills on request:
 
     request                    answer
-    FORK + a socket            8 bytes: the new worker's process id; the worker serves the socket
-    KILL + 8 bytes of pid      1 byte, when the worker is gone or at least beyond doing anything
+    FORK + a socket            8 bytes: process id of the new worker, which serves the socket
+    KILL + 8 bytes of pid      1 byte, after SIGKILL was sent
 
-The signals that ask a run to save and stop, which SLURM sends to every process of a job, do nothing to these: the step
-in progress still needs them.
-
-Workers receive rows of strings as JSON and answer with a `Reply` (calls.py). They die with the nursery (the kernel
-sees to it), and the nursery ends when its parent closes the socket or dies, however it dies.
+Workers receive rows of strings as JSON and answer with a `Reply` (calls.py). The kernel kills them when the fork server
+dies. The fork server ends when its parent closes the socket or dies in any way. Both ignore the signals with which
+SLURM asks all processes of a job to stop, because the current step still needs them.
 """
 
 from __future__ import annotations
@@ -47,42 +45,42 @@ def main(
     memory_bytes: int,
     tasks_per_worker: int,
 ) -> None:
-    """Import the target, say so, and serve until the parent is gone.
+    """Import the target, report "R" (ready) or "E" with a traceback, and serve until the parent ends.
 
     Args:
-        descriptor: this end of the socket pair.
-        parent: process id to outlive by no more than PARENT_CHECK_S.
-        target: "package.module:function" that judges.
-        prepare: the same for a function called once before any worker is forked; "" for none.
-        deadline_s: of what the target returns to be awaited.
-        memory_bytes: what a worker may allocate beyond what it starts with.
-        tasks_per_worker: a worker is replaced after so many requests.
+        descriptor: of this end of the socket pair.
+        parent: process id; the fork server exits within PARENT_CHECK_S after it.
+        target: "package.module:function", the reward function.
+        prepare: "package.module:function", called once before the first fork; "" for none.
+        deadline_s: for awaited calls.
+        memory_bytes: a worker's allocation limit, in addition to the memory of the imports.
+        tasks_per_worker: a worker is replaced after this many requests.
     """
     for number in SIGNALS:
-        signal.signal(number, _take_no_notice)
+        signal.signal(number, _ignore)
     control = socket.socket(fileno=descriptor)
     try:
         function = resolve(target)
         if prepare:
             resolve(prepare)()
-    except BaseException:  # noqa: BLE001 - whatever the import raised is the parent's to report
+    except BaseException:  # noqa: BLE001 - importing user code may raise anything; the parent reports it
         control.sendall(b"E" + traceback.format_exc().encode()[-4000:])
         return
     _silence()
-    gc.freeze()  # what is imported stays shared between the workers
+    gc.freeze()  # keeps the memory of the imports shared between the workers
     control.sendall(b"R")
     _serve(control, parent, lambda end: _work(end, Caller(function, deadline_s), memory_bytes, tasks_per_worker))
 
 
-def _take_no_notice(number: int, frame: FrameType | None) -> None:
-    """A handler, since programs that a reward function starts would inherit SIG_IGN, and not end when asked to."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Ignore a signal. Unlike SIG_IGN, a handler is not inherited by programs that a reward function starts."""
 
 
 def resolve(target: str) -> Any:
-    """The object that "package.module:function" names.
+    """Import the object named "package.module:function".
 
     Raises:
-        ImportError, AttributeError: there is none.
+        ImportError, AttributeError: it does not exist.
     """
     module, _, name = target.partition(":")
     found = importlib.import_module(module)
@@ -118,7 +116,7 @@ def _serve(control: socket.socket, parent: int, work: Callable[[Connection], Non
 
 
 def _kill(pid: int, children: set[int]) -> None:
-    """End a worker; a process that is not a living child of ours is left alone."""
+    """Kill a worker; other process ids are ignored."""
     if pid in children:
         os.kill(pid, signal.SIGKILL)
 
@@ -130,7 +128,7 @@ def _reap(children: set[int]) -> None:
 
 
 def _become_worker(control: socket.socket, descriptor: int, work: Callable[[Connection], None]) -> None:
-    """In the forked child: die with the nursery, serve the socket, never return."""
+    """In the forked child: die with the fork server, serve the socket, never return."""
     try:
         die_with(os.getppid())
         control.close()
@@ -154,7 +152,7 @@ def _work(end: Connection, caller: Caller, memory_bytes: int, tasks: int) -> Non
 
 
 def _limit_memory(extra: int) -> None:
-    """Bound the address space, counted from what the imports already take."""
+    """Limit the address space to its current size plus `extra` bytes; disable core dumps."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + extra, used + extra))
@@ -162,8 +160,8 @@ def _limit_memory(extra: int) -> None:
 
 
 def _silence() -> None:
-    """Whatever a judged text makes a library print goes nowhere."""
+    """Discard all output: response texts may cause libraries to print."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
-    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the process's life
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends

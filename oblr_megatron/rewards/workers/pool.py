@@ -1,16 +1,15 @@
-"""Judging in worker processes that can be stopped: a hard deadline for every call, whatever the worker is doing.
+"""A pool of worker processes with a hard deadline for every call.
 
     pool = Pool("oblr_megatron.rewards.verifier.symbolic:score", num_workers=2, deadline_s=10.0)
     pool.ask("1/2", "0.5")            # Outcome(value=1.0)
     pool.map([("1", "1"), ("2", "1")])
-    pool.map(rows, together=64)       # for a function that judges many at once
+    pool.map(rows, together=64)       # for a function that takes many rows
 
-Thread-based limits cannot stop a computation that holds the interpreter lock, and SIGALRM works in the main thread
-only; so each worker has a pipe of its own, the caller waits on it up to the deadline and then has the worker killed. A
-worker past its deadline, its memory limit or its number of tasks is replaced by a fork of the nursery (nursery.py),
-which takes milliseconds. Workers are lent to callers in the order they asked: a caller with one question waits for one
-turn, not for another caller's whole batch. No port, no environment variable: a pool works inside a torchrun rank, in
-any thread, and in a forked child of the process that made it.
+Threads cannot stop a computation that holds the interpreter lock, and SIGALRM works only in the main thread. So the
+caller waits on the worker's pipe until the deadline, then kills the worker. The fork server (fork_server.py) replaces a
+worker within milliseconds if it exceeds its deadline, memory limit or number of tasks. Callers get workers in the order
+of their calls: a single call does not wait for another caller's whole batch. A pool uses neither ports nor environment
+variables. It works in a torchrun rank, in any thread, and in a forked child of its process.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from types import TracebackType
 
 from oblr_megatron.errors import RunError
 from oblr_megatron.rewards.workers.calls import Reply
@@ -33,7 +31,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One verdict. Exactly one of `value`, `error` and `timed_out` is set.
+    """Result for one row. Exactly one of `value`, `error` and `timed_out` is set.
 
     Examples: Outcome(value=1.0); Outcome(error="Traceback ..."); Outcome(timed_out=True).
     """
@@ -44,22 +42,22 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Seat:
-    """A place for one worker; empty until it is needed, and after its worker was killed."""
+class _Slot:
+    """A slot for one worker; empty before its first call, and after its worker ended."""
 
     worker: Worker | None = None
 
 
 class Pool:
-    """Worker processes that call one function, named "package.module:function", of a kind that calls.py knows."""
+    """Worker processes that call the function "package.module:function", of one of the kinds in calls.py."""
 
-    _owner: int  # process id: a fork of it starts afresh
+    _owner: int  # process id; a forked child resets the pool
     _closed: bool
-    _lock: threading.Lock  # guards the seats and the queue
-    _fork_server_lock: threading.Lock  # one request to the nursery at a time
+    _lock: threading.Lock  # guards the slots and the queue
+    _fork_server_lock: threading.Lock  # one request to the fork server at a time
     _fork_server: ForkServer | None
-    _free: list[_Seat]
-    _waiting: deque[SimpleQueue[_Seat | None]]
+    _free: list[_Slot]
+    _waiting: deque[SimpleQueue[_Slot | None]]
 
     def __init__(
         self,
@@ -72,16 +70,16 @@ class Pool:
         memory_bytes: int = 2 * GIB,
         tasks_per_worker: int = 2000,
     ) -> None:
-        """Nothing is started before the first question.
+        """Processes start with the first call.
 
         Args:
-            target: the function.
-            num_workers: processes that judge at once.
-            deadline_s: seconds for one call, from when a worker is free.
-            grace_s: beyond which the worker is killed; what it awaits it gives up itself at the deadline.
-            prepare: a function called once in the nursery, e.g. to fill caches.
-            memory_bytes: what one worker may allocate.
-            tasks_per_worker: a worker is replaced after so many calls.
+            target: the function, "package.module:function".
+            num_workers: worker processes.
+            deadline_s: seconds for one call, without the wait for a free worker.
+            grace_s: additional seconds before the worker is killed; async calls time out in the worker at deadline_s.
+            prepare: a function called once in the fork server, e.g. to fill caches.
+            memory_bytes: allocation limit of a worker.
+            tasks_per_worker: a worker is replaced after this many calls.
         """
         self.limit_s = deadline_s + grace_s
         self._launch: dict[str, object] = {
@@ -92,7 +90,7 @@ class Pool:
         self._reset()
 
     def ask(self, *arguments: str) -> Outcome:
-        """Judge one; from any thread. Waits for a free worker, then at most the deadline.
+        """Call the function on one row, from any thread. Waits for a free worker, then at most until the deadline.
 
         Raises:
             RunError: the pool is closed, or workers cannot be started.
@@ -100,14 +98,14 @@ class Pool:
         return self._ask([arguments])[0]
 
     def map(self, batch: Sequence[Sequence[str]], together: int = 1) -> list[Outcome]:
-        """Judge all, in parallel; outcomes in the order of the batch.
+        """Call the function on all rows in parallel; outcomes are in the order of the batch.
 
         Args:
-            batch: arguments of each.
-            together: so many are one call, with one deadline.
+            batch: rows, each the arguments of the function.
+            together: rows per call; each call has one deadline.
 
         Raises:
-            RunError: as `ask`.
+            RunError: see `ask`.
         """
         self._own()
         calls = [batch[first : first + together] for first in range(0, len(batch), together)]
@@ -119,7 +117,7 @@ class Pool:
             try:
                 for index in remaining:
                     outcomes[index] = self._ask(calls[index])
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            except BaseException as error:  # noqa: BLE001 - every error is raised again in the caller's thread
                 errors.append(error)
 
         threads = [threading.Thread(target=dispatch, daemon=True) for _ in range(min(self.num_workers, len(calls)))]
@@ -132,28 +130,26 @@ class Pool:
         return [outcome for call in outcomes for outcome in call]
 
     def close(self) -> None:
-        """End all workers; calls in progress fail. May be called twice."""
+        """End all workers; running calls fail. May be called twice."""
         self._own()
         with self._lock:
             self._closed = True
             while self._waiting:
                 self._waiting.popleft().put(None)
-            for seat in self._free:
-                if seat.worker is not None:
-                    seat.worker.pipe.close()
+            for slot in self._free:
+                if slot.worker is not None:
+                    slot.worker.pipe.close()
             if self._fork_server is not None:
                 self._fork_server.end()
 
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _own(self) -> None:
-        """A forked child shares its parent's pipes: it leaves them alone and starts workers of its own."""
+        """In a forked child, start new workers: the inherited pipes belong to the parent."""
         if os.getpid() != self._owner:
             self._reset()
 
@@ -163,81 +159,81 @@ class Pool:
         self._lock = threading.Lock()
         self._fork_server_lock = threading.Lock()
         self._fork_server = None
-        self._free = [_Seat() for _ in range(self.num_workers)]
+        self._free = [_Slot() for _ in range(self.num_workers)]
         self._waiting = deque()
 
-    def _borrow(self) -> _Seat:
-        """A seat, in turn: one that becomes free goes straight to the caller that waited longest."""
+    def _acquire(self) -> _Slot:
+        """A free slot. A slot that becomes free goes to the caller that has waited longest."""
         with self._lock:
             if self._closed:
-                raise RunError("the reward workers were already closed")
+                raise RunError("the reward workers are closed")
             if self._free:
                 return self._free.pop()
-            ticket: SimpleQueue[_Seat | None] = SimpleQueue()
+            ticket: SimpleQueue[_Slot | None] = SimpleQueue()
             self._waiting.append(ticket)
-        seat = ticket.get()
-        if seat is None:
+        slot = ticket.get()
+        if slot is None:
             raise RunError("the reward workers were closed while a call was waiting")
-        return seat
+        return slot
 
-    def _give_back(self, seat: _Seat) -> None:
+    def _release(self, slot: _Slot) -> None:
         with self._lock:
             if self._waiting:
-                self._waiting.popleft().put(seat)
+                self._waiting.popleft().put(slot)
             else:
-                self._free.append(seat)
+                self._free.append(slot)
 
     def _ask(self, rows: Sequence[Sequence[str]]) -> list[Outcome]:
         """One call; the outcomes of its rows."""
         self._own()
-        seat = self._borrow()
+        slot = self._acquire()
         try:
-            return self._score_batch(seat, rows)
+            return self._score_batch(slot, rows)
         finally:
-            self._give_back(seat)
+            self._release(slot)
 
-    def _score_batch(self, seat: _Seat, rows: Sequence[Sequence[str]]) -> list[Outcome]:
+    def _score_batch(self, slot: _Slot, rows: Sequence[Sequence[str]]) -> list[Outcome]:
         try:
-            worker = self._send(seat, json.dumps([list(row) for row in rows]).encode())
+            worker = self._send(slot, json.dumps([list(row) for row in rows]).encode())
             if not worker.pipe.poll(self.limit_s):
-                self._dismiss(seat)
+                self._end_worker(slot)
                 return [Outcome(timed_out=True)] * len(rows)
             reply: Reply = json.loads(worker.pipe.recv_bytes())
         except (OSError, EOFError):
-            self._dismiss(seat)
-            return [Outcome(error="the worker process died while judging")] * len(rows)
+            self._end_worker(slot)
+            return [Outcome(error="the worker process died during the call")] * len(rows)
         if reply["leaving"]:
-            self._dismiss(seat)
-        return [Outcome(verdict["value"], verdict["error"], verdict["late"]) for verdict in reply["verdicts"]]
+            self._end_worker(slot)
+        return [Outcome(score["value"], score["error"], score["late"]) for score in reply["scores"]]
 
-    def _send(self, seat: _Seat, message: bytes) -> Worker:
-        """Hand a message to the seat's worker; one that died while it was idle is replaced, once."""
+    def _send(self, slot: _Slot, message: bytes) -> Worker:
+        """Send a message to the slot's worker. A worker that died while idle is replaced once."""
         try:
-            worker = seat.worker or self._hire(seat)
+            worker = slot.worker or self._start_worker(slot)
             worker.pipe.send_bytes(message)
         except OSError:
-            self._dismiss(seat)
-            worker = self._hire(seat)
+            self._end_worker(slot)
+            worker = self._start_worker(slot)
             worker.pipe.send_bytes(message)
         return worker
 
-    def _hire(self, seat: _Seat) -> Worker:
-        """Fork a worker, starting the nursery first where there is none or it died."""
+    def _start_worker(self, slot: _Slot) -> Worker:
+        """Fork a worker; start the fork server first if there is none or it has died."""
         with self._fork_server_lock:
             if self._closed:
-                raise RunError("the reward workers were already closed")
+                raise RunError("the reward workers are closed")
             try:
                 self._fork_server = self._fork_server or ForkServer(self._launch)
-                seat.worker = self._fork_server.fork()
+                slot.worker = self._fork_server.fork()
             except (OSError, EOFError):
                 if self._fork_server is not None:
                     self._fork_server.end()
                 self._fork_server = ForkServer(self._launch)
-                seat.worker = self._fork_server.fork()
-        return seat.worker
+                slot.worker = self._fork_server.fork()
+        return slot.worker
 
-    def _dismiss(self, seat: _Seat) -> None:
-        worker, seat.worker = seat.worker, None
+    def _end_worker(self, slot: _Slot) -> None:
+        worker, slot.worker = slot.worker, None
         if worker is None:
             return
         worker.pipe.close()

@@ -1,6 +1,6 @@
-"""The estimators against their definitions: all subsets, the interval's own equation, scipy, coverage by simulation.
+"""Metrics against their definitions: all subsets, the interval's equation, scipy, simulated coverage.
 
-Not covered: whether verdicts are right (tests/unit/rewards).
+Not covered: the scores themselves (tests/unit/rewards).
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from oblr_megatron.evaluation.accuracy import (
 )
 
 
-def grade(answer: str | None, verdict: float, **changes: object) -> Grade:
-    return Grade(**({"verdict": verdict, "answer": answer, "tokens": 10, "truncated": False} | changes))  # type: ignore[arg-type]
+def grade(answer: str | None, score: float, **changes: object) -> Grade:
+    return Grade(**({"verdict": score, "answer": answer, "tokens": 10, "truncated": False} | changes))  # type: ignore[arg-type]
 
 
 def grades(greedy: Sequence[float], sampled: Sequence[Sequence[float]]) -> Grades:
-    """Right answers are "4"; wrong ones differ from each other."""
+    """Grades with these scores. Right answers are "4"; wrong answers are distinct."""
     numbers = itertools.count(100)
 
-    def one(verdict: float) -> Grade:
-        return grade("4" if verdict >= 1 else str(next(numbers)), verdict)
+    def one(score: float) -> Grade:
+        return grade("4" if score >= 1 else str(next(numbers)), score)
 
-    return Grades([one(v) for v in greedy], [one(v) for group in sampled for v in group], len(sampled[0]))
+    return Grades([one(s) for s in greedy], [one(s) for group in sampled for s in group], len(sampled[0]))
 
 
 @given(st.integers(1, 7), st.data())
 def test_pass_at_k_is_the_average_over_all_subsets(samples: int, data: st.DataObject) -> None:
     right = data.draw(st.integers(0, samples))
     k = data.draw(st.integers(1, samples))
-    verdicts = [True] * right + [False] * (samples - right)
-    subsets = list(itertools.combinations(verdicts, k))
+    group = [True] * right + [False] * (samples - right)
+    subsets = list(itertools.combinations(group, k))
     assert pass_at_k(right, samples, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
@@ -70,8 +70,8 @@ def test_pass_at_k_of_many_samples() -> None:
         (["5", "6", "4", "7"], 1 / 4),
         ([None, None, "4"], 1),
         ([None, None], 0),
-        (["3.0", "3", "4"], 0),  # the two wrong ones say the same
-        (["4", "8/2", "3", "3.0", "5"], 1 / 2),  # and so do the right ones
+        (["3.0", "3", "4"], 0),  # the two wrong answers are equal
+        (["4", "8/2", "3", "3.0", "5"], 1 / 2),  # so are the two right answers
     ],
 )
 def test_majority(answers: Sequence[str | None], expected: float) -> None:
@@ -79,7 +79,7 @@ def test_majority(answers: Sequence[str | None], expected: float) -> None:
 
 
 @given(st.lists(st.sampled_from(["4", "5", "6", None]), min_size=1, max_size=8), st.randoms())
-def test_majority_is_the_mean_of_ties_broken_at_random_in_any_order(answers: list[str | None], draw: object) -> None:
+def test_majority_is_the_mean_over_ties_and_ignores_the_order(answers: list[str | None], draw: object) -> None:
     group = [grade(answer, float(answer == "4")) for answer in answers]
     votes = [answer for answer in answers if answer is not None]
     leading = {answer for answer in votes if votes.count(answer) == max(map(votes.count, votes))}
@@ -94,7 +94,7 @@ def test_powers_of_two() -> None:
 
 @given(st.integers(1, 500), st.data())
 def test_wilson_interval_solves_its_equation(count: int, data: st.DataObject) -> None:
-    """At either end the observed share is z standard errors away; the ends stay inside [0, 1]; scipy agrees."""
+    """At either end the observed share is z standard errors away; the ends are in [0, 1]; scipy agrees."""
     right = data.draw(st.integers(0, count))
     low, high = wilson_interval(right, count)
     assert 0 <= low <= right / count <= high <= 1
@@ -110,7 +110,7 @@ def test_wilson_interval_of_nothing() -> None:
     assert wilson_interval(8, 10) == pytest.approx((0.490, 0.943), abs=5e-4)
 
 
-def test_figures_by_hand() -> None:
+def test_metrics_computed_by_hand() -> None:
     sampled = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0.5, 0.5, 0, 0]]
     found = grades([1, 0, 1, 0.9], sampled)
     assert metrics(found) == {
@@ -126,25 +126,25 @@ def test_figures_by_hand() -> None:
     assert columns["pass@1"].tolist() == [0.25, 0, 1, 0] and columns["pass@2"].tolist() == [0.5, 0, 1, 0]
 
 
-def test_lengths_are_of_all_responses() -> None:
+def test_lengths_include_greedy_and_sampled_responses() -> None:
     greedy = [grade("4", 1.0, tokens=3, truncated=True)]
     sampled = [grade("4", 1.0, tokens=5), grade(None, 0.0, tokens=10, truncated=True)]
     found = metrics(Grades(greedy, sampled, 2))
     assert (found["response_length"], found["truncated_fraction"]) == (6, pytest.approx(2 / 3))
 
 
-def test_without_samples_only_the_greedy_figures_are_there() -> None:
+def test_without_samples_there_are_only_greedy_metrics() -> None:
     found = Grades([grade("4", 1.0), grade("5", 0.0)], [], 0)
     assert [*metrics(found)] == ["accuracy", "response_length", "truncated_fraction"]
     assert [*estimates(found)] == ["accuracy"]
 
 
-def test_a_reward_that_reads_no_answers_has_no_majority() -> None:
+def test_no_majority_if_the_reward_extracts_no_answers() -> None:
     sampled = [grade(None, 1.0, reads_answers=False)] * 2
     assert "maj_at_k" not in metrics(Grades([grade("4", 1.0)], sampled, 2))
 
 
-def test_counts_that_do_not_fit_are_a_mistake() -> None:
+def test_inconsistent_counts_are_an_error() -> None:
     with pytest.raises(AssertionError, match="1 greedy and 1 sampled responses with k = 2"):
         Grades([grade("4", 1.0)], [grade("4", 1.0)], 2)
 
@@ -158,15 +158,15 @@ def test_bootstrap_agrees_with_scipy() -> None:
         assert abs(high - theirs.confidence_interval.high) < 0.15 * error
 
 
-def test_bootstrap_covers_the_true_mean_as_often_as_it_says() -> None:
-    """400 sets of 100 prompts of known mean: 95% of the intervals hold it, within what chance allows."""
+def test_bootstrap_coverage() -> None:
+    """400 sets of 100 prompts with known mean: about 95% of the intervals contain it."""
     draw = np.random.default_rng(3)
     values = draw.binomial(8, draw.beta(1, 1, size=(400, 100))) / 8
-    held = [low <= 0.5 <= high for low, high in bootstrap_intervals(values)]
-    assert 0.91 < sum(held) / 400 < 0.98
+    covered = [low <= 0.5 <= high for low, high in bootstrap_intervals(values)]
+    assert 0.91 < sum(covered) / 400 < 0.98
 
 
-def test_bootstrap_is_repeatable_and_the_same_in_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bootstrap_is_repeatable_and_does_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).random((3, 50))
     whole = bootstrap_intervals(values)
     assert bootstrap_intervals(values) == whole != bootstrap_intervals(values, seed=1)
@@ -181,14 +181,14 @@ def test_bootstrap_is_repeatable_and_the_same_in_any_chunks(monkeypatch: pytest.
         ([0.0] * 30, wilson_interval(0, 30)),
         ([1.0] * 30, wilson_interval(30, 30)),
         ([1.0], wilson_interval(1, 1)),
-        ([-2.5] * 3, (-2.5, -2.5)),  # no bound is known for these
+        ([-2.5] * 3, (-2.5, -2.5)),  # outside of [0, 1]
     ],
 )
-def test_where_all_prompts_agree_the_interval_is_wilsons(values: list[float], expected: tuple[float, float]) -> None:
+def test_if_all_values_are_equal_the_interval_is_wilsons(values: list[float], expected: tuple[float, float]) -> None:
     assert bootstrap_intervals(np.array([values])) == [pytest.approx(expected)]
 
 
-def test_estimates_put_every_figure_into_its_interval() -> None:
+def test_every_metric_is_inside_its_interval() -> None:
     sampled = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0.5, 0.5, 0, 0]]
     found = estimates(grades([1, 0, 1, 0.9], sampled))
     assert all(one.low <= one.value <= one.high for one in found.values())

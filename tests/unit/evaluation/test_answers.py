@@ -1,6 +1,6 @@
-"""How responses are asked for and judged, block by block.
+"""Sampling and scoring block by block.
 
-The engine replays a fixed table of responses; real ones are in tests/e2e. The rewards are the real ones.
+The engine replays a fixed table of responses; the rewards are real. Not covered: real engines (tests/e2e).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.evaluation.accuracy import metrics
-from oblr_megatron.evaluation.answers import SEED_STRIDE, blocks_of, evaluate, greedy_verdicts
+from oblr_megatron.evaluation.answers import SEED_STRIDE, blocks_of, evaluate, greedy_rewards
 from oblr_megatron.evaluation.items import Item
 from oblr_megatron.rewards.base import Reward, RewardResult
-from oblr_megatron.rewards.exact import ExactMatchReward
+from oblr_megatron.rewards.registry import ExactMatchReward
 from oblr_megatron.types import Prompt, Sample
 
 TABLE = {"a": ("1", ["1", "2"]), "b": ("9", ["8", "7"]), "c": ("3", ["4", "3"])}
@@ -26,7 +26,7 @@ SMALL = {"num_prompts": 2, "group_size": 2, "algo.snr.num_folds": 1, "evaluate.s
 
 
 class Replay:
-    """Answers by table: prompt -> (greedy, sampled); keeps what it was asked."""
+    """Responds by table: prompt -> (greedy, sampled); records the requests."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[str], SamplingRequest]] = []
@@ -42,12 +42,12 @@ class Replay:
 
 
 class Sum(Reward):
-    """Whether the text is the answer, with half a point for everybody; reads the text as the answer."""
+    """Exact match plus half a point for every response; the answer is the whole text."""
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
-        verdicts = ExactMatchReward().score(prompts, samples).rewards
-        terms = {"main": verdicts, "more": [0.5] * len(verdicts)}
-        return RewardResult([v + 0.5 for v in verdicts], answers=[sample.text for sample in samples], terms=terms)
+        main = ExactMatchReward().score(prompts, samples).rewards
+        terms = {"main": main, "more": [0.5] * len(main)}
+        return RewardResult([r + 0.5 for r in main], answers=[sample.text for sample in samples], terms=terms)
 
 
 def config(**values: object) -> Config:
@@ -60,31 +60,30 @@ def run(settings: Config, reward: Reward, **options: Any) -> tuple[Replay, dict[
     return engine, metrics(evaluate("s", engine, PROMPTS, reward, settings, **options))  # type: ignore[arg-type]
 
 
-def test_greedy_and_sampled_responses_are_judged() -> None:
+def test_greedy_and_sampled_responses_are_scored() -> None:
     _, found = run(config(), ExactMatchReward())
     assert found["accuracy"] == pytest.approx(2 / 3)
     assert found["mean_at_k"] == pytest.approx(1 / 3)
     assert found["pass_at_k"] == pytest.approx(2 / 3)
 
 
-def test_accuracies_count_the_main_reward_alone() -> None:
-    """With the other term added every response would be right, or none."""
+def test_accuracies_use_only_the_main_reward() -> None:
     items: list[Item] = []
     _, found = run(config(), Sum(), sink=items.extend)
     assert found["accuracy"] == pytest.approx(2 / 3) and found["mean_at_k"] == pytest.approx(1 / 3)
     assert found["maj_at_k"] == pytest.approx((0.5 + 0 + 0.5) / 3)
     assert [(item.verdict, item.reward) for item in items[:2]] == [(1.0, 1.5), (0.0, 0.5)]
-    assert greedy_verdicts(Replay(), PROMPTS, Sum(), config()) == [1.0, 0.0, 1.0]  # type: ignore[arg-type]
+    assert greedy_rewards(Replay(), PROMPTS, Sum(), config()) == [1.0, 0.0, 1.0]  # type: ignore[arg-type]
 
 
-def test_no_call_asks_for_more_than_a_training_step_does() -> None:
+def test_no_request_is_larger_than_a_training_step() -> None:
     engine, _ = run(config(), ExactMatchReward())
     asked = [(ids, request.group_size, request.greedy) for ids, request in engine.calls]
     assert asked == [(["a", "b", "c"], 1, True), (["a", "b"], 2, False), (["c"], 2, False)]
     assert [block.size for block in blocks_of(config(**{"evaluate.samples_per_prompt": 9}), 2)] == [2, 9, 9]
 
 
-def test_the_requests_are_the_evaluation_s_own() -> None:
+def test_requests_use_the_evaluation_settings_and_other_seeds_than_training() -> None:
     options = {"temperature": 0.6, "top_p": 0.9, "top_k": 7, "max_response_tokens": 77}
     settings = config(**{f"evaluate.{name}": value for name, value in options.items()})
     engine, _ = run(settings, ExactMatchReward())
@@ -92,24 +91,24 @@ def test_the_requests_are_the_evaluation_s_own() -> None:
     assert (greedy.temperature, greedy.top_p, greedy.top_k, greedy.max_tokens) == (0, 1, -1, 77)
     assert (first.temperature, first.top_p, first.top_k, first.max_tokens) == (0.6, 0.9, 7, 77)
     assert first.seed != second.seed
-    assert run(settings, ExactMatchReward())[0].calls == engine.calls, "two evaluations differ by the weights alone"
+    assert run(settings, ExactMatchReward())[0].calls == engine.calls, "two evaluations differ only by the weights"
     training = {settings.seed * SEED_STRIDE + step for step in range(settings.num_steps)}
     assert training.isdisjoint({request.seed for _, request in engine.calls})
 
 
-def test_responses_are_as_long_as_a_run_s_unless_said_otherwise() -> None:
+def test_the_default_response_length_is_that_of_training() -> None:
     settings = config(**{"rollout.max_response_tokens": 50, "data.max_prompt_tokens": 10})
     assert run(settings, ExactMatchReward())[0].calls[0][1].max_tokens == 50
     assert max_model_len(settings) == 60
     assert max_model_len(config(**{"data.max_prompt_tokens": 10, "evaluate.max_response_tokens": 700})) == 710
 
 
-def test_without_samples_only_greedy_ones_are_asked_for() -> None:
+def test_without_samples_only_greedy_responses_are_requested() -> None:
     engine, found = run(config(**{"evaluate.samples_per_prompt": 0}), ExactMatchReward())
     assert len(engine.calls) == 1 and "mean_at_k" not in found
 
 
-def test_going_on_after_any_block_ends_as_if_it_had_never_stopped() -> None:
+def test_an_evaluation_continued_after_any_block_gives_the_same_result() -> None:
     items: list[Item] = []
     engine, expected = run(config(), Sum(), sink=items.extend)
     assert len(items) == 9
@@ -120,7 +119,7 @@ def test_going_on_after_any_block_ends_as_if_it_had_never_stopped() -> None:
         assert (found, rest, again.calls) == (expected, items[end:], engine.calls[number:])
 
 
-def test_an_item_says_everything() -> None:
+def test_the_fields_of_an_item() -> None:
     items: list[Item] = []
     run(config(), Sum(), sink=items.extend)
     assert items[4] == Item("s", "a", 0, "say a", "1", "sampled", 1, "2", 0.0, 0.5, 1, "stop", answer="2")

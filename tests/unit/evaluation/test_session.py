@@ -1,4 +1,4 @@
-"""What `eval` refuses before an engine is started, whose files it goes on with, and what it prints.
+"""`eval` without an engine: errors before the start, continuing in OUT, printed output.
 
 Not covered: the engine (tests/e2e/test_eval.py).
 """
@@ -47,29 +47,29 @@ def options(model: Path, *data: object, overrides: Sequence[str] = (), **changes
     return SimpleNamespace(model=model, data=[str(one) for one in data], overrides=[*KEYS, *overrides], **given)
 
 
-def refusal(*arguments: Any, **changes: Any) -> str:
+def refusal(*arguments: Any, **changes: Any) -> UserError:
     with pytest.raises(UserError) as caught:
         check(options(*arguments, **changes))
     assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return caught.value
 
 
-def test_sets_go_by_name(model: Path, rows: Path) -> None:
+def test_sets_are_named(model: Path, rows: Path) -> None:
     task = check(options(model, rows, f"other={rows}"))
     assert {name: len(prompts) for name, prompts in task.sets.items()} == {"rows": 4, "other": 4}
     assert (task.k, task.done) == (2, {"rows": [], "other": []})
-    assert "two data sets have the same name" in refusal(model, rows, rows)
-    assert "no data set" in refusal(model)
+    assert "same name" in refusal(model, rows, rows).what
+    assert refusal(model).where == "--data"
 
 
-def test_what_stands_behind_the_data_may_be_overrides() -> None:
+def test_overrides_after_data_are_separated_from_the_sets() -> None:
     sets = ["a.jsonl", "aime=b.jsonl", "data=c.jsonl", "v1.5=d.jsonl", "x/evaluate.top_p"]
     keys = ["seed=1", "evaluate.temperature=0.6", "data.template=Q {question}=", "algo.snr.num_folds=1"]
     mixed = [one for pair in zip([*sets, "e.jsonl"], [*keys, "run_dir=r", "num_steps=1"], strict=True) for one in pair]
     assert split_overrides(mixed) == ([*sets, "e.jsonl"], [*keys, "run_dir=r", "num_steps=1"])
 
 
-def test_a_config_s_own_sets_and_k_are_taken_where_none_are_given(model: Path, rows: Path, tmp_path: Path) -> None:
+def test_default_sets_and_k_come_from_the_config(model: Path, rows: Path, tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     settings = f'data = {{ held = "{rows}" }}\nsamples_per_prompt = 3\nnum_prompts = 2'
     head = 'run_dir = "r"\nnum_prompts = 4\n[model]\npath = "elsewhere"\n[data]\ntrain = "nowhere.jsonl"\n'
@@ -82,32 +82,32 @@ def test_a_config_s_own_sets_and_k_are_taken_where_none_are_given(model: Path, r
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "named"),
     [
         ({"k": -1}, "evaluate.samples_per_prompt = -1"),
-        ({"overwrite": True}, r"nothing to overwrite \[--overwrite\]"),
-        ({"json": Path("/nowhere/f.json")}, r"cannot be written \[/nowhere/f.json\]"),
+        ({"overwrite": True}, r"\[--overwrite\]"),
+        ({"json": Path("/nowhere/f.json")}, r"\[/nowhere/f.json\]"),
         ({"overrides": ["evaluate.max_response_tokens=200"]}, "evaluate.max_response_tokens 200 = 224 exceeds .* 128"),
         ({"overrides": ["rollout.max_response_tokens=200"]}, "rollout.max_response_tokens 200 = 224 exceeds .* 128"),
         ({"overrides": ["reward.name=nothing"]}, "nothing"),
-        ({"out": Path(__file__).parent}, "holds something else than an evaluation"),
-        ({"out": Path("/proc/evaluations")}, "cannot be written"),
+        ({"out": Path(__file__).parent}, rf"\[{Path(__file__).parent}\]"),
+        ({"out": Path("/proc/evaluations")}, r"\[/proc/evaluations\]"),
     ],
 )
-def test_mistakes_are_found_before_anything_starts(model: Path, rows: Path, changes: Any, said: str) -> None:
-    assert re.search(said, refusal(model, rows, **changes))
+def test_errors_are_found_before_an_engine_starts(model: Path, rows: Path, changes: Any, named: str) -> None:
+    assert re.search(named, str(refusal(model, rows, **changes)))
 
 
-def test_the_command_says_so_in_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_an_error_in_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["eval", "--model", str(model), "--data", "nowhere.jsonl"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_only_the_same_evaluation_goes_on_in_its_directory(model: Path, rows: Path, tmp_path: Path) -> None:
+def test_only_the_same_evaluation_continues_in_its_directory(model: Path, rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     check(options(model, rows, out=out))
     check(options(model, rows, out=out))
-    check(options(model, f"more={rows}", out=out))  # further sets are welcome
+    check(options(model, f"more={rows}", out=out))  # further sets may be added
     held = json.loads((out / "evaluation.json").read_text())
     assert [*held["sets"]] == ["rows", "more"]
     for changes, name in (
@@ -118,11 +118,11 @@ def test_only_the_same_evaluation_goes_on_in_its_directory(model: Path, rows: Pa
         ({"overrides": ["reward.name=math"]}, "reward.name"),
         ({"overrides": ["group_size=4"]}, "block_responses"),
     ):
-        said = refusal(model, rows, out=out, **changes)
-        assert f"holds an evaluation with {name}" in said and "--overwrite" in said
+        error = refusal(model, rows, out=out, **changes)
+        assert f"with {name}" in error.what and error.where == str(out) and "--overwrite" in error.fix
 
 
-def test_overwrite_removes_what_was_there(model: Path, rows: Path, tmp_path: Path) -> None:
+def test_overwrite_removes_the_old_files(model: Path, rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     check(options(model, rows, f"more={rows}", out=out))
     for name in ("rows.jsonl", "more.jsonl", "figures.json"):
@@ -132,14 +132,15 @@ def test_overwrite_removes_what_was_there(model: Path, rows: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"settings": 1, "sets": {}}', '{"settings": {}}'])
-def test_a_damaged_side_file_is_named(model: Path, rows: Path, tmp_path: Path, content: str) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "evaluation.json").write_text(content)
-    assert "not what an evaluation writes" in refusal(model, rows, out=tmp_path / "out")
+def test_the_error_for_a_damaged_evaluation_json(model: Path, rows: Path, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "out" / "evaluation.json"
+    file.parent.mkdir()
+    file.write_text(content)
+    assert refusal(model, rows, out=tmp_path / "out").where == str(file)
 
 
-def test_checkpoints_of_the_same_shapes_are_told_apart(model: Path, tmp_path: Path) -> None:
-    """Every weight a little further along, as after a training step; and the same files elsewhere are the same."""
+def test_the_weights_digest_detects_a_training_step(model: Path, tmp_path: Path) -> None:
+    """The digest changes if every weight changes a little, but not if the files are copied."""
     before = weights_digest(check_hf_dir(model))
     copy = make_hf_dir(tmp_path / "copy")
     assert weights_digest(check_hf_dir(copy)) == before
@@ -148,14 +149,14 @@ def test_checkpoints_of_the_same_shapes_are_told_apart(model: Path, tmp_path: Pa
     assert weights_digest(check_hf_dir(copy)) != before
 
 
-def test_a_disk_that_takes_no_more_ends_the_command_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_write_error_ends_the_command(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").mkdir()
-    with pytest.raises(RunError, match="Is a directory; the same command goes on"):
+    with pytest.raises(RunError, match="Is a directory"):
         _sink(tmp_path, "s", lambda count: None)([])
 
 
-def grade(answer: str, verdict: float) -> Grade:
-    return Grade(verdict, answer, tokens=5, truncated=False)
+def grade(answer: str, score: float) -> Grade:
+    return Grade(score, answer, tokens=5, truncated=False)
 
 
 def test_the_line_and_the_table() -> None:
@@ -173,7 +174,7 @@ def test_the_line_and_the_table() -> None:
     assert "9.5–90.5" in shown and " – " in shown.splitlines()[-3]  # noqa: RUF001
 
 
-def test_a_greedy_evaluation_has_no_samples_to_show() -> None:
+def test_the_line_and_the_table_without_samples() -> None:
     report = SetReport.of("set", Grades([grade("4", 1.0)], [], 0))
     assert report.line() == "set: accuracy 100.0% (20.7% to 100.0%) greedy on 1 prompts"
     assert len(table([report]).columns) == 5

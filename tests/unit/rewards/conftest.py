@@ -1,4 +1,4 @@
-"""Prompts and samples out of strings, and where the benchmark sets lie."""
+"""Prompts and samples from strings, and the folder of the benchmark sets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from oblr_megatron.types import Prompt, Sample
 
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"  # beside the checkout
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"  # next to the checkout
 
 
 def batch(rows: Sequence[tuple[str, Sequence[str]]]) -> tuple[list[Prompt], list[Sample]]:

@@ -1,4 +1,4 @@
-r"""Answers that are hard to judge: (boxed answer, gold answer, whether they are equal), by the rule that decides."""
+r"""Answers that are hard to score: (boxed answer, gold answer, whether a person calls them equal), by rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Expressions that are hard to judge; see hard_cases.py."""
+r"""Expressions that are hard to score; see hard_cases.py."""
 
 from __future__ import annotations
 

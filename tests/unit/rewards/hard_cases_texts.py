@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - look-alike characters are among the cases
-r"""Marks, words and spellings that are hard to judge; see hard_cases.py."""
+r"""Marks, words and spellings that are hard to score; see hard_cases.py."""
 
 from __future__ import annotations
 

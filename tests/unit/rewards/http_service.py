@@ -1,4 +1,4 @@
-"""A reward service on this machine that answers as a test tells it to, request by request: real HTTP, no mocks."""
+"""A local reward service over real HTTP. A test sets the answer to each request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Asked:
-    """A request as it came."""
+    """A received request."""
 
     body: dict[str, list[str]]
     token: str | None
@@ -26,9 +26,9 @@ Step = Callable[["Handler", Asked], None]
 
 @dataclass
 class Service:
-    """What was asked so far, and where."""
+    """The address and the requests received so far."""
 
-    steps: tuple[Step, ...]  # of the first, second, ... request; the last one for all further ones
+    steps: tuple[Step, ...]  # for the first, second, ... request; the last step repeats
     url: str = ""
     asked: list[Asked] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -36,18 +36,18 @@ class Service:
 
 
 class Server(ThreadingHTTPServer):
-    """Holds what its handlers share."""
+    """The server; its handlers share `service`."""
 
     daemon_threads = True
     block_on_close = False
     service: Service
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that gave up are part of the tests."""
+        """Ignore disconnected clients, which are part of the tests."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Notes the request, and does what the next step says."""
+    """Records the request and runs the next step."""
 
     server: Server
 
@@ -68,12 +68,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing is printed."""
+        """Print nothing."""
 
 
 @contextmanager
 def serving(*steps: Step) -> Iterator[Service]:
-    """A service that runs until the block ends."""
+    """Run a service until the block ends."""
     server = Server(("127.0.0.1", 0), Handler)
     server.service = service = Service(steps, f"http://127.0.0.1:{server.server_port}/score")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -88,18 +88,18 @@ def serving(*steps: Step) -> Iterator[Service]:
 
 
 def score_batch(handler: Handler, asked: Asked) -> None:
-    """The length of each response."""
+    """The reward is the length of the response."""
     rewards = [len(response) for response in asked.body["responses"]]
     handler.say(200, json.dumps({"rewards": rewards}).encode())
 
 
 def drop(handler: Handler, asked: Asked) -> None:
-    """The connection ends without an answer."""
+    """Close the connection without an answer."""
     handler.close_connection = True
 
 
 def cut(handler: Handler, asked: Asked) -> None:
-    """The connection ends in the middle of the answer."""
+    """Close the connection in the middle of the answer."""
     handler.send_response(200)
     handler.send_header("Content-Length", "1000")
     handler.end_headers()
@@ -108,12 +108,12 @@ def cut(handler: Handler, asked: Asked) -> None:
 
 
 def hang(handler: Handler, asked: Asked) -> None:
-    """No answer as long as the service runs."""
+    """Send no answer while the service runs."""
     handler.server.service.ended.wait(60)
 
 
 def drip(handler: Handler, asked: Asked) -> None:
-    """An answer that never ends, a byte at a time."""
+    """Send an endless answer byte by byte."""
     handler.send_response(200)
     handler.end_headers()
     while not handler.server.service.ended.wait(0.05):
@@ -121,7 +121,7 @@ def drip(handler: Handler, asked: Asked) -> None:
 
 
 def flood(handler: Handler, asked: Asked) -> None:
-    """An answer that never ends, as fast as it can."""
+    """Send an endless answer at full speed."""
     handler.send_response(200)
     handler.end_headers()
     while not handler.server.service.ended.is_set():
@@ -129,10 +129,10 @@ def flood(handler: Handler, asked: Asked) -> None:
 
 
 def status(code: int, **headers: str) -> Step:
-    """An answer of nothing but a status."""
+    """Answer with this status and no rewards."""
     return lambda handler, asked: handler.say(code, b'{"error": "not now"}', **headers)
 
 
 def text(body: bytes) -> Step:
-    """These bytes, as if they were rewards."""
+    """Answer with these bytes and status 200."""
     return lambda handler, asked: handler.say(200, body)

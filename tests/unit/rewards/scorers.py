@@ -1,4 +1,4 @@
-"""Reward functions of a user's own, well-behaved and not; judged in worker processes by the tests beside this."""
+"""User reward functions that take one response, correct and faulty; the tests run them in worker processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_A_FUNCTION = 3
 
 
 def length_share(response: str, answer: str, prompt: str) -> float:
-    """Shows that all three arguments arrive."""
+    """Uses all three arguments."""
     return len(response) / (len(answer) + len(prompt))
 
 
@@ -23,14 +23,14 @@ def as_numpy(response: str, answer: str, prompt: str) -> np.float32:
 
 
 def ended_child(response: str, answer: str, prompt: str) -> float:
-    """How a program ended that was asked to."""
+    """Start a program, terminate it, and return its exit status."""
     child = subprocess.Popen(["sleep", "60"])
     child.terminate()
     return float(child.wait(5))
 
 
 def mixed(response: str, answer: str, prompt: str) -> object:
-    """Fails in the way that the response names."""
+    """Fail in the way named by the response."""
     if response == "raise":
         raise ValueError("no such answer")
     if response == "exit":
@@ -42,7 +42,7 @@ def mixed(response: str, answer: str, prompt: str) -> object:
     if response == "sleep":
         time.sleep(60)
     if response == "spin":
-        return float(10**9 ** len(str(10**9**2)) % 7)  # holds the interpreter lock for ever
+        return float(10**9 ** len(str(10**9**2)) % 7)  # holds the interpreter lock without end
     if response == "memory":
         return float(len(bytearray(40 * 2**30)))
     if response == "print":
@@ -52,7 +52,7 @@ def mixed(response: str, answer: str, prompt: str) -> object:
 
 
 def mixed_too(response: str, answer: str, prompt: str) -> object:
-    """Under another name, and of another mind about what raises."""
+    """Like `mixed`, but "raise" gives 1 and "sleep" raises."""
     return 1 if response == "raise" else mixed("raise" if response == "sleep" else response, answer, prompt)
 
 

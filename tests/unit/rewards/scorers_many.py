@@ -1,4 +1,4 @@
-"""Reward functions that judge many responses at once, well-behaved and not; next to scorers.py, for the same tests."""
+"""User reward functions that are async or take many responses, correct and faulty."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 
 from tests.unit.rewards.scorers import mixed
 
-BEGUN: list[str] = []  # in a worker: the responses whose judging began
+BEGUN: list[str] = []  # in a worker: responses with a started call
 
 
 async def overlap(response: str, answer: str, prompt: str) -> float:
-    """How many calls had begun when this one ended."""
+    """The number of calls that had begun when this one ended."""
     BEGUN.append(response)
     await asyncio.sleep(0)
     return float(len(BEGUN))
 
 
 async def slow(response: str, answer: str, prompt: str) -> object:
-    """Fails in the way that the response names, after a while where it is to be late."""
+    """Fail in the way named by the response."""
     if response == "late":
         await asyncio.sleep(60)
     if response == "stubborn":
@@ -36,7 +36,7 @@ async def slow(response: str, answer: str, prompt: str) -> object:
 
 
 async def process(response: str, answer: str, prompt: str) -> float:
-    """The worker's process."""
+    """The worker's process id."""
     if response == "late":
         await asyncio.sleep(60)
     return float(os.getpid())
@@ -78,13 +78,13 @@ async def async_generator(response: str, answer: str, prompt: str) -> object:  #
 
 
 def sizes(responses: Sequence[str], answers: Sequence[str], prompts: Sequence[str]) -> list[float]:
-    """How many came together."""
+    """The number of responses in the call."""
     assert len(responses) == len(answers) == len(prompts)
     return [float(len(responses))] * len(responses)
 
 
 def best_of(responses: Sequence[str], answers: Sequence[str], prompts: Sequence[str]) -> list[float]:
-    """1 for the longest response to each prompt: a reward that needs whole groups."""
+    """1 for the longest response to each prompt; needs whole groups."""
     longest = dict.fromkeys(prompts, 0)
     for response, prompt in zip(responses, prompts, strict=True):
         longest[prompt] = max(longest[prompt], len(response))
@@ -92,7 +92,7 @@ def best_of(responses: Sequence[str], answers: Sequence[str], prompts: Sequence[
 
 
 def many(responses: Sequence[str], answers: Sequence[str], prompts: Sequence[str]) -> object:
-    """Fails in the way that the first response names."""
+    """Fail in the way named by the first response."""
     fine = [1.0] * len(responses)
     named = {
         "short": fine[1:],
@@ -111,7 +111,7 @@ def many(responses: Sequence[str], answers: Sequence[str], prompts: Sequence[str
 
 
 class BadText:
-    """What cannot even be shown."""
+    """Has no repr."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no text of this")

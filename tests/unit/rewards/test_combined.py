@@ -1,4 +1,4 @@
-"""Sums of rewards, and the rewards that shape them: format and overlong.
+"""Weighted sums of rewards, and the rewards "format" and "overlong".
 
 Not covered: the metrics of the terms (tests/unit/test_run.py), ranks (tests/distributed/test_shared_reward.py).
 """
@@ -32,7 +32,7 @@ def of_length(length: int, text: str = "", *, cut: bool = False) -> Sample:
     return Sample(0, (0,), (1,) * length, (0.0,) * length, text, "length" if cut else "stop", 0)
 
 
-def test_a_sum_is_weighted_and_its_terms_are_not() -> None:
+def test_the_sum_is_weighted_and_the_terms_are_unweighted() -> None:
     terms = [{"name": "format", "weight": 0.25}, {"name": "overlong", "weight": 0.5}]
     prompts, samples = batch([("4", [r"\boxed{4}", r"\boxed{5}", "4", r"\boxed{4} \boxed{4}"])])
     samples[0] = replace(samples[0], response_ids=(1,) * 95, logprobs=(0.0,) * 95)
@@ -41,30 +41,30 @@ def test_a_sum_is_weighted_and_its_terms_are_not() -> None:
     assert result.terms == {"math": [1, 0, 0, 1], "format": [1, 1, 0, 0], "overlong": [-0.75, 0, 0, 0]}
     assert list(result.terms) == ["math", "format", "overlong"]
     assert result.rewards == [2 + 0.25 - 0.375, 0.25, 0, 2]
-    assert result.verdicts == [1, 0, 0, 1], "accuracy is of the main reward, unweighted"
+    assert result.main_rewards == [1, 0, 0, 1], "unweighted"
 
 
-def test_one_reward_alone_is_no_sum_unless_it_is_weighted() -> None:
+def test_a_single_reward_is_a_sum_only_if_it_has_a_weight() -> None:
     rows = batch([("4", ["4", "5"])])
     with build(name="exact_match") as plain, build(name="exact_match", weight=-3) as weighted:
         assert plain.score(*rows) == RewardResult([1, 0], answers=["4", "5"])
         result = weighted.score(*rows)
-        assert (result.rewards, result.verdicts, result.terms) == ([-3, 0], [1, 0], {"exact_match": [1, 0]})
+        assert (result.rewards, result.main_rewards, result.terms) == ([-3, 0], [1, 0], {"exact_match": [1, 0]})
 
 
-def test_a_term_that_fails_counts_zero_and_its_sample_once() -> None:
+def test_a_failing_term_counts_zero() -> None:
     responses = ["fine", "raise", "sleep", "nan"]
     terms = [{"name": f"{SCORERS}:mixed", "weight": 10}, {"name": f"{SCORERS}:mixed_too", "weight": 100}]
     with build(name="exact_match", terms=terms, timeout_s=1.0) as reward:
         result = reward.score(*batch([("nan", responses)]))
     assert result.rewards == [110, 100, 0, 1]
-    assert result.faults == {1: "failed", 2: "late", 3: "failed"}, "of the first term that did not judge"
+    assert result.faults == {1: "failed", 2: "late", 3: "failed"}, "of the first faulty term"
     assert (result.failures, result.timeouts) == (2, 1)
     assert (result.error or "").startswith(f"{SCORERS}:mixed: Traceback")
 
 
 class Answering(Reward):
-    """Reads one letter; closed once."""
+    """The answer is one letter of the response; counts calls of `close`."""
 
     def __init__(self, place: int) -> None:
         self.place, self.closed = place, 0
@@ -125,23 +125,18 @@ def test_parts_are_joined_in_order() -> None:
 )
 def test_the_format_is_one_complete_box(text: str, kept: bool) -> None:
     assert keeps_to_box(of_length(1, text)) is kept
-    assert not keeps_to_box(of_length(1, text, cut=True)), "a response that was cut did not end by itself"
+    assert not keeps_to_box(of_length(1, text, cut=True)), "a truncated response did not end by itself"
 
 
-def test_a_pattern_is_of_the_whole_response() -> None:
-    responses = [
-        "<think>a\nb</think>4",
-        "<think>a</think>",
-        "x<think>a</think>4",
-        "<think></think>44",
-        "<think></think>4!",
-    ]
+def test_a_pattern_matches_the_whole_response() -> None:
+    pairs = [("a\nb", "4"), ("a", ""), ("", "44"), ("", "4!")]
+    responses = [*(f"<think>{thought}</think>{answer}" for thought, answer in pairs), "x<think>a</think>4"]
     with build(name="format", format_pattern="<think>.*</think>[0-9]+") as reward:
-        assert reward.score(*batch([("", responses)])).rewards == [1, 0, 0, 1, 0]
+        assert reward.score(*batch([("", responses)])).rewards == [1, 0, 1, 0, 0]
 
 
-@pytest.mark.alone  # good answers within half a second
-def test_a_pattern_that_takes_for_ever_is_late() -> None:
+@pytest.mark.alone  # the other responses must be scored within half a second
+def test_a_pattern_that_takes_too_long_is_late() -> None:
     with build(name="format", format_pattern="(a+)+b", timeout_s=0.5, num_workers=1) as reward:
         result = reward.score(*batch([("", ["aab", "a" * 64, "b"])]))
     assert (result.rewards, result.faults) == ([1, 0, 0], {1: "late"})
@@ -149,7 +144,7 @@ def test_a_pattern_that_takes_for_ever_is_late() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 79, 80, 81, 85, 99, 100, 101, 130])
 def test_overlong_is_dapos_equation(length: int) -> None:
-    """arXiv 2503.14476, equation 13, as it stands there."""
+    """arXiv 2503.14476, equation 13."""
     longest, cache = 100, 20
     if length <= longest - cache:
         wanted = Fraction(0)
@@ -161,7 +156,7 @@ def test_overlong_is_dapos_equation(length: int) -> None:
     assert str(punishment(length, longest, cache)) != "-0.0"
 
 
-def test_what_is_cut_at_the_limit_loses_one() -> None:
+def test_a_truncated_response_gets_minus_one() -> None:
     prompts, _ = batch([("", [])])
     with build(name="overlong", overlong_buffer_tokens=LIMIT) as reward:
         result = reward.score(prompts, [of_length(LIMIT, cut=True), of_length(LIMIT), of_length(1)])
@@ -171,22 +166,22 @@ def test_what_is_cut_at_the_limit_loses_one() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"terms": [{"name": "math"}]}, "'math' is asked for twice"),
-        ({"terms": [{"name": "format"}, {"name": "format"}]}, "'format' is asked for twice"),
-        ({"terms": [{"name": "no_such"}]}, "unknown reward 'no_such' [config: reward.terms]"),
+        ({"terms": [{"name": "math"}]}, "'math'"),
+        ({"terms": [{"name": "format"}, {"name": "format"}]}, "'format'"),
+        ({"terms": [{"name": "no_such"}]}, "'no_such' [config: reward.terms]"),
         ({"terms": [{"name": f"{SCORERS}:two_arguments"}]}, "[config: reward.terms]"),
         ({"name": "overlong"}, "overlong_buffer_tokens 0 is not between 1 and rollout.max_response_tokens 100"),
         ({"terms": [{"name": "overlong"}], "overlong_buffer_tokens": 101}, "overlong_buffer_tokens 101"),
-        ({"name": "format", "format_pattern": "(a"}, "is not a regular expression: missing ), unterminated subpattern"),
-        ({"name": "format", "format_pattern": "(" * 100_000}, "is not a regular expression"),
-        ({"name": "format", "format_pattern": "a{99999999999}"}, "is not a regular expression"),
+        ({"name": "format", "format_pattern": "(a"}, "missing ), unterminated subpattern"),
+        ({"name": "format", "format_pattern": "(" * 100_000}, "[config: reward.format_pattern]"),
+        ({"name": "format", "format_pattern": "a{99999999999}"}, "[config: reward.format_pattern]"),
     ],
 )
-def test_what_cannot_be_is_a_users_error(values: dict[str, object], named: str) -> None:
+def test_errors_in_the_config(values: dict[str, object], named: str) -> None:
     with pytest.raises(UserError) as caught:
         check_reward(RewardConfig.model_validate(values), max_response_tokens=LIMIT)
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_options_of_rewards_that_are_not_asked_for_are_left_alone() -> None:
+def test_options_of_unused_rewards_are_not_checked() -> None:
     check_reward(RewardConfig(overlong_buffer_tokens=101, api_key_env="NO_SUCH"), max_response_tokens=LIMIT)

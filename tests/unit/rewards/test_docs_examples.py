@@ -1,7 +1,4 @@
-"""The examples of docs/rewards.md run as they stand there.
-
-Not covered: its prose, and the pattern's use (test_combined.py covers patterns).
-"""
+"""The examples of docs/rewards.md run unchanged. Not covered: format patterns (test_combined.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ CONFIGS = [RewardConfig.model_validate(tomllib.loads(text)["reward"]) for kind, 
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The page's modules as files, importable."""
+    """The modules of the page as importable files."""
     monkeypatch.syspath_prepend(tmp_path)
     for text in MODULES:
         named = re.match(r"# (\w+\.py)\n", text)
@@ -57,9 +54,8 @@ def test_the_service(modules: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    service = subprocess.Popen(
-        [sys.executable, str(modules / "judge_service.py"), str(port)], stderr=subprocess.DEVNULL
-    )
+    [script] = modules.glob("*_service.py")
+    service = subprocess.Popen([sys.executable, str(script), str(port)], stderr=subprocess.DEVNULL)
     try:
         wait_for(port)
         config = by_name("http://127.0.0.1:8900/").model_copy(update={"name": f"http://127.0.0.1:{port}/"})
@@ -81,7 +77,7 @@ def wait_for(port: int) -> None:
     raise AssertionError("the service does not listen")
 
 
-def test_every_other_configuration_is_one() -> None:
+def test_every_other_configuration_is_valid() -> None:
     checked = [config for config in CONFIGS if not config.name.startswith("http")]
     for config in checked:
         check_reward(config, max_response_tokens=1024)

@@ -1,4 +1,4 @@
-"""Where an answer is found in a response. Not covered: what the answer means."""
+"""Extracting the answer of a response. Not covered: comparing it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_last_line(text: str, answer: str | None) -> None:
     assert last_line(text) == answer
 
 
-def test_no_real_answer_is_that_long_or_deep() -> None:
+def test_limits_on_length_and_depth() -> None:
     assert boxed("\\boxed{" + "9" * MAX_ANSWER_CHARS + "}") is not None
     assert boxed("\\boxed{" + "9" * (MAX_ANSWER_CHARS + 1) + "}") is None
     assert boxed("\\boxed{" + "(" * 65 + ")" * 65 + "}") is None
@@ -70,23 +70,23 @@ def test_no_real_answer_is_that_long_or_deep() -> None:
 @pytest.mark.parametrize(
     "unit", [r"\boxed{", "{", "}", "\\", r"\boxed ", "####", "\n", "\\boxed{}", "\\boxed" + " " * 50]
 )
-def test_a_megabyte_of_anything_is_scanned_at_once(unit: str) -> None:
+def test_a_megabyte_is_scanned_in_linear_time(unit: str) -> None:
     text = unit * (1_000_000 // len(unit))
     start = time.perf_counter()
     for extract in EXTRACTIONS.values():
         extract(text)
-    assert time.perf_counter() - start < 10, "linear scans take a second at most; a quadratic one takes hours"
+    assert time.perf_counter() - start < 10, "a linear scan takes at most a second, a quadratic one hours"
 
 
 @given(st.text(alphabet="\\boxed{}#1 \n", max_size=60))
-def test_any_text_gives_a_text_or_none(text: str) -> None:
+def test_the_answer_is_none_or_not_blank(text: str) -> None:
     for extract in EXTRACTIONS.values():
         answer = extract(text)
         assert answer is None or answer.strip()
 
 
 @given(st.text(alphabet="ab1 {}\\", max_size=30))
-def test_a_balanced_answer_comes_back(content: str) -> None:
+def test_balanced_content_is_extracted_unchanged(content: str) -> None:
     depth, escaped = 0, False
     for character in content:
         depth += (not escaped) * ((character == "{") - (character == "}"))

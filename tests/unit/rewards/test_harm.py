@@ -1,6 +1,6 @@
-r"""Texts that try to do harm, eight callers at once, and many answers: the verifier answers in time and does not grow.
+r"""Harmful texts, eight concurrent callers, many answers: the verifier meets its deadline and its memory does not grow.
 
-Not covered: what the pool does for any other function (test_pool.py).
+Not covered: the pool with other functions (test_pool.py).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ HARMFUL = [
 
 
 @pytest.mark.parametrize("answer", HARMFUL, ids=range(len(HARMFUL)))
-def test_a_harmful_text_is_wrong_in_time(answer: str) -> None:
+def test_a_harmful_text_scores_0_within_the_deadline(answer: str) -> None:
     start = time.perf_counter()
     assert grade(f"\\boxed{{{answer}}}", r"\sqrt{2}+x") is False
     assert time.perf_counter() - start < DEADLINE_S + 5
-    assert grade(r"\boxed{\sqrt{8}}", r"2\sqrt{2}"), "the next answer is judged as ever"
+    assert grade(r"\boxed{\sqrt{8}}", r"2\sqrt{2}"), "the next answer is scored correctly"
 
 
 @pytest.mark.parametrize("answer", HARMFUL, ids=range(len(HARMFUL)))
-def test_a_harmful_text_is_settled_or_handed_on_in_time(answer: str) -> None:
-    """What the judging process itself does with a text has no deadline but its length."""
+def test_settle_is_fast_for_a_harmful_text(answer: str) -> None:
+    """`settle` runs in the trainer process, where no deadline can stop it."""
     for gold, tolerance in ((r"\sqrt{2}+x", ""), ("4.2", "0.1"), (answer, "1%")):
         start = time.perf_counter()
         settle(answer, gold, tolerance)
@@ -58,13 +58,13 @@ def test_a_harmful_text_is_settled_or_handed_on_in_time(answer: str) -> None:
 
 
 CALLERS, WORKERS, SHORT_S = 8, 2, 1.0
-TURN_S = SHORT_S * CALLERS / WORKERS  # three others' calls, then one's own
+TURN_S = SHORT_S * CALLERS / WORKERS  # the calls of three other callers, then the own call
 
 
 @pytest.mark.alone
-def test_eight_callers_at_once_are_all_answered_in_their_turn() -> None:
-    """Each asks good questions and one that never ends; those run late, and cost the others no more than turns."""
-    never_ends = "n^{" * 60 + "2" + "}" * 60  # the grammar takes 20 s over it
+def test_eight_concurrent_callers_are_served_in_turn() -> None:
+    """Each caller has three normal calls and one that times out. A call waits for at most three other calls."""
+    never_ends = "n^{" * 60 + "2" + "}" * 60  # the grammar needs 20 s for it
     questions = [(r"\sqrt{8}", 1.0), (never_ends, 0.0), (r"3\sqrt{2}", 0.0), (r"\frac{4}{\sqrt{2}}", 1.0)]
     answered: list[tuple[float, float, float, int]] = []  # (seconds, value, expected, timeouts)
 
@@ -75,7 +75,7 @@ def test_eight_callers_at_once_are_all_answered_in_their_turn() -> None:
             answered.append((time.perf_counter() - start, result.rewards[0], expected, result.timeouts))
 
     with MathReward(EXTRACTIONS["math"], num_workers=WORKERS, deadline_s=SHORT_S) as reward:
-        reward.pool.map([(r"\sqrt{8}", r"2\sqrt{2}")] * WORKERS)  # the start of the workers is no part of a turn
+        reward.pool.map([(r"\sqrt{8}", r"2\sqrt{2}")] * WORKERS)  # start the workers before time is measured
         threads = [threading.Thread(target=ask, args=(reward, n % len(questions))) for n in range(CALLERS)]
         for thread in threads:
             thread.start()
@@ -84,15 +84,15 @@ def test_eight_callers_at_once_are_all_answered_in_their_turn() -> None:
     assert len(answered) == CALLERS * len(questions)
     assert [value for _, value, _, _ in answered] == [expected for _, _, expected, _ in answered]
     assert sum(timeouts for *_, timeouts in answered) == CALLERS
-    assert max(seconds for seconds, *_ in answered) < TURN_S + 3, "with room for forking workers on a busy machine"
+    assert max(seconds for seconds, *_ in answered) < TURN_S + 3, "3 s for forking workers on a busy machine"
 
 
 ANSWERS, BATCH, WARM_UP = 10_000, 500, 2_000
-GROWTH_BYTES = 32 * 2**20  # of this process, the nursery and two workers together; a worker's caches are still filling
+GROWTH_BYTES = 32 * 2**20  # of this process, the fork server and two workers; the caches of workers still grow
 
 
 @pytest.mark.nightly
-def test_ten_thousand_answers_are_judged_in_the_same_memory() -> None:
+def test_memory_is_constant_over_ten_thousand_answers() -> None:
     generator = random.Random(0)
     sizes: list[int] = []
     workers: set[int] = set()
@@ -105,18 +105,13 @@ def test_ten_thousand_answers_are_judged_in_the_same_memory() -> None:
             workers |= {process.pid for process in processes[1:]}
             sizes.append(sum(process.memory_info().rss for process in processes))
     settled = sizes[WARM_UP // BATCH :]
-    print(
-        *(
-            f"{what} {size >> 20} MiB"
-            for what, size in zip(("after", "most", "end"), (settled[0], max(settled), settled[-1]), strict=True)
-        )
-    )
+    print(*(f"{name} {size >> 20} MiB" for name, size in (("warm", settled[0]), ("largest", max(settled)))))
     assert max(settled) - settled[0] < GROWTH_BYTES
-    assert len(workers) >= 1 + 2 * WORKERS, "nursery and workers, each replaced after its 2,000 answers"
+    assert len(workers) >= 1 + 2 * WORKERS, "fork server and workers, each replaced after 2,000 answers"
 
 
 def question(number: int, generator: random.Random) -> tuple[str, str, float]:
-    """(gold, response, reward): every other one takes computer algebra, and no two are alike."""
+    """(gold, response, reward): all distinct; every second one needs computer algebra."""
     right = generator.random() < 0.5
     value = number + (not right)
     if number % 2:

@@ -1,7 +1,7 @@
-r"""The verifier by its contract: hard cases by rule, what is settled on the spot against the workers, and batches.
+r"""The verifier: hard cases by rule, `settle` against the workers, and batches.
 
-Oracles: a person's verdict for each hard case; Python's Fraction for numbers. Elsewhere: the benchmarks' golds
-(test_golds.py), texts that try to do harm (test_harm.py). Not covered: the whole of what models write.
+Oracles: a person's decision for each hard case, Python's Fraction for numbers. Elsewhere: gold answers of benchmarks
+(test_golds.py), harmful texts (test_harm.py). Not covered: all notations that models use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_hard_cases(rule: str) -> None:
     assert not wrong
 
 
-def test_the_table_is_a_real_one() -> None:
+def test_size_and_balance_of_the_hard_cases() -> None:
     cases = [case for rule in CASES.values() for case in rule]
     assert len(cases) == len({case[:2] for case in cases}) >= 250
     assert 0.3 < sum(case[2] for case in cases) / len(cases) < 0.7
@@ -52,43 +52,31 @@ def test_only_the_last_complete_box_counts(prediction: str, expected: bool) -> N
 
 
 PIECES = [*"0123456789xyn+-*/=<>()[]{}|,.;:!^_%&$° ", "\\", "\\\\", r"\frac", r"\sqrt", r"\pm", r"\cup", r"\{", r"\}"]
-PIECES += [
-    r"\text{",
-    r"\begin{pmatrix}",
-    r"\end{pmatrix}",
-    r"\le",
-    r"\in",
-    r"\infty",
-    r"\pi",
-    r"\circ",
-    " or ",
-    "cm",
-    "e5",
-]
+PIECES += [r"\text{", r"\begin{pmatrix}", r"\end{pmatrix}", r"\le", r"\in", r"\infty", r"\pi", r"\circ", " or ", "cm"]
+PIECES += ["e5"]
 
 
 @settings(max_examples=500, deadline=None)
 @given(*[st.lists(st.sampled_from(PIECES), max_size=14).map("".join)] * 2)
-def test_what_is_settled_on_the_spot_never_raises(answer: str, gold: str) -> None:
-    """And whatever has a content equals itself."""
-    verdict = settle(answer, gold)
-    assert verdict in (True, False, None)
+def test_settle_never_raises(answer: str, gold: str) -> None:
+    """Every answer that is not empty equals itself."""
+    assert settle(answer, gold) in (True, False, None)
     assert settle(answer, answer) is bool(normalize(answer))
 
 
 def test_grade_from_many_threads() -> None:
-    verdicts: list[bool] = []
+    found: list[bool] = []
     cases = [(r"\boxed{\sqrt{8}}", r"2\sqrt{2}"), (r"\boxed{\sqrt{8}}", r"3\sqrt{2}")] * 4
-    threads = [threading.Thread(target=lambda c=case: verdicts.append(grade(*c))) for case in cases]
+    threads = [threading.Thread(target=lambda c=case: found.append(grade(*c))) for case in cases]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(verdicts) == [False] * 4 + [True] * 4
+    assert sorted(found) == [False] * 4 + [True] * 4
 
 
 def test_grade_in_a_forked_process_and_from_a_script() -> None:
-    """No guard around the script's main part, and a fork after the first call: both are usual."""
+    """The script has no `__main__` guard and forks after its first call."""
     script = """
 import json, os, sys
 from oblr_megatron.rewards.math import grade
@@ -105,7 +93,7 @@ print(json.dumps([before, child, grade(r"\\\\boxed{1+x}", "x+1")]))
     assert result.stderr == ""
 
 
-def test_score_judges_every_sample_of_every_prompt(reward: MathReward) -> None:
+def test_score_covers_every_sample_of_every_prompt(reward: MathReward) -> None:
     rows = [
         ("4", [r"\boxed{4}", r"\boxed{5}", "4", r"\boxed{2+2}"]),
         (r"\sqrt{2}", [r"\boxed{\frac{2}{\sqrt{2}}}", r"\boxed{2}", r"\boxed{\sqrt{2}}", r"\boxed{\sqrt{2"]),
@@ -116,22 +104,22 @@ def test_score_judges_every_sample_of_every_prompt(reward: MathReward) -> None:
     assert reward.score([], []).rewards == []
 
 
-def test_score_gives_the_answers_it_read(reward: MathReward) -> None:
+def test_score_returns_the_extracted_answers(reward: MathReward) -> None:
     result = reward.score(*batch([("4", [r"\boxed{4} or \boxed{x+3}", "4", r"\boxed{4.0}"]), ("x", ["", "a", "b"])]))
     assert result.answers == ["x+3", None, "4.0", None, None, None]
-    assert result.verdicts == result.rewards == [0, 0, 1, 0, 0, 0]
+    assert result.main_rewards == result.rewards == [0, 0, 1, 0, 0, 0]
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.fractions(max_denominator=10**6), st.fractions(min_value="1/1000000", max_value=1), st.data())
-def test_a_number_equals_itself_in_any_spelling_and_not_its_neighbour(value: Fraction, step: Fraction, data) -> None:
+def test_a_number_equals_itself_in_any_spelling_and_no_other_number(value: Fraction, step: Fraction, data) -> None:
     texts = [data.draw(st.sampled_from(spellings(v))) for v in (value, value, value + step)]
     assert settle(texts[0], texts[1]) is True
     assert settle(texts[0], texts[2]) is settle(texts[2], texts[0]) is False
 
 
 def spellings(value: Fraction) -> list[str]:
-    """As people write a fraction: in LaTeX, with a slash, mixed, as a decimal where it ends, in powers of ten."""
+    """Spellings of a fraction: LaTeX, slash, mixed number, finite decimal, powers of ten."""
     above, below = abs(value).as_integer_ratio()
     sign = "-" if value < 0 else ""
     texts = [
@@ -154,7 +142,7 @@ def spellings(value: Fraction) -> list[str]:
 
 
 @pytest.mark.parametrize("rule", CASES)
-def test_what_is_settled_on_the_spot_is_what_a_worker_would_say(rule: str) -> None:
+def test_settle_agrees_with_the_workers(rule: str) -> None:
     for answer, gold, _ in CASES[rule]:
-        verdict = settle(answer, gold)
-        assert verdict is None or verdict is equal_answers(answer, gold, equal_expressions), (answer, gold)
+        settled = settle(answer, gold)
+        assert settled is None or settled is equal_answers(answer, gold, equal_expressions), (answer, gold)

@@ -1,11 +1,10 @@
-"""The worker pool with functions that fail in every way: raise, exit, crash, hang, eat memory, print.
+"""The worker pool with functions that raise, exit, crash, hang, exhaust memory or print.
 
-Not covered: machines other than Linux, and functions that start processes of their own.
+Not covered: operating systems other than Linux.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -45,7 +44,7 @@ def test_values_come_back_in_order() -> None:
     assert [outcome.value for outcome in outcomes] == [n / 10 for n in range(40)]
 
 
-def test_numbers_of_other_libraries_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     with make("as_numpy") as pool:
         assert pool.ask("", "", "").value == 0.5
 
@@ -71,7 +70,7 @@ def test_a_failure_is_reported_and_the_next_call_works(pool: Pool, response: str
     assert is_fine(pool)
 
 
-@pytest.mark.alone  # a good answer has half a second, too
+@pytest.mark.alone  # normal calls must end within half a second
 @pytest.mark.parametrize("response", ["sleep", "spin"])
 def test_the_deadline_is_hard(response: str) -> None:
     with make(deadline_s=0.5) as pool:
@@ -83,14 +82,14 @@ def test_the_deadline_is_hard(response: str) -> None:
         assert is_fine(pool)
 
 
-def test_a_hanging_call_does_not_hold_up_the_others() -> None:
+def test_a_hanging_call_does_not_delay_others() -> None:
     with make(num_workers=2, deadline_s=2.0) as pool:
         outcomes = pool.map([("sleep", "", "")] + [("fine", "", "")] * 50)
     assert outcomes[0].timed_out
     assert [outcome.value for outcome in outcomes[1:]] == [1.0] * 50
 
 
-def test_a_single_question_does_not_wait_for_anothers_batch() -> None:
+def test_a_single_call_does_not_wait_for_a_whole_batch() -> None:
     with make("wait", num_workers=1) as pool:
         pool.ask("0")
         answered = threading.Event()
@@ -98,23 +97,23 @@ def test_a_single_question_does_not_wait_for_anothers_batch() -> None:
         busy.start()
         time.sleep(0.2)
         assert pool.ask("0").value == 0
-        assert not answered.is_set(), "5 s of work were asked for before"
+        assert not answered.is_set(), "the batch takes 5 s"
         busy.join()
 
 
-def test_workers_write_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_workers_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     with make() as pool:
         assert pool.ask("print", "", "").value == 1
     assert capfd.readouterr() == ("", "")
 
 
-def test_workers_are_replaced_after_their_share_of_tasks() -> None:
+def test_workers_are_replaced_after_tasks_per_worker_calls() -> None:
     with make("process_id", num_workers=1, tasks_per_worker=3) as pool:
         ids = [pool.ask("", "", "").value for _ in range(9)]
     assert [ids.count(pid) for pid in dict.fromkeys(ids)] == [3, 3, 3]
 
 
-def test_a_worker_or_nursery_killed_from_outside_is_replaced() -> None:
+def test_a_killed_worker_or_fork_server_is_replaced() -> None:
     with make("process_id", num_workers=1) as pool:
         first = pool.ask("", "", "").value
         assert first is not None
@@ -123,13 +122,13 @@ def test_a_worker_or_nursery_killed_from_outside_is_replaced() -> None:
         second = pool.ask("", "", "").value
         assert second is not None and second != first
         os.kill(parent_of(int(second)), signal.SIGKILL)
-        wait_until_gone(int(second))  # which ends with its nursery
+        wait_until_gone(int(second))  # a worker ends with its fork server
         third = pool.ask("", "", "").value
         assert third is not None and third not in (first, second)
 
 
-def test_a_signal_to_stop_the_run_is_none_for_the_workers() -> None:
-    """SLURM sends it to every process of the job, and the step in progress still has to be judged."""
+def test_workers_ignore_the_signals_that_stop_a_run() -> None:
+    """SLURM sends the signal to every process of the job, but the current step must still be scored."""
     with make("process_id", num_workers=1) as pool:
         first = pool.ask("", "", "").value
         assert first is not None
@@ -139,10 +138,10 @@ def test_a_signal_to_stop_the_run_is_none_for_the_workers() -> None:
         time.sleep(0.2)
         assert pool.ask("", "", "").value == first
     with make("ended_child", num_workers=1) as pool:
-        assert pool.ask("", "", "").value == -signal.SIGTERM, "what a reward function starts, it can also end"
+        assert pool.ask("", "", "").value == -signal.SIGTERM, "programs started by a reward function do not ignore it"
 
 
-def test_closing_ends_all_processes_and_refuses_calls() -> None:
+def test_close_ends_all_processes_and_later_calls_fail() -> None:
     pool = make("process_id")
     pid = pool.ask("", "", "").value
     assert pid is not None
@@ -153,13 +152,13 @@ def test_closing_ends_all_processes_and_refuses_calls() -> None:
         pool.ask("", "", "")
 
 
-def test_a_target_that_cannot_be_imported_says_why() -> None:
+def test_the_error_for_a_target_that_cannot_be_imported() -> None:
     with make("no_such_function") as pool, pytest.raises(RunError, match="no_such_function"):
         pool.ask("", "", "")
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_workers_die_with_their_parent_however_it_dies(busy: bool) -> None:
+def test_workers_die_with_their_parent(busy: bool) -> None:
     script = f"""
 import os, threading, time
 from oblr_megatron.rewards.workers.pool import Pool
@@ -175,11 +174,11 @@ time.sleep(60)
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     worker = int(parent.stdout.readline())
-    nurseries = [int(pid) for pid in parent.stdout.readline().split()]
-    workers = [worker, *(pid for fork_server in nurseries for pid in children_of(fork_server))]
+    servers = [int(pid) for pid in parent.stdout.readline().split()]
+    workers = [worker, *(pid for server in servers for pid in children_of(server))]
     parent.kill()
     parent.wait()
-    for pid in (*nurseries, *workers):
+    for pid in (*servers, *workers):
         wait_until_gone(pid)
 
 
@@ -192,7 +191,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def wait_until_gone(pid: int, limit_s: float = 10.0) -> None:
-    """A process is gone when it has no entry, or is a zombie that nobody collects."""
+    """Wait until a process has no entry in /proc or is a zombie."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         try:
@@ -201,4 +200,4 @@ def wait_until_gone(pid: int, limit_s: float = 10.0) -> None:
         except (FileNotFoundError, ProcessLookupError):
             return
         time.sleep(0.05)
-    assert math.isnan(pid), f"process {pid} is still there"
+    raise AssertionError(f"process {pid} still runs")

@@ -1,4 +1,4 @@
-r"""Numbers and the marks around them. The oracle is Python's Fraction. Not covered: how answers are compared."""
+r"""Reading numbers and their marks. Oracle: Python's Fraction. Not covered: comparing answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_fractions_in_every_spelling(above: int, below: int) -> None:
 
 @given(st.integers(0, 99), st.text("0123456789", max_size=4), st.text("0123456789", min_size=1, max_size=5))
 def test_repeating_decimals(whole: int, fixed: str, block: str) -> None:
-    """Multiplying by a power of ten moves the block; the difference is a whole number."""
+    """Multiplying by a power of ten shifts the block; the difference is a whole number."""
     value = read_number(f"{whole}.{fixed}\\overline{{{block}}}")
     assert value is not None
     shifted = value * 10 ** (len(fixed) + len(block)) - value * 10 ** len(fixed)
@@ -57,7 +57,7 @@ def test_numbers(text: str, value: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "-", "x", "1/0", r"\frac{1}{0}", "1/2/3", "1.2.3", "12 34", "3 5/4", "1e99999", "1" * 1001, "2+3", "e"]
 )
-def test_no_numbers(text: str) -> None:
+def test_texts_that_are_not_numbers(text: str) -> None:
     assert read_number(text) is None
 
 
@@ -115,6 +115,6 @@ def test_normalize(text: str, expected: str) -> None:
 
 
 @given(st.text(max_size=60))
-def test_normalizing_again_changes_nothing_that_matters(text: str) -> None:
+def test_normalize_is_idempotent_on_plain_text(text: str) -> None:
     once = normalize(text)
     assert compact(normalize(once)) == compact(once) or "\\" in text or "{" in text

@@ -1,4 +1,4 @@
-r"""Tolerances that benchmarks state. The oracle is Python's Fraction. Not covered: where the tolerances are read."""
+r"""Comparing numbers within a tolerance. Oracle: Python's Fraction. Not covered: reading tolerances from data sets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from oblr_megatron.types import Prompt, Sample
         ("5.1", "5", "0%", False),
     ],
 )
-def test_numbers_may_be_off(prediction: str, gold: str, tolerance: str, expected: bool) -> None:
+def test_numbers_within_a_tolerance(prediction: str, gold: str, tolerance: str, expected: bool) -> None:
     assert within(prediction, gold, tolerance) is expected
     assert grade(f"\\boxed{{{prediction}}}", gold, tolerance) is expected
 
@@ -60,13 +60,13 @@ def test_numbers_may_be_off(prediction: str, gold: str, tolerance: str, expected
         ("4.25_8", "4.2", False),
     ],
 )
-def test_whatever_is_no_plain_number_is_exact(prediction: str, gold: str, expected: bool) -> None:
+def test_other_answers_are_compared_exactly(prediction: str, gold: str, expected: bool) -> None:
     assert within(prediction, gold, "0.1") is None
     assert grade(f"\\boxed{{{prediction}}}", gold, "0.1") is expected
 
 
 @pytest.mark.parametrize("tolerance", ["", "%", "abc", "-1", "1e999999999", "1%%", "nan", "inf", "1/0", " ", "0.1 mm"])
-def test_a_tolerance_that_is_none_leaves_the_answer_exact(tolerance: str) -> None:
+def test_a_malformed_tolerance_is_ignored(tolerance: str) -> None:
     assert within("5", "5", tolerance) is None
     assert grade(r"\boxed{5.0001}", "5", tolerance) is False
 
@@ -78,8 +78,8 @@ def test_the_bound_is_exact(a, b, thousandths: int) -> None:
     assert within(f"{b:f}", f"{a:f}", f"{thousandths / 10}%") is (abs(first - second) <= bound * abs(first))
 
 
-def test_the_reward_takes_the_tolerance_of_the_prompt() -> None:
-    """The same answer to the same gold, with a tolerance and without."""
+def test_the_reward_uses_the_tolerance_of_the_prompt() -> None:
+    """The same answer and gold answer, with and without a tolerance."""
     prompts = [Prompt(q, f"p{q}", "", (q,), "4.2", "test", tolerance) for q, tolerance in enumerate(("0.1", "", "1%"))]
     samples = [Sample(q, (q,), (1,), (0.0,), r"\boxed{4.3}", "stop", 0) for q in range(3)]
     with MathReward(EXTRACTIONS["math"], num_workers=1, deadline_s=10.0) as reward:

@@ -1,4 +1,4 @@
-"""Classes of equal answers, for majority votes. Not covered: how the votes are counted."""
+"""Classes of equal answers, for majority votes. Not covered: counting the votes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from oblr_megatron.rewards.verifier.votes import answer_classes
     [
         (["1/2", "0.5", None, "3", r"\frac12", "3.0"], [1, 1, 0, 0, 1, 0], [0, 0, None, 1, 0, 1]),
         (["3", "3.0", "4"], [0, 0, 0], [0, 0, 1]),
-        ([r"\sqrt{8}", r"2\sqrt{2}"], [1, 1], [0, 0]),  # computer algebra has found both right
-        ([r"\sqrt{8}", r"2\sqrt{2}"], [0, 0], [0, 1]),  # it is not asked here
+        ([r"\sqrt{8}", r"2\sqrt{2}"], [1, 1], [0, 0]),  # computer algebra found both right
+        ([r"\sqrt{8}", r"2\sqrt{2}"], [0, 0], [0, 1]),  # not used here
         ([r"\sqrt{8} ", r"\sqrt 8", "$\\sqrt{8}$."], [0, 0, 0], [0, 1, 0]),
-        (["50", "50%"], [1, 0], [0, 1]),  # a wrong answer never joins the right ones
+        (["50", "50%"], [1, 0], [0, 1]),  # a wrong answer never joins the right answers
         (["1, 2", "2,1", "(1,2)", "(2,1)"], [0, 0, 0, 0], [0, 0, 1, 2]),
         (["", "", "x"], [0, 0, 0], [0, 0, 1]),
         ([None, None], [0, 0], [None, None]),
@@ -26,10 +26,10 @@ from oblr_megatron.rewards.verifier.votes import answer_classes
     ],
 )
 def test_classes(answers: list[str | None], right: list[int], expected: list[int | None]) -> None:
-    assert answer_classes(answers, [bool(verdict) for verdict in right]) == expected
+    assert answer_classes(answers, [bool(one) for one in right]) == expected
 
 
-def test_numbers_fall_in_classes_of_equal_value_whatever_the_order() -> None:
+def test_numbers_with_equal_values_are_in_one_class() -> None:
     generator = random.Random(0)
     values = [Fraction(generator.randint(-3, 3), generator.choice((1, 2, 4, 5))) for _ in range(64)]
     answers = [generator.choice((str(v), f"\\frac{{{v.numerator}}}{{{v.denominator}}}", str(float(v)))) for v in values]
@@ -38,6 +38,6 @@ def test_numbers_fall_in_classes_of_equal_value_whatever_the_order() -> None:
         assert all((classes[i] == classes[j]) is (value == other) for j, other in enumerate(values))
 
 
-def test_a_class_for_each_different_text_that_no_one_can_read() -> None:
+def test_unreadable_texts_are_compared_as_text() -> None:
     answers: list[str | None] = ["\\", "{", "?!", "9" * 3000, "(" * 60, "\\"]
     assert answer_classes(answers, [False] * 6) == [0, 1, 2, 3, 4, 0]
