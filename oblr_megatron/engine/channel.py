@@ -1,7 +1,7 @@
-"""Messages between the trainer and an engine process: length, then a pickle, over a socket pair both sides inherited.
+"""Messages between the trainer and an engine process: a length and a pickle, over an inherited socket pair.
 
-Nothing here blocks for ever: a receiver that waits on a live peer looks every `CHECK_SECONDS` whether it still is one.
-Pickle is safe because the only writer at the other end is the process this one started (or was started by).
+No wait is unbounded: a receiver checks every `CHECK_SECONDS` that its peer is alive. Pickle is safe here, because the
+only writer at the other end is the process that this one started, or was started by.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _HEADER = struct.Struct(">Q")
 
 
 class PeerGone(ConnectionError):
-    """The process at the other end has closed its socket, or does not live any more."""
+    """The process at the other end has closed its socket or has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request to the engine process. Example: Call("sleep", {"level": 1})"""
+    """A call of an engine method. Example: Call("sleep", {"level": 1})"""
 
     method: str
     arguments: dict[str, Any]
@@ -34,11 +34,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Its answer: a value, or the reason why there is none. Example: Reply(error="weights are incomplete")"""
+    """The answer: a value or an error. Example: Reply(error="weights are incomplete")"""
 
     value: Any = None
     error: str | None = None
-    kind: type[RunError] = RunError  # what is to be raised with it
+    kind: type[RunError] = RunError  # type of the error
 
 
 class Channel:
@@ -52,11 +52,11 @@ class Channel:
 
         Args:
             message: anything picklable.
-            deadline: time.monotonic() at which to give up; None waits as long as it takes.
+            deadline: value of time.monotonic() at which to give up; None waits without limit.
 
         Raises:
             TimeoutError: the peer did not read in time.
-            PeerGone: there is no peer.
+            PeerGone: the peer has ended.
         """
         payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self._socket.settimeout(None if deadline is None else max(1e-3, deadline - time.monotonic()))
@@ -70,11 +70,11 @@ class Channel:
 
         Args:
             deadline: as for `send`.
-            alive: asked every CHECK_SECONDS; False ends the wait.
+            alive: called every CHECK_SECONDS; False ends the wait.
 
         Raises:
-            TimeoutError: nothing complete arrived in time.
-            PeerGone: the peer closed its end or is not alive.
+            TimeoutError: no complete message arrived in time.
+            PeerGone: the peer closed its end or has ended.
         """
         (size,) = _HEADER.unpack(self._read(_HEADER.size, deadline, alive))
         return pickle.loads(self._read(size, deadline, alive))
@@ -89,7 +89,7 @@ class Channel:
         while filled < size:
             self._socket.settimeout(None if deadline is None and alive is None else CHECK_SECONDS)
             try:
-                count = self._socket.recv_into(view[filled:])  # what has arrived is read, however late it is asked for
+                count = self._socket.recv_into(view[filled:])  # reads what arrived in time, even after the deadline
             except TimeoutError:
                 if alive is not None and not alive():
                     raise PeerGone("the other end is not alive") from None

@@ -1,8 +1,8 @@
-"""A mixture's experts in a CPU engine, computed from the weights as they are loaded and pushed.
+"""Experts of a mixture in a CPU engine, computed from Hugging Face's layout.
 
-vLLM's own kernels for a CPU take each layer's experts in a layout of theirs, into which it brings them once, at load
-time. A weight update in Hugging Face's layout would then be taken for that layout, and no error raised. These read the
-plain layout. They are slower than the kernels on a large mixture; no shape is excluded.
+vLLM's own CPU kernels repack each layer's experts at load time. A later weight update in Hugging Face's layout would be
+read as packed, without an error. The experts here read the plain layout. They are slower than vLLM's kernels on a large
+mixture, and support every shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 
 class UnpackedExperts(CPUUnquantizedExperts):
-    """sum_e p_e W2_e (silu(W1_e x) * W3_e x) over a token's experts, one expert after another."""
+    """y = sum_e p_e W2_e (silu(W1_e x) * W3_e x) over a token's experts, computed one expert at a time."""
 
     @classmethod
     def _supports_grouped_gemm(cls, moe_config: Any) -> tuple[bool, str | None]:
@@ -27,7 +27,7 @@ class UnpackedExperts(CPUUnquantizedExperts):
         return activation == MoEActivation.SILU
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Leave the weights as they are."""
+        """Keep the plain layout."""
 
     def apply(
         self,
@@ -47,18 +47,18 @@ class UnpackedExperts(CPUUnquantizedExperts):
         """Fill the output [t, hidden].
 
         Args:
-            output: where the result goes.
+            output: y, overwritten.
             hidden_states: x [t, hidden].
             w1: gate and up of this rank's experts, [e, 2 * ffn, hidden].
             w2: down, [e, hidden, ffn].
             topk_weights: p of each token's experts [t, k].
-            topk_ids: which experts they are [t, k].
+            topk_ids: numbers of those experts [t, k].
             activation: SiLU.
             global_num_experts: unused.
-            expert_map: from an expert's number to its number on this rank, -1 for the others; None where all are here.
-            apply_router_weight_on_input: never for a Qwen3.
+            expert_map: from an expert's number to its number on this rank, -1 if it is elsewhere; None if all are here.
+            apply_router_weight_on_input: False for Qwen3.
         """
-        assert not apply_router_weight_on_input, "a Qwen3 weighs what its experts return"
+        assert not apply_router_weight_on_input, "Qwen3 applies the router weight to the output of an expert"
         local = topk_ids if expert_map is None else expert_map[topk_ids]
         output.zero_()
         for expert in local.unique().tolist():

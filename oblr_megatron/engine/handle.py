@@ -1,12 +1,12 @@
-"""One vLLM engine in a child process, seen from the trainer: every wait ends, and a death is noticed at once.
+"""The trainer's handle of one vLLM engine process. Every wait has a deadline, and a death is noticed at once.
 
     engine = VllmEngine(spec, owner="rank 0", log=log_file, deadlines=Deadlines(600, 1800, 300, 120))
-    engine.wait_ready()            # the process was started above; the trainer may have been busy meanwhile
+    engine.wait_ready()            # the process was started above
     engine.call("generate", {"prompts": [(5, 9)], "request": request}, what="64 prompts", seconds=60)
     engine.close()
 
-After a deadline or a death the engine is lost: the process is killed, and every further call says why, as an
-`EngineLostError`. What an engine answers, be it a refusal, is no loss.
+After a missed deadline or a death the engine is lost: the process is killed, and every further call raises an
+`EngineLostError` with the reason. A refusal is an answer, so it does not lose the engine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from oblr_megatron.types import Sample
 from oblr_megatron.weights.shm import SharedBuffer
 
 GRACE_SECONDS = 5.0
-"""How long an engine that is ending, and what it has started, may take to end; then it is killed."""
+"""Time for an ending engine and its child processes; then they are killed."""
 LOG_LINES = 15
-"""Lines of the engine's log that an error quotes."""
+"""Lines of the engine's log in an error message."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "OMP_NUM_THREADS")
 _TORCHRUN_PREFIXES = ("MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_", "VLLM_CPU_")
@@ -42,16 +42,16 @@ _TORCHRUN_PREFIXES = ("MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds a wait may take. Example: Deadlines(start=600, generate=1800, push=300, sleep=120)"""
+    """Deadlines in seconds. Example: Deadlines(start=600, generate=1800, push=300, sleep=120)"""
 
     start: float
     generate: float
     push: float
-    sleep: float  # and to wake
+    sleep: float  # also to wake
 
 
 def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[str, str]:
-    """The engine process's environment: the trainer's without torchrun's variables, offline, threads as the spec says.
+    """The engine process's environment: the trainer's without torchrun's variables, offline, with the spec's threads.
 
     Args:
         environment: of the trainer.
@@ -76,9 +76,9 @@ def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[
         return kept | ({} if spec.visible_devices is None else {"CUDA_VISIBLE_DEVICES": spec.visible_devices})
     return kept | {
         "OMP_NUM_THREADS": str(spec.num_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait cost 20 times the speed on a busy machine
-        "VLLM_ZENTORCH_WEIGHT_PREPACK": "0",  # the same trap as oneDNN's, on AMD's build
-        # The one function vLLM compiles in eager mode takes seconds and a C++ compiler, to count a few numbers.
+        "OMP_WAIT_POLICY": "PASSIVE",  # on a busy machine, threads that spin while waiting are 20x slower
+        "VLLM_ZENTORCH_WEIGHT_PREPACK": "0",  # AMD's build packs weights like oneDNN: see plugin.py
+        # vLLM compiles one small function even in eager mode, which takes seconds and needs a C++ compiler.
         "TORCHDYNAMO_DISABLE": "1",
     }
 
@@ -86,7 +86,7 @@ def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[
 class VllmEngine:
     """The trainer's handle of an engine process.
 
-    Made by a thread that lives as long as the engine shall: the kernel takes its end for the parent's death.
+    The thread that creates it must outlive the engine: the kernel treats the end of that thread as the parent's death.
     """
 
     def __init__(self, spec: EngineSpec, *, owner: str, log: Path, deadlines: Deadlines, restart: int = 0) -> None:
@@ -94,23 +94,23 @@ class VllmEngine:
 
         Args:
             spec: of the engine.
-            owner: who waits, in error messages, e.g. "rank 0".
-            log: file that takes the process's output.
+            owner: who waits, for error messages, e.g. "rank 0".
+            log: file for the process's output.
             deadlines: of the waits.
-            restart: which one of this engine it is; 0 is its first start.
+            restart: how often this engine was restarted before.
         """
         self.spec, self.owner, self.log, self.deadlines, self.restart = spec, owner, log, deadlines, restart
         self.buffer = SharedBuffer.create()
         self._lost: str | None = None
         self._closed = False
-        self._wait_for: tuple[str, float, float] | None = None  # what, since when, for how long
+        self._wait_for: tuple[str, float, float] | None = None  # what, begin, seconds
         self._ready = False
         self._started_at = time.monotonic()
         self._channel, self._process = self._launch()
 
     @property
     def lost(self) -> bool:
-        """Whether the process has died or was killed, other than by `close`."""
+        """Whether the process has died or was killed; False after `close`."""
         return self._lost is not None and not self._closed
 
     @property
@@ -122,9 +122,8 @@ class VllmEngine:
         """Wait until the engine can be called.
 
         Raises:
-            EngineLostError: it died, or is not ready `deadlines.start` seconds after it was launched; or, one that had
-                been ready before, could not start again.
-            RunError: it never was ready and says why: a second start would end alike.
+            EngineLostError: it died, or is not ready `deadlines.start` seconds after its launch; or a restart failed.
+            RunError: its first start failed with an error. Another start would fail the same way.
         """
         if self._ready:
             return
@@ -140,14 +139,14 @@ class VllmEngine:
     def call(
         self, method: str, arguments: dict[str, Any], *, what: str, seconds: float, begin: float | None = None
     ) -> Any:
-        """Have the engine process do something, and wait for the answer.
+        """Call a method in the engine process and wait for the answer.
 
         Args:
             method: of `EngineServer`.
             arguments: its keyword arguments.
-            what: what is waited for, in error messages.
-            seconds: the deadline, counted from
-            begin: on the monotonic clock; by default now.
+            what: what is waited for, for error messages.
+            seconds: the deadline, counted from `begin`.
+            begin: time.monotonic(); by default now.
 
         Raises:
             EngineLostError: the engine died, or gave no answer in time and was killed (`EngineDeadlineError`).
@@ -159,7 +158,7 @@ class VllmEngine:
     def post(
         self, method: str, arguments: dict[str, Any], *, what: str, seconds: float, begin: float | None = None
     ) -> None:
-        """The first half of `call`; its answer must be collected before the next post."""
+        """Send the request of `call`. Its answer must be collected before the next post."""
         assert self._wait_for is None, f"the answer to {self._wait_for} was not collected"
         self.wait_ready()
         self._check_lost()
@@ -173,7 +172,7 @@ class VllmEngine:
         self._wait_for = (what, begin, seconds)
 
     def collect(self) -> Any:
-        """The second half of `call`."""
+        """Wait for the answer to `post`."""
         assert self._wait_for is not None, "nothing was posted"
         wait_for, self._wait_for = self._wait_for, None
         return self._receive(*wait_for)
@@ -190,7 +189,7 @@ class VllmEngine:
         return self.call("generate", arguments, what=what, seconds=self.deadlines.generate)
 
     def sleep(self, level: int = 1) -> None:
-        """See `RolloutEngine.sleep`. vLLM's CPU backend has none: a CPU engine goes on as it is."""
+        """See `RolloutEngine.sleep`. Does nothing on a CPU: vLLM's CPU backend cannot sleep."""
         if self.spec.device == "cuda":
             what = f"{self.spec.name} to sleep"
             self.call("sleep", {"level": level}, what=what, seconds=self.deadlines.sleep)
@@ -199,8 +198,8 @@ class VllmEngine:
         """See `RolloutEngine.wake`.
 
         Raises:
-            EngineLostError: also when the engine could not take its memory back, and may have taken some of it; the
-                message says what is free and what the trainer holds.
+            EngineLostError: also if the engine could not take all of its memory back. The message has the free memory
+                and the trainer's share.
         """
         if self.spec.device != "cuda":
             return
@@ -216,7 +215,7 @@ class VllmEngine:
             raise EngineLostError(message) from error
 
     def close(self) -> None:
-        """End the process, whatever it is doing; may be called again."""
+        """End the process, whatever it is doing. May be called more than once."""
         self._closed = True
         self._lose(f"{self.spec.name} is closed")
 
@@ -232,10 +231,10 @@ class VllmEngine:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(), self.buffer.fd),
-                start_new_session=True,  # Ctrl-C is the trainer's to handle; and the engine's own children go with it
+                start_new_session=True,  # the trainer handles Ctrl-C; and one signal ends the engine's children, too
             )
         channel = Channel(ours)
-        with suppress(PeerGone):  # `wait_ready` reports a process that is dead already
+        with suppress(PeerGone):  # the process is dead already: `wait_ready` reports it
             channel.send(self.spec)
         return channel, process
 
@@ -263,14 +262,14 @@ class VllmEngine:
         return EngineLostError(f"{ending} while {self.owner} waited for {what}; {self._log_tail()}")
 
     def _lose(self, reason: str) -> None:
-        """End the process and those it started, reap it, free the memory shared with it; the first reason stands."""
+        """Kill the process and its children, reap it, and free its shared memory. The first reason is kept."""
         if self._lost is not None:
             return
         self._lost = reason
         self._process.kill()
         end = time.monotonic() + GRACE_SECONDS
         while _others_in_group(self._process.pid) and time.monotonic() < end:
-            time.sleep(CHECK_SECONDS)  # workers end without their engine, and the last one removes what they shared
+            time.sleep(CHECK_SECONDS)  # workers end by themselves, and the last one removes what they shared
         self._signal(signal.SIGKILL)
         self._process.wait()
         self._channel.close()
@@ -281,7 +280,7 @@ class VllmEngine:
             raise (RunError if self._closed else EngineLostError)(self._lost)
 
     def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # the group, for an engine over several GPUs has processes of its own
+        with suppress(ProcessLookupError):  # the whole group: an engine over several GPUs has child processes
             os.killpg(self._process.pid, number)
 
     def _wait(self, seconds: float) -> None:
@@ -294,9 +293,9 @@ class VllmEngine:
 
 
 def _others_in_group(leader: int) -> bool:
-    """Whether processes that an engine process has started still exist."""
+    """Whether child processes of an engine process still exist."""
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(ProcessLookupError):  # it ended since
+        with suppress(ProcessLookupError):  # it has just ended
             if int(name) != leader and os.getpgid(int(name)) == leader:
                 return True
     return False

@@ -1,11 +1,11 @@
-"""What the trainer asks of the rollout engines, wherever they run: the protocol and its records. Imports no vllm.
+"""The protocol between the trainer and rollout engines, wherever they run, and its records. Imports no vllm.
 
-    engines.push(source, version=1)                # all weights, or nothing is generated any more
+    engines.push(source, version=1)                # all weights; after a failed push nothing is generated
     samples = engines.generate(prompts, SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7))
 
-Sampling is a pure function of the weights, the prompts and the request: prompt number q of a step draws from the seed
-`prompt_seed(seed, q)` wherever it is sampled, so the split of a batch over engines does not change the draws. (A batch
-of another shape may round its log-probs differently in the last bits, and a draw on the edge then falls otherwise.)
+Sampling is a function of the weights, the prompts and the request. Prompt q of a step draws from `prompt_seed(seed, q)`
+wherever it is sampled, so splitting a batch over engines does not change the draws. (A batch of another shape may round
+the last bits of log-probs differently, which can change a draw at the edge between two tokens.)
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from oblr_megatron.weights.manifest import Source
 
 MIN_TEMPERATURE = 0.01
-"""vLLM silently raises a lower temperature to this value, and the log-probs would not be those that were asked for."""
+"""vLLM silently raises a lower temperature to this value, so its log-probs would be of another distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """How a call's prompts are sampled; and, told to one engine, which part of them is its own.
+    """How to sample the prompts of a call.
 
-    Example: SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7, first_group=16) samples prompts
-    16, 17, ... of the step, eight responses each.
+    Example: SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7, first_group=16) samples eight
+    responses for each of the prompts 16, 17, ... of the step.
     """
 
-    group_size: int  # G, responses a prompt; greedy ones are equal and computed once
-    temperature: float  # the log-probs are of this distribution; 0 decodes greedily, with those of temperature 1
-    max_tokens: int  # of a response; prompt and response together end at the engine's max_model_len at the latest
-    seed: int  # equal seeds give equal samples: each call of a run has its own
+    group_size: int  # G, responses per prompt; greedy ones are equal and computed once
+    temperature: float  # of the log-probs, too; 0 decodes greedily with log-probs of temperature 1
+    max_tokens: int  # of a response; prompt and response together have at most max_model_len
+    seed: int  # each call of a run has its own: equal seeds give equal samples
     first_group: int = 0  # position of the call's first prompt in the step's batch
     top_p: float = 1.0
     top_k: int = -1  # -1: no filter
@@ -50,17 +50,18 @@ class SamplingRequest:
             raise UserError(
                 f"group_size {self.group_size} and max_tokens {self.max_tokens} must both be at least 1",
                 where="sampling request",
+                fix="raise the one that is below 1",
             )
         if self.temperature != 0 and not self.temperature >= MIN_TEMPERATURE:
             raise UserError(
-                f"temperature {self.temperature} is below {MIN_TEMPERATURE}, which vLLM does not sample at",
+                f"temperature {self.temperature} is below {MIN_TEMPERATURE}, the lowest that vLLM samples at",
                 where="sampling request",
                 fix=f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE}",
             )
 
     @classmethod
     def for_training(cls, config: Config, seed: int) -> SamplingRequest:
-        """What a step's prompts are sampled with."""
+        """The request for a training step's prompts."""
         rollout = config.rollout
         return cls(
             config.group_size,
@@ -73,7 +74,7 @@ class SamplingRequest:
 
     @classmethod
     def for_evaluation(cls, config: Config, seed: int, *, greedy: bool) -> SamplingRequest:
-        """What held-out prompts are sampled with: one greedy response, or evaluate.samples_per_prompt drawn ones."""
+        """The request for held-out prompts: one greedy response, or evaluate.samples_per_prompt drawn ones."""
         options, max_tokens = config.evaluate, longest_evaluated(config)
         if greedy:
             return cls(1, 0.0, max_tokens, seed)
@@ -88,14 +89,14 @@ class SamplingRequest:
 
     @property
     def greedy(self) -> bool:
-        """Whether every response of a prompt is the same, most likely one."""
+        """Whether the most likely token is always taken, so that all responses of a prompt are equal."""
         return self.temperature == 0
 
 
 def prompt_seed(seed: int, position: int) -> int:
-    """The seed of one prompt's first response; response g of the group draws from this plus g.
+    """The seed of a prompt's first response; response g of the group draws from this seed plus g.
 
-    A hash, so that neighbouring steps and neighbouring prompts share nothing; 62 bits, so that adding g stays in int64.
+    A hash makes the seeds of neighbouring steps and prompts independent. It has 62 bits, so adding g stays in int64.
 
     Args:
         seed: of the call.
@@ -107,7 +108,7 @@ def prompt_seed(seed: int, position: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Everything an engine process is told when it starts.
+    """The settings of an engine process.
 
     Example: EngineSpec(name="engine 0", model=Path("/models/q"), dtype="float32", device="cpu", max_model_len=1536,
                         max_num_seqs=256, kv_cache_bytes=2**29, num_threads=2)
@@ -125,51 +126,51 @@ class EngineSpec:
     tensor_parallel_size: int = 1
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of a GPU engine
     quantization: Literal["none", "fp8"] = "none"
-    sleep_mode: bool = False  # whether a GPU engine can free its memory and take it back
+    sleep_mode: bool = False  # whether a GPU engine can free its memory and take it back later
     seed: int = 0
 
     @property
     def vllm_quantization(self) -> str | None:
-        """vLLM's name of it: the scheme that rounds weights in bfloat16 as they are loaded, and as they are pushed.
+        """vLLM's name of the scheme that rounds bfloat16 weights when they are loaded and when they are pushed.
 
-        vLLM 0.32 keeps plain "fp8" for checkpoints that are rounded already.
+        vLLM 0.32 uses plain "fp8" for checkpoints that are rounded already.
         """
         return {"none": None, "fp8": "fp8_per_tensor"}[self.quantization]
 
     @property
     def cpu_step_tokens(self) -> int:
-        """Tokens that a CPU engine computes in one step, at least a whole prompt's.
+        """Tokens that a CPU engine computes in one step: at least a whole prompt.
 
-        A prompt whose prefill is cut over two steps kills it: vLLM then turns the request's generator back by an
-        offset, which a CPU's generator does not have. So chunked prefill is off there.
+        Chunked prefill is off on a CPU. With a prompt split over two steps, vLLM rewinds the request's generator by an
+        offset, which a CPU generator does not have, and the engine dies.
         """
         return max(CPU_STEP_TOKENS, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
 class PushStats:
-    """What a push moved.
+    """Size and duration of a push.
 
     Example: PushStats(bytes=3_145_728, seconds=0.012, tensors=38, buckets=1)
     """
 
-    bytes: int  # of one engine
+    bytes: int  # per engine
     seconds: float  # until the last engine served the new weights
     tensors: int
     buckets: int
 
 
 class RolloutEngine(Protocol):
-    """Where the step loop gets its samples from: one engine or many, in whatever place.
+    """The source of the step loop's samples: one engine or many, anywhere.
 
     Every rank of the trainer calls every method with the same arguments and gets the same result. Every wait has a
-    deadline. An engine that died, hung or lost its connection is replaced, and what it owed is done again, up to
-    `rollout.max_restarts` times in a row; after that the call raises `EngineLostError`, with the tail of its log.
+    deadline. An engine that died, hung or lost its connection is replaced, and its unfinished work is repeated, up to
+    `rollout.max_restarts` times in a row. Then the call raises `EngineLostError` with the tail of the engine's log.
     """
 
     @property
     def version(self) -> int:
-        """Of the weights being served; 0 is the checkpoint the engine started from."""
+        """Version of the weights being served; 0 is the checkpoint that the engines started from."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
@@ -177,44 +178,44 @@ class RolloutEngine(Protocol):
 
         Args:
             prompts: Q prompts; sample n answers prompts[n // group_size].
-            request: how; prompts are numbered from 0 whatever its first_group says.
+            request: its first_group is ignored; prompts are numbered from 0.
 
         Raises:
-            RunError: an engine failed, or a push has failed since the last complete one.
+            RunError: an engine failed, or the last push failed.
         """
         ...
 
     def push(self, source: Source, version: int) -> PushStats:
-        """Replace all weights, and forget every cached prefix. All ranks iterate the source, whatever an engine does.
+        """Replace all weights and drop all cached prefixes. All ranks iterate the source, whatever an engine does.
 
         Args:
-            source: of whole tensors under Hugging Face names, the same on every rank. It is kept, and iterated again
-                when an engine has to be replaced: until the next push it must go on yielding these weights wherever
-                samples are asked for.
+            source: whole tensors under Hugging Face names, the same on every rank. It is kept, and iterated again when
+                an engine is replaced. So it must yield these weights whenever samples are requested before the next
+                push.
             version: of the weights; samples carry it.
 
         Raises:
-            RunError: an engine did not take them (a tensor is missing, unknown, of another shape, damaged on the way);
-                nothing is generated until a later push succeeds everywhere.
+            RunError: an engine did not take the weights (a tensor is missing, unknown, of another shape, or damaged).
+                Nothing is generated until a later push succeeds.
         """
         ...
 
     def sleep(self, level: int = 1) -> None:
-        """Free GPU memory when no more is sampled before the next push; that and the next generate wake by themselves.
+        """Free GPU memory until the next push or generate, which wake the engines.
 
         Args:
-            level: 0: nothing; 1: the KV cache, and the weights are kept in host memory; 2: the weights are dropped.
+            level: 0 frees nothing; 1 frees the KV cache and moves the weights to host memory; 2 drops the weights.
         """
         ...
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back before it is needed, in stages ("weights", then "kv_cache"), or all of it."""
+        """Take the memory back early, in stages ("weights", then "kv_cache") or all at once."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of what happened since the last call, the same on every rank, e.g. {"rollout/restarts": 1}."""
+        """Metrics since the last call, the same on every rank, e.g. {"rollout/restarts": 1}."""
         ...
 
     def close(self) -> None:
-        """End the engines. Not collective: a rank may close at any time, also after an error, and more than once."""
+        """End the engines. Not collective: a rank may close at any time, even after an error, and more than once."""
         ...

@@ -1,6 +1,6 @@
-"""Between our records and vLLM's: what a request asks of vLLM, and a completion as a checked sample.
+"""Converts requests to vLLM's sampling parameters, and vLLM's completions to checked samples.
 
-The same for an engine process of the run and for an API server, so that a prompt's draws do not depend on the place.
+Engine processes and API servers both use it, so the draws do not depend on where a prompt is sampled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def sampling_params(request: SamplingRequest, group: int) -> Any:
         seed=prompt_seed(request.seed, group),
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
-        detokenize=False,  # whole responses are decoded at the end; a decoder step a token costs a small model 15%
+        detokenize=False,  # done once at the end: decoding each token costs a small model 15%
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -35,7 +35,7 @@ def sampling_params(request: SamplingRequest, group: int) -> Any:
 def to_sample(
     group: int, prompt: Sequence[int], completion: Any, version: int, tokenizer: Any, vocab_size: int
 ) -> Sample:
-    """One response, checked: a log-prob for every token, a natural end, one version of the weights throughout.
+    """One response, checked: a log-prob for each token, a normal end, one version of the weights throughout.
 
     Args:
         group: position of the prompt in the step's batch.
@@ -43,14 +43,14 @@ def to_sample(
         completion: vLLM's `CompletionOutput`.
         version: of the weights that are served.
         tokenizer: for the text.
-        vocab_size: rows of the checkpoint's embedding; vLLM pads them, and no id may come from the padding.
+        vocab_size: rows of the checkpoint's embedding. vLLM pads them, and no token may come from the padding.
 
     Raises:
-        RunError: it is not what was asked for.
+        RunError: a check failed.
     """
     versions = {span.version for span in completion.weight_versions or ()}
     if versions != {str(version)}:
-        raise RunError(f"a response was made by weights {sorted(versions)}, not by version {version}")
+        raise RunError(f"a response was sampled by weights {sorted(versions)}, not by version {version}")
     logprobs = completion.logprobs.logprobs
     if len(logprobs) != len(completion.token_ids) or completion.finish_reason not in ("stop", "length"):
         raise RunError(
@@ -59,7 +59,7 @@ def to_sample(
         )
     largest = max(completion.token_ids, default=0)
     if largest >= vocab_size:
-        raise RunError(f"a response holds token {largest}, outside of the vocabulary of {vocab_size}")
+        raise RunError(f"a response holds token {largest}, outside the vocabulary of {vocab_size}")
     return Sample(
         group=group,
         prompt_ids=tuple(prompt),

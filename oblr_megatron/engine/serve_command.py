@@ -1,9 +1,9 @@
-"""`oblr-megatron serve`: stock vLLM's API server with the options, plugins and precautions `rollout.servers` needs.
+"""`oblr-megatron serve`: starts vLLM's API server with the options, plugins and access checks for `rollout.servers`.
 
     OBLR_API_KEY=... oblr-megatron serve --model models/q --host 10.0.0.5 --port 8000
 
-The command checks, and then becomes the server: one process to signal, which ends the engine's processes with it.
-Whoever can speak to it can replace its weights, so it listens on loopback, or on one interface and asks for a key.
+After its checks the command replaces itself by the server, so there is one process to signal; the engine's processes
+end with it. Every client can replace the weights. So the server listens on loopback, or on one interface with a key.
 """
 
 from __future__ import annotations
@@ -28,47 +28,51 @@ MIN_KEY_LENGTH = 16
 PLUGIN = "oblr_megatron"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
 _NOT_INHERITED = (
-    "VLLM_SERVER_DEV_MODE",  # opens endpoints that run any method in the engine
-    "VLLM_ALLOW_INSECURE_SERIALIZATION",  # lets pickles in
-    "VLLM_API_KEY",  # guards some paths only; ours guards all
+    "VLLM_SERVER_DEV_MODE",  # opens endpoints that can run any method in the engine
+    "VLLM_ALLOW_INSECURE_SERIALIZATION",  # accepts pickles
+    "VLLM_API_KEY",  # guards some paths only; our middleware guards all
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; beyond loopback a key is needed")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any other than loopback needs a key")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(
         "--api-key-env", default="OBLR_API_KEY", metavar="NAME", help="environment variable that holds the API key"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the weights; by default bfloat16 on GPUs, float32 on a CPU"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="dtype of the weights; default: bfloat16 on GPUs, float32 on a CPU",
     )
     parser.add_argument(
         "--quantization",
         choices=("none", "fp8"),
         default="none",
-        help="of the weights, rounded as they come, on GPUs; the run's rollout.quantization must be the same",
+        help="rounds the weights when they arrive, on GPUs; must equal the run's rollout.quantization",
     )
-    parser.add_argument("--max-model-len", type=int, default=1536, help="longest prompt and response together")
+    parser.add_argument(
+        "--max-model-len", type=int, default=1536, help="most tokens of a prompt and its response together"
+    )
     parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences decoded at once")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of the server")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--kv-cache-gib", type=float, default=0.5, help="KV cache of a server on a CPU")
-    parser.add_argument("--num-threads", type=int, help="threads of a server on a CPU; by default all cores")
+    parser.add_argument("--kv-cache-gib", type=float, default=0.5, help="KV cache size on a CPU")
+    parser.add_argument("--num-threads", type=int, help="threads on a CPU; default: all cores")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--die-with-parent", action="store_true", help="end when the process that started the server does"
+        "--die-with-parent", action="store_true", help="end together with the process that started the server"
     )
     parser.set_defaults(function=serve)
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Check, and replace this process by vLLM's API server.
+    """Check the options, and replace this process by vLLM's API server.
 
     Raises:
-        UserError: an option is wrong, the port taken, or the server would stand open.
+        UserError: an option is wrong, the port is taken, or others could reach the server without a key.
     """
     import torch
 
@@ -91,26 +95,27 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def check_exposure(host: str, key: str, variable: str) -> None:
-    """Refuse to listen where others can reach the server unless they need a key.
+    """Refuse to listen where other machines can reach the server without a key.
 
     Raises:
-        UserError: no key, a short one, or no particular interface.
+        UserError: there is no key, the key is weak, or the address is a wildcard.
     """
     where = "--host"
     if _is_wildcard(host):
-        raise UserError(f"{host} is every interface of this machine", where=where, fix="give the address of one")
+        raise UserError(
+            f"{host!r} is every interface of this machine", where=where, fix="give the address of one interface"
+        )
     if not is_loopback(host) and not key:
         raise UserError(
-            f"{host} can be reached from other machines, and whoever reaches the server can replace its weights",
+            f"{host} can be reached from other machines, and every client can replace the weights",
             where=where,
-            fix=f"put a key into the environment variable {variable}, here and where the trainer runs, or listen on "
-            "127.0.0.1",
+            fix=f"set {variable} to a key in the environment, here and where the trainer runs, or listen on 127.0.0.1",
         )
     if key and (len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key):
         raise UserError(
             f"the key in {variable} is not {MIN_KEY_LENGTH} or more printable characters without spaces",
             where="--api-key-env",
-            fix=f'set it with: export {variable}="$(openssl rand -hex 32)"',
+            fix=f'set it: export {variable}="$(openssl rand -hex 32)"',
         )
 
 
@@ -118,7 +123,7 @@ def check_address(host: str, port: int) -> None:
     """Refuse an address that cannot be bound.
 
     Raises:
-        UserError: the port is taken, or the address is not this machine's.
+        UserError: the port is taken, or the address belongs to another machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -132,22 +137,24 @@ def check_address(host: str, port: int) -> None:
 
 
 def check_quantization(spec: EngineSpec) -> None:
-    """Refuse to round weights where that does not work.
+    """Refuse quantization on a CPU, or of weights that are not in bfloat16.
 
     Raises:
-        UserError: on a CPU; or from weights that are not in bfloat16.
+        UserError: with the option to change.
     """
     if spec.quantization == "none":
         return
     if spec.device == "cpu":
         raise UserError(
-            f"{spec.quantization} needs a GPU: vLLM has no FP8 products on a CPU",
+            f"{spec.quantization} needs a GPU: vLLM has no FP8 matrix products on a CPU",
             where="--quantization",
-            fix="leave it out",
+            fix="leave the option out",
         )
     if spec.dtype != "bfloat16":
         raise UserError(
-            f"{spec.quantization} of weights in {spec.dtype}", where="--quantization", fix="give --dtype bfloat16"
+            f"{spec.quantization} needs bfloat16 weights, not {spec.dtype}",
+            where="--quantization",
+            fix="add --dtype bfloat16",
         )
 
 
@@ -155,7 +162,7 @@ def check_installation() -> None:
     """Refuse to start a server that would not find our plugins.
 
     Raises:
-        UserError: the installed metadata does not name them.
+        UserError: the installed package's metadata does not name a plugin.
     """
     for group in PLUGIN_GROUPS:
         if PLUGIN not in entry_points(group=group).names:
@@ -167,7 +174,7 @@ def check_installation() -> None:
 
 
 def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> EngineSpec:
-    """The engine in the server."""
+    """The spec of the server's engine."""
     default: Literal["float32", "bfloat16"] = "bfloat16" if device == "cuda" else "float32"
     return EngineSpec(
         name="server",
@@ -188,18 +195,18 @@ def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> Engi
 def server_environment(
     environment: Mapping[str, str], spec: EngineSpec, key: str, own_key_variable: str = ""
 ) -> dict[str, str]:
-    """The server process's environment: as an engine process's, our plugins named, the key for the guard.
+    """The server process's environment: that of an engine process, plus our plugins' names and the guard's key.
 
     Args:
         environment: of this process.
         spec: of the engine.
-        key: that the server asks for; empty for none.
-        own_key_variable: where the key came from; vLLM's processes need it once only.
+        key: the API key; empty for none.
+        own_key_variable: the variable that the key came from, to be removed.
     """
-    from oblr_megatron.engine.handle import child_environment  # imports torch, and the command line waits for it
+    from oblr_megatron.engine.handle import child_environment  # imports torch, which slows every command down
 
     kept = child_environment(environment, spec)
-    if spec.device == "cuda":  # on a CPU it spares a process between the engine and the model
+    if spec.device == "cuda":  # on a CPU it saves a process between the engine and the model
         kept.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
     for name in (*_NOT_INHERITED, KEY_VARIABLE, own_key_variable):
         kept.pop(name, None)
@@ -207,7 +214,7 @@ def server_environment(
 
 
 def command(spec: EngineSpec, host: str, port: int) -> list[str]:
-    """The server's command line. (`vllm serve` looks for a package called vllm, which vLLM's CPU build is not.)"""
+    """The server's command line. (`vllm serve` needs a package named vllm; vLLM's CPU build has another name.)"""
     on_gpu = spec.device == "cuda"
     options: dict[str, object] = {
         "model": spec.model,

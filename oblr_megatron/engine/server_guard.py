@@ -1,9 +1,9 @@
-"""What stands before every request to an API server: a key, and a short list of paths.
+"""ASGI middleware that guards every request to an API server with a key and a short list of paths.
 
-vLLM guards only some path prefixes with its own key, and serves others that run any method in the engine. This ASGI
-middleware is the outermost, asks for the key everywhere but at /health, and knows no path that is not listed here.
-Without a key (on loopback only: `rollout.serve` sees to that) it refuses what a browser may have been talked into: a
-request with an Origin, or for a host name that is not this machine's.
+vLLM's own key guards only some path prefixes, and vLLM serves other paths that can run any method in the engine. This
+middleware runs first, asks for the key on every path except /health, and refuses every path that is not listed here.
+Without a key (`engine.serve_command` allows that on loopback only) it refuses requests that a web page may have caused:
+those with an Origin header, or with a host name that is not this machine's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from oblr_megatron.engine import http_messages as http
 
 KEY_VARIABLE = "OBLR_SERVER_KEY"
-"""Environment variable through which `rollout.serve` hands the key to the server process."""
+"""Environment variable with the key, set by `engine.serve_command` for the server process."""
 HEALTH = "/health"
 OPEN_PATHS = frozenset({HEALTH})
 PATHS = OPEN_PATHS | {
@@ -42,13 +42,13 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """The middleware, as vLLM's --middleware option takes it."""
+    """The middleware in the form that vLLM's --middleware option takes."""
 
     def __init__(self, app: App) -> None:
         self._app, self._key = app, os.environ.get(KEY_VARIABLE, "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with a refusal."""
+        """Pass a request on, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -66,7 +66,7 @@ def refuse(scope: Scope, key: str) -> tuple[int, str] | None:
 
     Args:
         scope: of the request, as ASGI defines it.
-        key: that the server asks for; empty for none.
+        key: the API key; empty for none.
     """
     headers = {name.lower(): value for name, value in scope.get("headers", ())}
     path = scope["path"]
@@ -74,7 +74,7 @@ def refuse(scope: Scope, key: str) -> tuple[int, str] | None:
         if key and not hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + key.encode()):
             return 401, "the API key is missing or wrong"
         if not key and (b"origin" in headers or not is_loopback(_host(headers.get(b"host", b"").decode("latin-1")))):
-            return 403, "without an API key this server answers programs on its own machine only"
+            return 403, "without an API key this server answers only programs on its own machine"
     if scope["type"] != "http" or path not in PATHS:
         return 403, f"{path} is not served here"
     return None
@@ -91,7 +91,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _host(header: str) -> str:
-    """The name in a Host header, without its port."""
+    """The host name in a Host header, without the port."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]

@@ -1,9 +1,9 @@
 """`oblr_nccl`: a push into an API server on GPUs, over vLLM's own NCCL backend. Not yet run on a GPU.
 
-vLLM's engine receives a whole model in one update; this one receives a bucket an update, so that a push needs no more
-memory than a bucket beside the model, its checksum is looked at before anything is loaded, and whoever counts what has
-come sees it bucket by bucket. The trainer is rank 0 of a communicator of its own for every server: one that dies holds
-nobody else up. The trainer's side is `weights.nccl_plane`.
+vLLM's engine receives a whole model in one update. This one receives one bucket per update. So a push needs memory for
+the model and one bucket, each checksum is compared before the bucket is loaded, and the engine's ledger can follow the
+push. Each server has its own communicator, with the trainer as rank 0, so a dead server does not block the others. The
+trainer's side is `rollout.nccl_push`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from oblr_megatron.weights.device_buffer import device_checksum
 
 
 class CheckedNcclWeightTransferEngine(RestartableReload, NCCLWeightTransferEngine):
-    """Engine side: a broadcast for each bucket, checked, and loaded through vLLM's layer-wise reload."""
+    """Receives each bucket by a broadcast, checks it, and loads it through vLLM's layer-wise reload."""
 
     update_info_cls = ShmUpdateInfo  # type: ignore[assignment]
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Join the trainer's communicator; one that is left from another trainer, or before a failure, is given up."""
+        """Join the trainer's communicator. One left from another trainer, or from before a failure, is dropped."""
         self.shutdown()
         super().init_transfer_engine(init_info)
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:  # type: ignore[override]
-        """Take a bucket from the trainer, check it, load its tensors.
+        """Receive a bucket from the trainer, check it, and load its tensors.
 
         Raises:
-            DamagedError: the bytes are not those that were sent.
-            WeightError: a tensor is in pieces, which the reload does not take.
+            DamagedError: the bytes differ from those that were sent.
+            WeightError: a tensor comes in pieces, which the reload cannot load.
         """
         if self.model_update_group is None:
-            raise WeightError("no communicator with the trainer is open")
+            raise WeightError("there is no communicator with the trainer")
         received = torch.empty(update_info.used, dtype=torch.uint8, device=self.device)
         self.model_update_group.broadcast(received, src=0, stream=torch.cuda.current_stream())
         if update_info.checksum is not None and (found := device_checksum(received)) != update_info.checksum:
@@ -51,7 +51,7 @@ class CheckedNcclWeightTransferEngine(RestartableReload, NCCLWeightTransferEngin
 
 
 def _tensors(update_info: ShmUpdateInfo, received: Tensor) -> list[tuple[str, Tensor]]:
-    """The bucket's tensors, as views of what was received."""
+    """The bucket's tensors, as views of the received bytes."""
     bucket = update_info.bucket()
     tensors = []
     for part, offset in zip(bucket.parts, bucket.offsets, strict=True):

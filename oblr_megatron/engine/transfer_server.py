@@ -1,8 +1,8 @@
-"""`oblr_server_shm`: a push into an API server on the same machine, which is no child of the trainer.
+"""`oblr_server_shm`: a push through shared memory into an API server on the same machine.
 
-The server opens the trainer's anonymous memory through /proc/PID/fd/N, so this memory too has no name in /dev/shm and
-is gone when both sides are. It opens nothing else: the descriptor must be of a memfd of the name we give ours, and the
-machine, the process's view of it and the inode must be those the trainer saw.
+The server is not a child of the trainer, so it opens the trainer's anonymous memory through /proc/PID/fd/N. The memory
+has no name in /dev/shm and is freed when both sides have ended. The server opens nothing else: the descriptor must be a
+memfd with our name, and the machine, the PID namespace and the inode must be those that the trainer sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEMORY_NAME = "/memfd:oblr-weights"
 
 @dataclass
 class PeerMemory(WeightTransferInitInfo):
-    """Where a process on this machine holds the memory.
+    """Where the trainer holds the memory.
 
     Example: PeerMemory(pid=4711, fd=9, inode=1043, boot_id="3f1c...", pid_namespace="pid:[4026531836]")
     """
@@ -37,24 +37,24 @@ class PeerMemory(WeightTransferInitInfo):
 
     @classmethod
     def of(cls, buffer: SharedBuffer) -> PeerMemory:
-        """This process's buffer, as another process finds it."""
+        """How another process finds a buffer of this process."""
         inode = os.fstat(buffer.fd).st_ino
         return cls(os.getpid(), buffer.fd, inode, BOOT_ID.read_text().strip(), _pid_namespace())
 
     def as_dict(self) -> dict[str, Any]:
-        """As it travels."""
+        """The fields as a dict, for `http_messages.OpenBody`."""
         return asdict(self)
 
     def open(self) -> SharedBuffer:
         """Map the memory.
 
         Raises:
-            WeightError: it is not within reach; the message says what is in the way.
+            WeightError: it cannot be opened; the message says why.
         """
         if BOOT_ID.read_text().strip() != self.boot_id or _pid_namespace() != self.pid_namespace:
             raise WeightError(
-                "the trainer runs on another machine, or in another container: without GPUs a server takes weights "
-                "through shared memory, so start it where rank 0 of the trainer runs"
+                "the trainer runs on another machine or in another container, and a server without GPUs takes weights "
+                "through shared memory. Fix: start the server where rank 0 of the trainer runs"
             )
         path = Path(f"/proc/{self.pid}/fd/{self.fd}")
         try:
@@ -63,18 +63,17 @@ class PeerMemory(WeightTransferInitInfo):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise WeightError(
-                f"cannot open the trainer's memory at {path}: {error.strerror}; server and trainer must run as the "
-                "same user"
+                f"cannot open the trainer's memory at {path}: {error.strerror}. Fix: run server and trainer as one user"
             ) from error
         buffer = SharedBuffer(descriptor)
         if os.fstat(descriptor).st_ino != self.inode:
             buffer.close()
-            raise WeightError(f"{path} is not the memory that the trainer named")
+            raise WeightError(f"{path} is not the memory that the trainer sent")
         return buffer
 
 
 class ServerShmWeightTransferEngine(ShmWeightTransferEngine):
-    """Engine side; everything but the way to the memory is that of `oblr_shm`."""
+    """Differs from `oblr_shm` only in how the memory is found."""
 
     init_info_cls = PeerMemory  # type: ignore[assignment]
 
@@ -83,7 +82,7 @@ class ServerShmWeightTransferEngine(ShmWeightTransferEngine):
         self._peer: PeerMemory | None = None
 
     def init_transfer_engine(self, init_info: PeerMemory) -> None:  # type: ignore[override]
-        """Map the trainer's memory, or map it again after it grew or after the trainer is another one."""
+        """Map the trainer's memory; again after it grew or the trainer changed."""
         check_layers_read_parameters(self.model)
         if self._peer != init_info:
             self.shutdown()

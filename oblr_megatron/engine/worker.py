@@ -1,9 +1,8 @@
-"""The engine process: `python -m oblr_megatron.engine.worker SOCKET_FD PARENT_PID`, started by `vllm_local`.
+"""The engine process: `python -m oblr_megatron.engine.worker SOCKET_FD PARENT_PID`, started by `engine.handle`.
 
-It holds a whole vLLM engine, core included, so that the batches it forms depend on the requests alone and one signal
-ends all of it. It dies with its parent: by the kernel's parent-death signal, and at the end of the socket's stream. The
-signals that ask a run to save and stop, which SLURM sends to every process of a job, do nothing to it: the step in
-progress still needs it.
+It contains a whole vLLM engine, core included. So its batches depend on the requests alone, and one signal ends all of
+it. It ends with its parent, by the kernel's parent-death signal and at the end of the socket's stream. It ignores the
+signals that ask a run to save and stop, which SLURM sends to every process of a job: the current step still needs it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ METHODS = (
 
 
 def main(arguments: list[str]) -> int:
-    """Receive the spec, start the engine, answer calls until the trainer is gone."""
+    """Receive the spec, start the engine, and answer calls until the trainer ends."""
     fd, parent = (int(argument) for argument in arguments)
     die_with(parent)
     outlive(SIGNALS)
@@ -56,13 +55,10 @@ def main(arguments: list[str]) -> int:
 
 
 def outlive(signals: Collection[signal.Signals]) -> None:
-    """Take no notice of signals, and neither shall the processes that this one starts.
+    """Ignore signals, in this process and in those that it starts.
 
-    Threads that libraries have started already need the first line. The second is inherited, and holds also in vLLM's
-    worker processes, which set handlers of their own.
-
-    Args:
-        signals: SIGKILL is left to end them, and vLLM resorts to it.
+    SIG_IGN covers threads that libraries have started already. The blocked mask is inherited, and also covers vLLM's
+    worker processes, which set their own handlers. SIGKILL still ends them, and vLLM uses it.
     """
     for number in signals:
         signal.signal(number, signal.SIG_IGN)
@@ -72,19 +68,19 @@ def outlive(signals: Collection[signal.Signals]) -> None:
 def _start(spec: EngineSpec) -> EngineServer:
     from oblr_megatron.engine.plugin import register
 
-    register()  # vLLM also calls it, but only where the package is installed and VLLM_PLUGINS does not leave it out
+    register()  # vLLM calls it only if the package is installed and VLLM_PLUGINS includes it
     return EngineServer(spec)
 
 
 def _answer(channel: Channel, call: Callable[[], Any]) -> Any:
-    """Run a call and send what it returned, or why it failed; returns the value, or None after a failure."""
+    """Run a call and send its value or its error. Returns the value, or None after an error."""
     try:
         value = call()
     except RunError as error:
         kind = DamagedError if isinstance(error, DamagedError) else RunError
         channel.send(Reply(error=str(error), kind=kind))
         return None
-    except Exception as error:  # noqa: BLE001  whatever vLLM raises has to reach the trainer, which waits for an answer
+    except Exception as error:  # noqa: BLE001  any error of vLLM must reach the trainer, which waits for an answer
         traceback.print_exc()
         channel.send(Reply(error=f"{type(error).__name__}: {error}"))
         return None

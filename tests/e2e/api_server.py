@@ -1,4 +1,4 @@
-"""Real API servers for the tests, started as a user starts them: `oblr-megatron serve`."""
+"""Real API servers for tests, started as a user starts them: `oblr-megatron serve`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 
 KEY = "a-key-of-the-tests-0123456789"
-START_SECONDS = 500  # on a machine that does much else; a few tens on a quiet one
+START_SECONDS = 500  # for a busy machine; 20 to 60 on a quiet one
 
 
 class ApiServer:
-    """One server process, which can be ended and started again on its port."""
+    """One server process, which can be ended and restarted on its port."""
 
     def __init__(self, model: Path, log: Path, key: str = KEY, max_model_len: int = 64) -> None:
         self.model, self.log, self.key, self.max_model_len = model, log, key, max_model_len
@@ -47,7 +47,7 @@ class ApiServer:
             time.sleep(0.3)
 
     def call(self, path: str, body: bytes | None = None, key: str | None = None, **headers: str) -> tuple[int, str]:
-        """(status, text); status 0 if nobody answers."""
+        """(HTTP status, text); status 0 if there is no answer."""
         key = self.key if key is None else key
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
         request = urllib.request.Request(self.url + path, data=body, headers=headers)
@@ -60,21 +60,21 @@ class ApiServer:
             return 0, ""
 
     def generated(self) -> int:
-        """Tokens it has sampled since it was started."""
+        """Tokens sampled since it was started."""
         for line in self.call("/metrics")[1].splitlines():
             if line.startswith("vllm:generation_tokens_total"):
                 return int(float(line.split()[-1]))
         return 0
 
     def family(self) -> list[psutil.Process]:
-        """Its process and those it has started."""
+        """Its process and all descendants."""
         try:
             return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
 
     def end(self, number: signal.Signals) -> int:
-        """Send a signal, and wait until the process and all it started are gone; the exit status."""
+        """Send a signal and wait until the whole family has ended; returns the exit status."""
         family = self.family()
         self.process.send_signal(number)
         status = self.process.wait(60)

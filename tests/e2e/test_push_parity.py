@@ -1,8 +1,8 @@
-"""What vLLM samples after a push of megatron-core's weights has the log-probs that megatron-core gives it.
+"""After a push from megatron-core, vLLM's samples have megatron-core's own log-probs.
 
-One engine, four gloo ranks, fp32: the weights are pushed from every layout in turn, gathered over tensor and pipeline
-parallelism, tied and untied. Pushed from another layout without a change they give the same samples to the last bit;
-changed they give others. Every push is read back and compared as well (weights.verify).
+One engine, four gloo ranks, fp32. The weights are pushed from each layout in turn, gathered over tensor and pipeline
+parallelism, tied and untied. Unchanged weights from another layout give the same samples to the last bit; changed
+weights give others. Every push is read back and compared (weights.verify).
 
 Not covered: experts (test_moe.py); bf16; the gather's memory (tests/distributed/test_export.py).
 """
@@ -50,7 +50,7 @@ def test_logprobs_of_pushed_weights_are_the_trainers(tied: bool, tmp_path: Path)
 
 
 def push_from_all_layouts(path: Path, run_dir: Path) -> list[dict[str, Any]]:
-    """Of each layout: samples of the checkpoint's weights and of changed ones, and how far log-probs are apart."""
+    """For each layout: samples of unchanged and of changed weights, and the largest log-prob error of each."""
     results = []
     engines = None
     for sizes in LAYOUTS:
@@ -82,12 +82,12 @@ def push_from_all_layouts(path: Path, run_dir: Path) -> list[dict[str, Any]]:
 
 
 def drawn(samples: list[Sample]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-    """What was sampled, without the version that it was sampled from."""
+    """Token ids and log-probs, without the version."""
     return [(one.response_ids, one.logprobs) for one in samples]
 
 
 def largest_error(policy: Policy, samples: list[Sample]) -> float:
-    """max |log-prob of the engine - log-prob of the trainer|, on the last stage; 0 on the others."""
+    """max |engine's log-prob - trainer's log-prob| on the last stage; 0 on the others."""
 
     def error(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs = vocab_parallel_logprobs(logits, batch.labels, vocab_size=VOCAB, parallel=policy.parallel)

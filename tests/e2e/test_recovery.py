@@ -1,7 +1,7 @@
-"""An engine that is lost is replaced, and nothing of it is seen in the samples: real vLLM, one rank and two.
+"""A lost engine is replaced, and the samples do not show it: real vLLM, one rank and two.
 
-The judge is the run that was not broken: the same samples, log-probs to the last bit. Not covered: whole training runs
-(test_soak.py), what happens when no restart is allowed (test_rollout_failures.py), GPUs.
+The reference is the unbroken run: the same samples, log-probs to the last bit. Not covered: whole training runs
+(test_soak.py), runs without restarts (test_rollout_failures.py), GPUs.
 """
 
 import os
@@ -26,12 +26,12 @@ from tests.e2e.tiny_rollout import Weights, change, engine_processes, largest_er
 from tests.tiny import make_hf_dir
 
 SMALL = {"count": 12, "group_size": 4}
-LARGE = {"count": 48, "group_size": 12}  # seconds of sampling, so that a death falls into it
+LARGE = {"count": 48, "group_size": 12}  # seconds of sampling, long enough to be killed in
 PARITY = 1e-4
 
 
 class Killing:
-    """A source that kills a process in the middle, once."""
+    """A source that kills a process in the middle of its first pass."""
 
     def __init__(self, source, victim):
         self._source, self._victim, self.yielded = source, victim, []
@@ -59,7 +59,7 @@ def rollout(tmp_path_factory):
 
 
 def test_killed_while_it_generates(rollout):
-    """The new engine gets the weights of the last push, and draws what the old one would have drawn."""
+    """The new engine gets the weights of the last push and draws what the old one would have drawn."""
     engines, model, _ = rollout
     change(model, seed=1)
     engines.push(Weights(model), version=1)
@@ -70,9 +70,10 @@ def test_killed_while_it_generates(rollout):
     assert largest_error(model, expected[:32]) < PARITY and {one.version for one in expected} == {1}
 
 
-def test_killed_while_weights_arrive(rollout):
-    """Every rank iterates the whole source again for the new engine."""
+def test_killed_while_weights_arrive(rollout, monkeypatch):
+    """Killed between two of many buckets; every rank iterates the whole source again for the new engine."""
     engines, model, _ = rollout
+    monkeypatch.setattr(engines._pusher, "_bucket_bytes", 4096)
     change(model, seed=2)
     victim = engines._engine.pid
     source = Killing(Weights(model), victim)
@@ -102,33 +103,32 @@ def test_a_bucket_that_is_damaged_once_is_sent_again(rollout, monkeypatch):
 
 
 def test_hung_while_idle(rollout):
-    """A stopped process answers nothing: it is killed at the deadline of the next call, and replaced."""
+    """A stopped process does not answer. It is killed at the deadline of the next call, and replaced."""
     engines, _, _ = rollout
     expected = sample(engines, **SMALL)
     victim, handle = engines._engine.pid, engines._engine
-    handle.deadlines = replace(handle.deadlines, generate=1.5)  # of the one that hangs; the next has the config's
+    handle.deadlines = replace(handle.deadlines, generate=1.5)  # of the one that hangs; its successor has the config's
     os.kill(victim, signal.SIGSTOP)
     assert sample(engines, **SMALL) == expected
     assert_replaced(engines, victim)
 
 
 def test_one_loss_too_many(rollout):
-    """The engine's model is gone, so that the new one cannot start: it is said after how many restarts."""
+    """The engine's model is gone, so the new one cannot start. The error has the number of restarts."""
     engines, _, path = rollout
     path.rename(path.with_name("away"))
     os.kill(engines._engine.pid, signal.SIGKILL)
-    with pytest.raises(EngineLostError, match="engine 0 failed while rank 0 waited for engine 0 to start") as error:
+    with pytest.raises(EngineLostError, match=r"(?s)engine 0 to start.*1 restarts .*rollout.max_restarts"):
         sample(engines, **SMALL)
     path.with_name("away").rename(path)
-    assert "after 1 restarts without a completed rollout in between (rollout.max_restarts)" in str(error.value)
     assert engines.metrics() == {"rollout/restarts": 1}
-    with pytest.raises(EngineLostError, match="engine 0 failed"):
+    with pytest.raises(EngineLostError, match="engine 0"):
         sample(engines, **SMALL)
     assert not engine_processes()
 
 
 def kill_in(engines, seconds):
-    """Kill the engine while the caller goes on; its process id."""
+    """Kill the engine while the caller continues; returns its process id."""
     victim = engines._engine.pid
     threading.Timer(seconds, os.kill, (victim, signal.SIGKILL)).start()
     return victim
@@ -143,7 +143,7 @@ def assert_replaced(engines, victim):
 
 
 def shared_memory():
-    """Descriptors of memory shared with engines."""
+    """Number of descriptors of memory shared with engines."""
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return sum("memfd:oblr-weights" in os.readlink(link) for link in links if os.path.lexists(link))
 
@@ -152,10 +152,10 @@ def test_two_ranks_recover_together(tmp_path):
     """Tensor parallel 2 with an engine each: one dies while idle, the other in the middle of a push."""
     path = make_hf_dir(tmp_path / "model", head_dim=32)
     first, second = run_ranks(one_rank, 2, path, tmp_path / "run")
-    for key in ("expected", "idle", "figures", "pushed", "again", "after"):
+    for key in ("expected", "idle", "metrics", "pushed", "again", "after"):
         assert first[key] == second[key], f"{key} differs between the ranks"
     assert first["idle"] == first["expected"]
-    assert first["figures"] == [{"rollout/restarts": 1}, {"rollout/restarts": 1}]
+    assert first["metrics"] == [{"rollout/restarts": 1}, {"rollout/restarts": 1}]
     assert first["kept"] and second["kept"] is False, "the engine that lived is the one from before"
     assert first["pushed"] == 2
     assert [one.response_ids for one in first["after"]] == [one.response_ids for one in first["again"]]
@@ -164,7 +164,7 @@ def test_two_ranks_recover_together(tmp_path):
 
 
 def one_rank(path, run_dir):
-    """What each rank does: rank 1's engine is killed between two rollouts, rank 0's in the middle of a push."""
+    """What each rank does. Rank 1's engine is killed between two rollouts, rank 0's in the middle of a push."""
     with layout(tp=2) as parallel:
         engines = ColocatedEngines(make_config(path, run_dir, num_engines=2, max_restarts=1), parallel)
         policy = build_policy(Qwen3Config.from_pretrained(path), ModelConfig(path=path), parallel)
@@ -178,11 +178,11 @@ def one_rank(path, run_dir):
             os.kill(pid, signal.SIGKILL)
         result["idle"] = sample(engines, 7, 3)
         result["kept"] = engines._engine.pid == pid
-        result["figures"] = [engines.metrics()]
+        result["metrics"] = [engines.metrics()]
         scale(policy, 1.25)
         victim = engines._engine.pid if parallel.rank == 0 else None
         engines.push(Killing(MegatronWeights(policy), victim), version=2)
-        result["figures"] += [engines.metrics()]
+        result["metrics"] += [engines.metrics()]
         result["pushed"] = engines.version
         result["after"] = sample(engines, 7, 3)
         engines.push(MegatronWeights(policy), version=3)

@@ -1,7 +1,7 @@
-"""Real vLLM in its own process: what is sampled, under which log-probs, before and after pushes of changed weights.
+"""Real vLLM in its own process: samples and their log-probs, before and after pushes of changed weights.
 
-The judge of log-probs is transformers. Not covered: deaths and deadlines (test_rollout_failures.py), several ranks
-(test_rollout_ranks.py), CUDA, the speed.
+Log-probs are compared with transformers. Not covered: deaths and deadlines (test_rollout_failures.py), several ranks
+(test_rollout_ranks.py), CUDA, speed.
 """
 
 import os
@@ -11,13 +11,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import DamagedError, RunError
 from oblr_megatron.weights import shm
 from tests.e2e.tiny_rollout import EOS, VOCAB, Weights, change, engine_processes, largest_error, sample, start
 from tests.tiny import make_hf_dir
 
 PARITY = 1e-4
-NORM = "model.norm.weight"
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
@@ -38,7 +37,7 @@ def test_the_checkpoint_is_served_as_version_0(rollout):
 
 
 def test_pushed_weights_are_the_ones_that_are_served(rollout):
-    """The trap: a packed copy of the weights would go on answering, with log-probs wrong by more than 1."""
+    """An engine that computed with a packed copy of old weights would have log-probs wrong by more than 1."""
     engines, model, _ = rollout
     before = sample(engines)
     assert [sample(engines), sample(engines)] == [before, before], "equal weights and seed, equal to the last bit"
@@ -117,22 +116,6 @@ def test_sampling_frequencies_are_the_probabilities(rollout):
     assert chi_square < 75, "a true distribution exceeds this once in 10^4"
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        pytest.param({NORM: None}, "model.norm.weight is missing", id="missing"),
-        pytest.param({"model.extra.weight": torch.ones(3)}, "model.extra.weight is not in the model", id="extra"),
-        pytest.param({NORM: torch.ones(47)}, r"model.norm.weight \[47\], the model has \[48\]", id="wrong-shape"),
-    ],
-)
-def test_a_push_that_does_not_fit_is_refused_and_must_be_mended(rollout, edit, message):
-    engines, model, _ = rollout
-    expected = sample(engines)
-    with pytest.raises(RunError, match=message):
-        engines.push(Weights(model, edit), engines.version + 1)
-    assert_refuses_until_a_full_push(engines, model, expected)
-
-
 def test_a_damaged_bucket_is_refused(rollout, monkeypatch):
     engines, model, _ = rollout
     expected = sample(engines)
@@ -144,24 +127,22 @@ def test_a_damaged_bucket_is_refused(rollout, monkeypatch):
         return checksum
 
     monkeypatch.setattr(shm.SharedBuffer, "checksum", damaged)
-    with pytest.raises(RunError, match=r"checksum is [0-9a-f]{16}, the trainer's was [0-9a-f]{16}"):
+    with pytest.raises(DamagedError):
         engines.push(Weights(model), engines.version + 1)
     monkeypatch.undo()
     assert_refuses_until_a_full_push(engines, model, expected)
 
 
-@pytest.mark.parametrize("stop_after", [0, 5])
-def test_a_source_that_breaks_off_leaves_no_half_model_in_use(rollout, stop_after, monkeypatch):
-    """Small buckets, so that some tensors are in place already, with values that must never be sampled from."""
+def test_a_source_that_breaks_off_leaves_no_half_model_in_use(rollout, monkeypatch):
+    """With small buckets some tensors are in place already; their values must never be sampled from."""
     engines, model, _ = rollout
     expected = sample(engines)
     monkeypatch.setattr(engines._pusher, "_bucket_bytes", 4096)
-    monkeypatch.setattr(engines._pusher, "_manifest", ())  # makes the pusher agree with the engine on buckets anew
 
     class Broken(Weights):
         def __iter__(self):
             for index, (name, tensor) in enumerate(super().__iter__()):
-                if index == stop_after:
+                if index == 5:
                     raise ZeroDivisionError("the trainer's own mistake")
                 yield name, tensor * 0
 
@@ -171,12 +152,12 @@ def test_a_source_that_breaks_off_leaves_no_half_model_in_use(rollout, stop_afte
 
 
 def assert_refuses_until_a_full_push(engines, model, expected):
-    """The collective object refuses, the engine process itself refuses, and a complete push mends both."""
+    """The trainer's side refuses, the engine process refuses, and a complete push makes both usable again."""
     version = engines.version
-    with pytest.raises(RunError, match="did not reach every engine"):
+    with pytest.raises(RunError, match=f"push {version + 1} did not reach every engine"):
         sample(engines)
     engines._unusable = None
-    with pytest.raises(RunError, match="generates again after a complete push"):
+    with pytest.raises(RunError, match=f"push {version + 1} failed"):
         sample(engines)
     engines.push(Weights(model), version + 1)
     samples = sample(engines)
@@ -188,7 +169,6 @@ def test_small_buckets_carry_the_same_weights(rollout, monkeypatch):
     engines, model, _ = rollout
     expected = sample(engines)
     monkeypatch.setattr(engines._pusher, "_bucket_bytes", 4096)
-    monkeypatch.setattr(engines._pusher, "_manifest", ())
     stats = engines.push(Weights(model), engines.version + 1)
     assert stats.buckets > 5
     assert [one.logprobs for one in sample(engines)] == [one.logprobs for one in expected]
@@ -197,13 +177,13 @@ def test_small_buckets_carry_the_same_weights(rollout, monkeypatch):
 def test_a_prompt_that_is_too_long_is_refused_and_the_next_call_works(rollout):
     engines, _, _ = rollout
     prompt = sample(engines, count=1)[0].prompt_ids
-    with pytest.raises(RunError, match=r"engine 0 failed while rank 0 waited for 2 x 1 samples .*64"):
+    with pytest.raises(RunError, match=r"engine 0 .* rank 0 .* 2 x 1 samples .*64"):
         engines._engine.generate([prompt, (5,) * 70], _request(engines))
     assert len(sample(engines)) == 48
 
 
 def test_shared_memory_has_no_name(rollout):
-    """So there is nothing to leave behind, whichever side is killed, and when."""
+    """So nothing can be left behind, whichever side is killed, and whenever."""
     engines, model, _ = rollout
     engines.push(Weights(model), engines.version + 1)
     for pid in (os.getpid(), engines._engine.pid):

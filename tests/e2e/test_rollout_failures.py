@@ -1,11 +1,11 @@
-"""What happens when an engine process dies, hangs or does not start and no restart is allowed, and when its trainer
-dies: an error within seconds that says who waited for what, and nothing left behind. Also that three engines started
-alike sample alike.
+"""An engine process dies, hangs or does not start while no restart is allowed; or its trainer dies.
+
+The error comes within seconds and says who waited for what; no process is left behind. Also: three engines started with
+the same spec sample the same.
 
 Not covered: restarts (test_recovery.py), several ranks (test_rollout_ranks.py), engines of several processes (GPUs).
 """
 
-import importlib
 import os
 import signal
 import subprocess
@@ -34,8 +34,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def three(model):
-    """Three engines of one model, each with the samples it drew first; every test below ends one of them."""
-    importlib.import_module("vllm.distributed.weight_transfer")  # takes the first push seconds otherwise
+    """Three engines of one model with their first samples; each of the failure tests ends one of them."""
     limits = {"generate_timeout_s": 60, "max_restarts": 0}
     engines = [start(model, model.parent / name, **limits) for name in ("hang", "generate", "push")]
     yield [(one, sample(one)) for one in engines]  # each starts while another is waited for
@@ -50,8 +49,8 @@ def test_fresh_engines_sample_the_same_to_the_last_bit(three):
     assert first == second == third
 
 
-def test_a_signal_to_stop_the_run_is_none_for_an_engine(three):
-    """SLURM sends it to every process of the job; an engine takes no notice, idle or in the middle of a step."""
+def test_an_engine_ignores_signals_to_stop_the_run(three):
+    """SLURM sends it to every process of the job; an engine ignores it, idle or in the middle of a step."""
     (engines, _), (other, _), _ = three
     pid = engines._engine.pid
     os.killpg(pid, signal.SIGTERM)
@@ -64,8 +63,8 @@ def test_a_signal_to_stop_the_run_is_none_for_an_engine(three):
     assert engines._engine.pid == pid and psutil.pid_exists(pid)
 
 
-def test_what_an_engine_starts_takes_no_notice_either():
-    """vLLM's workers set handlers of their own; so does this child, and says so if one is called."""
+def test_processes_started_by_an_engine_ignore_them_too():
+    """vLLM's workers set their own handlers. So does this child, which prints if one is called."""
     child = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('ended')); print('up', flush=True); input()"
     program = (
         "import subprocess, sys\nfrom oblr_megatron.engine.worker import outlive\n"
@@ -89,10 +88,10 @@ def test_an_engine_that_hangs_is_given_up_at_the_deadline(three):
     handle.deadlines = replace(handle.deadlines, generate=1.5)
     os.kill(handle.pid, signal.SIGSTOP)
     begin = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"rank 0 waited 1.5 s for 12 x 4 samples of engine 0 and gave up"):
+    with pytest.raises(DeadlineError, match=r"rank 0 .*1.5 s .*12 x 4 samples of engine 0"):
         sample(engines)
     assert time.monotonic() - begin < 1.5 + PROMPTLY
-    assert_gone(engines, handle.pid, "was killed: rank 0 waited")
+    assert_gone(engines, handle.pid, "was killed: rank 0")
 
 
 def test_an_engine_killed_while_it_generates(three):
@@ -100,15 +99,15 @@ def test_an_engine_killed_while_it_generates(three):
     pid = engines._engine.pid
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
     begin = time.monotonic()
-    with pytest.raises(RunError, match=rf"engine 0 \(process {pid}\) was ended by SIGKILL while rank 0") as error:
+    with pytest.raises(RunError, match=rf"engine 0 \(process {pid}\) .*SIGKILL.* rank 0") as error:
         sample(engines, count=400, group_size=64)  # half a minute of sampling
     assert time.monotonic() - begin < 0.5 + PROMPTLY
     assert "generate/logs/engine-0.log" in str(error.value) and "INFO" in str(error.value), "it quotes the log"
-    assert_gone(engines, pid, "was ended by SIGKILL")
+    assert_gone(engines, pid, "SIGKILL")
 
 
 def test_an_engine_killed_during_a_push(three, model):
-    """The source is still iterated to its end: on several ranks, the others are in the middle of gathers."""
+    """The source is still iterated to its end, because other ranks would be in the middle of gathers."""
     engines, _ = three[2]
     pid = engines._engine.pid
     yielded = []
@@ -123,17 +122,17 @@ def test_an_engine_killed_during_a_push(three, model):
 
     source = Killing(Qwen3ForCausalLM.from_pretrained(model))
     begin = time.monotonic()
-    with pytest.raises(RunError, match="was ended by SIGKILL while rank 0 waited for push 1 into engine 0"):
+    with pytest.raises(RunError, match=r"SIGKILL .*rank 0 .*push 1 into engine 0"):
         engines.push(source, 1)
     assert time.monotonic() - begin < PROMPTLY
     assert yielded == list(source.tensors)
-    with pytest.raises(RunError, match="did not reach every engine"):
+    with pytest.raises(RunError, match="push 1 did not reach every engine"):
         sample(engines)
-    assert_gone(engines, pid, "was ended by SIGKILL")
+    assert_gone(engines, pid, "SIGKILL")
 
 
 def assert_gone(engines, pid, reason):
-    """The process is reaped, and the next call says at once why there is none."""
+    """The process is reaped, and the next call fails at once with the reason."""
     assert not psutil.pid_exists(pid)
     engines._unusable = None
     begin = time.monotonic()
@@ -144,14 +143,14 @@ def assert_gone(engines, pid, reason):
 
 def test_a_model_vllm_cannot_run_fails_the_start_with_its_reason(tmp_path):
     engines = start(make_hf_dir(tmp_path / "model", head_dim=16), tmp_path / "run")
-    with pytest.raises(RunError, match=r"(?s)engine 0 failed while rank 0 waited for engine 0 to start.*head_dim=16"):
+    with pytest.raises(RunError, match=r"(?s)rank 0 waited for engine 0 to start.*head_dim=16"):
         sample(engines)
     assert not engine_processes()
 
 
 def test_a_slow_start_is_given_up_at_the_deadline(model, tmp_path):
     engines = start(model, tmp_path, start_timeout_s=0.5, max_restarts=0)
-    with pytest.raises(DeadlineError, match=r"rank 0 waited 0.5 s for engine 0 to start"):
+    with pytest.raises(DeadlineError, match=r"rank 0 .*0.5 s .*engine 0 to start"):
         sample(engines)
     assert not engine_processes()
 
@@ -160,7 +159,7 @@ def test_an_engine_killed_while_it_starts(model, tmp_path):
     engines = start(model, tmp_path, max_restarts=0)
     os.kill(engines._engine.pid, signal.SIGKILL)
     begin = time.monotonic()
-    with pytest.raises(RunError, match="was ended by SIGKILL while rank 0 waited for engine 0 to start"):
+    with pytest.raises(RunError, match=r"SIGKILL .*rank 0 .*engine 0 to start"):
         sample(engines)
     assert time.monotonic() - begin < 1
 
@@ -169,7 +168,7 @@ def test_closing_while_it_starts_leaves_nothing(model, tmp_path):
     engines = start(model, tmp_path)
     engines.close()
     assert not engine_processes()
-    with pytest.raises(RunError, match="engine 0 is closed"):
+    with pytest.raises(RunError, match=r"engine 0 .*closed"):
         sample(engines)
 
 

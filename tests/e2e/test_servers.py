@@ -1,7 +1,6 @@
-"""Rollouts from two real API servers: the same log-probs, versions and refusals as with engines of the run's own, who
-is let in, and what happens when a server is killed and comes back.
+"""Rollouts from two real API servers: log-probs, versions, refusals, access, and servers that are killed and return.
 
-Not covered: NCCL and tensor parallelism (GPUs only), servers on other machines, the speed.
+Not covered: NCCL and tensor parallelism (GPUs only), servers on other machines, speed.
 """
 
 import json
@@ -16,6 +15,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.engine import http_messages as http
+from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.rollout.server_checks import check_servers
 from oblr_megatron.rollout.servers import ServerEngines
@@ -113,30 +113,13 @@ def test_the_split_over_servers_does_not_change_the_draws(two, engines_of, model
     greedy = sample(alone, group_size=2, temperature=0.0)
     assert greedy[0::2] == greedy[1::2] and largest_error(model, greedy) < PARITY
     assert largest_error(model, sample(alone, temperature=0.7), temperature=0.7) < PARITY
-    with pytest.raises(RunError, match=r"holds version 0 of run \w+, not the checkpoint it started from"):
+    with pytest.raises(RunError, match=r"version 0 of run \w+"):
         sample(engines_of(two[:1], max_restarts=0))
     change(model, seed=1)
     alone.push(Weights(model), 0)
     assert [one.response_ids for one in sample(together)] == [one.response_ids for one in expected], (
-        "the server that another run has taken is not asked any more"
+        "the server that another run took over is not asked"
     )
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        pytest.param({NORM: None}, "model.norm.weight is missing", id="missing"),
-        pytest.param({"model.extra.weight": torch.ones(3)}, "model.extra.weight is not in the model", id="extra"),
-        pytest.param({NORM: torch.ones(47)}, r"model.norm.weight \[47\], the model has \[48\]", id="wrong-shape"),
-    ],
-)
-def test_a_push_that_does_not_fit_is_refused_and_must_be_mended(two, engines_of, model, edit, message):
-    engines = engines_of(two[:1])
-    engines.push(Weights(model), 0)
-    expected = sample(engines)
-    with pytest.raises(RunError, match=message):
-        engines.push(Weights(model, edit), 1)
-    assert_refuses_until_a_full_push(engines, model, expected)
 
 
 def test_a_damaged_bucket_is_refused(two, engines_of, model, monkeypatch):
@@ -151,14 +134,14 @@ def test_a_damaged_bucket_is_refused(two, engines_of, model, monkeypatch):
         return checksum
 
     monkeypatch.setattr(shm.SharedBuffer, "checksum", damaged)
-    with pytest.raises(RunError, match=r"checksum is [0-9a-f]{16}, the trainer's was [0-9a-f]{16}"):
+    with pytest.raises(RunError, match=r"checksum.*[0-9a-f]{16}.*[0-9a-f]{16}"):
         engines.push(Weights(model), 1)
     monkeypatch.undo()
     assert_refuses_until_a_full_push(engines, model, expected)
 
 
 def test_weights_are_read_back_and_compared(two, engines_of, model, monkeypatch):
-    """`weights.verify`: what the push itself would not notice, here a source that changes between its two passes."""
+    """`weights.verify` finds what a push cannot notice, here a source that changes between its two passes."""
     engines = engines_of(two, weights={"verify": True})
     engines.push(Weights(model), 0)
     expected = sample(engines)
@@ -171,9 +154,9 @@ def test_weights_are_read_back_and_compared(two, engines_of, model, monkeypatch)
             for name, tensor in super().__iter__():
                 yield name, tensor + (self.passes == 1 and name == NORM)
 
-    with pytest.raises(RunError, match=r"holds another model.norm.weight than was pushed \(weights.verify\)"):
+    with pytest.raises(RunError, match=f"server http.*{NORM}.*weights.verify"):
         engines.push(Changing(model), 1)
-    with pytest.raises(RunError, match="did not reach the servers"):
+    with pytest.raises(RunError, match="push 1 did not reach the servers"):
         sample(engines)
     assert all("push 1" in json.loads(server.call(http.INFO)[1])["unusable"] for server in two)
     engines.push(Weights(model), 2)
@@ -196,18 +179,16 @@ def test_a_source_that_breaks_off_leaves_no_half_model_in_use(two, engines_of, m
 
 
 def assert_refuses_until_a_full_push(engines, model, expected):
-    """The trainer refuses, the server itself refuses, and a complete push mends both."""
-    with pytest.raises(RunError, match="did not reach the servers"):
+    """The trainer's side refuses, the server refuses, and a complete push makes both usable again."""
+    with pytest.raises(RunError, match="push 1 did not reach the servers"):
         sample(engines)
     (server,) = engines._servers.servers
     assert not server.ready, "so it gets no prompts"
     assert "push 1" in json.loads(ask(server, http.INFO))["unusable"]
-    body = http.GenerateBody(
-        holding=engines._holding, prompts=[[5]], positions=[0], group_size=1, temperature=1.0, max_tokens=2, seed=0,
-        top_p=1.0, top_k=-1,
-    )  # fmt: skip
-    with pytest.raises(RunError, match="generates again after a complete push"):
-        engines._servers._loop.run(server.generate(body, 20))
+    request = SamplingRequest(group_size=1, temperature=1.0, max_tokens=2, seed=0)
+    body = http.GenerateBody.of(engines._holding(engines.version), request, [[5]], [0])
+    with pytest.raises(RunError, match=r"refused .*push 1 failed"):
+        engines._servers.loop.run(server.generate(body, 20))
     engines.push(Weights(model), 2)
     samples = sample(engines)
     assert_same(samples, expected, version=2)
@@ -222,16 +203,16 @@ def ask(server, path):
 
 
 def test_memory_that_is_not_the_trainers_is_not_opened(two, engines_of, model):
-    """A server opens what a push names only if it is a push's memory, of a process it may look into."""
+    """A server opens only the memory of a push, in a process on this machine that it may access."""
     path = Path("/etc/hostname")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     space = os.readlink("/proc/self/ns/pid")
     with path.open() as other:
         good = {"pid": os.getpid(), "fd": other.fileno(), "inode": 1, "boot_id": boot, "pid_namespace": space}
         for change_, message in (
-            ({}, "is not the memory of a push"),
-            ({"pid": 2**22 + 1}, "cannot open the trainer's memory at /proc/4194305/fd/"),
-            ({"boot_id": "another"}, "runs on another machine"),
+            ({}, f"/proc/{os.getpid()}/fd/"),
+            ({"pid": 2**22 + 1}, "/proc/4194305/fd/"),
+            ({"boot_id": "another"}, "another machine"),
         ):
             status, text = two[0].call(http.PUSH_OPEN, json.dumps({"init_info": good | change_}).encode())
             assert status == http.REFUSED and message in text
@@ -256,25 +237,26 @@ def test_nothing_is_answered_without_the_key(two):
         "/server_info",
     ):
         assert server.call(path, b"{}")[0] == 403, path
-    assert server.call(http.GENERATE, b"\x80\x04K\x01.")[0] == http.INVALID, "a pickle is no JSON"
+    assert server.call(http.GENERATE, b"\x80\x04K\x01.")[0] == http.INVALID, "a pickle is not JSON"
 
 
 def test_bad_servers_are_found_before_the_run(two, config_of, model_dir, tmp_path, monkeypatch):
     check_servers(config_of(two))
     other = make_hf_dir(tmp_path / "other", num_hidden_layers=1, head_dim=32)
     cases = [
-        (config_of(["http://127.0.0.1:9"]), "http://127.0.0.1:9 cannot be reached"),
-        (config_of(["ftp://host"]), "not the address of a server"),
-        (config_of([two[0], two[0]]), "named twice"),
-        (config_of([two[0]], dtype="bfloat16"), "computes in float32, the run's weights go out in bfloat16"),
-        (config_of([two[0]], max_response_tokens=50), "takes 64 tokens .* the run needs 74"),
-        (make_config(other, tmp_path / "run", servers=[two[0].url]), "serves another model"),
+        (config_of(["http://127.0.0.1:9"]), "http://127.0.0.1:9 "),
+        (config_of(["ftp://host"]), "'ftp://host' "),
+        (config_of([two[0], two[0]]), "twice"),
+        (config_of([two[0]], dtype="bfloat16"), "float32.*bfloat16"),
+        (config_of([two[0]], max_response_tokens=50), "64 .*74"),
+        (make_config(other, tmp_path / "run", servers=[two[0].url]), str(other)),
     ]
     for config, message in cases:
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=message) as error:
             check_servers(config)
+        assert error.value.where == "config: rollout.servers"
     monkeypatch.setenv("OBLR_API_KEY", "wrong")
-    with pytest.raises(UserError, match="the API key is missing or wrong"):
+    with pytest.raises(UserError, match=r"server .* 401: .*API key"):
         check_servers(make_config(model_dir, tmp_path, servers=[two[0].url]))
 
 
@@ -282,12 +264,12 @@ def test_an_unreachable_server_ends_the_command_with_status_2(tmp_path, tiny, ov
     arguments = [*overrides(tmp_path / "run"), 'rollout.servers=["http://127.0.0.1:9"]']
     result = forked_cli(["train", CONFIG, *arguments])
     assert result.returncode == 2
-    assert "error: http://127.0.0.1:9 cannot be reached" in result.stderr
-    assert "[config: rollout.servers]; start it with: oblr-megatron serve" in result.stderr
+    assert "error: http://127.0.0.1:9 " in result.stderr
+    assert "[config: rollout.servers]. Fix: " in result.stderr and "oblr-megatron serve" in result.stderr
 
 
 def test_killed_servers_lose_and_double_nothing(two, engines_of, model):
-    """One is killed while it samples: the other takes over. Then that one too: it comes back, and gets the weights."""
+    """One is killed while it samples, and the other takes over. Then that one is killed, and gets the weights again."""
     engines = engines_of(two, start_timeout_s=500)
     change(model, seed=7)
     engines.push(Weights(model), 1)
@@ -317,13 +299,13 @@ def test_killed_servers_lose_and_double_nothing(two, engines_of, model):
     two[0].wait_ready()
     change(model, seed=8)
     engines.push(Weights(model), 2)
-    assert engines.metrics() == {"rollout/restarts": 1}, "the first one is taken back at a push"
+    assert engines.metrics() == {"rollout/restarts": 1}, "the first one joins again at a push"
     assert largest_error(model, sample(engines, count=32)) < PARITY
     assert min(server.generated() for server in two) > 0
 
 
 def assert_same(samples, expected, version):
-    """The same draws, each once. Batches of another shape round log-probs differently in the last bits."""
+    """The same draws, each once. Batches of another shape round the last bits of log-probs differently."""
     assert [(one.group, one.response_ids) for one in samples] == [(one.group, one.response_ids) for one in expected]
     assert {one.version for one in samples} == {version}
     found, wanted = ([p for one in part for p in one.logprobs] for part in (samples, expected))
@@ -339,7 +321,7 @@ def test_a_server_that_hangs_is_given_up(two, engines_of, model):
         process.suspend()
     try:
         begin = time.monotonic()
-        with pytest.raises(RunError, match="has not answered for 2 s"):
+        with pytest.raises(RunError, match=r"server http.* 2 s"):
             sample(engines)
         assert time.monotonic() - begin < 20
     finally:
@@ -350,14 +332,14 @@ def test_a_server_that_hangs_is_given_up(two, engines_of, model):
 def test_a_server_that_does_not_let_the_run_in_is_not_waited_for(two, engines_of, model, monkeypatch):
     engines = engines_of(two)
     monkeypatch.setenv("OBLR_API_KEY", "another-key-0123456789")
-    with pytest.raises(RunError, match=r"no server can be used: .* 401: the API key is missing or wrong"):
+    with pytest.raises(RunError, match=r"server http.* 401.*API key"):
         engines_of(two).push(Weights(model), 0)
     engines.push(Weights(model), 0)
 
 
 def test_no_server_within_the_deadline(engines_of, model):
     engines = engines_of(["http://127.0.0.1:9"], start_timeout_s=1)
-    with pytest.raises(RunError, match="rank 0 waited 1 s for one of the servers to be there and gave up: server http"):
+    with pytest.raises(RunError, match=r"rank 0 waited 1 s .*server http"):
         engines.push(Weights(model), 0)
 
 

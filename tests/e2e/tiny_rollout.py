@@ -1,4 +1,4 @@
-"""What the rollout tests share: tiny engines, changed weights, and transformers as the judge of log-probs."""
+"""Shared by the rollout tests: tiny engines, changed weights, and log-probs of transformers to compare with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE_RANK: Any = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu")
 
 
 class Weights:
-    """A transformers model as the source of a push, under published names (a mixture's experts apart).
+    """A transformers model as the source of a push, under published names (each expert on its own).
 
     `edit` replaces or removes (None) single tensors.
     """
@@ -89,8 +89,9 @@ def largest_error(model: PreTrainedModel, samples: Sequence[Sample], temperature
 
 
 def engine_processes() -> list[psutil.Process]:
-    """This process's engine children that still exist (zombies included)."""
-    return [child for child in psutil.Process().children(recursive=True) if "oblr_megatron.engine.worker" in " ".join(_command(child))]
+    """This process's engine processes that still exist, zombies included."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "oblr_megatron.engine.worker" in _command(child)]
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -1,4 +1,4 @@
-"""Who may reach an API server, and with which options it is started.
+"""Access to an API server, and the options that it is started with.
 
 Not covered: a real server (tests/e2e/test_servers.py).
 """
@@ -69,7 +69,7 @@ def test_other_paths_are_refused_with_the_key_too(path):
         ({"host": "127.0.0.1:8000"}, True),
         ({"host": "localhost"}, True),
         ({"host": "[::1]:8000"}, True),
-        ({"host": "evil.example:8000"}, False),  # a name that was made to point to 127.0.0.1
+        ({"host": "evil.example:8000"}, False),  # a name that somebody made resolve to 127.0.0.1
         ({}, False),
         ({"host": "127.0.0.1:8000", "origin": "http://evil.example"}, False),
         ({"host": "localhost", "Origin": "null"}, False),
@@ -120,29 +120,32 @@ def test_loopback(host, loopback):
 def test_a_server_that_others_can_reach_needs_a_key():
     check_exposure("127.0.0.1", "", "NAME")
     check_exposure("10.0.0.5", KEY, "NAME")
-    with pytest.raises(UserError, match="put a key into the environment variable NAME"):
+    with pytest.raises(UserError) as error:
         check_exposure("10.0.0.5", "", "NAME")
+    assert error.value.where == "--host" and "NAME" in error.value.fix
     for key in (KEY, ""):
         for host in ("0.0.0.0", "::", ""):
-            with pytest.raises(UserError, match="every interface"):
+            with pytest.raises(UserError) as error:
                 check_exposure(host, key, "NAME")
+            assert error.value.what.startswith(repr(host))
     for key in ("short", "x" * 15, "with a space in it ....", "ümläut" * 4, "line\nbreak-0123456789"):
-        with pytest.raises(UserError, match="16 or more printable characters"):
+        with pytest.raises(UserError) as error:
             check_exposure("127.0.0.1", key, "NAME")
+        assert error.value.where == "--api-key-env" and "16" in error.value.what
 
 
 def test_a_taken_port_is_found():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1"):
+        with pytest.raises(UserError, match=r"127\.0\.0\.1:\d+.*--host, --port"):
             check_address("127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1"):
+    with pytest.raises(UserError, match=r"192\.0\.2\.1:8000"):
         check_address("192.0.2.1", 8000)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_server_opens_no_development_mode_and_takes_no_pickles(tmp_path, device):
+def test_the_server_has_no_development_mode_and_accepts_no_pickles(tmp_path, device):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     spec = spec_of(parser.parse_args(["--model", str(tmp_path)]), device)
@@ -159,7 +162,7 @@ def test_the_server_opens_no_development_mode_and_takes_no_pickles(tmp_path, dev
     assert [name for name, value in environment.items() if value == KEY] == [KEY_VARIABLE]
     assert KEY_VARIABLE not in server_environment({KEY_VARIABLE: "old"}, spec, "")
     words = command(spec, "127.0.0.1", 8000)
-    assert KEY not in words, "every user of the machine can read a command line"
+    assert KEY not in words, "every user of the machine can read command lines"
     assert words[words.index("--middleware") + 1] == "oblr_megatron.engine.server_guard.Guard"
     assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
     backend = json.loads(words[words.index("--weight-transfer-config") + 1])["backend"]
@@ -175,7 +178,7 @@ def test_the_installation_names_the_plugins():
 def test_the_command_refuses_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("OBLR_API_KEY", raising=False)
     assert main(["serve", "--model", str(tmp_path), "--host", "10.0.0.5"]) == 2
-    assert "error: 10.0.0.5 can be reached from other machines" in capsys.readouterr().err
+    assert "error: 10.0.0.5 " in capsys.readouterr().err
     assert main(["serve", "--model", str(tmp_path / "none")]) == 2
     assert "error:" in capsys.readouterr().err
 

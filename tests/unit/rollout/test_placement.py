@@ -1,4 +1,4 @@
-"""Which rank owns which engine, which prompts it gets, and the environment its process runs in.
+"""Owners of the engines, their shares of prompts, and the environment of an engine process.
 
 Does not cover the processes themselves (tests/e2e).
 """
@@ -60,16 +60,17 @@ def test_owners_are_the_first_ranks_of_their_blocks(rollout, ranks, on_gpu, owne
 
 
 @pytest.mark.parametrize(
-    ("rollout", "ranks", "on_gpu", "message"),
+    ("rollout", "ranks", "on_gpu", "numbers"),
     [
-        ({"num_engines": 3}, 2, False, "3 engines of 1 rank do not fit 2 ranks"),
-        ({"tensor_parallel_size": 4}, 2, True, "of 4 ranks do not fit 2 ranks"),
-        ({"tensor_parallel_size": 2}, 4, False, "tensor_parallel_size 2 needs GPUs"),
+        ({"num_engines": 3}, 2, False, "3.*1.*2"),
+        ({"tensor_parallel_size": 4}, 2, True, "4.*2"),
+        ({"tensor_parallel_size": 2}, 4, False, "tensor_parallel_size 2"),
     ],
 )
-def test_engines_that_do_not_fit_are_the_users_to_mend(rollout, ranks, on_gpu, message):
-    with pytest.raises(UserError, match=message):
+def test_engines_that_do_not_fit_are_refused(rollout, ranks, on_gpu, numbers):
+    with pytest.raises(UserError, match=numbers) as error:
         place(config(**rollout), ranks, on_gpu=on_gpu)
+    assert error.value.where == "config: rollout"
 
 
 @pytest.mark.parametrize("engines", [1, 2, 3, 7])
@@ -84,13 +85,13 @@ def test_shares_are_contiguous_and_cover_every_prompt_once(engines, count):
 
 
 @pytest.mark.parametrize(("device", "level", "able"), [("cuda", 0, False), ("cuda", 1, True), ("cpu", 2, False)])
-def test_only_an_engine_that_is_to_sleep_can(device, level, able):
+def test_sleep_mode_is_on_for_gpu_engines_with_a_sleep_level(device, level, able):
     parallel = SimpleNamespace(device=torch.device(device))
     spec = engine_spec(config(sleep_level=level), parallel, 0, Placement((0,), 1))
     assert (spec.device, spec.sleep_mode) == (device, able)
 
 
-def test_an_engine_sees_nothing_of_torchrun_and_nothing_of_the_network():
+def test_an_engine_gets_no_variables_of_torchrun_and_no_network():
     torchrun = dict.fromkeys(TORCHRUN, "1")
     child = child_environment(torchrun | {"PATH": "/bin", "MY_OWN": "kept"}, CPU)
     assert not (torchrun.keys() - {"OMP_NUM_THREADS"}) & child.keys()
@@ -107,7 +108,7 @@ def test_a_gpu_engine_sees_its_blocks_devices():
 
 
 def test_an_engine_in_fp8_rounds_what_it_loads_and_what_is_pushed():
-    """By one of vLLM's online schemes; its plain "fp8" wants a checkpoint that is rounded already."""
+    """With one of vLLM's online schemes; its plain "fp8" needs a checkpoint that is rounded already."""
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
     parallel = SimpleNamespace(device=torch.device("cuda"))
@@ -120,7 +121,7 @@ def test_an_engine_in_fp8_rounds_what_it_loads_and_what_is_pushed():
     words = command(spec, "127.0.0.1", 8000)
     assert words[words.index("--quantization") + 1] == spec.vllm_quantization
     assert _llm_arguments(GPU)["quantization"] is None and "--quantization" not in command(GPU, "127.0.0.1", 8000)
-    with pytest.raises(UserError, match="needs a GPU"):
+    with pytest.raises(UserError, match=r"fp8 .*--quantization"):
         check_quantization(replace(CPU, quantization="fp8"))
-    with pytest.raises(UserError, match="of weights in float32"):
+    with pytest.raises(UserError, match="float32"):
         check_quantization(replace(GPU, quantization="fp8", dtype="float32"))
