@@ -172,9 +172,7 @@ def _rewards() -> Finding:
 
     workers, cores = RewardConfig.model_fields["num_workers"].default, len(os.sched_getaffinity(0))
     more = f"reward.num_workers up to the {cores} cores" if cores > workers else ""
-    return Finding(
-        "rewards", f"{workers} processes", "responses are scored in separate processes, with deadlines", more
-    )
+    return Finding("rewards", f"{workers} processes", "responses are scored in processes with deadlines", more)
 
 
 def _quantize(packages: dict[str, str | None]) -> Finding:

@@ -1,6 +1,6 @@
-"""Everything about a run that can be found wrong without its weights, its data and its ranks' machines.
+"""The checks of a run that need neither weights nor data nor the machines of its ranks.
 
-The same functions as `preflight` calls, which looks at the rest where the run starts.
+They call the same functions as `preflight`, which checks the rest when the run starts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from oblr_megatron.checkpoint.hf_dir import check_hf_dir, check_hf_files
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.data.sources import convention_of
 from oblr_megatron.errors import UserError
+from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.preflight import check_dealing, check_settings
@@ -23,31 +24,31 @@ if TYPE_CHECKING:
 
 
 def model_of(path: Path) -> tuple[dict[str, Any], str]:
-    """config.json of the model directory, or what was published under its name; and a line that says which.
+    """(config.json, a line that names its source): from the model directory, or as published under its name.
 
     Raises:
-        UserError: the directory is not a whole Qwen3's; or it is absent, and no published model has its name.
+        UserError: the directory holds no complete Qwen3, or it is absent and no published model has its name.
     """
     if not path.exists():
         name = path.name.removesuffix("-Base")
-        return published(name), f"{path} is not there: the configuration published as {name} stands for it"
+        return published(name), f"{path} does not exist: using the configuration published as {name}"
     if list(path.glob("*.safetensors")):
-        return check_hf_dir(path).config, f"{path}: whole"
+        return check_hf_dir(path).config, f"{path}: complete"
     return check_hf_files(path), f"{path} has no weights: only its config.json and tokenizer were checked"
 
 
 def check_run(hf_config: Mapping[str, Any], config: Config, world_size: int, per_node: int, device: Device) -> Config:
-    """Check a run; the same with its norm mode decided.
+    """Check a run; returns it with its norm mode chosen.
 
     Args:
         hf_config: the model's config.json.
         config: the run.
         world_size: ranks of all nodes.
-        per_node: ranks of one.
-        device: what each runs on.
+        per_node: ranks of one node.
+        device: the device of each rank.
 
     Raises:
-        UserError: the first thing found wrong.
+        UserError: the first problem.
     """
     check_layout(hf_config, config, world_size)
     for source in (*config.data.train, *config.evaluate.data.values()):
@@ -71,13 +72,13 @@ def check_run(hf_config: Mapping[str, Any], config: Config, world_size: int, per
 
 
 def _check_engine(hf_config: Mapping[str, Any], config: Config, per_node: int) -> None:
-    """An engine's devices are of one node, and its heads divide among them."""
+    """The devices of an engine are on one node, and its heads divide among them."""
     width = config.rollout.tensor_parallel_size
     if per_node % width:
         raise UserError(
             f"rollout.tensor_parallel_size {width} does not divide the {per_node} ranks of a node",
             where="config: rollout",
-            fix=f"choose a divisor of {per_node}: an engine's devices are of one node",
+            fix=f"choose a divisor of {per_node}; an engine's devices must be on one node",
         )
     heads = hf_config["num_attention_heads"]
     if heads % width:
@@ -89,32 +90,31 @@ def _check_engine(hf_config: Mapping[str, Any], config: Config, per_node: int) -
 
 
 def check_fits(memory: Sequence[RankMemory], config: Config, device: Device) -> None:
-    """Refuse what takes more than a device has, and an engine whose cache does not hold one sample.
+    """Refuse a rank that needs more memory than its device has, and an engine with a KV cache below one sample.
 
     Raises:
-        UserError: naming the stage, the phase and both sizes.
+        UserError: names the stage, the phase and both sizes.
     """
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    engine = memory[0].engine
+    longest, engine = longest_sample(config), memory[0].engine
     if engine is not None and engine.kv_tokens < longest:
         raise UserError(
-            f"an engine's KV cache holds {engine.kv_tokens:,} tokens, and one sample has up to {longest:,}: weights "
-            f"take {_gb(engine.weights)}, the rest {_gb(engine.other)} of its {_gb(engine.total)} a device",
+            f"an engine's KV cache holds {engine.kv_tokens:,} tokens, but one sample has up to {longest:,}: weights "
+            f"take {_gb(engine.weights)} and the rest {_gb(engine.other)} of its {_gb(engine.total)} per device",
             where="config: rollout",
             fix="raise rollout.gpu_memory_utilization or tensor_parallel_size (on a CPU kv_cache_gib)",
         )
     fullest = max(memory, key=lambda one: one.peak)
     if device.num_bytes is None or fullest.peak <= device.num_bytes:
         return
-    samples = fullest.rollout > fullest.training
-    phase = "while samples are made" if samples else f"at the {fullest.step.moment}"
+    sampling = fullest.rollout > fullest.training
+    phase = "during sampling" if sampling else f"at the {fullest.step.moment}"
     fix = (
         "lower rollout.gpu_memory_utilization, or start more ranks with parallel.use_distributed_optimizer"
-        if samples
+        if sampling
         else 'set parallel.recompute_granularity to "full", lower micro_batch_tokens, or raise a parallel size'
     )
     raise UserError(
-        f"a rank of pipeline stage {fullest.step.stage} takes {_gb(fullest.peak)} {phase}, and its device has "
+        f"a rank of pipeline stage {fullest.step.stage} needs {_gb(fullest.peak)} {phase}, but its device has "
         f"{_gb(device.num_bytes)}",
         where="config: parallel, rollout",
         fix=fix,
@@ -122,17 +122,17 @@ def check_fits(memory: Sequence[RankMemory], config: Config, device: Device) -> 
 
 
 def _gb(num_bytes: int) -> str:
-    """As devices are sold. Example: _gb(75 * 10**9) is 75.0 GB."""
+    """Decimal gigabytes, as devices are sold. Example: _gb(75 * 10**9) is "75.0 GB"."""
     return f"{num_bytes / 1e9:.1f} GB"
 
 
 def not_checked(config: Config) -> list[str]:
-    """What stays unknown until the run starts where its files are, a line each."""
+    """One line for each thing that a dry run cannot check."""
     sources = [*config.data.train, *config.evaluate.data.values()]
     absent = [source.path for source in sources if not Path(source.path).exists()]
-    lines = ["rows of data are not read: the run does, before anything is started"]
+    lines = ["not checked: rows of data; the run reads them before it starts any process"]
     if absent:
         lines.append(f"not on this machine: data {', '.join(dict.fromkeys(absent))}")
     if config.rollout.servers:
-        lines.append(f"not asked: the servers {', '.join(config.rollout.servers)}")
+        lines.append(f"not contacted: servers {', '.join(config.rollout.servers)}")
     return lines

@@ -1,4 +1,4 @@
-"""What a rank's device holds: while the trainer computes and its engine sleeps, and while the engine samples.
+"""Memory of a rank's device during training, while its engine sleeps, and during sampling. Imports no torch.
 
 found = rank_memory(hf_config, config, world_size, device)
 found[0].training, found[0].rollout, found[0].peak        # of a rank of the first pipeline stage, bytes
@@ -14,20 +14,20 @@ from oblr_megatron.config import Config
 from oblr_megatron.memory.engine import EngineMemory, engine_bytes
 from oblr_megatron.memory.training import MemoryEstimate, estimate_stage, resident_bytes
 
-CONTEXT = 2 * 2**30  # CUDA context, NCCL and cuBLAS of a trainer rank: usual, not yet measured on a GPU
+CONTEXT = 2 * 2**30  # CUDA context, NCCL and cuBLAS of a trainer rank; typical, not yet measured on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What ranks run on. Example: Device(on_gpu=True, num_bytes=80_000_000_000, transformer_engine=True)"""
+    """The device of a rank. Example: Device(on_gpu=True, num_bytes=80_000_000_000, transformer_engine=True)"""
 
     on_gpu: bool
-    num_bytes: int | None  # memory a rank may take; None: unknown
+    num_bytes: int | None  # memory that a rank may use; None: unknown
     transformer_engine: bool
 
     @property
     def text(self) -> str:
-        """For one line, e.g. "a GPU of 80 GB with Transformer Engine's layers"."""
+        """Description, e.g. "a GPU of 80 GB with Transformer Engine's layers"."""
         if not self.on_gpu:
             return "a CPU"
         layers = "Transformer Engine's" if self.transformer_engine else "megatron-core's own"
@@ -36,21 +36,21 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's. Example: RankMemory(MemoryEstimate(...), EngineMemory(...), sleep_level=2, context=2**31)"""
+    """Memory of one rank. Example: RankMemory(MemoryEstimate(...), EngineMemory(...), sleep_level=2, context=2**31)"""
 
     step: MemoryEstimate
-    engine: EngineMemory | None  # that shares the rank's device
+    engine: EngineMemory | None  # the engine on the same device
     sleep_level: int
-    context: int  # of the trainer's process
+    context: int  # CUDA context of the trainer process
 
     @property
     def training(self) -> int:
-        """At the fullest moment of a step."""
+        """Bytes at the peak of a step."""
         return self.step.total + self.context + (self.engine.asleep(self.sleep_level) if self.engine else 0)
 
     @property
     def rollout(self) -> int:
-        """While samples are made: what the trainer keeps between steps, and the engine awake."""
+        """Bytes during sampling: what the trainer keeps between steps, and the engine."""
         return self.step.between_steps + self.context + (self.engine.total if self.engine else 0)
 
     @property
@@ -59,7 +59,7 @@ class RankMemory:
         return max(self.training, self.rollout)
 
     def parts(self) -> dict[str, int]:
-        """All of it by name, bytes."""
+        """Bytes of each part."""
         found = {name: num_bytes for name, num_bytes in self.step.rows() if num_bytes}
         found["trainer's context"] = self.context
         if self.engine:
@@ -71,13 +71,13 @@ class RankMemory:
 
 
 def rank_memory(hf_config: Mapping[str, Any], config: Config, world_size: int, device: Device) -> list[RankMemory]:
-    """Of a rank of each pipeline stage.
+    """Memory of one rank of each pipeline stage.
 
     Args:
         hf_config: the model's config.json.
-        config: the run, its `gradnorm.mode` decided.
+        config: the run with its `gradnorm.mode` chosen.
         world_size: its ranks.
-        device: what each runs on.
+        device: the device of each rank.
     """
     engine = None
     if config.rollout.own_engines:

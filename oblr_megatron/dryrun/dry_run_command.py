@@ -1,4 +1,7 @@
-"""`oblr-megatron train CONFIG --dry-run [--nnodes N] [--nproc-per-node P] [--gpu-memory-gb X]`."""
+"""`oblr-megatron train CONFIG --dry-run [--nnodes N] [--nproc-per-node P] [--gpu-memory-gb X]`.
+
+Imports no torch at load.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,25 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.dryrun.device_memory import Device
 
-TABLE_WIDTH = 120  # at least, whatever the terminal: a log file has none
+TABLE_WIDTH = 120  # minimum; a log file has no terminal width
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags beside --nproc-per-node, which a run has as well."""
+    """Add the flags of a dry run, besides --nproc-per-node."""
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check the run for all its ranks, with their models and memory, and start nothing",
+        "--dry-run", action="store_true", help="check the run, its models and memory for all ranks without starting it"
     )
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes of a dry run")
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="dry run: number of nodes")
     parser.add_argument(
-        "--gpu-memory-gb", type=float, metavar="X", help="dry run: count for GPUs of X GB (1e9 bytes), present or not"
+        "--gpu-memory-gb", type=float, metavar="X", help="dry run: assume GPUs with X GB (1e9 bytes), present or not"
     )
 
 
 def dry_run(config: Config, *, nnodes: int, per_node: int, gpu_memory_gb: float | None) -> int:
-    """Check a run of nnodes * per_node ranks; prints what it found, and writes nothing.
+    """Check a run of nnodes * per_node ranks and print the result; writes nothing.
 
     Raises:
-        UserError: the first thing found wrong.
+        UserError: the first problem.
     """
     from rich.console import Console
 
@@ -42,13 +43,13 @@ def dry_run(config: Config, *, nnodes: int, per_node: int, gpu_memory_gb: float 
 
     for flag, value in (("--nnodes", nnodes), ("--nproc-per-node", per_node)):
         if value < 1:
-            raise UserError(f"{flag} {value} is not a number of any", where=flag, fix="give 1 or more")
+            raise UserError(f"{flag} {value} is below 1", where=flag, fix="give 1 or more")
     world_size, device = nnodes * per_node, device_of(config, per_node, gpu_memory_gb)
     found = examine(config, world_size, per_node, device)
     models, memory = found.models, found.memory
     print(found.model)
     print(f"{world_size} ranks, each on {device.text}; norms: {found.config.gradnorm.mode}")
-    print(f"{models.total:,} parameters; models built: {len(models.holdings)}, of megatron-core's own layers")
+    print(f"{models.total:,} parameters; models built: {len(models.holdings)}, with megatron-core's own layers")
     for line in [*filter(None, [found.idle]), *not_checked(config)]:
         print(line)
     console = Console()
@@ -60,9 +61,9 @@ def dry_run(config: Config, *, nnodes: int, per_node: int, gpu_memory_gb: float 
 
 
 def device_of(config: Config, per_node: int, gpu_memory_gb: float | None) -> Device:
-    """GPUs of the size given; else this machine's GPU; else its CPU, whose memory the ranks of a node share.
+    """GPUs of the given size, else this machine's GPU, else its CPU with memory divided over the ranks of a node.
 
-    Transformer Engine is taken to be there on GPUs that are not here, unless the configuration goes without.
+    On GPUs that are not here, Transformer Engine counts as installed unless the configuration excludes it.
     """
     import torch
 

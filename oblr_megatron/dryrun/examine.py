@@ -1,4 +1,4 @@
-"""A run looked at as a whole: checked, its models built, its memory counted.
+"""A dry run: check the run, build its models, count its memory.
 
 found = examine(config, world_size=1024, per_node=8, device=Device(on_gpu=True, num_bytes=80 * 10**9, ...))
 found.models.total, found.peak
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a dry run knows. Example: Found(Config(...), "models/Q: whole", None, Models(...), (RankMemory(...),))"""
+    """Result of a dry run. Example: Found(Config(...), "models/Q: complete", None, Models(...), (RankMemory(...),))"""
 
-    config: Config  # with the norms' mode decided
-    model: str  # which configuration it was, in a line
-    idle: str | None  # a line, where replicas wait for one another
+    config: Config  # with its norm mode chosen
+    model: str  # a line that names the source of the model's configuration
+    idle: str | None  # a warning if replicas wait for one another
     models: Models
-    memory: tuple[RankMemory, ...]  # of a rank of each pipeline stage
+    memory: tuple[RankMemory, ...]  # one rank of each pipeline stage
 
     @property
     def peak(self) -> int:
@@ -39,16 +39,16 @@ class Found:
 
 
 def examine(config: Config, world_size: int, per_node: int, device: Device) -> Found:
-    """Check a run, build the model of every position, count the memory of every rank.
+    """Check a run, build the model of every rank and count its memory.
 
     Args:
         config: the run.
         world_size: ranks of all nodes.
-        per_node: ranks of one.
-        device: what each runs on.
+        per_node: ranks of one node.
+        device: the device of each rank.
 
     Raises:
-        UserError: the first thing found wrong. Whether it fits is for `checking.check_fits`.
+        UserError: the first problem. `checking.check_fits` checks the memory.
     """
     hf_config, line = model_of(config.model.path)
     decided = check_run(hf_config, config, world_size, per_node, device)
@@ -60,11 +60,11 @@ def examine(config: Config, world_size: int, per_node: int, device: Device) -> F
 
 
 def _check_counts(hf_config: Mapping[str, Any], config: Config, models: Models) -> None:
-    """The models that were built are those whose memory is counted, and together the model."""
+    """The parameters of the built models match the memory model and the size of the whole model."""
     expected = total_parameters(hf_config)
-    assert models.total == expected, f"{models.total} parameters in the ranks' models, {expected} in the model"
+    assert models.total == expected, f"{models.total} parameters on all ranks, but {expected} in the model"
     for held in models.holdings:
         sizes = RankSizes.of(hf_config, config, held.position.pp)
         counted = (sizes.dense_parameters, sizes.expert_parameters)
         built = (held.dense, held.experts)
-        assert built == counted, f"rank {held.ranks[0]} holds {built} parameters, and {counted} are counted"
+        assert built == counted, f"rank {held.ranks[0]} holds {built} parameters, but the memory model has {counted}"

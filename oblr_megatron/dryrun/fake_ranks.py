@@ -1,10 +1,10 @@
-"""One process that stands as one rank after another of a run of any size: megatron-core's groups, nothing sent.
+"""One process that takes the place of any rank of a run: megatron-core's groups without communication.
 
     with standing_as(rank, world_size, config.parallel) as parallel:
-        ...                     # groups of this rank, and torch.distributed as it would see it
+        ...                     # the groups of this rank, and torch.distributed as it would see it
 
-Collectives of torch's fake process group return at once and leave their results as they were: fit for building models,
-not for values. Devices are "meta": a tensor has a shape and no memory.
+Collectives of torch's fake process group return at once and change nothing. This suffices to build models. All tensors
+are on the "meta" device: shapes without memory.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ META = torch.device("meta")
 
 @contextmanager
 def standing_as(rank: int, world_size: int, config: ParallelConfig) -> Iterator[Parallel]:
-    """Join a process group of `world_size` ranks that do not exist, and make megatron-core's groups.
+    """Join a fake process group of `world_size` ranks and create megatron-core's groups.
 
     Raises:
         UserError: the number of ranks does not fit the layout.
     """
     served = dist.Backend.backend_capability[dist.Backend.FAKE]
-    if META.type not in served:  # tied embeddings are made equal by a collective as soon as they are built
+    if META.type not in served:  # tied embeddings run a collective when they are built
         served.append(META.type)
     dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -44,7 +44,7 @@ def standing_as(rank: int, world_size: int, config: ParallelConfig) -> Iterator[
 
 @contextmanager
 def _meta_is_current() -> Iterator[None]:
-    """megatron-core makes weights on the current CUDA device, or on the default one and moves them there."""
+    """megatron-core creates weights on the current CUDA device, or on the default device and moves them there."""
     current, move = torch.cuda.current_device, torch.Tensor.cuda
     torch.cuda.current_device = lambda: META  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda tensor, *_args, **_kwargs: tensor  # type: ignore[method-assign]

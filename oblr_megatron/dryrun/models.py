@@ -1,10 +1,10 @@
-"""The model of every rank, built on meta devices: which ranks hold the same, and how many parameters.
+"""The model of every rank, built on meta devices, and its parameters.
 
     found = build_models(hf_config, config, world_size)
     found.total, found.holdings[0].ranks, found.holdings[0].parameters
 
-Ranks that differ only in which samples they work on hold the same model; each other position is built, whichever of its
-ranks stands for it. Layers are megatron-core's own: Transformer Engine's have as many parameters, under other names.
+Ranks that differ only in their samples hold the same model, so one of them is built. The layers are megatron-core's
+own; Transformer Engine's have equally many parameters under other names.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ KERNELS_OFF = {
     "gradient_accumulation_fusion": False,
     "defer_embedding_wgrad_compute": False,
 }
-"""Options that hold no parameters, and ask for kernels that a login node need not have."""
+"""Options without parameters that need kernels, which a login node may not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What ranks of one position hold, in elements.
+    """The parameters on ranks with the same position in the model, in elements.
 
     Example, Qwen3-0.6B under TP2 on 4 ranks:
         Holding(position=Position(tp=0, ...), ranks=(0, 2), dense=298043392, experts=0, counted_dense=298043392, ...)
     """
 
-    position: Position  # of the first of them
+    position: Position  # of the first rank
     ranks: tuple[int, ...]
     dense: int
     experts: int
-    counted_dense: int  # of these, what counts here and not on another tensor-parallel rank or pipeline stage
+    counted_dense: int  # dense elements that count here, not on another tensor-parallel rank or pipeline stage
     counted_experts: int
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Dense and expert elements."""
         return self.dense + self.experts
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """All of a run's. Example: Models(holdings=(Holding(...), ...), total=596049920)"""
+    """The models of all ranks. Example: Models(holdings=(Holding(...), ...), total=596049920)"""
 
     holdings: tuple[Holding, ...]
-    total: int  # parameters of the model, padding of the vocabulary left out
+    total: int  # parameters of the model without vocabulary padding
 
 
 def build_models(hf_config: Mapping[str, Any], config: Config, world_size: int) -> Models:
-    """Build what each position holds; every rank of the run is in one of them.
+    """Build the model of each position; every rank belongs to one position.
 
     Args:
-        hf_config: the model's config.json, checked against the layout (`checks.check_layout`).
+        hf_config: the model's config.json, checked against the layout (`checks.layout.check_layout`).
         config: the run.
         world_size: its ranks.
     """
@@ -87,7 +87,7 @@ def build_models(hf_config: Mapping[str, Any], config: Config, world_size: int) 
 
 
 def rank_positions(parallel: ParallelConfig, world_size: int) -> list[Position]:
-    """Of every rank, from megatron-core's own generator of groups."""
+    """The position of every rank, from megatron-core's own generator of groups."""
     tp = parallel.tensor_model_parallel_size
     return positions(
         world_size,
@@ -100,7 +100,7 @@ def rank_positions(parallel: ParallelConfig, world_size: int) -> list[Position]:
 
 
 def _same_model(places: list[Position], *, experts: bool) -> list[tuple[int, ...]]:
-    """Ranks by what they hold, e.g. [(0, 2), (1, 3)] under TP2 on 4 ranks."""
+    """Ranks grouped by the part of the model they hold, e.g. [(0, 2), (1, 3)] for TP2 on 4 ranks."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(places):
         key = (place.pp, place.tp, place.cp, *((place.ep, place.etp) if experts else ()))
@@ -109,10 +109,10 @@ def _same_model(places: list[Position], *, experts: bool) -> list[tuple[int, ...
 
 
 def _check_position(parallel: Parallel, place: Position) -> None:
-    """The position is that of the groups which megatron-core made."""
+    """The position agrees with megatron-core's groups."""
     own = (parallel.tp_rank, parallel.pp_rank, parallel.cp_rank, parallel.dp_rank, parallel.ep_rank, parallel.etp_rank)
     expected = (place.tp, place.pp, place.cp, place.dp, place.ep, place.etp)
-    assert own == expected, f"rank {parallel.rank} stands at {own} by its groups, and was expected at {expected}"
+    assert own == expected, f"rank {parallel.rank} is at {own} by its groups, but was expected at {expected}"
 
 
 def _count(hf_config: HFConfig, config: Config, parallel: Parallel) -> tuple[int, int, int, int]:
@@ -128,18 +128,18 @@ def _count(hf_config: HFConfig, config: Config, parallel: Parallel) -> tuple[int
 
 
 def _counts_here(parameter: nn.Parameter, parallel: Parallel) -> bool:
-    """Whether this rank is the one that counts it, of the replica's ranks that hold the same."""
+    """Whether this rank counts the parameter, among the ranks of the replica that hold it."""
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, parallel.tp_group)
 
 
 def _chunks(
     hf_config: HFConfig, config: ModelConfig, parallel: Parallel, options: ParallelConfig
 ) -> Iterator[GPTModel]:
-    """The model's stretches of layers on this rank, on meta devices."""
+    """The model chunks of this rank, on meta devices."""
     local = config.model_copy(update={"transformer_impl": "local", "fp8": "none"})
     options = options.model_copy(update=KERNELS_OFF)
     padded = padded_vocab_size(hf_config.vocab_size, config.make_vocab_size_divisible_by, parallel.tp_size)
-    with warnings.catch_warnings():  # experts that are whole under tensor parallelism are told that they are
+    with warnings.catch_warnings():  # experts that are not split by tensor parallelism cause this warning
         warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`")
         transformer_config = transformer_config_of(hf_config, local, parallel, options)
         for chunk in range(parallel.vp_size):
@@ -147,7 +147,7 @@ def _chunks(
 
 
 def _total(holdings: list[Holding], hf_config: HFConfig, config: Config) -> int:
-    """Each shard once: of one replica everything dense, of one copy of the experts all experts."""
+    """Count each shard once: the dense weights of one replica and one copy of the experts."""
     dense = {(held.position.pp, held.position.tp): held.counted_dense for held in reversed(holdings)}
     experts = {
         (held.position.pp, held.position.ep, held.position.etp): held.counted_experts for held in reversed(holdings)

@@ -1,4 +1,4 @@
-"""What a dry run found: a table with a column for every kind of rank, and one line of JSON."""
+"""The result of a dry run as a table with one column per kind of rank, and as one line of JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Ranks that hold as much as each other. Example: Kind(stages=(0,), ranks=(0, 1), parameters=298043392, memory)"""
+    """Ranks with equal memory. Example: Kind(stages=(0,), ranks=(0, 1), parameters=298043392, memory)"""
 
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -27,7 +27,7 @@ class Kind:
 
 
 def kinds_of(models: Models, memory: Sequence[RankMemory]) -> list[Kind]:
-    """Ranks by what they hold; pipeline stages that agree in every part are one kind."""
+    """Group ranks by memory; pipeline stages with equal parts are one kind."""
     found: dict[tuple[Any, ...], tuple[list[int], list[Holding]]] = {}
     for held in models.holdings:
         of_stage = memory[held.position.pp]
@@ -47,8 +47,8 @@ def kinds_of(models: Models, memory: Sequence[RankMemory]) -> list[Kind]:
 
 
 def memory_table(kinds: Sequence[Kind], device_bytes: int | None) -> Table:
-    """GB (1e9 bytes) a rank, part by part; a column for each kind of rank."""
-    table = Table(title="memory of a rank, GB of 1e9 bytes")
+    """GB (1e9 bytes) per rank and part; one column per kind of rank."""
+    table = Table(title="memory per rank, GB (1e9 bytes)")
     table.add_column("")
     for kind in kinds:
         table.add_column(f"stage {span(kind.stages)}", justify="right")
@@ -64,7 +64,7 @@ def memory_table(kinds: Sequence[Kind], device_bytes: int | None) -> Table:
     else:
         table.add_row("while sampling", *(fixed(kind.memory.rollout / GB, 2) for kind in kinds), end_section=True)
         tokens = [kind.memory.engine.kv_tokens for kind in kinds if kind.memory.engine]
-        table.add_row("tokens an engine's cache holds", *map(number, tokens))
+        table.add_row("tokens in an engine's KV cache", *map(number, tokens))
     if device_bytes:
         table.add_row("share of the device", *(f"{kind.memory.peak / device_bytes:.0%}" for kind in kinds))
     return table
@@ -73,11 +73,11 @@ def memory_table(kinds: Sequence[Kind], device_bytes: int | None) -> Table:
 def _add_training(table: Table, kinds: Sequence[Kind]) -> None:
     moments = [f"{kind.memory.training / GB:.2f}" for kind in kinds]
     table.add_row("while training", *moments)
-    table.add_row("  fullest at the", *(kind.memory.step.moment for kind in kinds), end_section=True)
+    table.add_row("  peak at the", *(kind.memory.step.moment for kind in kinds), end_section=True)
 
 
 def span(numbers: Sequence[int]) -> str:
-    """Ascending numbers with the gaps between them named, few at a time.
+    """Ascending numbers as ranges, shortened to three.
 
     >>> span((0, 1, 2, 3)), span((5,)), span((0, 2, 4, 6)), span((0, 1, 4, 5, 8, 9))
     ('0-3', '5', '0, 2, .. 6', '0-1, 4-5, .. 8-9')

@@ -1,1 +1,1 @@
-"""What a layout costs before it is run: a stated model of time, the trainer's own estimate of memory, and a search."""
+"""The planner: a cost model of step time, the trainer's memory model, and a search over layouts."""

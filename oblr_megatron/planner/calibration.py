@@ -1,12 +1,15 @@
-"""Constants of the cost model from measured phases: least squares of log seconds, within bounds.
+"""Fit the constants of the cost model to measured runs: bounded least squares of log seconds. Imports no torch.
 
-    fitted = fit([observation_of(run_dir, machine) for run_dir in runs], machine.constants, NAMES)
+    fitted = fit([observation_of(run_dir, "h100") for run_dir in runs], machine.constants, names)
     fitted.constants, fitted.rms, fitted.rows
 
-Minimised over x = log c of the constants named: sum rho(log predicted - log measured) + RIDGE sum (x - x_0)^2, x_0 the
-constants it begins with. The second sum holds what the runs say nothing about at its default. Errors count by ratio, so
-that a phase of a second weighs as much as one of a minute; rho grows like a square up to ratios of about 1.2 (FAR) and
-then in proportion, so that one disturbed run does not decide. Uses scipy (the extra "study").
+The fit minimises over x = log c of the chosen constants
+
+    sum rho(log predicted - log measured) + RIDGE sum (x - x_0)^2,      x_0 the initial constants
+
+The ridge keeps constants that the runs do not determine at their defaults. Errors are ratios, so that short and long
+phases weigh equally. rho is quadratic up to ratios of about 1.2 (FAR) and linear beyond, so that one disturbed run does
+not dominate. Needs scipy (the extra "study").
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from oblr_megatron.planner.training_cost import training_phases
 
 RIDGE = 1e-3
 FAR = 0.2
-WARM_UP = 1  # steps that are not counted: compilation, caches, the optimizer's state
+WARM_UP = 1  # steps that do not count: compilation, caches, allocation of optimizer state
 EFFICIENCIES = ("product", "product_fp8", "attention", "memory", "link", "hidden", "decode", "prefill")
 BOUNDS = dict.fromkeys(EFFICIENCIES, (1e-3, 1.0))
 OTHER_BOUNDS = (1e-7, 1e4)  # seconds, tokens, widths
@@ -45,21 +48,21 @@ class Observation:
     """One measured run. Example: Observation("tp2", setting, {"gradient": 1.92, "optimizer": 0.05})."""
 
     name: str
-    setting: Setting  # under any constants
-    seconds: Mapping[str, float]  # of phases: gradient (norms included), optimizer, rollout, push
+    setting: Setting  # its constants are ignored
+    seconds: Mapping[str, float]  # by phase: gradient (norms included), optimizer, rollout, push
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What a fit found."""
+    """The result of a fit."""
 
     constants: Constants
-    names: tuple[str, ...]  # that were fitted
+    names: tuple[str, ...]  # of the fitted constants
     rows: list[tuple[str, str, float, float]]  # run, phase, measured, predicted
     rms: float  # of log predicted - log measured: 0.1 is about 10%
 
     def table(self) -> str:
-        """A line a phase, and the constants."""
+        """One line per phase, then the constants."""
         lines = [
             f"{name:24} {phase:10} measured {measured:9.4g} s   predicted {predicted:9.4g} s   "
             f"{predicted / measured:.2f}x"
@@ -70,10 +73,10 @@ class Fitted:
 
 
 def fit(observations: Sequence[Observation], start: Constants, names: Sequence[str]) -> Fitted:
-    """The constants `names` that predict the observations best; the others stay.
+    """Fit the constants `names` to the observations; the others keep their values.
 
     Raises:
-        UserError: scipy is not installed, or there is nothing to fit to.
+        UserError: scipy is not installed, or no phase was measured.
     """
     from oblr_megatron.checks.packages import require_scipy
 
@@ -103,7 +106,7 @@ def moved(start: Constants, names: Sequence[str], x: Sequence[float]) -> Constan
 
 
 def compare(observations: Sequence[Observation], constants: Constants) -> list[tuple[str, str, float, float]]:
-    """(run, phase, measured, predicted) of every phase that was measured."""
+    """(run, phase, measured, predicted) of every measured phase."""
     rows = []
     for observation in observations:
         predicted = predicted_phases(observation, constants)
@@ -112,7 +115,7 @@ def compare(observations: Sequence[Observation], constants: Constants) -> list[t
 
 
 def predicted_phases(observation: Observation, constants: Constants) -> dict[str, float]:
-    """Seconds of the phases that an observation has, under these constants."""
+    """Predicted seconds of the phases of an observation."""
     setting = replace(observation.setting, machine=observation.setting.machine.with_constants(constants))
     training = training_phases(setting)
     found = {
@@ -127,16 +130,16 @@ def predicted_phases(observation: Observation, constants: Constants) -> dict[str
 
 
 def root_mean_square(values: Sequence[float]) -> float:
-    """Of numbers; 0 of none."""
+    """Root mean square; 0 for no values."""
     return sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
 
 
 def observation_of(run_dir: Path, gpu: str) -> Observation:
-    """A finished run: medians over its steps, the first left out; its mean response length stands for the lengths.
+    """Read a finished run: medians over all steps but the first, with all responses at the mean length.
 
     Args:
         run_dir: holds config.json, environment.json, metrics.jsonl.
-        gpu: the device's name; a run on a CPU is recognised.
+        gpu: name of the device; ignored for a run on a CPU.
 
     Raises:
         UserError: files are missing, or the run has fewer than two steps.
@@ -146,7 +149,7 @@ def observation_of(run_dir: Path, gpu: str) -> Observation:
         config = parse_config(json.loads((run_dir / "config.json").read_text(encoding="utf-8")), str(run_dir))
         environment = json.loads((run_dir / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"no run: {error}", where=str(run_dir), fix=fix) from error
+        raise UserError(f"not a run directory: {error}", where=str(run_dir), fix=fix) from error
     steps = [record for record in read_metrics(run_dir) if record["step"]][WARM_UP:]
     if not steps:
         raise UserError("the run has fewer than two steps", where=str(run_dir), fix=fix)
@@ -164,7 +167,7 @@ def observation_of(run_dir: Path, gpu: str) -> Observation:
 
 
 def measured_phases(steps: Sequence[Mapping[str, Any]], *, replayed: bool) -> dict[str, float]:
-    """Median seconds of each phase over steps, norms and gradient together; without sampling where none was done."""
+    """Median seconds of each phase, norms and gradient together; a replay has no sampling phases."""
     gradient = [(step.get("timing_s/gradnorm") or 0.0) + (step.get("timing_s/gradient") or 0.0) for step in steps]
     found = {"gradient": statistics.median(gradient), "optimizer": median(steps, "timing_s/optimizer")}
     if not replayed:
@@ -173,27 +176,27 @@ def measured_phases(steps: Sequence[Mapping[str, Any]], *, replayed: bool) -> di
 
 
 def median(steps: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Of a figure over steps; 0 where none has it."""
+    """Median of a metric over steps; 0 if no step has it."""
     values = [float(step[name]) for step in steps if step.get(name) is not None]
     return statistics.median(values) if values else 0.0
 
 
 def cores_named(device: str) -> int | None:
-    """Cores in environment.json's words, e.g. "CPU (x86_64, 2 cores)"; None: those of this machine."""
+    """Number of cores in a description like "CPU (x86_64, 2 cores)"; None if it has none."""
     words = device.replace(")", "").split()
     return int(words[-2]) if len(words) > 1 and words[-1].startswith("core") and words[-2].isdigit() else None
 
 
 def calibrate(runs: Sequence[Path], gpu: str, out: Path) -> str:
-    """`plan --calibrate`: fit, write the file that `--calibration` reads, and tell.
+    """`plan --calibrate`: fit, write the file for `--calibration`, and return the report.
 
     Raises:
-        UserError: a directory holds no run; CPU and GPU runs are mixed.
+        UserError: a directory holds no run, or CPU and GPU runs are mixed.
     """
     observations = [observation_of(run, gpu) for run in runs]
     machines = {observation.setting.machine.on_gpu for observation in observations}
     if len(machines) > 1:
-        raise UserError("runs on CPUs and on GPUs", where="plan --calibrate", fix="calibrate them apart")
+        raise UserError("runs on CPUs and on GPUs", where="plan --calibrate", fix="calibrate them separately")
     names = (TRAINING if machines.pop() else CPU_TRAINING) + SAMPLING
     if all("rollout" not in observation.seconds for observation in observations):
         names = names[: -len(SAMPLING)]
@@ -203,7 +206,7 @@ def calibrate(runs: Sequence[Path], gpu: str, out: Path) -> str:
 
 
 def write_constants(found: Fitted, out: Path, runs: Sequence[str]) -> None:
-    """{"constants": ..., "fitted": names, "rms": ..., "runs": ..., "rows": ...}."""
+    """Write {"constants": ..., "fitted": names, "rms": ..., "runs": ..., "rows": ...}."""
     record = {
         "constants": as_table(found.constants),
         "fitted": found.names,

@@ -1,12 +1,11 @@
-"""The constants of the cost model, each with where its default comes from, and the machine they belong to. No torch.
+"""The constants of the cost model with the sources of their defaults, and the machine. Imports no torch.
 
     machine = Machine(device_named("h100"))                                # the defaults
     machine = Machine(device_named("h100"), read_constants(Path("constants.json")))
     machine = cpu_machine(cores=2)
 
-A device says what a GPU could do by its data sheet; the constants say how much of it a step gets, and what is paid for
-every message and launch. Those of the data sheet stay as they are, the constants can be fitted to measured runs
-(`planner/calibration.py`).
+A `Device` has the peak numbers of a data sheet. The constants are the share of these peaks that a step reaches, and the
+latency of each message and launch. `planner/calibration.py` fits the constants to measured runs.
 """
 
 from __future__ import annotations
@@ -22,52 +21,52 @@ from oblr_megatron.observe.performance.hardware import Device
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Efficiencies (of a device's figure, 0 to 1), seconds, and sizes at which an efficiency is half of its best.
+    """Efficiencies (share of a device's peak, 0 to 1), seconds, and sizes at half of the best efficiency.
 
-    Defaults are for NVIDIA's GPUs under NCCL. *Set*: a round figure by judgement, not measured here, and not fitted to
-    the published throughputs it is held against in docs/planner.md.
+    The defaults are for NVIDIA GPUs with NCCL. *Assumed*: a round number, neither measured here nor fitted to the
+    published throughputs in docs/planner.md.
     """
 
     product: float = 0.75
-    """Share of peak FLOP/s of a large matrix product. cuBLAS in bf16 on an H100 reaches 0.7 to 0.8; set."""
+    """Share of peak FLOP/s in a large matrix product. cuBLAS in bf16 on an H100 reaches 0.7 to 0.8; assumed."""
     product_fp8: float = 0.60
-    """The same of the FP8 peak, with the quantisation of operands; set."""
+    """Share of the FP8 peak, including the quantisation of operands; assumed."""
     half_tokens: float = 256.0
-    """Tokens at which a product reaches half of that: e(n) = n / (n + half_tokens). Weights are read once a product,
-    and 989 TFLOP/s over 3.35 TB/s are 295 FLOPs a byte, so that 295 tokens hide half of their reading in bf16."""
+    """Tokens at half of that efficiency: e(n) = n / (n + half_tokens). 989 TFLOP/s over 3.35 TB/s are 295 FLOPs per
+    byte, so 295 tokens hide half of the time to read bf16 weights."""
     half_width: float = 256.0
-    """The same of the narrower side of a weight's shard: two tiles of 128 wide; set."""
+    """Width at half efficiency, for the narrower side of a weight shard: two tiles of 128; assumed."""
     attention: float = 0.45
-    """Share of peak FLOP/s of fused attention; FlashAttention-2 and -3 report 0.35 and 0.75 on an H100."""
+    """Share of peak FLOP/s in fused attention. FlashAttention-2 and -3 report 0.35 and 0.75 on an H100."""
     memory: float = 0.70
-    """Share of memory bandwidth of norms, activations, optimizer; set."""
+    """Share of memory bandwidth in norms, activations and the optimizer; assumed."""
     passes: float = 1.0
-    """Times that the elementwise work of a layer moves what `elementwise_bytes` counts; 1 for fused kernels."""
+    """Factor on the bytes that `elementwise_bytes` counts; 1 for fused kernels."""
     link: float = 0.70
-    """Share of a link's bandwidth of a large exchange; NCCL's bus bandwidth in nccl-tests is 0.75 to 0.8 of NVLink."""
+    """Share of link bandwidth in a large collective. NCCL's bus bandwidth in nccl-tests is 0.75 to 0.8 of NVLink."""
     message_s: float = 6e-6
-    """Seconds of a hop of an exchange within a node, however small; NCCL's latency over NVLink."""
+    """Latency of one hop within a node, seconds; NCCL's over NVLink."""
     node_message_s: float = 15e-6
-    """The same between nodes; NCCL's over InfiniBand."""
+    """Latency of one hop between nodes, seconds; NCCL's over InfiniBand."""
     layer_s: float = 0.4e-3
-    """Seconds that the host takes to launch a layer's forward pass. On a GPU it runs ahead: only what is longer counts;
-    set, 20 to 40 kernels at 10 us each."""
+    """Seconds for the host to launch a layer's forward pass. On a GPU only the excess over the kernels counts. Assumed:
+    20 to 40 kernels at 10 us."""
     mixture_s: float = 2.2e-3
-    """Seconds that a mixture's layer takes more in a forward pass, whatever its tokens: the host waits for the routers'
-    counts and launches the experts' products one by one. A third of what Megatron-Bridge's published throughputs of
-    Qwen3-30B-A3B at 1 and at 8 sequences a microbatch (B200, B300; docs/planner.md) leave for it."""
+    """Additional seconds per layer with experts in a forward pass: the host waits for the router's counts and launches
+    the experts one by one. A third of the time left unexplained in Megatron-Bridge's published throughputs of
+    Qwen3-30B-A3B at 1 and 8 sequences per microbatch (B200, B300; docs/planner.md)."""
     run_s: float = 5e-3
-    """Seconds of every run of the pipeline (a fold, a window, a group) beside its microbatches; set."""
+    """Fixed seconds per run of the pipeline (a fold, a window, a group); assumed."""
     step_s: float = 0.05
-    """Seconds a step takes in each phase whatever its size (packing, clipping, logging); set."""
+    """Fixed seconds per phase of a step (packing, clipping, logging); assumed."""
     hidden: float = 0.7
-    """Share of an exchange that an overlap option hides behind products; set."""
+    """Share of a collective that an overlap option hides behind products; assumed."""
     decode: float = 0.60
-    """Share of memory bandwidth of a decoding step's weights and KV cache; set."""
+    """Share of memory bandwidth when a decoding step reads weights and KV cache; assumed."""
     decode_step_s: float = 6e-3
-    """Seconds of a decoding step beside its arithmetic: vLLM's scheduler, sampling, detokenisation; set."""
+    """Fixed seconds per decoding step: vLLM's scheduler, sampling, detokenisation; assumed."""
     prefill: float = 0.50
-    """Share of peak FLOP/s of a prefill; set."""
+    """Share of peak FLOP/s in a prefill; assumed."""
 
 
 DEFAULT = Constants()
@@ -87,17 +86,17 @@ CPU = Constants(
     step_s=5e-3,
     decode_step_s=2e-3,
 )
-"""Where the fit on a CPU begins; each is replaced by what `study scaling` finds."""
+"""Initial values of the fit on a CPU; `study scaling` replaces each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What runs a layout. Example: Machine(device_named("h100")), whose ranks have a device each."""
+    """The machine of a run. Example: Machine(device_named("h100")), with one device per rank."""
 
     device: Device
     constants: Constants = DEFAULT
     cores: int | None = None
-    """Of a CPU, whose ranks share them; None: every rank has a device of its own."""
+    """Cores of a CPU, which all ranks share; None if every rank has its own device."""
 
     @property
     def on_gpu(self) -> bool:
@@ -105,19 +104,19 @@ class Machine:
         return self.cores is None
 
     def stretch(self, ranks: int) -> float:
-        """How much longer a rank's work takes with so many ranks on the node: max(1, ranks / cores)."""
+        """Slowdown of a rank's work when ranks share cores: max(1, ranks / cores)."""
         return 1.0 if self.cores is None else max(1.0, ranks / self.cores)
 
     def with_constants(self, constants: Constants) -> Machine:
-        """The same machine under other constants."""
+        """The same machine with other constants."""
         return replace(self, constants=constants)
 
 
 def cpu_machine(cores: int | None = None, constants: Constants = CPU) -> Machine:
-    """This CPU, as a node of any number of ranks.
+    """This CPU as a node with any number of ranks.
 
-    A core's peak is taken as 150 GFLOP/s in fp32, its memory as 20 GB/s, a loopback connection as 4 GB/s: round figures
-    above what is reached, which the fitted constants correct.
+    Assumed peaks: 150 GFLOP/s per core in fp32, 20 GB/s of memory, 4 GB/s of loopback. They are upper bounds, which the
+    fitted constants correct.
     """
     count = cores or len(os.sched_getaffinity(0))
     gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
@@ -126,7 +125,7 @@ def cpu_machine(cores: int | None = None, constants: Constants = CPU) -> Machine
 
 
 def read_constants(path: Path) -> Constants:
-    """Constants from a JSON file that `plan --calibrate` wrote; what it leaves out keeps its default.
+    """Read constants from a JSON file of `plan --calibrate`; absent ones keep their defaults.
 
     Raises:
         UserError: the file cannot be read, or holds something else.
@@ -135,14 +134,14 @@ def read_constants(path: Path) -> Constants:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["constants"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError("no file of constants", where=str(path), fix=fix) from error
+        raise UserError("not a file of constants", where=str(path), fix=fix) from error
     known = {field.name for field in fields(Constants)}
     wrong = [name for name, value in found.items() if name not in known or not isinstance(value, int | float)]
     if wrong:
-        raise UserError(f"{wrong[0]!r} is no constant, or no number", where=str(path), fix=fix)
+        raise UserError(f"{wrong[0]!r} is not a constant with a number", where=str(path), fix=fix)
     return Constants(**found)
 
 
 def as_table(constants: Constants) -> dict[str, float]:
-    """What `read_constants` reads."""
+    """The constants as `read_constants` reads them."""
     return asdict(constants)

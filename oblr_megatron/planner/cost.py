@@ -12,6 +12,6 @@ from oblr_megatron.planner.training_cost import training_phases
 
 
 def predict(setting: Setting) -> Prediction:
-    """A step's cost; the layout must have been checked (`checks.check_layout`)."""
+    """Predict a step's cost; `checks.layout.check_layout` must have accepted the layout."""
     phases = {"rollout": rollout_phase(setting), **training_phases(setting), "push": push_phase(setting)}
     return prediction_of(setting, phases)

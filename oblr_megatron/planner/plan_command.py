@@ -1,4 +1,4 @@
-"""`oblr-megatron plan`: layouts that fit, ranked by predicted step time; or constants fitted to measured runs."""
+"""`oblr-megatron plan`: layouts ranked by predicted step time, or a fit to measured runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ DTYPES = ("bfloat16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the command's options."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", help="a published name (Qwen3-8B), or a directory with a config.json")
+    what.add_argument("--model", help="a published name (Qwen3-8B) or a directory with a config.json")
     what.add_argument("--calibrate", nargs="+", type=Path, metavar="RUN_DIR", help="fit constants to finished runs")
-    parser.add_argument("--gpus", type=int, help="GPUs of the run, all nodes together")
-    parser.add_argument("--gpu-memory-gb", type=float, metavar="X", help="memory of one; by default --gpu's")
+    parser.add_argument("--gpus", type=int, help="GPUs on all nodes together")
+    parser.add_argument("--gpu-memory-gb", type=float, metavar="X", help="memory of a GPU (default: that of --gpu)")
     parser.add_argument("--sequence-length", type=int, metavar="L", help="longest prompt and response together")
     parser.add_argument("--gpu", default="h100", help="h100, h200, a100, b200, ... (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=128, help="a step, Q (default: %(default)s)")
-    parser.add_argument("--group-size", type=int, default=8, help="responses a prompt, G (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=128, help="prompts per step, Q (default: %(default)s)")
+    parser.add_argument("--group-size", type=int, default=8, help="responses per prompt, G (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="longest prompt (default: an eighth of L)")
-    parser.add_argument("--mean-response-tokens", type=int, metavar="N", help="(default: half of the longest response)")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the weights (default: %(default)s)")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="constants that --calibrate wrote")
-    parser.add_argument("--config", type=Path, metavar="CONFIG.toml", help="take the rest of the run from it")
+    parser.add_argument("--mean-response-tokens", type=int, metavar="N", help="mean (default: half the longest)")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="weights (default: %(default)s)")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="read constants from a file of --calibrate")
+    parser.add_argument("--config", type=Path, metavar="CONFIG.toml", help="take all other settings from this config")
     parser.add_argument("--top", type=int, default=10, metavar="K", help="layouts to show (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
-    parser.add_argument("--write", type=Path, metavar="FILE.toml", help="the best layout's sections of a config")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where --calibrate writes")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
+    parser.add_argument("--write", type=Path, metavar="FILE.toml", help="write the config sections of the best layout")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="output file of --calibrate")
     parser.set_defaults(function=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Search and show, or calibrate."""
+    """Search and print the layouts, or calibrate."""
     if options.calibrate:
         return _calibrate(options)
     from oblr_megatron.planner.search import search
@@ -59,15 +59,15 @@ def run(options: argparse.Namespace) -> int:
     console.print(table(plans, request))
     console.print(summary(found))
     if options.write:
-        console.print(f"wrote the first layout's sections to {options.write}")
+        console.print(f"wrote the config sections of the first layout to {options.write}")
     return EXIT_OK
 
 
 def request_of(options: argparse.Namespace) -> Any:
-    """What is asked, checked.
+    """The checked request.
 
     Raises:
-        UserError: an option is missing, or out of bounds.
+        UserError: an option is missing or out of bounds.
     """
     from oblr_megatron.model.published import model_config
     from oblr_megatron.observe.performance.hardware import device_named
@@ -98,7 +98,7 @@ def _check(options: argparse.Namespace) -> None:
     wanted = ("gpus",) if options.config else ("gpus", "sequence_length")
     for name in wanted:
         if getattr(options, name) is None:
-            raise UserError(f"--{name.replace('_', '-')} is missing", where="plan", fix="give it, e.g. --gpus 64")
+            raise UserError(f"--{name.replace('_', '-')} is missing", where="plan", fix="add it, e.g. --gpus 64")
     for name in ("gpus", "gpu_memory_gb", "sequence_length", "prompts", "group_size", "prompt_tokens", "top"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -106,14 +106,14 @@ def _check(options: argparse.Namespace) -> None:
     prompt = options.prompt_tokens
     if prompt is not None and options.sequence_length is not None and prompt >= options.sequence_length:
         raise UserError(
-            f"--prompt-tokens {prompt} leaves nothing of --sequence-length {options.sequence_length}",
+            f"--prompt-tokens {prompt} leaves no response within --sequence-length {options.sequence_length}",
             where="plan",
             fix="lower the first or raise the second",
         )
 
 
 def _table(options: argparse.Namespace) -> dict[str, Any]:
-    """The run that layouts are put into: the config's, or one of the sizes given."""
+    """The run to lay out, as a table: from --config, or of the given sizes."""
     from oblr_megatron.planner.request import base_table
 
     if options.config is None:
@@ -127,9 +127,8 @@ def _table(options: argparse.Namespace) -> dict[str, Any]:
         )
     from oblr_megatron.config import load_config
 
-    load_config(options.config)  # says what is wrong with it
-    found: dict[str, Any] = tomllib.loads(options.config.read_text(encoding="utf-8"))
     config = load_config(options.config).model_dump(mode="json")
+    found: dict[str, Any] = tomllib.loads(options.config.read_text(encoding="utf-8"))
     sizes = {"num_prompts": config["num_prompts"], "group_size": config["group_size"]}
     data = found["data"] | {"max_prompt_tokens": config["data"]["max_prompt_tokens"]}
     longest = options.sequence_length

@@ -1,4 +1,4 @@
-"""What is asked of the planner: model, machine, sizes of a step; and the run that a layout is put into. No torch."""
+"""The planner's input: model, machine, sizes of a step, and the rest of the run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.memory.select_mode import MODES
 from oblr_megatron.planner.constants import Machine
-
-MODES = ("two_pass", "stash", "bookkeep")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question. Example: `oblr-megatron plan --model Qwen3-8B --gpus 64 --sequence-length 8192`."""
+    """One request. Example: `oblr-megatron plan --model Qwen3-8B --gpus 64 --sequence-length 8192`."""
 
     model: str
     hf_config: Mapping[str, Any]
@@ -23,15 +22,15 @@ class Request:
     machine: Machine
     prompt_tokens: int  # mean of a prompt
     mean_response_tokens: int
-    table: Mapping[str, Any]  # the rest of the run, as a config file has it
-    modes: tuple[str, ...] = MODES
-    keep_free: int = 2 * 2**30  # bytes of a GPU left to CUDA, NCCL and fragmentation
+    table: Mapping[str, Any]  # the rest of the run, as in a config file
+    modes: tuple[str, ...] = MODES[::-1]
+    keep_free: int = 2 * 2**30  # bytes per GPU for CUDA, NCCL and fragmentation
 
     def config(self, layout: Mapping[str, Any]) -> Config:
-        """The run under a layout's sections.
+        """The run with the sections of a layout.
 
         Raises:
-            UserError: two fields of it exclude each other.
+            UserError: fields contradict each other.
         """
         sections = {
             name: {**self.table.get(name, {}), **fields} if isinstance(fields, Mapping) else fields
@@ -43,7 +42,7 @@ class Request:
 def base_table(
     *, model: str, prompts: int, group_size: int, prompt_tokens: int, sequence_length: int, dtype: str
 ) -> dict[str, Any]:
-    """A run of these sizes, everything else at its default."""
+    """A run with these sizes and defaults otherwise."""
     return {
         "run_dir": "runs/plan",
         "num_prompts": prompts,

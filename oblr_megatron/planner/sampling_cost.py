@@ -1,14 +1,14 @@
-"""Seconds of the phases that belong to vLLM: sampling, and the push of the weights. Imports no torch.
+"""Predicted seconds of sampling and of the weight push. Imports no torch.
 
-    prefill    forward FLOPs of the engine's prompts, one a group (the prefix cache), at `prefill` of the peak
-    decode     a step of B sequences: the larger of FLOPs / peak and (weights + KV cache of B sequences) / (`decode` of
-               the bandwidth), 2 all-reduces a layer over the engine's devices, and decode_step_s.
-               B = min(sequences of the engine, max_num_seqs, what the KV cache holds); sequences / B waves of mean
-               length at B, then the longest response's remaining tokens at B = 1
-    push       a gather of the weights from the ranks that hold them, and two copies (bucket, engine) in memory
+    prefill    forward FLOPs of the engine's prompts, one per group (prefix cache), at `prefill` of the peak
+    decode     one step of B sequences: the larger of FLOPs / peak and (weights + KV cache) / (`decode` of the
+               bandwidth), plus 2 all-reduces per layer over the engine's devices, plus decode_step_s.
+               B = min(sequences of the engine, max_num_seqs, sequences in the KV cache). sequences / B waves of mean
+               length run at B, then the remaining tokens of the longest response at B = 1
+    push       an all-gather of the weights from the ranks that hold them, and two copies in memory (bucket, engine)
 
-A mixture's weights are read for the experts that B tokens are routed to: E (1 - (1 - k / E)^B) of E. Not known: how
-lengths are distributed between the mean and the longest, preemption, speculative decoding, what rewards take.
+Of E experts with k per token, a step of B tokens reads E (1 - (1 - k / E)^B). Not modelled: the distribution of lengths
+between mean and longest, preemption, speculative decoding, rewards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from oblr_megatron.planner.setting import Setting
     from oblr_megatron.planner.stage import Terms
 
-PUSH_COPIES = 2  # into a bucket, and out of it; each reads and writes
+PUSH_COPIES = 2  # into a bucket and out of it; each reads and writes
 
 
 def rollout_phase(setting: Setting) -> Phase:
@@ -37,7 +37,7 @@ def rollout_phase(setting: Setting) -> Phase:
 
 
 def push_phase(setting: Setting) -> Phase:
-    """The weights' way to the engines."""
+    """The weight push to the engines."""
     machine, config = setting.machine, setting.config
     sizes = engine_sizes(setting.hf_config, config)
     num_bytes = total_parameters(setting.hf_config) * sizes.element
@@ -55,10 +55,10 @@ def push_phase(setting: Setting) -> Phase:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """One vLLM engine, and its share of a step."""
+    """One vLLM engine and its share of a step."""
 
     setting: Setting
-    config: Config  # the typical one
+    config: Config  # `setting.typical`
     sizes: RankSizes
     memory: EngineMemory
     sequences: float
@@ -76,12 +76,12 @@ class _Engine:
 
     @property
     def batch(self) -> float:
-        """B, sequences decoded at once."""
+        """B, the sequences decoded at once."""
         fit = self.memory.kv_tokens / longest_sample(self.config)
         return max(1.0, min(self.sequences, self.setting.config.rollout.max_num_seqs, fit))
 
     def terms(self) -> Terms:
-        """Seconds of the engine's share."""
+        """Seconds of the engine's share of a step."""
         mean = self.config.rollout.max_response_tokens
         waves = max(1.0, self.sequences / self.batch)
         rest = max(0.0, self.setting.config.rollout.max_response_tokens - waves * mean)
@@ -95,7 +95,7 @@ class _Engine:
         }
 
     def step(self, batch: float) -> Terms:
-        """One decoding step of so many sequences."""
+        """Seconds of one decoding step of `batch` sequences."""
         device, constants = self.setting.machine.device, self.setting.machine.constants
         half = longest_sample(self.config) - self.config.rollout.max_response_tokens / 2  # cached tokens, on average
         bandwidth = device.memory_gb_s * 1e9 * constants.decode
@@ -110,7 +110,7 @@ class _Engine:
         return {"weights read": weights, "KV cache read": cache, **found}
 
     def weights_read(self, batch: float) -> float:
-        """Bytes of the weights that so many tokens pass through, of one device."""
+        """Bytes of weights that one device reads for `batch` tokens."""
         sizes = self.sizes
         if not sizes.experts:
             return self.memory.weights
@@ -119,14 +119,14 @@ class _Engine:
         return self.memory.weights - experts * (1 - touched)
 
     def prefill(self) -> float:
-        """Each group's prompt once."""
+        """Seconds to prefill each group's prompt once."""
         prompt = longest_sample(self.config) - self.config.rollout.max_response_tokens
         groups = self.sequences / self.setting.config.group_size
         flops = groups * forward_flops(self.setting.hf_config, [prompt], head=False)
         return flops / self.sizes.tp / (self.peak() * self.setting.machine.constants.prefill)
 
     def peak(self) -> float:
-        """FLOP/s of one device, of all cores of a CPU."""
+        """Peak FLOP/s of one device, or of all cores of a CPU."""
         machine, quantized = self.setting.machine, self.config.rollout.quantization == "fp8"
         device = machine.device
         tflops = device.fp8_tflops if quantized and device.fp8_tflops else device.bf16_tflops
@@ -134,5 +134,5 @@ class _Engine:
 
     @property
     def links(self) -> Links:
-        """Of the engine's devices alone."""
+        """The links among the engine's devices."""
         return Links(self.setting.machine, tp=self.sizes.tp, cp=1, dp=1, pp=1, ep=1, etp=1)

@@ -1,11 +1,11 @@
-"""Every layout that the checks of a run allow, with its memory and predicted time.
+"""Search over all layouts that the checks of a run accept, with their memory and predicted time.
 
     found = search(request)
     found.plans[0].prediction.seconds, found.plans[0].sections       # the fastest that fits
 
-A layout is refused by the same functions as a run's (`checks.check_layout`, `preflight.check_dealing`,
-`gradnorm/choose.resolve`). Tensor parallelism stays within a node. The distributed optimizer is on where several ranks
-hold the same weights: it moves no more bytes, and holds fewer. Sequence parallelism is tried on and off.
+The checks are a run's own (`checks.layout.check_layout`, `preflight.check_dealing`, `memory.select_mode.resolve`).
+Tensor parallelism stays within a node. The distributed optimizer is on if several ranks hold the same weights, because
+it needs less memory and moves no more bytes. Sequence parallelism is tried on and off.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from oblr_megatron.planner.setting import Phase, Prediction, Setting, prediction
 from oblr_megatron.planner.training_cost import training_phases
 from oblr_megatron.preflight import check_dealing, check_settings
 
-ROWS = (1, 2, 4)  # longest samples of a microbatch
+ROWS = (1, 2, 4)  # longest samples per microbatch
 MOST_STAGES, MOST_CONTEXT = 32, 8
 UTILIZATIONS = tuple(step / 20 for step in range(18, 1, -1))  # 0.9 down to 0.1
 
@@ -45,8 +45,8 @@ class Plan:
     config: Config
     prediction: Prediction
     memory: MemoryEstimate
-    training_bytes: int  # of a GPU while it trains, with what a sleeping engine keeps
-    rollout_bytes: int  # while it samples, with what the trainer keeps
+    training_bytes: int  # per GPU during training, with the sleeping engine
+    rollout_bytes: int  # per GPU during sampling, with what the trainer keeps
 
     @property
     def peak_bytes(self) -> int:
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """E.g. "TP4 PP2 SP, vLLM TP4, full recompute, two_pass, 8192 tokens"."""
+        """The name, e.g. "TP4 PP2 SP, vLLM TP4, full recompute, two_pass, 8192 tokens"."""
         parallel = self.config.parallel
         sizes = {
             "TP": parallel.tensor_model_parallel_size,
@@ -74,20 +74,20 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search has seen."""
+    """The result of a search."""
 
     plans: list[Plan]  # the fastest first
     refused: int  # layouts that the checks refuse
     too_large: int
-    nearest: tuple[int, str] | None  # of those too large: the smallest memory of a GPU, and whose
-    reasons: dict[str, str]  # of refusals, one example a kind
+    nearest: tuple[int, str] | None  # the smallest memory per GPU, and the name of that layout
+    reasons: dict[str, str]  # one example for each kind of refusal
 
 
 def search(request: Request) -> Found:
     """All layouts that fit, the fastest first.
 
     Raises:
-        UserError: the run is refused in every layout; or no layout is allowed, or none fits, and what it misses by.
+        UserError: the run or all its layouts are refused, or none fits; says by how much the smallest is too large.
     """
     check_settings(request.hf_config, request.config({}), request.gpus, on_gpu=True)
     tally = _Tally(request)
@@ -99,7 +99,7 @@ def search(request: Request) -> Found:
 
 
 def layouts(request: Request) -> Iterator[Sections]:
-    """Candidates, as a config file's section [parallel]; most are refused later."""
+    """Candidates for section [parallel]; the checks refuse most of them."""
     hf, node = request.hf_config, request.machine.device.gpus_per_node
     sequence = request.config({})
     experts, longest = num_experts(hf), longest_sample(sequence)
@@ -134,11 +134,7 @@ def powers(most: int) -> list[int]:
 
 
 class _Tally:
-    """Judges one layout after another, and remembers what was refused.
-
-    Args:
-        request: what is asked.
-    """
+    """Checks one layout after another and counts the refused ones."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -149,20 +145,18 @@ class _Tally:
         self._rollouts: dict[tuple[int, float], Phase] = {}
 
     def consider(self, parallel: Sections) -> list[Plan]:
-        """The plans of a layout, one a norm mode that is possible and fits."""
+        """The plans of a layout: one for each norm mode that is possible and fits."""
         request, found = self.request, []
         longest = longest_sample(request.config({}))
         for mode in request.modes:
             if mode != "two_pass" and parallel["micro_batch_tokens"] > longest:
-                continue  # Transformer Engine's layers see no bounds of samples: one a microbatch, whatever the budget
+                continue  # Transformer Engine's layers need one sample per microbatch, so a larger budget is pointless
             try:
                 sections = {"parallel": parallel, "gradnorm": {"mode": mode}, "algo": self.folds(parallel, mode)}
                 config = request.config(sections)
                 check_layout(request.hf_config, config, request.gpus)
                 check_dealing(request.hf_config, config, request.gpus)
-                choice = resolve(
-                    request.hf_config, config, request.gpus, on_gpu=True, transformer_engine=True
-                )  # the mode is possible, and its memory
+                choice = resolve(request.hf_config, config, request.gpus, on_gpu=True, transformer_engine=True)
             except UserError as error:
                 self.refused += 1
                 self.reasons.setdefault(error.where, str(error))
@@ -172,7 +166,7 @@ class _Tally:
         return found
 
     def folds(self, parallel: Sections, mode: str) -> Sections:
-        """algo.snr.num_folds: the fewest from the run's own number on that replicas can share out."""
+        """Section [algo] with num_folds raised to the next number that divides among the replicas."""
         request = self.request
         own = dict(request.table.get("algo", {}).get("snr", {}))
         ranks = parallel["tensor_model_parallel_size"] * parallel["context_parallel_size"]
@@ -188,7 +182,7 @@ class _Tally:
         return {**request.table.get("algo", {}), "snr": {**own, "num_folds": (large or fits or [wanted])[0]}}
 
     def placed(self, sections: Sections, config: Config, memory: MemoryEstimate) -> Plan | None:
-        """The layout with the engines' size under which sampling is fastest; None if nothing fits."""
+        """The layout with the engine size at which sampling is fastest; None if nothing fits."""
         request = self.request
         limit = request.memory_bytes - request.keep_free
         self.note(memory.total, config)
@@ -220,9 +214,9 @@ class _Tally:
     def engine(
         self, config: Config, width: int, held: int, training: int, limit: int
     ) -> tuple[Config, int, int] | None:
-        """The run with engines of `width` GPUs and the most memory there is for them; bytes while sampling, training.
+        """(run, bytes during sampling, bytes during training) with engines of `width` GPUs and as much memory as fits.
 
-        None if one longest sample does not fit its cache, or its heads do not divide.
+        None if the heads do not divide, or the KV cache does not hold one longest sample.
         """
         request, hf = self.request, self.request.hf_config
         if hf["num_attention_heads"] % width or request.gpus % width:
@@ -240,7 +234,7 @@ class _Tally:
         return None
 
     def setting(self, config: Config) -> Setting:
-        """What a layout's cost is computed from."""
+        """The input of the cost model."""
         request = self.request
         return Setting(
             request.hf_config,
@@ -253,14 +247,14 @@ class _Tally:
         )
 
     def rollout(self, config: Config) -> Phase:
-        """Sampling, which depends on the engines alone."""
+        """Sampling; cached, because it depends only on the engines."""
         key = config.rollout.tensor_parallel_size, config.rollout.gpu_memory_utilization
         if key not in self._rollouts:
             self._rollouts[key] = rollout_phase(self.setting(config))
         return self._rollouts[key]
 
     def push(self, setting: Setting) -> Phase:
-        """The push, which depends on the sizes of the groups that hold parts."""
+        """The push; cached, because it depends only on the sizes of a few groups."""
         parallel = setting.config.parallel
         key = (
             parallel.tensor_model_parallel_size,
@@ -273,7 +267,7 @@ class _Tally:
         return self._pushes[key]
 
     def note(self, num_bytes: int, config: Config) -> None:
-        """Remember the layout that takes least."""
+        """Remember the layout that needs the least memory."""
         if self.nearest is None or num_bytes < self.nearest[0]:
             parallel = config.parallel
             sizes = f"TP{parallel.tensor_model_parallel_size} PP{parallel.pipeline_model_parallel_size} "
@@ -281,17 +275,17 @@ class _Tally:
             self.nearest = num_bytes, f"{sizes}, {parallel.recompute_granularity} recompute, {config.gradnorm.mode}"
 
     def nothing(self) -> UserError:
-        """Why there is no plan."""
+        """The error that says why there is no plan."""
         request = self.request
         where = f"{request.model} on {request.gpus} x {size(request.memory_bytes)}"
         if self.nearest is None:
             reason = next(iter(self.reasons.values()), "there are no candidates")
             return UserError(f"no layout is allowed; for example: {reason}", where=where, fix="change the sizes")
-        smallest, whose = self.nearest
+        smallest, name = self.nearest
         limit = request.memory_bytes - request.keep_free
         if smallest > limit:
-            what = f"the smallest ({whose}) takes {size(smallest)} a GPU, {size(smallest - limit)} too much"
+            what = f"the smallest ({name}) needs {size(smallest)} per GPU, {size(smallest - limit)} too much"
         else:
-            what = f"the smallest ({whose}) takes {size(smallest)} a GPU, and no vLLM engine fits beside it"
-        fix = "give more GPUs, GPUs with more memory, or a smaller --sequence-length"
-        return UserError(f"nothing fits: {what}", where=where, fix=fix)
+            what = f"the smallest ({name}) needs {size(smallest)} per GPU, which leaves too little for a vLLM engine"
+        fix = "use more GPUs, GPUs with more memory, or a smaller --sequence-length"
+        return UserError(f"no layout fits: {what}", where=where, fix=fix)

@@ -1,4 +1,4 @@
-"""What the planner predicts and for which run: settings, phases, predictions. Imports no torch."""
+"""Records of the planner: settings, phases, predictions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Setting:
     """
 
     hf_config: Mapping[str, Any]
-    config: Config  # gradnorm.mode resolved; "auto" counts as "two_pass"
+    config: Config  # with gradnorm.mode chosen; "auto" counts as "two_pass"
     world_size: int
     machine: Machine
     prompt_tokens: int | None = None  # mean; by default data.max_prompt_tokens
@@ -30,7 +30,7 @@ class Setting:
 
     @property
     def typical(self) -> Config:
-        """The run with samples no longer than the mean one."""
+        """The run with its maximum lengths set to the mean lengths."""
         config = self.config
         prompt = self.prompt_tokens or config.data.max_prompt_tokens
         response = self.mean_response_tokens or config.rollout.max_response_tokens
@@ -43,55 +43,55 @@ class Setting:
 
     @property
     def samples(self) -> int:
-        """Responses of a step."""
+        """Responses per step."""
         return self.config.num_prompts * self.config.group_size
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step's samples."""
+        """Tokens of all samples of a step."""
         return self.samples * longest_sample(self.typical)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Seconds of one phase. Example: Phase({"products": 3.1, "tensor": 0.4, "pipeline": 0.8})."""
+    """Seconds of one phase by term. Example: Phase({"products": 3.1, "tensor": 0.4, "pipeline": 0.8})."""
 
     terms: Terms
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Sum of all terms."""
         return sum(self.terms.values())
 
     @property
     def bound_by(self) -> str:
-        """The largest term."""
+        """Name of the largest term."""
         return max(self.terms, key=self.terms.__getitem__) if self.terms else "nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A step, phase by phase, in the order in which they come."""
+    """A predicted step, with its phases in order."""
 
     phases: dict[str, Phase]
     tokens: int  # of all samples
-    model_flops: float  # of a plain gradient of all samples, and nothing else
+    model_flops: float  # of a plain gradient of all samples
     devices: int
-    peak_flops: float  # of a device, 1/s
+    peak_flops: float  # per device, 1/s
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(phase.seconds for phase in self.phases.values())
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of samples a second and device, over the whole step."""
+        """Tokens per second and device, over the whole step."""
         return self.tokens / self.seconds / self.devices
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs of the gradient over what the devices could do in the phases that make it, norms included."""
+        """Model FLOPs of the gradient over the devices' peak during norms, gradient and optimizer."""
         training = sum(self.phases[name].seconds for name in ("norms", "gradient", "optimizer"))
         return self.model_flops / (training * self.devices * self.peak_flops)
 
@@ -103,7 +103,7 @@ class Prediction:
 
 
 def prediction_of(setting: Setting, phases: dict[str, Phase]) -> Prediction:
-    """The record of a step's phases."""
+    """The prediction of a step from its phases."""
     device = setting.machine.device
     fp8 = setting.config.model.fp8 != "none" and device.fp8_tflops is not None
     flops = training_flops(setting.hf_config, [longest_sample(setting.typical)]) * setting.samples

@@ -1,24 +1,20 @@
-"""Seconds of one microbatch on one rank of a pipeline stage, term by term. Imports no torch.
+"""Predicted seconds of one microbatch on one rank of a pipeline stage, by term. Imports no torch.
 
-With n tokens of the rank's part of a microbatch, L layers of its stage, and x bytes an element, a forward pass takes
+Symbols: n tokens of the rank's part of a microbatch; x bytes per element; h hidden size. A forward pass takes
 
-    products      2 n p d FLOPs for each of the rank's shards of p x d, at the peak times an efficiency
+    products      2 n p d FLOPs for each shard [p, d], at the peak times the efficiency
                   e = product * n / (n + half_tokens) * w / (w + half_width),  w = min(p, d)
-    attention     4 q t (t + 1) / 2 FLOPs a row of t tokens, at `attention` of the peak
+    attention     4 q t (t + 1) / 2 FLOPs per row of t tokens, at `attention` of the peak
     elementwise   `elementwise_bytes` at `memory` of the bandwidth: norms, residuals, rotary embedding, gated unit,
-                  and 3 n v fp32 elements of the loss over a shard of v words
-    host          layer_s for each layer, on a GPU only what of it exceeds the rest
-    tensor        with sequence parallelism 4 gathers or scatters of n h x a layer, else 2 all-reduces
-    context       a gather of keys and values, 2 n kv x a rank
-    experts       2 all-to-alls of the routed tokens, where an expert is shared a gather and a scatter, and mixture_s
+                  and 3 n v fp32 elements of the loss over a vocabulary shard of v words
+    host          layer_s per layer; on a GPU only the excess over the other terms
+    tensor        per layer 4 all-gathers or reduce-scatters of n h x with sequence parallelism, else 2 all-reduces
+    context       an all-gather of keys and values, 2 n kv x per rank
+    experts       2 all-to-alls of the routed tokens; for a shared expert an all-gather and a reduce-scatter; mixture_s
 
-and a backward pass
-
-    products 2x, attention 2.5x (FlashAttention-2), elementwise 2x, host 2x, tensor 1.5x (1x without sequence
-    parallelism), context 2x, experts 2x
-
-more, with recomputation of whole layers a forward pass again without the output layer, of the core attention that of
-the attention.
+A backward pass takes multiples of these: products 2, attention 2.5 (FlashAttention-2), elementwise 2, host 2,
+tensor 1.5 (1 without sequence parallelism), context 2, experts 2. Full recomputation adds a forward pass without the
+output layer; recomputation of the core attention adds its forward pass.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ if TYPE_CHECKING:
     from oblr_megatron.planner.exchange import Links
 
 Terms = dict[str, float]
-"""Seconds by what they are spent on."""
+"""Seconds by purpose."""
 
 BACKWARD = {
     "products": 2.0,
@@ -45,12 +41,12 @@ BACKWARD = {
     "context": 2.0,
     "experts": 2.0,
 }
-"""Of a forward pass's."""
+"""Backward over forward seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A rank of one pipeline stage, and what it works with."""
+    """A rank of one pipeline stage."""
 
     sizes: RankSizes
     config: Config
@@ -62,9 +58,9 @@ class Stage:
         return added(self.layers(tokens), self.head(tokens))
 
     def layers(self, tokens: Tokens) -> Terms:
-        """Those of the stage's layers."""
+        """Seconds of the forward pass through the stage's layers."""
         sizes, links = self.sizes, self.links
-        matrices = sizes.matrices[: -1 if sizes.is_last else None]  # the output layer's is the last
+        matrices = sizes.matrices[: -1 if sizes.is_last else None]  # without the output layer
         products = sum(self.product(tokens.count, p, d) * count for p, d, count in matrices)
         products += sizes.layers * self._experts(tokens)
         hidden = sizes.hidden * tokens.count * sizes.element
@@ -73,13 +69,13 @@ class Stage:
             "attention": sizes.layers * self._attention(tokens),
             "elementwise": sizes.layers * self._moved(self.elementwise_bytes(tokens)),
             "host": sizes.layers * self.machine.constants.layer_s,
-            "tensor": sizes.layers * 4 * links.tensor(hidden),  # two all-reduces are four of these as well
+            "tensor": sizes.layers * 4 * links.tensor(hidden),  # two all-reduces cost the same
             "context": sizes.layers * links.context(2 * sizes.kv * tokens.count * sizes.element * sizes.cp),
             "experts": sizes.layers * self._routing(tokens),
         }
 
     def head(self, tokens: Tokens) -> Terms:
-        """Embedding, output layer and loss, where the stage has them."""
+        """Seconds of embedding, output layer and loss, if the stage has them."""
         sizes = self.sizes
         hidden = sizes.hidden * tokens.count * sizes.element
         tensor = self.links.tensor(hidden) * (int(sizes.is_first) * 2 + int(sizes.is_last))
@@ -89,11 +85,11 @@ class Stage:
         return {
             "products": self.product(tokens.count, sizes.columns, sizes.hidden, head=True),
             "elementwise": self._moved(loss),
-            "tensor": tensor + 6 * self.links.tensor(tokens.count * sizes.wide),  # three all-reduces of a number each
+            "tensor": tensor + 6 * self.links.tensor(tokens.count * sizes.wide),  # 3 all-reduces of a number per token
         }
 
     def backward(self, tokens: Tokens) -> Terms:
-        """Seconds of a microbatch's backward pass, with what is computed again."""
+        """Seconds of a microbatch's backward pass, with recomputation."""
         parallel = self.config.parallel
         factors = BACKWARD | ({} if parallel.sequence_parallel else {"tensor": 1.0})
         found = {name: factors[name] * seconds for name, seconds in self.forward(tokens).items()}
@@ -107,16 +103,16 @@ class Stage:
         return found
 
     def product(self, count: float, outputs: int, inputs: int, *, head: bool = False) -> float:
-        """Seconds of a matrix product with a shard of outputs x inputs."""
+        """Seconds of a matrix product with a shard [outputs, inputs]."""
         constants, narrow = self.machine.constants, min(outputs, inputs)
         efficiency = count / (count + constants.half_tokens) * narrow / (narrow + constants.half_width)
         return 2.0 * count * outputs * inputs / (self._peak(head) * max(efficiency, 1e-9))
 
     def elementwise_bytes(self, tokens: Tokens) -> float:
-        """What a layer's forward pass moves beside products: each tensor written once and read once, kernels fused.
+        """Bytes that a layer's forward pass moves besides products, if fused kernels write and read each tensor once.
 
-        8 n' h (two norms, two residuals), 4 n (q + 2 kv) (norms of q and k, rotary embedding), 3 n f of the gated unit;
-        n' = n / tp under sequence parallelism; of an expert's tokens 4 h more, for their way there and back.
+        Elements: 8 n' h (two norms, two residuals), 4 n (q + 2 kv) (norms of q and k, rotary embedding), 3 n f (gated
+        unit), with n' = n / tp with sequence parallelism. Each token routed to an expert adds 4 h for both ways.
         """
         sizes = self.sizes
         elements = 8 * tokens.split * sizes.hidden + 4 * tokens.count * sizes.qkv
@@ -136,7 +132,7 @@ class Stage:
         return num_bytes / (self.machine.device.memory_gb_s * 1e9 * self.machine.constants.memory)
 
     def _experts(self, tokens: Tokens) -> float:
-        """The products of a layer's experts, tokens dealt evenly, and its router's."""
+        """Seconds of the products of a layer's experts, with tokens spread evenly, and of its router."""
         sizes = self.sizes
         if not sizes.experts:
             return 0.0
@@ -147,7 +143,7 @@ class Stage:
         return sizes.local_experts * expert + self.product(tokens.split, sizes.experts, sizes.hidden, head=True)
 
     def _attention(self, tokens: Tokens) -> float:
-        """Causal: half of all pairs; a rank of a cut sequence has its share of them, but all of the heads' keys."""
+        """Seconds of causal attention: half of all pairs of tokens, divided over the context-parallel ranks."""
         sizes, whole = self.sizes, tokens.length * self.sizes.cp
         flops = 4.0 * tokens.rows * sizes.query * whole * (whole + 1) / 2 / sizes.cp
         return flops / (self.machine.device.bf16_tflops * 1e12 * self.machine.constants.attention)
@@ -163,17 +159,17 @@ class Stage:
 
 
 def added(*terms: Terms) -> Terms:
-    """Sums by name."""
+    """Sum terms by name."""
     return {name: sum(part.get(name, 0.0) for part in terms) for part in terms for name in part}
 
 
 def scaled(terms: Terms, factor: float) -> Terms:
-    """Every term times a factor."""
+    """Multiply every term by a factor."""
     return {name: factor * seconds for name, seconds in terms.items()}
 
 
 def device_seconds(terms: Terms, machine: Machine) -> Terms:
-    """Launches beside what they launch: a GPU's host runs ahead, and only what is longer than the rest counts."""
+    """Count launch time only where it exceeds the other terms, because a GPU's host runs ahead."""
     if not machine.on_gpu:
         return terms
     rest = sum(seconds for name, seconds in terms.items() if name != "host")

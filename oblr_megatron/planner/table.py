@@ -1,4 +1,4 @@
-"""A search's result as a table, as JSON, and as sections of a config file."""
+"""The result of a search as a table, as JSON and as sections of a config file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 PHASES = ("rollout", "norms", "gradient", "optimizer", "push")
 COMMENT = """# Written by `oblr-megatron plan`: {name}
-# predicted {seconds:.1f} s a step on {gpus} x {device}, {peak:.1f} GB a GPU; docs/planner.md says what that leaves out
+# predicted {seconds:.1f} s a step on {gpus} x {device}, {peak:.1f} GB a GPU; docs/planner.md lists what that leaves out
 """
 
 
 def table(plans: Sequence[Plan], request: Request) -> Table:
-    """One row a plan."""
+    """One row per plan."""
     sequence = request.config({})
     title = (
         f"{request.model} on {request.gpus} x {request.machine.device.name}, {sequence.num_prompts} x "
@@ -41,12 +41,12 @@ def table(plans: Sequence[Plan], request: Request) -> Table:
 
 
 def summary(found: Found) -> str:
-    """What became of the others."""
+    """How many layouts fit, are too large, or are refused."""
     return f"{len(found.plans)} layouts fit; {found.too_large} are too large, {found.refused} are refused"
 
 
 def as_json(plans: Sequence[Plan], found: Found, request: Request) -> str:
-    """One line."""
+    """The plans as one line of JSON."""
     record = {
         "model": request.model,
         "gpus": request.gpus,
@@ -60,7 +60,7 @@ def as_json(plans: Sequence[Plan], found: Found, request: Request) -> str:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """Everything about one plan, seconds term by term."""
+    """One plan, with the seconds of each term."""
     cost = plan.prediction
     return {
         "layout": plan.name,
@@ -77,7 +77,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 
 def write_toml(plan: Plan, request: Request, path: Path) -> None:
-    """The plan's sections, to be put into a config file."""
+    """Write the plan's sections for a config file."""
     head = COMMENT.format(
         name=plan.name,
         seconds=plan.prediction.seconds,
@@ -90,7 +90,7 @@ def write_toml(plan: Plan, request: Request, path: Path) -> None:
 
 
 def toml(sections: Mapping[str, Any], prefix: str = "") -> str:
-    """Tables of numbers, strings and truth values, and of tables; the values' JSON is their TOML."""
+    """Nested tables of numbers, strings and truth values as TOML; the JSON of these values is valid TOML."""
     text = ""
     for name, fields in sections.items():
         plain = {key: value for key, value in fields.items() if not isinstance(value, Mapping)}

@@ -1,22 +1,22 @@
-"""Seconds of the training phases of a step: norms, gradient, optimizer. Imports no torch.
+"""Predicted seconds of the training phases of a step: norms, gradient, optimizer. Imports no torch.
 
-A pass of m microbatches through pp stages, T_s the seconds of a microbatch on stage s (`planner/stage.py`):
+A pass of m microbatches through pp stages takes, with T_s seconds per microbatch on stage s (`planner/stage.py`):
 
     m max_s T_s + (pp - 1) / vp mean_s T_s          + 2 (m + pp - 1) messages of n h x to the next stage
-    at least m mean_s T_s * stretch                 on a CPU, whose ranks share cores: idle stages lend theirs
+    at least m mean_s T_s * stretch                 on a CPU, where other ranks use the cores of idle stages
 
-    norms      two_pass: a pass of a forward and (1 + r) / 2 of a backward pass's products; bookkeep: r / 3 of the
-               products of the gradient's pass more; stash: BYTES_MOVED a weight and sample at memory bandwidth.
-               r is `memory/select_mode.py`'s ratio of the norm's arithmetic to a weight gradient's. Under context
-               parallelism r = 1, and the gradient of every sample is summed over ranks
-    gradient   a pass for each fold (window, group), and after each the sum over context-parallel ranks, the norm and
-               the sum over folds: 5 * 4 bytes a weight; last a scatter-and-add over data-parallel ranks, and a gather
-               unless the distributed optimizer has only a part of it to itself
-               Token-wise baselines and a KL penalty take a forward pass more
-    optimizer  32 bytes a weight in fp32 (gradient, two moments, weight, each read and written), 2 more for a bf16 copy,
-               over the data-parallel ranks under the distributed optimizer, which then gathers the weights
+    norms      two_pass: a forward pass and (1 + r) / 2 of a backward pass's products. bookkeep: r / 3 of the products
+               of the gradient pass. stash: BYTES_MOVED per weight and sample at memory bandwidth.
+               r is the ratio in `memory/select_mode.py`. With context parallelism r = 1, and each sample's gradient is
+               all-reduced
+    gradient   one pass per fold (window, group); after each an all-reduce over context-parallel ranks, the norm and the
+               sum over folds: 5 * 4 bytes per weight. At the end a reduce-scatter over data-parallel ranks, and an
+               all-gather without the distributed optimizer. Token-wise baselines and a KL penalty each add a forward
+               pass
+    optimizer  32 bytes per weight in fp32 (gradient, two moments and weight, each read and written), 2 more for a bf16
+               copy. The distributed optimizer divides this over data-parallel ranks and then all-gathers the weights
 
-Samples are taken to be all of the mean length. What waits for the longest, and for the slowest rank, is not known here.
+All samples have the mean length. Waiting for the longest sample or the slowest rank is not modelled.
 """
 
 from __future__ import annotations
@@ -25,14 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from oblr_megatron.config import Config
-from oblr_megatron.memory.pass_plan import (
-    Layout,
-    Pass,
-    folds_of_a_rank,
-    longest_sample,
-    passes_of,
-    samples_of_a_rank,
-)
+from oblr_megatron.memory.pass_plan import Layout, Pass, folds_of_a_rank, longest_sample, passes_of, samples_of_a_rank
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.select_mode import BYTES_MOVED, norm_over_product
 from oblr_megatron.planner.exchange import Links
@@ -43,21 +36,21 @@ FOLD_MOVES = 5  # of main_grad: zeroed, its norm read, added to the sum (read, r
 
 
 def training_phases(setting: Setting) -> dict[str, Phase]:
-    """Norms, gradient and optimizer."""
+    """The phases norms, gradient and optimizer."""
     return _Step.of(setting).phases()
 
 
 def log_prob_phase(setting: Setting) -> Phase:
-    """A forward pass over all samples, as other trainers make for log-probs that here come from the gradient's pass."""
+    """A forward pass over all samples; other trainers run it for log-probs, which here come from the gradient pass."""
     return Phase(_Step.of(setting).log_probs())
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What the phases of one setting are computed from."""
+    """The training phases of one setting."""
 
     setting: Setting
-    config: Config  # the typical one
+    config: Config  # `setting.typical`
     layout: Layout
     links: Links
     stages: list[Stage]
@@ -73,7 +66,7 @@ class _Step:
         return cls(setting, config, layout, links, stages, machine.stretch(setting.world_size))
 
     def phases(self) -> dict[str, Phase]:
-        """In the order in which they come."""
+        """The phases in order."""
         hf, engine = self.setting.hf_config, self.setting.transformer_engine
         wanted = self.config.measures_norms
         passes = passes_of(hf, self.config, self.layout, norms=wanted, transformer_engine=engine)
@@ -85,10 +78,10 @@ class _Step:
         }
 
     def norms(self, first: Pass, gradient: Terms) -> Terms:
-        """What norms cost beside the gradient's own pass; nothing where none are measured."""
+        """Seconds that norms add to the gradient pass; empty if none are measured."""
         ratio = norm_over_product(self.setting.hf_config, longest_sample(self.config))
         if self.links.cp > 1:
-            ratio = 1.0  # a sample's gradient is a summand: formed, summed over ranks, squared
+            ratio = 1.0  # a sample's partial gradient is computed in full, all-reduced, then squared
         if first.kind == "norms":
             found = added(self.through(first, lambda stage, rows: self.norms_only(stage, rows, ratio)), self.fixed())
         elif first.kind == "bookkeep":
@@ -98,7 +91,7 @@ class _Step:
         return added(found, self.summands()) if found else found
 
     def summands(self) -> Terms:
-        """The sum of each sample's gradient of each matrix over context-parallel ranks, which its norm waits for."""
+        """The all-reduce of each sample's gradient over context-parallel ranks, before its norm."""
         if self.links.cp == 1:
             return {}
         each = max(
@@ -108,7 +101,7 @@ class _Step:
         return {"context": samples_of_a_rank(self.config, self.layout) * each * self.stretch}
 
     def forward_only(self) -> Terms:
-        """The passes for tokens' energies and for the reference's log-probs, where the run makes them."""
+        """The forward passes for token energies and for the reference model, if the run needs them."""
         algo = self.config.algo
         count = int(algo.token_wise) + int(algo.kl_coefficient > 0)
         return scaled(self.log_probs(), count) if count else {}
@@ -122,19 +115,19 @@ class _Step:
         return self.through(whole, lambda stage, rows: stage.forward(stage.sizes.tokens(rows, length)))
 
     def forward_and_backward(self, stage: Stage, rows: int) -> Terms:
-        """Seconds of a microbatch of so many samples."""
+        """Seconds of a microbatch of `rows` samples."""
         tokens = stage.sizes.tokens(rows, longest_sample(self.config))
         return added(stage.forward(tokens), stage.backward(tokens))
 
     def norms_only(self, stage: Stage, rows: int, ratio: float) -> Terms:
-        """The same of a pass that makes norms in place of weight gradients, at `ratio` of their arithmetic."""
+        """Seconds of a microbatch in a norm pass: norms replace weight gradients, at `ratio` of their FLOPs."""
         tokens = stage.sizes.tokens(rows, longest_sample(self.config))
         forward, backward = stage.forward(tokens), stage.backward(tokens)
         backward["products"] -= (1 - ratio) * forward["products"]
         return added(forward, backward)
 
     def through(self, run: Pass, cost: Callable[[Stage, int], Terms]) -> Terms:
-        """Seconds of all runs of a pass through the pipeline, its bubble as the term "pipeline"."""
+        """Seconds of all runs of a pass through the pipeline; the term "pipeline" is its bubble."""
         links, machine = self.links, self.setting.machine
         stages = [device_seconds(cost(stage, run.rows), machine) for stage in self.stages]
         mean = scaled(added(*stages), run.microbatches / links.pp)
@@ -150,16 +143,16 @@ class _Step:
         return scaled(terms, self.runs(run))
 
     def runs(self, run: Pass) -> float:
-        """How often a rank makes this pass in a step."""
+        """Runs of this pass on a rank in a step."""
         return samples_of_a_rank(self.config, self.layout) / run.samples
 
     def stashed(self) -> Terms:
-        """Gradients of single samples written, squared and read again."""
+        """Writing, squaring and reading the gradients of single samples."""
         samples = samples_of_a_rank(self.config, self.layout)
         return {"memory": self.moved(max(s.sizes.parameters for s in self.stages) * BYTES_MOVED * samples)}
 
     def per_fold(self) -> Terms:
-        """What is done with the gradient of every fold."""
+        """Work on the gradient of every fold."""
         folds = folds_of_a_rank(self.config, self.layout)
         dense = max(stage.sizes.dense_parameters * stage.sizes.wide for stage in self.stages)
         whole = max(stage.sizes.parameters * stage.sizes.wide for stage in self.stages)
@@ -169,7 +162,7 @@ class _Step:
         }
 
     def per_step(self) -> Terms:
-        """The exchange over replicas, as far as backward does not hide it."""
+        """The reduce over replicas, minus the part hidden behind backward."""
         parallel, constants = self.config.parallel, self.setting.machine.constants
         gathers = 1 if parallel.use_distributed_optimizer else 2
         seconds = gathers * max(
@@ -180,7 +173,7 @@ class _Step:
         return {"data": seconds * self.stretch * (1 - constants.hidden * parallel.overlap_grad_reduce)}
 
     def optimizer(self) -> Terms:
-        """The update, and the gather of weights that the distributed optimizer's ranks have updated."""
+        """The update, and the distributed optimizer's all-gather of the weights."""
         sharded, links = self.config.parallel.use_distributed_optimizer, self.links
         moved, gathered = 0.0, 0.0
         for stage in self.stages:
@@ -194,10 +187,10 @@ class _Step:
         return {"memory": moved, "data": gathered * self.stretch}
 
     def moved(self, num_bytes: float) -> float:
-        """Seconds of bytes that a rank's memory moves."""
+        """Seconds to move bytes through a rank's memory."""
         machine = self.setting.machine
         return self.stretch * num_bytes / (machine.device.memory_gb_s * 1e9 * machine.constants.memory)
 
     def fixed(self) -> Terms:
-        """What a phase takes however small it is."""
+        """Fixed seconds per phase."""
         return {"fixed": self.setting.machine.constants.step_s}

@@ -1,6 +1,6 @@
-"""`train --dry-run` as a user calls it: what it prints, what it refuses, that it leaves nothing behind.
+"""`train --dry-run` as a user calls it: what it prints, what it refuses, and that it writes nothing.
 
-Not covered: a machine with a GPU, whose own memory counts where --gpu-memory-gb is not given.
+Not covered: a machine with a GPU without --gpu-memory-gb.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ def test_a_table_and_a_line_of_json(config_file: Path, capsys: pytest.CaptureFix
     fullest = max(max(rank["training_bytes"], rank["rollout_bytes"]) for rank in found["ranks"])
     assert found["max_bytes_per_rank"] == fullest < 80e9
     printed = "\n".join(text)
-    assert "published as Qwen3-0.6B stands for it" in printed and "not on this machine: data dapo" in printed
+    assert "published as Qwen3-0.6B" in printed and "not on this machine: data dapo" in printed
     assert "GPU of 80 GB" in printed and "while sampling" in printed and "0-15" in printed
     assert list(config_file.parent.iterdir()) == [config_file]  # no run_dir
 
 
 def test_on_a_machine_without_gpus(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a whole model directory; one engine in all, which does not sleep."""
+    """A complete model directory, and one engine that does not sleep."""
     model = make_hf_dir(config_file.parent / "model")
     short = ["rollout.max_response_tokens=64", "data.max_prompt_tokens=64", "evaluate.max_response_tokens=64"]
     assert dry(config_file, "--nproc-per-node", "2", f"model.path={model}", "rollout.kv_cache_gib=0.1", *short) == 0
     printed = capsys.readouterr().out
-    assert "each on a CPU" in printed and f"{model}: whole" in printed
+    assert "each on a CPU" in printed and f"{model}: complete" in printed
 
 
 REFUSED = {
@@ -98,7 +98,7 @@ def test_refused_in_one_line(case: str, config_file: Path, capsys: pytest.Captur
     assert error.startswith("error: ") and expected in error
 
 
-def test_its_flags_need_it(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_flags_need_dry_run(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(config_file), "--nnodes", "2"]) == 2
     assert "--dry-run" in capsys.readouterr().err
 
@@ -113,7 +113,7 @@ def memory(config: Config, world_size: int = 8) -> RankMemory:
 
 
 def test_trainer_and_engine_take_turns() -> None:
-    """Asleep an engine leaves its share to the trainer; level 0 and engines elsewhere are the two ends."""
+    """A sleeping engine leaves its memory to the trainer; level 0 keeps it, and servers take none."""
     asleep, awake, elsewhere = (
         memory(run(rollout=rollout)) for rollout in ({}, {"sleep_level": 0}, {"servers": ["http://localhost:1"]})
     )
@@ -125,9 +125,9 @@ def test_trainer_and_engine_take_turns() -> None:
     assert sum(asleep.parts().values()) == asleep.training + asleep.rollout - asleep.context
 
 
-def test_what_does_not_fit_names_the_phase() -> None:
+def test_an_error_about_memory_names_the_phase() -> None:
     config = run(rollout={"gpu_memory_utilization": 0.9}, parallel={"recompute_granularity": "full"})
-    with pytest.raises(UserError, match=r"while samples are made, and its device has 80\.0 GB"):
+    with pytest.raises(UserError, match=r"during sampling.* 80\.0 GB"):
         check_fits([memory(config)], config, GPU)
     config = run(parallel={"micro_batch_tokens": 65536}, rollout={"max_response_tokens": 16384})
     with pytest.raises(UserError, match="at the loss"):

@@ -1,6 +1,6 @@
-"""The models that a dry run builds: of every rank of the run, together the model that transformers has.
+"""The models of all ranks that a dry run builds: together they are the model of transformers.
 
-Not covered: Transformer Engine's layers, and what collectives of the fake process group leave in tensors (nothing).
+Not covered: Transformer Engine's layers. Collectives of the fake process group do nothing.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def check_cover(found: Models, world_size: int) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "235B-A22B" else name for name in NAMES]
 )
-def test_every_published_size_is_whole(name: str) -> None:
-    """TP2 x PP2 of 16 ranks."""
+def test_every_published_size_is_complete(name: str) -> None:
+    """TP2 x PP2 on 16 ranks."""
     config = run({"tp": 2, "pp": 2, **MIXTURES.get(name, {})})
     found = build_models(published(name), config, WORLD)
     check_cover(found, WORLD)
@@ -84,7 +84,7 @@ def test_every_published_size_is_whole(name: str) -> None:
 
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_layouts(case: str) -> None:
-    """What every rank holds is what the memory estimate counts; together they are the model."""
+    """The parameters of every rank match the memory model; together they are the model."""
     sizes, experts = LAYOUTS[case]
     make = tiny_moe_config if experts else tiny_config
     hf_config = make(num_hidden_layers=4, tie_word_embeddings="tied" in case, vocab_size=1000).to_dict()
@@ -97,8 +97,8 @@ def test_layouts(case: str) -> None:
         assert (held.dense, held.experts) == (counted.dense_parameters, counted.expert_parameters)
 
 
-def test_positions_are_those_of_megatrons_groups() -> None:
-    """Of 1,024 ranks, a sample: the position computed for each, and the groups made for it."""
+def test_positions_match_megatrons_groups() -> None:
+    """A sample of 1,024 ranks: the computed position and the created groups."""
     sizes = {"tp": 4, "pp": 4, "cp": 2, "ep": 16, "etp": 2}
     config = ParallelConfig(**parallel(**sizes))
     places = rank_positions(config, 1024)

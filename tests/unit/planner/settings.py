@@ -12,7 +12,7 @@ from oblr_megatron.planner.setting import Setting
 
 
 def run_config(sections: dict[str, dict[str, Any]] | None = None, **parallel: Any) -> Config:
-    """16 prompts of 8 responses, 512 + 1536 tokens, bf16, no norms unless told otherwise."""
+    """16 prompts of 8 responses, 512 + 1536 tokens, bf16, by default without norms."""
     table: dict[str, Any] = {
         "run_dir": "unused",
         "num_prompts": 16,

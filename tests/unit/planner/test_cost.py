@@ -1,6 +1,6 @@
-"""The cost model against sums by hand, and what must follow from its formulas.
+"""The cost model against sums by hand, and consequences of its formulas.
 
-Not covered: whether its constants are a GPU's; `study scaling` holds it against measured steps of a CPU.
+Not covered: whether its constants describe a GPU. `study scaling` compares it with measured steps on a CPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_efficiency_halves_at_its_half_sizes() -> None:
     assert slow.product(2048, 4096, 1024) == pytest.approx(4 * stage(run_config()).product(2048, 4096, 1024))
 
 
-def test_attention_counts_half_of_all_pairs_and_the_rest_what_moves() -> None:
+def test_attention_counts_half_of_all_pairs_and_the_rest_moved_bytes() -> None:
     found = stage(run_config())
     terms = found.layers(found.sizes.tokens(2, 100))
     assert terms["attention"] == pytest.approx(36 * 2 * 4 * 4096 * 100 * 101 / 2 / 1e15)
@@ -71,7 +71,7 @@ def test_attention_counts_half_of_all_pairs_and_the_rest_what_moves() -> None:
     assert terms["elementwise"] == pytest.approx(36 * moved / 1e12)
 
 
-def test_exchanges_of_a_layer_by_hand() -> None:
+def test_collectives_of_a_layer_by_hand() -> None:
     found = stage(run_config(**TP2), world_size=2)
     terms = found.layers(found.sizes.tokens(1, 2048))
     gather = 0.5 * 2048 * 4096 * 2 / 1e11
@@ -91,7 +91,7 @@ def test_groups_beyond_a_node_use_the_links_between_nodes() -> None:
 
 
 def test_a_pipeline_of_equal_stages_idles_for_pp_minus_one_microbatches() -> None:
-    """Of 16 microbatches; stages differ by the head, which the model has as little of as possible."""
+    """16 microbatches; a tiny vocabulary keeps the head small, so that the stages are equal."""
     hf = dict(setting(1).hf_config) | {"vocab_size": 128}
     machine = Machine(replace(ROUND, intra_node_gb_s=1e9), PLAIN)
     config = run_config({"algo": {"baseline": "rloo", "snr": {"num_folds": 8}}}, pipeline_model_parallel_size=4)
@@ -100,8 +100,8 @@ def test_a_pipeline_of_equal_stages_idles_for_pp_minus_one_microbatches() -> Non
     assert terms["pipeline"] / busy == pytest.approx(3 / 16, rel=0.01)
 
 
-def test_ranks_share_cores_and_idle_stages_lend_theirs() -> None:
-    """Four ranks on two cores take twice as long as on four; of a pipeline's bubble nothing is left."""
+def test_ranks_share_cores_and_use_those_of_idle_stages() -> None:
+    """Four ranks take twice as long on two cores as on four; on two cores the pipeline has no bubble."""
     config = run_config({"algo": {"baseline": "rloo", "snr": {"num_folds": 4}}})
     hf = setting(1).hf_config
     two, four = (Machine(ROUND, PLAIN, cores=cores) for cores in (2, 4))
@@ -114,8 +114,8 @@ def test_ranks_share_cores_and_idle_stages_lend_theirs() -> None:
     assert [two.stretch(ranks) for ranks in (1, 2, 4)] == [1.0, 1.0, 2.0]
 
 
-def test_norms_by_mode_cost_what_choose_says() -> None:
-    """Without anything but products: two_pass (2 + r) / 3 of a gradient, bookkeep r / 3 of it, stash bytes."""
+def test_costs_of_norm_modes_match_select_mode() -> None:
+    """With products alone: two_pass (2 + r) / 3 of a gradient, bookkeep r / 3 of it, stash moved bytes."""
     from oblr_megatron.memory.select_mode import BYTES_MOVED, norm_over_product
 
     alone = replace(PLAIN, attention=1e9, memory=1e9)
@@ -176,7 +176,7 @@ def test_recomputation_longer_samples_and_more_of_them_cost_time() -> None:
     assert training(replace(setting(8, FOLDS), mean_response_tokens=512)) < plain
 
 
-def test_a_mixture_pays_for_its_routing_whatever_its_tokens() -> None:
+def test_the_routing_of_experts_costs_time_for_any_number_of_tokens() -> None:
     experts: dict[str, Any] = {"expert_model_parallel_size": 8}
     small, large = (
         training_phases(setting(8, model="Qwen3-30B-A3B", **experts | {"micro_batch_tokens": tokens}))
@@ -194,7 +194,7 @@ def test_mfu_is_below_one_and_tokens_are_counted_once() -> None:
 
 
 def test_decoding_reads_weights_and_cache_once_a_step() -> None:
-    """One wave of 16 sequences an engine, all of the same length: 1536 steps."""
+    """One wave of 16 sequences of equal length per engine: 1536 steps."""
     machine = Machine(ROUND, PLAIN)
     found = rollout_phase(setting(8, machine=machine)).terms
     weights = 2 * 8_190_735_360
@@ -213,7 +213,7 @@ def test_more_sequences_than_an_engine_takes_make_waves() -> None:
     assert two == pytest.approx(2 * one)
 
 
-def test_an_engine_in_fp8_reads_less_and_a_mixture_only_the_experts_it_needs() -> None:
+def test_an_fp8_engine_reads_less_and_experts_are_read_only_if_needed() -> None:
     plain = rollout_phase(setting(8)).terms["weights read"]
     quantized = rollout_phase(setting(8, {"rollout": {"quantization": "fp8"}})).terms["weights read"]
     assert 0.5 < quantized / plain < 0.6
@@ -224,7 +224,7 @@ def test_an_engine_in_fp8_reads_less_and_a_mixture_only_the_experts_it_needs() -
     assert many < 16 * few and few * 16 / many > 1.5  # a step of 16 reads more than one of 1, but not 16 times
 
 
-def test_a_push_gathers_what_other_ranks_hold() -> None:
+def test_a_push_gathers_the_parts_of_other_ranks() -> None:
     machine = Machine(device_named("h100"), PLAIN)
     assert push_phase(setting(8, machine=machine)).terms["gather"] == 0
     halves = push_phase(setting(8, machine=machine, **TP2)).terms["gather"]

@@ -1,4 +1,4 @@
-"""The search: every plan passes a run's own checks and fits, the fastest comes first; and the command around it."""
+"""The search: every plan passes a run's own checks and fits, and the fastest comes first; the `plan` command."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_plans_pass_the_checks_of_a_run_and_fit(found: Found) -> None:
 
 
 def test_memory_is_what_a_dry_run_counts(found: Found) -> None:
-    """Both phases, of the fullest rank; the dry run adds the trainer's context, which the planner keeps free."""
+    """Both phases of the fullest rank. The dry run adds the trainer's context, which the planner keeps free."""
     asked = request()
     gpu = Device(on_gpu=True, num_bytes=asked.memory_bytes, transformer_engine=True)
     for plan in found.plans:
@@ -64,7 +64,7 @@ def test_the_fastest_comes_first_and_layouts_differ(found: Found) -> None:
     assert len({plan.config.gradnorm.mode for plan in found.plans}) > 1
 
 
-def test_replicas_share_out_whole_folds(found: Found) -> None:
+def test_replicas_hold_whole_folds(found: Found) -> None:
     for plan in found.plans:
         parallel, folds = plan.config.parallel, plan.config.algo.snr.num_folds
         replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
@@ -76,8 +76,8 @@ def test_less_memory_leaves_fewer_plans(found: Found) -> None:
     assert len(small.plans) < len(found.plans) and small.too_large > found.too_large
 
 
-def test_nothing_fits_says_by_how_much() -> None:
-    with pytest.raises(UserError, match=r"nothing fits: the smallest \(TP2 .*\) takes \d+ GiB a GPU, \d+ GiB too much"):
+def test_the_error_says_how_much_is_missing() -> None:
+    with pytest.raises(UserError, match=r"\(TP2 .*\) needs \d+ GiB per GPU, \d+ GiB too much"):
         search(request("Qwen3-32B", gpus=2))
 
 
@@ -107,7 +107,7 @@ def test_command_prints_json_and_writes_sections_of_a_run(tmp_path: Path, capsys
     check_layout(published("Qwen3-0.6B"), run, 2)
 
 
-def test_command_takes_the_rest_of_a_run_from_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reads_the_rest_of_a_run_from_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = """
 run_dir = "runs/x"
 num_prompts = 8
@@ -141,8 +141,8 @@ def test_table_names_phases_and_what_bounds_them(capsys: pytest.CaptureFixture[s
     [
         (["--gpus", "0"], "--gpus 0 is too small"),
         (["--gpu", "abacus"], "unknown device 'abacus'"),
-        (["--prompt-tokens", "4096"], "leaves nothing of --sequence-length 2048"),
-        (["--calibration", "/nowhere.json"], "no file of constants"),
+        (["--prompt-tokens", "4096"], "--sequence-length 2048"),
+        (["--calibration", "/nowhere.json"], "/nowhere.json"),
         (["--model", "Qwen9"], "no published Qwen3 model"),
     ],
 )
