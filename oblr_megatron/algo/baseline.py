@@ -28,7 +28,7 @@ def baseline_values(
     """b [Q, G] fp64 of the named baseline. Checks the inputs and replaces norms that are not finite.
 
     Args:
-        name: a key of FORMULAS, whose baselines have one value for each response.
+        name: a key of FORMULAS: a baseline with one value for each response.
         rewards: [Q, G].
         norms_sq: [Q, G] squared score norms w; read only by baselines with `needs_norms`.
         lengths: [Q, G] response tokens.
@@ -87,8 +87,8 @@ def sanitize_norms(norms_sq: Tensor) -> tuple[Tensor, int]:
     """Replace every w that is not a finite number >= 0. Returns (w [Q, G] fp64, number of replaced values).
 
     The replacement is the median of the group's valid w; else of the batch's; else 1. A non-finite norm is a broken
-    gradient, so that a run with more than a few should stop. A replacement depends on the w of the sample whose
-    baseline it enters, which biases the gradient in that step.
+    gradient, so that a run with more than a few should stop. A replacement depends on w_i of the sample i for which it
+    enters b_i. That biases the gradient in this step.
 
     Example: [[1, 3, nan, 2]] -> ([[1, 3, 2, 2]], 1)
     """

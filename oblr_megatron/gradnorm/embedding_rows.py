@@ -114,7 +114,7 @@ def needs_rows(rule: Rule, parallel: Parallel) -> bool:
 
 
 def _uses(rules: Sequence[Rule], parallel: Parallel) -> tuple[Rule | None, Rule | None]:
-    """This rank's (embedding, output layer) whose rows are buffered; a tied weight is both if PP = 1."""
+    """This rank's (embedding, output layer) with buffered rows, or None; a tied weight is both if PP = 1."""
     kept = {rule.name: rule for rule in rules if needs_rows(rule, parallel)}
     embedding, head = kept.get(EMBEDDING), kept.get(OUTPUT)
     if embedding is not None and embedding.tied and parallel.pp_size == 1:

@@ -96,7 +96,7 @@ class NormSink:
         self.accumulator.vector(rule, self.slot, grads)
 
     def end(self, position: int, chunk: int) -> None:
-        """Measure the untapped parameters, whose gradients are in `main_grad`."""
+        """Measure the untapped parameters: their gradients are in `main_grad`."""
         for rule in self.untapped:
             if rule.chunk == chunk:
                 assert self.segments.num_samples == 1, f"{rule.name} is untapped and needs one sample a microbatch"

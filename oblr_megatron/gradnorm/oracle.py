@@ -23,7 +23,7 @@ Weights = Mapping[str, "Tensor"]
 
 
 class Qwen3Shape(Protocol):
-    """The fields of a Hugging Face `Qwen3Config` that fix the function the weights compute."""
+    """The fields of a Hugging Face `Qwen3Config` that the forward pass reads."""
 
     num_hidden_layers: int
     num_attention_heads: int
@@ -153,8 +153,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rotation(length: int, config: Qwen3Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, each [T, 1, head_dim].
 
-    The angles are fp32 whatever the dtype: both megatron and transformers compute the table so, which makes its
-    rounding a part of the model.
+    The angles are fp32 for every dtype, as in megatron and transformers: the table's rounding is part of the model.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponents

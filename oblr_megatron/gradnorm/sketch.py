@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class Sketch:
     """The random projections P and Q of one weight, or of one shard of it.
 
-    They depend only on size, shape, seed and name. Ranks whose projections are summed must use the same name. Shards
-    that are squared separately should use different names, so that their errors are independent.
+    They depend only on size, shape, seed and name. Ranks that sum their projections must use the same name. Shards that
+    are squared separately should use different names, so that their errors are independent.
 
     Args:
         shape: (p, d) of the weight.

@@ -129,7 +129,7 @@ def share_expert_grads(policy: Policy) -> None:
 
 
 def splits_of(model: nn.Module, parallel: Parallel) -> Mapping[nn.Module, SplitsFn]:
-    """For each linear layer of each local expert: a function that tells which replicas the current tokens come from.
+    """For each linear layer of each local expert: a function that returns the replicas of the current tokens.
 
     Empty if all tokens belong to this rank's replica. For experts that are separate modules.
     """

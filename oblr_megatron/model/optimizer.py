@@ -34,7 +34,7 @@ from oblr_megatron.model.sharded_optimizer import load_sharded_state, sharded_st
 from oblr_megatron.model.shards import held, is_sharded
 from oblr_megatron.model.sq_norms import sq_norm
 
-Summand = Callable[[str, nn.Parameter, slice], torch.Tensor]
+ElementSum = Callable[[str, nn.Parameter, slice], torch.Tensor]
 """(global name, this rank's shard, slice of the flattened shard) -> fp64 scalar, summed over the slice's elements."""
 
 
@@ -71,28 +71,28 @@ def grad_sq_norm(policy: Policy, *, reduced: bool = True) -> float:
     return over_parameters(policy, _sq_norm, reduced=reduced)
 
 
-def over_parameters(policy: Policy, summand: Summand, *, reduced: bool = True) -> float:
-    """Sum `summand` over all parameters, each element counted once, and over ranks. See `grad_sq_norm`."""
+def over_parameters(policy: Policy, sum_of: ElementSum, *, reduced: bool = True) -> float:
+    """Sum `sum_of` over all parameters, each element counted once, and over ranks. See `grad_sq_norm`."""
     if reduced and is_sharded(policy):
-        return _over_shares(policy, summand)
+        return _over_shares(policy, sum_of)
     rest, experts = torch.zeros(2, dtype=torch.float64, device=policy.parallel.device)
     for name, parameter in policy.named_parameters():
         if counted_here(parameter, policy):
             total = experts if moe.is_expert(parameter) else rest
-            total += summand(name, parameter, slice(0, parameter.numel()))
+            total += sum_of(name, parameter, slice(0, parameter.numel()))
     dist.all_reduce(rest, group=policy.parallel.model_group)
     if policy.transformer_config.num_moe_experts:
         dist.all_reduce(experts, group=policy.parallel.block_group)
     return float(rest + experts)
 
 
-def _over_shares(policy: Policy, summand: Summand) -> float:
+def _over_shares(policy: Policy, sum_of: ElementSum) -> float:
     """The same with a sharded gradient: sum each rank's own share, then all-reduce over all ranks."""
     total = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
     spans = held(policy)
     for name, parameter in policy.named_parameters():
         if moe.is_expert(parameter) or counted_here(parameter, policy):
-            total += summand(name, parameter, spans[parameter])
+            total += sum_of(name, parameter, spans[parameter])
     dist.all_reduce(total)
     return float(total)
 

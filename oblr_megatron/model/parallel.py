@@ -274,7 +274,7 @@ def share_group(parallel: Parallel, size: int) -> ProcessGroup | None:
 
 
 def _group_by(keys: Sequence[object], timeout: timedelta) -> ProcessGroup:
-    """The group of all ranks whose key equals this rank's, for combinations that megatron-core has no group for.
+    """The group of all ranks with this rank's key, for combinations that megatron-core has no group for.
 
     Args:
         keys: one key for every rank; the list is the same on all ranks.
