@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl, and writes files atomically.
+"""Writes and reads a run's metrics.jsonl, tensorboard events and environment.json.
 
 metrics.jsonl holds one strict JSON object per step, in rising order of `step`, the number of optimizer steps done. The
 record of step 0 is the evaluation before training.
@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+from oblr_megatron.checks.packages import package_versions
 from oblr_megatron.errors import UserError
-from oblr_megatron.metrics.names import Record
+from oblr_megatron.metrics.names import Record, in_table_order
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from oblr_megatron.config import LogConfig
 
 METRICS_FILE = "metrics.jsonl"
 RANKS_FILE = "logs/ranks.jsonl"  # written by observe/performance/ranks.py
@@ -19,6 +31,142 @@ ENVIRONMENT_FILE = "environment.json"
 FIX_LINE = "remove the line or restore the file"
 
 logger = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """Writes every step to RUN_DIR/metrics.jsonl and RUN_DIR/tensorboard; on ranks other than 0 it writes nothing.
+
+        with MetricsWriter(config.run_dir, config.log, rank=parallel.rank, world_size=parallel.world_size) as metrics:
+            metrics.write(step, {"reward/mean": 0.53, ...})
+
+    Args:
+        run_dir: created if absent.
+        config: `tensorboard` is read.
+        rank: of this process.
+        world_size: number of ranks, for environment.json.
+        resume_step: last step of the resumed checkpoint. Later records are dropped and the file is continued.
+
+    Raises:
+        UserError: metrics.jsonl exists and resume_step is None.
+    """
+
+    def __init__(
+        self, run_dir: Path, config: LogConfig, *, rank: int = 0, world_size: int = 1, resume_step: int | None = None
+    ) -> None:
+        self.num_nonfinite = 0  # values written as null so far
+        self._last_step = -1 if resume_step is None else resume_step
+        self._sinks: list[_Sink] = []
+        if rank != 0:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._sinks.append(_JsonLines(run_dir, resume_step))
+        if config.tensorboard:
+            self._sinks.append(_Tensorboard(run_dir / "tensorboard", resume_step))
+        if resume_step is None or not (run_dir / ENVIRONMENT_FILE).exists():
+            _write_environment(run_dir, world_size)
+
+    def write(self, step: int, values: Mapping[str, float]) -> Record:
+        """Log all metrics of one step, an evaluation's included, and return the record as logged.
+
+        Raises:
+            KeyError: a name is not in METRICS.
+        """
+        assert step > self._last_step, f"step {step} was logged after step {self._last_step}"
+        self._last_step = step
+        record: Record = {"step": step}
+        for name in in_table_order(values.keys() - {"step"}):
+            record[name] = _finite_or_none(values[name])
+        self.num_nonfinite += sum(value is None for value in record.values())
+        for sink in self._sinks:
+            sink.write(step, record)
+        return record
+
+    def close(self) -> None:
+        """Close the files; may be called twice."""
+        while self._sinks:
+            self._sinks.pop().close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _finite_or_none(value: float) -> float | None:
+    """A plain int or float, also from a numpy or torch scalar; None if not finite."""
+    if isinstance(value, int):
+        return int(value)
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+class _Sink(Protocol):
+    def write(self, step: int, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _JsonLines:
+    """metrics.jsonl, flushed every step, so that a killed run loses nothing."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
+        path = run_dir / METRICS_FILE
+        if path.exists() and resume_step is None:
+            raise UserError("the run directory already has metrics", where=str(path), fix="choose a new run_dir")
+        if path.exists():
+            kept = [record for record in read_metrics(run_dir) if (record["step"] or 0) <= (resume_step or 0)]
+            write_whole(path, "".join(_line(record) for record in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, record: Record) -> None:
+        self._file.write(_line(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Tensorboard:
+    """One tensorboard scalar per name; non-finite values are left out."""
+
+    def __init__(self, directory: Path, resume_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=None if resume_step is None else resume_step + 1)
+
+    def write(self, step: int, record: Record) -> None:
+        for name, value in record.items():
+            if value is not None and name != "step":
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _write_environment(run_dir: Path, world_size: int) -> None:
+    """Write start time, number of ranks, device and versions, for the report's header."""
+    environment = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "world_size": world_size,
+        "device": _device_name(),
+        "versions": {"python": platform.python_version()} | package_versions(),
+    }
+    write_whole(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
+
+
+def _device_name() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -39,46 +39,24 @@ METRICS: tuple[Metric, ...] = (
     Metric("moe/aux_loss", "", "load-balancing loss over those tokens, mean over layers, before its weight"),
     Metric("moe/z_loss", "", "mean square of the routers' log-sum-exp over those tokens, before its weight"),
     Metric("moe/max_load", "", "largest share of those tokens on one expert of a layer, times the number of experts"),
-    Metric(
-        "rollout/logprob_abs_diff",
-        "nats",
-        "mean absolute difference of the trainer's and vLLM's log-probs over tokens with an advantage",
-    ),
-    Metric(
-        "rollout/truncated_ratio_fraction", "", "share of those tokens' importance ratios cut at rollout.importance_cap"
-    ),
+    Metric("rollout/logprob_abs_diff", "nats", "mean |trainer's log-prob - vLLM's| over tokens with an advantage"),
+    Metric("rollout/truncated_ratio_fraction", "", "share of those tokens' ratios cut at rollout.importance_cap"),
     Metric("rollout/dynamic_batches", "", "batches that dynamic sampling drew for the step; at least 1"),
-    Metric(
-        "rollout/staleness_max", "updates", "weight updates between the step's oldest sample and the trainer's weights"
-    ),
+    Metric("rollout/staleness_max", "updates", "weight updates since the step's oldest sample was generated"),
     Metric("rollout/restarts", "", "engines restarted, or servers reconnected, since the previous step"),
-    Metric(
-        "gradnorm/sq_mean",
-        "",
-        "mean squared norm w of a response's own gradient, over the responses where it was measured",
-    ),
+    Metric("gradnorm/sq_mean", "", "mean squared norm w of a response's own gradient, where measured"),
     Metric("gradnorm/sq_max", "", "largest squared norm of a response's own gradient"),
     Metric("gradnorm/length_corr", "", "correlation of w with response length over the step's responses"),
-    Metric(
-        "gradnorm/estimate_corr", "", "correlation of estimated with exact w on a few prompts (gradnorm.check_every)"
-    ),
+    Metric("gradnorm/estimate_corr", "", "correlation of estimated with exact w (gradnorm.check_every)"),
     Metric("gradnorm/nonfinite", "responses", "responses with a non-finite norm; they are left out of the gradient"),
-    Metric(
-        "baseline/variance_ratio_vs_rloo", "", "E|A score|^2 under the run's baseline divided by the same under rloo"
-    ),
-    Metric(
-        "baseline/<name>/variance_ratio",
-        "",
-        "the same ratio for another baseline, corrected for its self-dependence",
-    ),
+    Metric("baseline/variance_ratio_vs_rloo", "", "E|A score|^2 under the run's baseline over that under rloo"),
+    Metric("baseline/<name>/variance_ratio", "", "the same for another baseline, corrected for self-dependence"),
     Metric("baseline/spread", "", "standard deviation over prompts of the run's baseline, averaged over each group"),
     Metric("baseline/self_dependence", "", "change of a response's baseline per unit of its own reward"),
     Metric("snr/signal_sq", "", "this step's estimate of the squared norm of the true gradient (may be negative)"),
     Metric("snr/noise_trace", "", "this step's estimate of the trace of one prompt's gradient covariance"),
     Metric("snr/shrink_raw", "", "this step's signal over squared gradient norm, neither averaged nor clamped"),
-    Metric(
-        "snr/shrink_ema", "", "averaged and clamped shrink factor that scales the learning rate under the snr schedule"
-    ),
+    Metric("snr/shrink_ema", "", "averaged, clamped shrink factor; scales the rate under the snr schedule"),
     Metric("snr/snr", "", "averaged signal over averaged noise of one prompt's gradient; absent without a signal"),
     Metric("snr/critical_batch_size", "prompts", "averaged noise over averaged signal; absent without a signal"),
     Metric("loss", "", "policy-gradient loss; only its gradient is meaningful"),
@@ -95,14 +73,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("timing_s/step", "s", "wall-clock time of the whole step, evaluation included"),
     Metric("perf/tokens_per_s", "tokens/s", "response tokens of the step per second, without evaluation"),
     Metric("perf/samples_per_s", "samples/s", "responses of the step per second, without evaluation"),
-    Metric(
-        "perf/throughput",
-        "tokens/s",
-        "prompt and response tokens per second and rank, without evaluation (verl's definition)",
-    ),
-    Metric(
-        "perf/mfu/actor", "", "model FLOPs of the samples trained on, over the devices' peak during the training phases"
-    ),
+    Metric("perf/throughput", "tokens/s", "prompt and response tokens per second and rank, as verl counts them"),
+    Metric("perf/mfu/actor", "", "training FLOPs over the devices' peak during the training phases"),
     Metric("perf/mfu/with_norms", "", "the same with a separate norms pass counted as useful FLOPs"),
     Metric("perf/ranks/<phase>/max_s", "s", "longest own time (without waiting) of any rank in a phase"),
     Metric("perf/ranks/<phase>/min_s", "s", "shortest own time of any rank in a phase"),
@@ -113,17 +85,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/peak_memory_rank", "", "rank of that process"),
     Metric("weights/version", "", "version of the weights in vLLM after the step"),
     Metric("data/epoch", "", "completed passes over the training rows"),
-    Metric(
-        "data/skipped", "rows", "training rows left out: unreadable, incomplete, too long, or overlapping a benchmark"
-    ),
+    Metric("data/skipped", "rows", "rows left out: unreadable, incomplete, too long, or overlapping a benchmark"),
     Metric("eval/<set>/accuracy", "", "share of the set's prompts answered correctly by the greedy response"),
     Metric("eval/<set>/mean_at_k", "", "mean score of k sampled responses per prompt"),
     Metric("eval/<set>/pass_at_k", "", "share of prompts answered correctly by at least one of k sampled responses"),
-    Metric(
-        "eval/<set>/maj_at_k",
-        "",
-        "share of prompts where the most frequent of k answers is correct; ties count in part",
-    ),
+    Metric("eval/<set>/maj_at_k", "", "share of prompts where the most frequent answer is correct; ties count in part"),
     Metric("eval/<set>/response_length", "tokens", "mean length of the evaluation's responses, greedy and sampled"),
     Metric("eval/<set>/truncated_fraction", "", "share of the evaluation's responses cut at the token limit"),
 )

@@ -3,10 +3,10 @@
 Ranks wait for each other inside a phase, so their wall-clock times are nearly equal and do not reveal a slow rank.
 These two values do:
 
-    own seconds    of a phase. On a CPU: thread time, which excludes waiting in a collective or for an engine. On a GPU:
+    own seconds    of a phase. CPU: thread time, which excludes waiting in a collective or for an engine. GPU:
                    wall-clock time, because waiting kernels look busy.
-    pace           On a CPU: own seconds of gradnorm, gradient and optimizer. On a GPU: seconds of a fixed matrix product
-                   that each rank computes alone after the step (17 MB, 0.55 TFLOPs).
+    pace           CPU: own seconds of gradnorm, gradient and optimizer. GPU: seconds of a fixed matrix product that
+                   each rank computes alone after the step (17 MB, 0.55 TFLOPs).
 
 Rank 0 writes all values to RUN_DIR/logs/ranks.jsonl, one line per step with a list over ranks for each value, and logs
 the extremes (docs/performance.md).

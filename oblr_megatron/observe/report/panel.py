@@ -7,25 +7,19 @@ import numpy as np
 from oblr_megatron.formatting import number
 from oblr_megatron.observe.report.chart import Rule
 from oblr_megatron.observe.report.history import History
-from oblr_megatron.observe.report.specs import ChartSpec, CurveSpec, PanelSpec
+from oblr_megatron.observe.report.specs import ChartSpec, CurveSpec, chart, panel, strip
 
 RATIO = "/variance_ratio"
 ACROSS_PROMPTS = ("none", "batch_mean")  # keep the variance between prompts, so their ratios are much larger
 
-VARIANCE = ChartSpec(
+VARIANCE = chart(
     "Variance under the baseline relative to RLOO",
     "Gradient variance under this run's baseline divided by the variance under RLOO (the leave-one-out mean), from the "
     "same responses. Below 1 the baseline helps. The strip shows the baseline's standard deviation over prompts.",
     "An average that stays above 1: rloo would need fewer samples. A spread well above that of the rewards: single "
     "responses dominate their groups.",
-    (
-        PanelSpec(
-            "",
-            (CurveSpec("baseline/variance_ratio_vs_rloo", "variance ratio"),),
-            rules=(Rule(1.0, "rloo", forced=True),),
-        ),
-        PanelSpec("", (CurveSpec("baseline/spread", "spread", colour=3),), include=(0.0,), short=True),
-    ),
+    panel("", CurveSpec("baseline/variance_ratio_vs_rloo", "variance ratio"), rules=(Rule(1.0, "rloo", forced=True),)),
+    strip("", CurveSpec("baseline/spread", "spread", colour=3), include=(0.0,)),
 )
 
 
@@ -41,16 +35,14 @@ def every_baseline(history: History) -> ChartSpec:
             if (_short(name) in ACROSS_PROMPTS) == across
         ]
 
-    return ChartSpec(
+    return chart(
         "Variance under every baseline",
         "Gradient variance that other baselines would have had, divided by the variance under rloo, as running "
         "averages. It is computed from the rewards and gradient norms of the run's own responses. The strip shows "
         f"baselines that keep the variance between prompts.{_order(history, names)}",
         "A line that stays below the run's own baseline: that baseline would be better here.",
-        (
-            PanelSpec("", curves(across=False), rules=(Rule(1.0, "rloo", forced=True),)),
-            PanelSpec("", curves(across=True), log=True, rules=(Rule(1.0, "rloo", forced=True),), short=True),
-        ),
+        panel("", *curves(across=False), rules=(Rule(1.0, "rloo", forced=True),)),
+        strip("", *curves(across=True), log=True, rules=(Rule(1.0, "rloo", forced=True),)),
     )
 
 
@@ -58,17 +50,15 @@ def batch_size(history: History) -> ChartSpec:
     """The critical batch size against the run's num_prompts, with advice."""
     prompts = history.setting("num_prompts")
     rules = (Rule(float(prompts), "num_prompts", forced=True),) if prompts else ()
-    return ChartSpec(
+    return chart(
         "Batch size",
         "Critical batch size in prompts: running average of the noise over that of the signal. At this batch size half "
         "of the squared gradient is signal; far smaller batches waste steps, far larger ones waste samples. The strip "
         f"shows the signal-to-noise ratio of one prompt.{batch_advice(history)}",
         "A line far above num_prompts while the reward still changes: steps are then mostly noise. Gaps are steps "
         "without a signal.",
-        (
-            PanelSpec("prompts", (CurveSpec("snr/critical_batch_size", "critical", "line"),), log=True, rules=rules),
-            PanelSpec("", (CurveSpec("snr/snr", "signal to noise", "line", 3),), log=True, short=True),
-        ),
+        panel("prompts", CurveSpec("snr/critical_batch_size", "critical", "line"), log=True, rules=rules),
+        strip("", CurveSpec("snr/snr", "signal to noise", "line", 3), log=True),
     )
 
 

@@ -13,7 +13,7 @@ from oblr_megatron.observe.report.costs import MARKED, RANKS, THROUGHPUT, TIME, 
 from oblr_megatron.observe.report.history import Array, History
 from oblr_megatron.observe.report.panel import VARIANCE, batch_size, every_baseline
 from oblr_megatron.observe.report.ranks import memory_of_ranks
-from oblr_megatron.observe.report.specs import ChartSpec, CurveSpec, PanelSpec, Section
+from oblr_megatron.observe.report.specs import ChartSpec, CurveSpec, PanelSpec, Section, chart, panel, strip
 from oblr_megatron.timing import PHASES
 
 
@@ -28,22 +28,16 @@ def sections(history: History) -> Iterator[Section]:
     yield Section("Cost", (TIME, RANKS, UTILIZATION, THROUGHPUT))
 
 
-REWARD = ChartSpec(
+REWARD = chart(
     "Reward",
     "Mean reward of each step's responses: dots are single steps, the line is their running average. The strip shows "
     "the share of prompts with unequal rewards in their group; only these give a gradient.",
     "A flat or falling line, or mixed groups near 0: the task is already solved, or too hard.",
-    (
-        PanelSpec("", (CurveSpec("reward/mean", "mean reward"),), include=(0.0, 1.0)),
-        PanelSpec("", (CurveSpec("groups/mixed_fraction", "mixed groups", colour=3),), include=(0.0, 1.0), short=True),
-    ),
+    panel("", CurveSpec("reward/mean", "mean reward"), include=(0.0, 1.0)),
+    strip("", CurveSpec("groups/mixed_fraction", "mixed groups", colour=3), include=(0.0, 1.0)),
 )
 
-EVALUATION_MISSING = ChartSpec("Held-out accuracy", "", "")
-
-
-def _strip(unit: str, metric: str, label: str, *, include: tuple[float, ...] = (0.0,)) -> PanelSpec:
-    return PanelSpec(unit, (CurveSpec(metric, label, "marks", 5),), include=include, short=True)
+EVALUATION_MISSING = chart("Held-out accuracy", "", "")
 
 
 def _evaluation_chart(name: str) -> ChartSpec:
@@ -53,178 +47,128 @@ def _evaluation_chart(name: str) -> ChartSpec:
         CurveSpec(f"eval/{name}/pass_at_k", "sampled, pass@k", "marks", 3),
         CurveSpec(f"eval/{name}/maj_at_k", "sampled, maj@k", "marks", 4),
     )
-    return ChartSpec(
+    return chart(
         f"Held-out accuracy: {name}",
         "Share of held-out prompts answered correctly: by the greedy response, by the average of k sampled responses "
         "(mean@k), by at least one of them (pass@k), and by their most frequent answer (maj@k). The strips show mean "
         "response length, and the share of responses cut at the token limit.",
         "Accuracy that stalls while the reward rises (memorisation), or pass@k that falls while mean@k rises (loss of "
         "diversity).",
-        (
-            PanelSpec("", curves, include=(0.0, 1.0)),
-            _strip("tokens", f"eval/{name}/response_length", "mean length"),
-            _strip("", f"eval/{name}/truncated_fraction", "truncated", include=(0.0, 0.1)),
-        ),
+        panel("", *curves, include=(0.0, 1.0)),
+        strip("tokens", CurveSpec(f"eval/{name}/response_length", "mean length", "marks", 5), include=(0.0,)),
+        strip("", CurveSpec(f"eval/{name}/truncated_fraction", "truncated", "marks", 5), include=(0.0, 0.1)),
     )
 
 
-RESPONSE_LENGTH = ChartSpec(
+RESPONSE_LENGTH = chart(
     "Response length",
     "Mean response length, and the share of responses cut at the token limit.",
     "Length that grows while the reward does not, or a truncated share that grows: truncated answers earn nothing.",
-    (
-        PanelSpec("tokens", (CurveSpec("response_length/mean", "mean length"),), include=(0.0,)),
-        PanelSpec(
-            "",
-            (CurveSpec("response_length/truncated_fraction", "truncated", colour=2),),
-            include=(0.0, 0.1),
-            short=True,
-        ),
-    ),
+    panel("tokens", CurveSpec("response_length/mean", "mean length"), include=(0.0,)),
+    strip("", CurveSpec("response_length/truncated_fraction", "truncated", colour=2), include=(0.0, 0.1)),
 )
 
-ENTROPY = ChartSpec(
+ENTROPY = chart(
     "Entropy",
     "Entropy of the next-token distribution, averaged over response tokens. It falls as the policy becomes certain. "
     "With a KL penalty, the strip shows the divergence from the reference model.",
     "A drop to near 0 while the reward is still low (collapse), or a steady rise (the policy degenerates).",
-    (
-        PanelSpec("nats", (CurveSpec("entropy", "entropy"),), include=(0.0,)),
-        PanelSpec("nats", (CurveSpec("kl/mean", "divergence", colour=3),), include=(0.0,), short=True),
-    ),
+    panel("nats", CurveSpec("entropy", "entropy"), include=(0.0,)),
+    strip("nats", CurveSpec("kl/mean", "divergence", colour=3), include=(0.0,)),
 )
 
-EXPERTS = ChartSpec(
+EXPERTS = chart(
     "Experts",
     "How evenly the routers spread tokens: the largest load of any expert (1 if all loads are equal), and the "
     "balancing loss (1 if all experts are equally likely). The strip shows the routers' z-loss.",
     "A load that approaches the number of experts (the router uses only a few), or a z-loss that keeps growing.",
-    (
-        PanelSpec(
-            "",
-            (CurveSpec("moe/max_load", "fullest expert"), CurveSpec("moe/aux_loss", "balancing loss")),
-            include=(1.0,),
-        ),
-        PanelSpec("", (CurveSpec("moe/z_loss", "z-loss", colour=3),), include=(0.0,), short=True),
-    ),
+    panel("", CurveSpec("moe/max_load", "fullest expert"), CurveSpec("moe/aux_loss", "balancing loss"), include=(1.0,)),
+    strip("", CurveSpec("moe/z_loss", "z-loss", colour=3), include=(0.0,)),
 )
 
-SHRINK = ChartSpec(
+SHRINK = chart(
     "Shrink factor",
     "Share of the squared gradient norm that is signal: near 0 the batch is mostly noise; near 1 more responses would "
-    "not help. Dots are unbiased single-step estimates, which scatter widely and may be negative. The line is the "
-    "averaged, clamped value that scales the learning rate.",
+    "not help. Dots are single-step estimates, which scatter widely and may be negative. The line is the averaged, "
+    "clamped value that scales the learning rate.",
     "A line that stays at the floor for many steps: the learning rate has collapsed; use more prompts per step.",
-    (
-        PanelSpec(
-            "",
-            (
-                CurveSpec("snr/shrink_raw", "single steps", "dots", 5),
-                CurveSpec("snr/shrink_ema", "averaged", "line", 1),
-            ),
-            include=(0.0,),
-            rules=(("algo.snr.floor", "floor"),),
-        ),
+    panel(
+        "",
+        CurveSpec("snr/shrink_raw", "single steps", "dots", 5),
+        CurveSpec("snr/shrink_ema", "averaged", "line", 1),
+        include=(0.0,),
+        rules=(("algo.snr.floor", "floor"),),
     ),
 )
 
-LEARNING_RATE = ChartSpec(
+LEARNING_RATE = chart(
     "Learning rate",
     "Learning rate of each step, after warm-up and, under the snr schedule, after scaling by the shrink factor.",
     "A rate at its lower end long before the reward settles, or one that swings from step to step.",
-    (
-        PanelSpec(
-            "", (CurveSpec("lr", "learning rate", "line"),), include=(0.0,), rules=(("optimizer.lr", "optimizer.lr"),)
-        ),
-    ),
+    panel("", CurveSpec("lr", "learning rate", "line"), include=(0.0,), rules=(("optimizer.lr", "optimizer.lr"),)),
 )
 
-SIGNAL = ChartSpec(
+SIGNAL = chart(
     "Signal and noise",
     "Unbiased estimate of the true gradient's squared norm; single steps may be negative. The strip shows the noise: "
     "the estimated variance of one prompt's gradient.",
     "Noise that grows by orders of magnitude, or signal that vanishes while the reward still changes.",
-    (
-        PanelSpec("", (CurveSpec("snr/signal_sq", "signal, squared norm"),), rules=(Rule(0.0, "", forced=True),)),
-        PanelSpec("", (CurveSpec("snr/noise_trace", "noise, trace", colour=2),), log=True, short=True),
-    ),
+    panel("", CurveSpec("snr/signal_sq", "signal, squared norm"), rules=(Rule(0.0, "", forced=True),)),
+    strip("", CurveSpec("snr/noise_trace", "noise, trace", colour=2), log=True),
 )
 
-GRADIENT = ChartSpec(
+GRADIENT = chart(
     "Gradient norm",
     "Norm of the full gradient before clipping. The strip shows the loss; in policy gradients only its gradient is "
     "meaningful.",
     "Spikes that keep growing, or every step above the clipping threshold: clipping then sets the step size.",
-    (
-        PanelSpec(
-            "", (CurveSpec("grad_norm", "gradient norm"),), include=(0.0,), rules=(("optimizer.clip_grad", "clip"),)
-        ),
-        PanelSpec("", (CurveSpec("loss", "loss", colour=3),), short=True),
-    ),
+    panel("", CurveSpec("grad_norm", "gradient norm"), include=(0.0,), rules=(("optimizer.clip_grad", "clip"),)),
+    strip("", CurveSpec("loss", "loss", colour=3)),
 )
 
-SAMPLE_NORMS = ChartSpec(
+SAMPLE_NORMS = chart(
     "Gradient norms of single responses",
     "Mean and largest squared gradient norm of the step's responses, the weights of the optimal baseline. The strip "
     "shows their correlation with response length and, if norms are estimated, of the estimates with exact norms.",
     "A largest norm orders of magnitude above the mean: single responses then dominate their groups.",
-    (
-        PanelSpec(
-            "",
-            (CurveSpec("gradnorm/sq_max", "largest", colour=2), CurveSpec("gradnorm/sq_mean", "mean", colour=1)),
-            log=True,
-        ),
-        PanelSpec(
-            "",
-            (
-                CurveSpec("gradnorm/length_corr", "correlation with length", colour=3),
-                CurveSpec("gradnorm/estimate_corr", "of estimates with exact norms", colour=1),
-            ),
-            include=(0.0, 1.0),
-            short=True,
-        ),
+    panel(
+        "", CurveSpec("gradnorm/sq_max", "largest", colour=2), CurveSpec("gradnorm/sq_mean", "mean", colour=1), log=True
+    ),
+    strip(
+        "",
+        CurveSpec("gradnorm/length_corr", "correlation with length", colour=3),
+        CurveSpec("gradnorm/estimate_corr", "of estimates with exact norms", colour=1),
+        include=(0.0, 1.0),
     ),
 )
 
-MISMATCH = ChartSpec(
+MISMATCH = chart(
     "Trainer against vLLM",
     "Mean absolute difference between the trainer's and vLLM's log-probabilities of the sampled tokens. Rounding "
     "causes about 1e-6 in float32 and 1e-2 in bfloat16. The strip shows the share of importance ratios cut at the cap.",
     "A sudden rise by orders of magnitude (vLLM serves other weights than the trainer's), or growth from step to step.",
-    (
-        PanelSpec("nats", (CurveSpec("rollout/logprob_abs_diff", "mean difference"),), log=True),
-        PanelSpec(
-            "",
-            (CurveSpec("rollout/truncated_ratio_fraction", "ratios cut", colour=2),),
-            include=(0.0, 0.01),
-            short=True,
-        ),
-    ),
+    panel("nats", CurveSpec("rollout/logprob_abs_diff", "mean difference"), log=True),
+    strip("", CurveSpec("rollout/truncated_ratio_fraction", "ratios cut", colour=2), include=(0.0, 0.01)),
 )
 
-SOURCES = ChartSpec(
+SOURCES = chart(
     "Sample staleness and dynamic sampling",
     "Age of the step's oldest sample in weight updates (0 is on-policy), and engine restarts. With dynamic sampling, "
     "the strips show the batches drawn, the groups dropped for equal rewards, and the mixed groups left unused.",
     "Repeated restarts, or batches that stay at rollout.dynamic_sampling_max_batches: few groups are mixed, so the "
     "training groups are not representative of the data.",
-    (
-        PanelSpec(
-            "",
-            (
-                CurveSpec("rollout/staleness_max", "staleness, updates", "line", 1),
-                CurveSpec("rollout/restarts", "restarts", "dots", 2),
-            ),
-            include=(0.0, 1.0),
-            short=True,
-        ),
-        PanelSpec("", (CurveSpec("rollout/dynamic_batches", "batches", "line", 3),), include=(0.0,), short=True),
-        PanelSpec(
-            "groups",
-            (CurveSpec("groups/dropped", "dropped", colour=2), CurveSpec("groups/unused", "unused", colour=5)),
-            include=(0.0,),
-            short=True,
-        ),
+    strip(
+        "",
+        CurveSpec("rollout/staleness_max", "staleness, updates", "line", 1),
+        CurveSpec("rollout/restarts", "restarts", "dots", 2),
+        include=(0.0, 1.0),
+    ),
+    strip("", CurveSpec("rollout/dynamic_batches", "batches", "line", 3), include=(0.0,)),
+    strip(
+        "groups",
+        CurveSpec("groups/dropped", "dropped", colour=2),
+        CurveSpec("groups/unused", "unused", colour=5),
+        include=(0.0,),
     ),
 )
 
@@ -271,12 +215,10 @@ def _draw_time(history: History, horizontal: Axis) -> str:
     rest = np.maximum(history.values("timing_s/step")[trained] - sum(layers.values()), 0.0)
     layers.pop("evaluate", None)
     layers["other"] = rest
-    strip = _slowest_ranks(list(layers), history)
-    values = np.stack(list(layers.values()))
-    stack = draw_stack(
-        list(layers), history.steps[trained], values, horizontal, show=duration, step_labels=not strip.curves
-    )
-    return stack + (draw_panel(strip, horizontal, step_labels=True) if strip.curves else "")
+    ranks = _slowest_ranks(list(layers), history)
+    values, steps = np.stack(list(layers.values())), history.steps[trained]
+    stack = draw_stack(list(layers), steps, values, horizontal, show=duration, step_labels=not ranks.curves)
+    return stack + (draw_panel(ranks, horizontal, step_labels=True) if ranks.curves else "")
 
 
 def _slowest_ranks(phases: list[str], history: History) -> Panel:
@@ -286,4 +228,4 @@ def _slowest_ranks(phases: list[str], history: History) -> Panel:
         for position, phase in enumerate(phases, start=1)
         if phase in MARKED
     ]
-    return _fill_panel(PanelSpec("slowest rank", curves, include=(0.0, 1.0), short=True), history)
+    return _fill_panel(strip("slowest rank", *curves, include=(0.0, 1.0)), history)

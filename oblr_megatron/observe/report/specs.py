@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from oblr_megatron.observe.report.chart import Kind, Rule
 
@@ -20,7 +21,7 @@ class CurveSpec:
 
 @dataclass(frozen=True, slots=True)
 class PanelSpec:
-    """A panel; left out when none of its curves was logged."""
+    """A panel; left out when none of its curves was logged. Made by `panel` and `strip`."""
 
     unit: str
     curves: Sequence[CurveSpec]
@@ -33,12 +34,12 @@ class PanelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ChartSpec:
-    """A chart: what it shows, and what in it is a reason to look closer."""
+    """A chart: what it shows, and what in it is a reason to look closer. Made by `chart`."""
 
     title: str
     caption: str
     alarming: str
-    panels: Sequence[PanelSpec] = field(default_factory=tuple)
+    panels: Sequence[PanelSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +48,18 @@ class Section:
 
     title: str
     charts: Sequence[ChartSpec]
+
+
+def panel(unit: str, *curves: CurveSpec, **options: Any) -> PanelSpec:
+    """A panel of full height."""
+    return PanelSpec(unit, curves, **options)
+
+
+def strip(unit: str, *curves: CurveSpec, **options: Any) -> PanelSpec:
+    """A low panel below the main one."""
+    return PanelSpec(unit, curves, short=True, **options)
+
+
+def chart(title: str, caption: str, alarming: str, *panels: PanelSpec) -> ChartSpec:
+    """A chart with its panels from top to bottom."""
+    return ChartSpec(title, caption, alarming, panels)
