@@ -1,4 +1,4 @@
-"""Which server samples which prompts: the one with the fewest tokens outstanding takes the next ones. Pure.
+"""Assigns prompts to servers: the server with the fewest outstanding tokens gets the next ones.
 
     balance = Balance(costs=[520] * 64, capacities=[256, 256], sequences=8)
     while not balance.finished:
@@ -6,8 +6,8 @@
             ...                                  # ask server task.server for prompts task.items
         balance.store(task, results)             # or balance.lose(task.server), and others take its prompts
 
-A prompt costs its own tokens and the most its responses may have. Servers are filled no further than they decode at
-once, so that what is left goes to whoever is done first.
+A prompt costs its own tokens plus the most that its responses may have. A server gets only as many prompts as it can
+decode at once, so the remaining prompts go to the server that finishes first.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_PROMPTS = 4
-"""Prompts of one request: few, since a request is answered as a whole; but not one each, since requests cost time."""
+"""Most prompts of one request. Few, since a request is answered as a whole; not one, since each request costs time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Prompts that one server was asked for. Example: Task(server=0, items=(4, 5, 6, 7))"""
+    """One request: prompts for one server. Example: Task(server=0, items=(4, 5, 6, 7))"""
 
     server: int
     items: tuple[int, ...]
 
 
 class Balance:
-    """The prompts of one batch, on their way through several servers; every result is stored once."""
+    """The prompts of one batch, sampled by several servers. Each result is stored once."""
 
     def __init__(self, costs: Sequence[int], capacities: Sequence[int], sequences: int) -> None:
         """Args:
-        costs: tokens of each prompt with its responses.
-        capacities: sequences that each server decodes at once; 0 for one that takes no part.
+        costs: tokens of each prompt and its responses.
+        capacities: sequences that each server decodes at once; 0 for a server that is not used.
         sequences: of one prompt.
         """
         self._costs, self._capacities, self._sequences = costs, list(capacities), sequences
@@ -48,25 +48,25 @@ class Balance:
         return len(self._results) == len(self._costs)
 
     def results(self) -> list[Any]:
-        """All of them, in the order of the prompts."""
+        """All results, in the order of the prompts."""
         assert self.finished, "some prompts have no result"
         return [self._results[item] for item in range(len(self._costs))]
 
     def restart(self, capacities: Sequence[int]) -> None:
-        """Go on with other servers; what was sampled is kept, what was not is to be done by these."""
+        """Continue with new capacities. Stored results are kept; all other prompts are assigned again."""
         for server in range(len(self._running)):
             self.lose(server)
         self._capacities = list(capacities)
         self._running = [set() for _ in capacities]
 
     def next(self) -> Task | None:
-        """The next request to make; None while every server has enough to do, or nothing is left."""
+        """The next request; None while every server is full, or if no prompt is left."""
         room = [server for server in range(len(self._capacities)) if self._room(server) > 0]
         if not room or not self._pending:
             return None
         server = min(room, key=lambda server: (self.outstanding(server), server))
         servers = sum(capacity > 0 for capacity in self._capacities)
-        fair = -(-len(self._pending) // (2 * servers))  # or a short batch would be one request to one server
+        fair = -(-len(self._pending) // (2 * servers))  # otherwise a short batch would be one request to one server
         count = max(1, min(MOST_PROMPTS, fair, self._room(server)))
         task = Task(server, tuple(self._pending[:count]))
         del self._pending[:count]
@@ -74,7 +74,7 @@ class Balance:
         return task
 
     def store(self, task: Task, results: Sequence[Any]) -> None:
-        """Take a request's results, one for each prompt; those of a request that was given up are dropped."""
+        """Store a request's results, one per prompt. Results of a request that was given up are ignored."""
         if task not in self._running[task.server]:
             return
         self._running[task.server].discard(task)
@@ -83,18 +83,18 @@ class Balance:
             self._results[item] = result
 
     def lose(self, server: int) -> None:
-        """A server is gone: what it owes goes back, to be asked for first."""
+        """Take a lost server's prompts back; they are the next ones to be assigned."""
         owed = [item for task in self._running[server] for item in task.items]
         self._pending = sorted(owed + self._pending)
         self._running[server].clear()
         self._capacities[server] = 0
 
     def outstanding(self, server: int) -> int:
-        """Tokens that a server still owes, at most."""
+        """Most tokens that a server may still have to sample."""
         return sum(self._costs[item] for task in self._running[server] for item in task.items)
 
     def _room(self, server: int) -> int:
-        """Prompts a server can take on; one that has none takes one, however many sequences that is."""
+        """Prompts that a server has room for. An idle server takes one prompt, whatever its number of sequences."""
         running = sum(len(task.items) for task in self._running[server])
         if running == 0 and self._capacities[server] > 0:
             return max(1, self._capacities[server] // self._sequences)

@@ -1,4 +1,4 @@
-"""A batch of prompts through several servers at once: asked, watched, and handed on when one of them is lost."""
+"""Samples a batch on several servers at once, and moves the prompts of a lost server to the others."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from oblr_megatron.rollout.balance import Balance, Task
 from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError, VllmServer, reasons
 
 LATE_SECONDS = 5.0
-"""A request may last longer than the whole, so that the whole's deadline is the one that ends it."""
+"""A request may take this much longer than the batch, so that the batch's deadline ends it."""
 
 Ask = Callable[[VllmServer, tuple[int, ...], float], Awaitable[Sequence[Any]]]
-"""(server, numbers of prompts, seconds left) -> a result for each of them."""
+"""(server, numbers of prompts, seconds left) -> one result per prompt."""
 
 
 async def dispatch(servers: Sequence[VllmServer], balance: Balance, ask: Ask, *, what: str, seconds: float) -> None:
-    """Have every prompt of `balance` answered once.
+    """Get one result for each prompt of `balance`.
 
     Args:
         servers: in the order that `balance` numbers them.
-        balance: keeps the results, also when this raises, so that another call can go on where this one ended.
-        ask: one request.
-        what: is asked for, in error messages.
+        balance: keeps the results, even if this raises, so that another call can continue.
+        ask: makes one request.
+        what: is sampled, for error messages.
         seconds: the deadline.
 
     Raises:
         EngineLostError: no server is left.
         DeadlineError: the deadline passed.
-        RunError: a server cannot be asked such a thing.
+        RunError: a server cannot answer such a request.
     """
     await _Dispatch(servers, balance, ask, what, seconds).run()
 
@@ -68,7 +68,7 @@ class _Dispatch:
             self._asked[asyncio.ensure_future(self._ask(self._servers[task.server], task.items, left))] = task
 
     async def _one_round(self) -> None:
-        """Wait until something happens, and take note of it."""
+        """Wait for the next results or losses, and record them."""
         left = self._deadline - time.monotonic()
         done, _ = await asyncio.wait(
             [*self._asked, *self._watches], timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
@@ -78,7 +78,7 @@ class _Dispatch:
         for future in done:
             task = self._asked.pop(future, None)
             if task is None and future not in self._watches:
-                continue  # of a server that was lost a moment ago
+                continue  # of a server that was lost in this round
             number = self._watches[future] if task is None else task.server
             try:
                 result = future.result()
@@ -89,7 +89,7 @@ class _Dispatch:
                 self._balance.store(task, result)
 
     def _lose(self, number: int, error: RunError) -> None:
-        """Give the server's requests back, and ask it no more."""
+        """Return the server's prompts to `balance`, and stop using it."""
         self._servers[number].lose(str(error))
         self._balance.lose(number)
         for futures in (self._asked, self._watches):

@@ -1,18 +1,19 @@
-"""Dynamic sampling: groups whose rewards are all equal make room for further prompts of the stream. Pure torch.
+"""Dynamic sampling: groups with equal rewards are replaced by groups of further prompts.
 
 Under most baselines a group of equal rewards has no gradient. Such groups are dropped, and further batches are sampled
-until every place of the step holds a mixed group or the budget of batches is spent; a place that stays without a
-replacement keeps the group it had, so that a step always has Q prompts (folds divide, sums are divided by Q * G).
+until each place of the step holds a mixed group, or until the budget of batches is spent. A place without a replacement
+keeps its group, so a step always has Q prompts (folds have equal sizes, sums are divided by Q * G).
 
     size of the next batch = min(Q, ceil(missing / share of mixed groups so far))
 
-Only the missing number would take many short calls where mixed groups are rare, and a call lasts as long as its longest
-response; Q at a time would throw most of a batch away where one group is missing. Mixed groups are taken in the order
-of the stream, never in that of completion, so that short responses have no advantage. The places are filled in an order
-drawn from the step's seed: were it the first places first, the last folds would hold all the groups without gradient,
-and folds are taken for equal in distribution.
+Sampling only the missing number would take many short calls if mixed groups are rare, and a call lasts as long as its
+longest response. Sampling Q each time would waste most of a batch if one group is missing.
 
-What it does to the estimates is said in docs/samples.md.
+Mixed groups are taken in the order of the data, not in the order of completion, so short responses have no advantage.
+The places are filled in an order drawn from the step's seed. Filling the first places first would leave the groups
+without gradient in the last folds, and the folds must be equal in distribution.
+
+docs/samples.md describes the effect on the estimates.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ SEED_STRIDE, BATCH_STRIDE = 1_000_003, 2**40
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Prompts, their responses, and what these earned.
+    """Prompts, their responses and rewards.
 
-    Example for q = 1, G = 2: Batch([prompt], [sample, sample], Judged(rewards=[[1., 0.]], lengths=[[5, 7]], failures=0)
+    Example for q = 1, G = 2: Batch([prompt], [sample, sample], Scored(rewards=[[1., 0.]], lengths=[[5, 7]], failures=0)
     """
 
     prompts: list[Prompt]  # q
@@ -44,30 +45,30 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Refilled:
-    """A step's batch, and what was sampled for it.
+    """A step's batch, and statistics of all batches sampled for it.
 
-    Example, Q = 4 of which one was replaced from a second batch of 2: Refilled(step, rewards=[6, G] tensor, batches=2,
-                                                                                dropped=1, unused=1)
+    Example, Q = 4 with one group replaced from a second batch of 2: Refilled(step, rewards=[6, G] tensor, batches=2,
+                                                                              dropped=1, unused=1)
     """
 
-    step: Batch  # Q prompts, groups numbered 0..Q-1; its failures are those of all batches
-    rewards: Tensor  # [S, G] fp64 of everything that was sampled
+    step: Batch  # Q prompts, groups numbered 0..Q-1; its failures count all batches
+    rewards: Tensor  # [S, G] fp64 of all S prompts sampled
     batches: int
     dropped: int  # groups of equal rewards that are not in the step
     unused: int  # mixed groups that are not in the step: the last batch found more than were missing
 
     def metrics(self) -> dict[str, float]:
-        """For the step's record."""
+        """Metrics for the step's record."""
         return {"rollout/dynamic_batches": self.batches, "groups/dropped": self.dropped, "groups/unused": self.unused}
 
 
 def call_seed(seed: int, step: int, batch: int = 0) -> int:
-    """The seed of one generate call: no two batches of a run's first million steps share one, nor does an evaluation.
+    """The seed of one generate call, unique among all batches and evaluations of a run's first million steps.
 
     Args:
         seed: of the run.
         step: counted from 0.
-        batch: of the step; the first is sampled just as without dynamic sampling.
+        batch: of the step; batch 0 has the same seed as without dynamic sampling.
     """
     return seed * SEED_STRIDE + step + batch * BATCH_STRIDE
 
@@ -77,9 +78,9 @@ def refill(first: Batch, draw: Callable[[int, int], Batch], *, max_batches: int,
 
     Args:
         first: the step's Q prompts.
-        draw: (count, batch) -> the stream's next `count` prompts, sampled and judged; `batch` is 1, 2, ...
-        max_batches: most batches in all, the first one included; each is of Q prompts at most.
-        seed: of the order in which places are filled.
+        draw: (count, batch) -> the next `count` prompts of the data, sampled and scored; `batch` is 1, 2, ...
+        max_batches: limit of all batches, including the first. Each has at most Q prompts.
+        seed: for the order in which places are filled.
     """
     is_mixed = mixed_groups(first.scored.rewards)
     places = (~is_mixed).nonzero().flatten().tolist()
@@ -105,7 +106,7 @@ def refill(first: Batch, draw: Callable[[int, int], Batch], *, max_batches: int,
 
 
 def next_size(missing: int, *, mixed: int, sampled: int, most: int) -> int:
-    """Prompts of the next batch: as many as the share of mixed groups so far lets expect to be enough, at most `most`.
+    """Prompts of the next batch: the expected number needed, given the share of mixed groups so far; at most `most`.
 
     Example: next_size(3, mixed=16, sampled=64, most=64) = 12.
     """
@@ -113,7 +114,7 @@ def next_size(missing: int, *, mixed: int, sampled: int, most: int) -> int:
 
 
 def _assemble(batches: Sequence[Batch], used: dict[int, tuple[Batch, int]]) -> Batch:
-    """The first batch with some of its places taken by groups of the others."""
+    """The first batch, with some of its groups replaced by groups of other batches."""
     first = batches[0]
     size = first.scored.rewards.shape[1]
     sources = [used.get(place, (first, place)) for place in range(len(first.prompts))]

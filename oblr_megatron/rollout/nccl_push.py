@@ -1,8 +1,8 @@
-"""The trainer's side of `oblr_nccl`: buckets from rank 0's GPU to API servers on others. Not yet run on a GPU.
+"""The trainer's side of `oblr_nccl`: buckets go from rank 0's GPU to API servers on other GPUs. Not yet run on a GPU.
 
-One communicator for each server: the trainer is rank 0, the server's workers follow. A bucket is gathered once and
-broadcast on each of them, on a stream of its own, while its server is told over HTTP to receive it; the server's answer
-is what ends the wait. A server that does not answer has its communicator aborted, which frees the stream.
+Each server has its own communicator: the trainer is rank 0, and the server's workers follow. A bucket is gathered once.
+It is broadcast to each server on a separate stream, while an HTTP request tells the server to receive it. The wait ends
+with the server's answer. If a server does not answer, its communicator is aborted, which frees the stream.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Value = TypeVar("Value")
 class _Link:
     """The communicator with one server process."""
 
-    instance: str  # of the server; another one after a restart
+    instance: str  # of the server process; a restarted server has another one
     group: Any  # vLLM's PyNcclCommunicator
     stream: Any
 
 
 class NcclTransport:
-    """A `DataPlane` over NCCL."""
+    """A `Transport` over NCCL."""
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
         """Args:
-        bucket_bytes: of one bucket; one that holds a larger tensor is as large as that.
+        bucket_bytes: size of a bucket; it grows to the size of the largest tensor.
         device: of this rank.
         """
         self._bucket_bytes, self._device = bucket_bytes, device
@@ -50,17 +50,17 @@ class NcclTransport:
         self._links: dict[str, _Link] = {}
 
     def capacity(self, manifest: Manifest) -> int:
-        """vLLM's loaders on a GPU take whole tensors, so the largest one has to fit."""
+        """See `Transport`. vLLM's loaders on a GPU need whole tensors, so the largest one must fit."""
         largest = max((spec.num_bytes for spec in manifest), default=0)
         return bucket_capacity(manifest, max(self._bucket_bytes, largest))
 
     def reserve(self, size: int) -> DeviceBuffer:
-        """See `DataPlane`."""
+        """See `Transport`."""
         self._buffer.reserve(size)
         return self._buffer
 
     async def connect(self, server: VllmServer, open_push: OpenPush) -> None:
-        """Open a communicator with a server process that has none; both sides have to come at once."""
+        """Open a communicator if the server process has none; both sides must join at the same time."""
         link = self._links.get(server.url)
         if link is not None and link.instance == server.instance:
             return
@@ -75,7 +75,7 @@ class NcclTransport:
         self._links[server.url] = _Link(server.instance, joined.result(), torch.cuda.Stream(self._device))
 
     def send(self, bucket: Bucket, servers: Sequence[VllmServer]) -> None:
-        """Broadcast to each server on its stream; returns before the bytes have gone."""
+        """Broadcast to each server on its stream; returns before the bytes are sent."""
         data = self._buffer.bytes[bucket.start : bucket.start + bucket.used]
         for server in servers:
             link = self._links[server.url]
@@ -83,7 +83,7 @@ class NcclTransport:
             link.group.broadcast(data, src=0, stream=link.stream)
 
     def drop(self, server: VllmServer) -> None:
-        """Abort the communicator; its kernels, which may wait for a dead peer, end."""
+        """Abort the communicator, which ends kernels that wait for a dead peer."""
         link = self._links.pop(server.url, None)
         if link is not None:
             link.group.destroy()
@@ -104,7 +104,7 @@ def _join(rendezvous: dict[str, Any], device: torch.device) -> Any:
 
 
 def _in_thread(call: Callable[[], Value]) -> asyncio.Future[Value]:
-    """Run a call in a thread that the interpreter's end does not wait for: a rendezvous may be missed for minutes."""
+    """Run a call in a daemon thread: a failed rendezvous may hang for minutes, and the trainer must be able to end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Value] = loop.create_future()
 
@@ -125,11 +125,11 @@ def _in_thread(call: Callable[[], Value]) -> asyncio.Future[Value]:
 
 
 def _address_towards(url: str) -> str:
-    """This machine's address, as a server sees it."""
+    """This machine's address on the route to a server."""
     parts = urlsplit(url)
     family, kind, protocol, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # of a datagram socket: nothing is sent
+        probe.connect(address)  # a datagram socket: nothing is sent
         return str(probe.getsockname()[0])
 
 

@@ -1,4 +1,4 @@
-"""Which rank owns which engine, which prompts an engine samples, and what its process is told."""
+"""The owner of each engine, its share of the prompts, and its process's settings."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank owns which engine.
+    """The owners of the engines.
 
     Example, 8 GPUs with tensor_parallel_size 4: Placement(owners=(0, 4), width=4)
     """
 
-    owners: tuple[int, ...]
+    owners: tuple[int, ...]  # rank that owns engine 0, 1, ...
     width: int  # devices of one engine
 
     def engine_of(self, rank: int) -> int | None:
-        """The engine a rank owns, if any."""
+        """The engine that a rank owns, or None."""
         return self.owners.index(rank) if rank in self.owners else None
 
     def share(self, count: int, engine: int) -> slice:
-        """Which of a call's prompts an engine samples: contiguous, sizes equal within one."""
+        """The prompts of a call that an engine samples: contiguous, with sizes that differ by at most one."""
         engines = len(self.owners)
         return slice(count * engine // engines, count * (engine + 1) // engines)
 
@@ -41,7 +41,7 @@ def place(config: Config, world_size: int, *, on_gpu: bool) -> Placement:
     """Spread the engines over the ranks.
 
     Raises:
-        UserError: they do not fit.
+        UserError: there are too many engines, or they are too wide.
     """
     rollout, where = config.rollout, "config: rollout"
     if not on_gpu and rollout.tensor_parallel_size > 1:
@@ -64,7 +64,7 @@ def place(config: Config, world_size: int, *, on_gpu: bool) -> Placement:
 
 
 def engine_spec(config: Config, parallel: Parallel, index: int, placement: Placement) -> EngineSpec:
-    """What an engine process of this run is told."""
+    """The settings of an engine process of this run."""
     rollout = config.rollout
     on_gpu = parallel.device.type == "cuda"
     return EngineSpec(
@@ -86,13 +86,13 @@ def engine_spec(config: Config, parallel: Parallel, index: int, placement: Place
 
 
 def engine_dtype(config: Config) -> torch.dtype:
-    """Dtype of the engine's weights, and so of what is pushed: rollout.dtype, or the trainer's, which may be wider."""
+    """Dtype of the engine's weights and of pushes: rollout.dtype, or by default the trainer's."""
     name = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def _visible_devices(first: int, count: int) -> str:
-    """CUDA_VISIBLE_DEVICES of an engine whose block starts at the trainer's device number `first`."""
+    """CUDA_VISIBLE_DEVICES of an engine on `count` devices, starting with the trainer's device number `first`."""
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = devices.split(",") if devices else [str(number) for number in range(first + count)]
     return ",".join(numbers[first : first + count])

@@ -1,11 +1,11 @@
-"""Training from saved samples: the prompts and responses of another run, read from its files instead of sampled.
+"""Training from saved samples: prompts and responses are read from the files of another run.
 
     engine = ReplayEngine(config, parallel)
     prompts = engine.take(config.num_prompts)             # of the next saved step
     samples = engine.generate(prompts, request)           # its responses
 
-Nothing of vllm is imported, no engine process is started and no weights leave the trainer: a push counts versions.
-Rewards are judged anew, since the reward is part of what a run tries out; those in the files are there to be looked at.
+No vllm is loaded, no engine process is started, and no weights leave the trainer: a push only counts versions. The
+responses are scored again, since the reward is part of the experiment; the rewards in the files are for inspection.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class ReplayEngine(RolloutEngine):
-    """Saved steps one after another, as a source of prompts and of their samples; every rank calls every method.
+    """A source of prompts and samples that yields the saved steps in order; every rank calls every method.
 
-    Rank 0 reads the files, the others hear from it.
+    Rank 0 reads the files and broadcasts their contents.
     """
 
     def __init__(self, config: Config, parallel: Parallel) -> None:
-        """Open `rollout.replay`, which `check_replay` has found usable."""
+        """Start before the first step of `rollout.replay`, which `check_replay` has checked."""
         assert config.rollout.replay is not None
         self._directory, self._rank = config.rollout.replay, parallel.rank
         self._version = 0
@@ -44,32 +44,32 @@ class ReplayEngine(RolloutEngine):
 
     @property
     def version(self) -> int:
-        """Of the trainer's weights, as far as it has pushed them."""
+        """Version of the weights that the trainer pushed last."""
         return self._version
 
     @property
     def epoch(self) -> int:
-        """Of the data that the samples were made from, after the step last taken."""
+        """Epoch of the saved run's data, after the last step taken."""
         return 0 if self._saved is None else self._saved.epoch
 
     @property
     def num_skipped(self) -> int:
-        """Rows of that data that were left out."""
+        """Rows of the saved run's data that were skipped."""
         return 0 if self._saved is None else self._saved.skipped
 
     def state_dict(self) -> dict[str, int]:
-        """The saved step last taken."""
+        """The last saved step taken."""
         return {"replayed": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the saved step after it.
+        """Continue with the saved step after it.
 
         Raises:
-            UserError: the state is of a run that sampled.
+            UserError: the state is from a run that sampled.
         """
         if "replayed" not in state:
             raise UserError(
-                "the checkpoint is of a run that sampled, this one replays",
+                "the checkpoint is from a run that sampled, but this run replays",
                 where="rollout.replay",
                 fix="resume without --replay",
             )
@@ -79,7 +79,7 @@ class ReplayEngine(RolloutEngine):
         """The prompts of the next saved step.
 
         Raises:
-            RunError: its file is not what it was when the run began.
+            RunError: its file has changed since the run began.
         """
         self._step += 1
         self._saved = self._read(self._step)
@@ -88,18 +88,18 @@ class ReplayEngine(RolloutEngine):
         return self._saved.prompts
 
     def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
-        """The saved responses to the prompts last taken; sizes and temperature were checked against the files."""
+        """The saved responses to the last prompts taken. `check_replay` has compared sizes and temperature."""
         assert self._saved is not None and list(prompts) == self._saved.prompts, "only saved prompts have samples"
         assert request.group_size == self._saved.group_size and not request.greedy
         return self._saved.samples
 
     def push(self, source: Source, version: int) -> PushStats:
-        """Count the version; nobody reads the source, on any rank."""
+        """Count the version; no rank reads the source."""
         self._version = version
         return PushStats(bytes=0, seconds=0.0, tensors=0, buckets=0)
 
     def metrics(self) -> dict[str, float]:
-        """None: nothing can happen to a file."""
+        """No metrics."""
         return {}
 
     def sleep(self, level: int = 1) -> None:
@@ -116,7 +116,7 @@ class ReplayEngine(RolloutEngine):
         if self._rank == 0:
             try:
                 outcome = [read_step(step_path(self._directory, step))]
-            except UserError as error:  # found too late to be the user's: the file was there when the run began
+            except UserError as error:  # no user error any more: the file was good when the run began
                 outcome = [str(error)]
         if dist.is_initialized():
             dist.broadcast_object_list(outcome, src=0)
@@ -126,14 +126,14 @@ class ReplayEngine(RolloutEngine):
 
 
 def check_replay(config: Config, vocab_size: int) -> None:
-    """Read every step the run will take, and refuse what it could not be trained from.
+    """Read every step that the run will take, and refuse samples that do not fit the run.
 
     Args:
-        config: of the run; does nothing unless `rollout.replay` is set.
+        config: of the run; without `rollout.replay` nothing is checked.
         vocab_size: of the model.
 
     Raises:
-        UserError: naming the first file that is missing, damaged, or of a run that does not fit.
+        UserError: names the first file that is missing, damaged, or from a run that does not fit.
     """
     directory = config.rollout.replay
     if directory is None:
@@ -159,7 +159,7 @@ def _check_step(saved: SavedStep, config: Config, vocab_size: int, path: Path) -
     ):
         if found != wanted:
             raise UserError(
-                f"the samples were saved with {name} {found}, the run has {wanted}",
+                f"the samples were saved with {name} {found}, but the run has {wanted}",
                 where=str(path),
                 fix=f"set {name} to {found}",
             )
@@ -168,17 +168,19 @@ def _check_step(saved: SavedStep, config: Config, vocab_size: int, path: Path) -
         staleness((sample.version for sample in saved.samples), saved.step - 1, config.rollout.max_staleness)
     except StaleSampleError as error:
         raise UserError(
-            f"step {saved.step}: {error}", where=str(path), fix="raise rollout.max_staleness, or save a training run"
+            f"step {saved.step}: {error}",
+            where=str(path),
+            fix="raise rollout.max_staleness, or save samples of training",
         ) from None
 
 
 def _check_tokens(saved: SavedStep, config: Config, vocab_size: int, path: Path) -> None:
-    """Ids of the model's vocabulary, and lengths the run has been laid out for."""
+    """Refuse token ids outside the model's vocabulary, and samples that are longer than the run allows."""
     longest = max(len(sample.prompt_ids) + len(sample.response_ids) for sample in saved.samples)
     allowed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > allowed:
         raise UserError(
-            f"a saved sample has {longest} tokens, the run is laid out for {allowed}",
+            f"a saved sample has {longest} tokens, but the run allows {allowed}",
             where=str(path),
             fix="raise data.max_prompt_tokens or rollout.max_response_tokens",
         )
@@ -186,7 +188,7 @@ def _check_tokens(saved: SavedStep, config: Config, vocab_size: int, path: Path)
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise UserError(
-            f"a saved sample holds token {outside}, the model's vocabulary ends at {vocab_size}",
+            f"a saved sample has token {outside}, but the model's vocabulary has {vocab_size}",
             where=str(path),
-            fix="give the model whose tokenizer the samples were made with",
+            fix="use the model that the samples were drawn from, or one with the same tokenizer",
         )

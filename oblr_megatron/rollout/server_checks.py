@@ -1,4 +1,4 @@
-"""What can be found wrong with rollout.servers before a run begins: each finding is a `UserError`."""
+"""Checks of rollout.servers before a run begins; each fault is a `UserError`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ ANSWER_SECONDS = 10.0
 
 
 def check_servers(config: Config) -> None:
-    """Ask every server what it is, and refuse one that does not answer, or serves something else.
+    """Ask every server for its settings. Refuse one that does not answer or does not fit the run.
 
     Raises:
-        UserError: the first thing found wrong.
+        UserError: the first fault found.
     """
     urls = config.rollout.servers
     for url in urls:
         _check_url(url)
     if len(set(urls)) < len(urls):
-        raise UserError("a server is named twice", where=WHERE, fix="name each once")
+        raise UserError(f"a server is listed twice: {', '.join(urls)}", where=WHERE, fix="list each server once")
     variable = config.rollout.api_key_env
     found = asyncio.run(_ask_all(urls, os.environ.get(variable, "")))
     for url, answer in zip(urls, found, strict=True):
@@ -54,52 +54,52 @@ def _check_url(url: str) -> None:
     except ValueError:
         sound = False
     if not sound or parts.path.strip("/") or parts.query:
-        raise UserError(f"{url!r} is not the address of a server", where=WHERE, fix="write it as http://HOST:PORT")
+        raise UserError(f"{url!r} is not the address of a server", where=WHERE, fix="use the form http://HOST:PORT")
 
 
 def _expect_info(url: str, answer: Info | BaseException, variable: str) -> Info:
-    """The answer, if it is one."""
-    start = f"start it with: oblr-megatron serve, and check the address and the key in {variable}"
+    """The server's settings; a failure becomes a `UserError`."""
+    start = f"start it with oblr-megatron serve, and check the address and the key in {variable}"
     if isinstance(answer, ServerLostError):
         raise UserError(f"{url} cannot be reached: {answer}", where=WHERE, fix=start)
     if isinstance(answer, RunError):
-        raise UserError(f"{url} does not answer as a server of ours: {answer}", where=WHERE, fix=start)
+        raise UserError(f"{url} does not answer like an oblr-megatron server: {answer}", where=WHERE, fix=start)
     if isinstance(answer, BaseException):
         raise answer
     return answer
 
 
 def _check_info(url: str, info: Info, config: Config) -> None:
-    """Compare a server with the run's model and settings."""
+    """Compare a server's settings with the run's."""
     dtype = str(engine_dtype(config)).removeprefix("torch.")
     longest = max_model_len(config)
     if info.protocol != PROTOCOL:
         raise UserError(
-            f"{url} speaks version {info.protocol} of the messages, this trainer {PROTOCOL}",
+            f"{url} has version {info.protocol} of the messages, this trainer has version {PROTOCOL}",
             where=WHERE,
-            fix="install the same oblr-megatron on both sides",
+            fix="install the same version of oblr-megatron on both sides",
         )
     if info.shapes != shapes_digest(checkpoint_shapes(config.model.path)):
         raise UserError(
-            f"{url} serves another model: {info.model}, whose tensors are not those of {config.model.path}",
+            f"{url} serves {info.model}, and its tensors differ from those of {config.model.path}",
             where=WHERE,
             fix=f"start it with --model {config.model.path}",
         )
     if info.dtype != dtype:
         raise UserError(
-            f"{url} computes in {info.dtype}, the run's weights go out in {dtype}",
+            f"{url} computes in {info.dtype}, but the run pushes {dtype}",
             where=WHERE,
             fix=f"start it with --dtype {dtype}, or set rollout.dtype to {info.dtype!r}",
         )
     if (info.quantization == "none") != (config.rollout.quantization == "none"):
         raise UserError(
-            f"{url} has quantization {info.quantization!r}, the run's is {config.rollout.quantization!r}",
+            f"{url} has quantization {info.quantization!r}, but the run has {config.rollout.quantization!r}",
             where=WHERE,
             fix=f"start it with --quantization {config.rollout.quantization}, or set rollout.quantization",
         )
     if info.max_model_len < longest:
         raise UserError(
-            f"{url} takes {info.max_model_len} tokens of prompt and response together, the run needs {longest}",
+            f"{url} takes {info.max_model_len} tokens of prompt and response together, but the run needs {longest}",
             where=WHERE,
             fix=f"start it with --max-model-len {longest}",
         )

@@ -1,11 +1,11 @@
-"""One vLLM API server, seen from the trainer: every wait ends, a dropped connection is taken up again, a death noticed.
+"""The trainer's handle of one API server. Every wait has a deadline, and dropped connections are retried.
 
     server = VllmServer("http://10.0.0.5:8000", key)
     info = await server.info(seconds=10)
     groups = await server.generate(body, seconds=600)
 
-The trainer did not start the server and cannot restart it: one that is lost is left alone until it answers again, and
-then it gets all weights anew before it gets a prompt.
+The trainer did not start the server and cannot restart it. A lost server gets no prompts until it answers again and has
+received all weights.
 """
 
 from __future__ import annotations
@@ -26,61 +26,61 @@ from oblr_megatron.runtime.http_loop import open_session
 from oblr_megatron.types import Sample
 
 RETRIES = 3
-"""How often a question is asked again after its connection dropped, before the server counts as lost."""
+"""Retries after a dropped connection, before the server counts as lost."""
 BACKOFF_SECONDS = 0.2
-"""Before the first repetition; each further one waits twice as long."""
+"""Wait before the first retry; it doubles with each further one."""
 WATCH_SECONDS = 5.0
-"""How often a server that samples is asked whether it is there."""
+"""Interval of the health checks while a server samples."""
 
 Answer = TypeVar("Answer", bound=http.Message)
 
 
 class ServerLostError(EngineLostError):
-    """A server died, hung, failed inside, or lost its connection for good."""
+    """A server died, hung, failed internally, or cannot be reached any more."""
 
 
 class ServerRefusedError(RunError):
-    """A server is well but in no state for what it was asked: it holds other weights, or takes no such push."""
+    """A healthy server refused a request: it holds other weights, or the push is wrong."""
 
 
 class VllmServer:
-    """The trainer's handle of a server; all coroutines run in one event loop."""
+    """The trainer's handle of a server. All its coroutines run in one event loop."""
 
     def __init__(self, url: str, key: str, *, owner: str = "rank 0", silence_s: float = 30.0) -> None:
         """Args:
         url: http://host:port.
         key: API key; empty for none.
-        owner: who waits, in error messages.
-        silence_s: after so long without any answer a server that samples counts as hung.
+        owner: who waits, for error messages.
+        silence_s: seconds without an answer after which a sampling server counts as hung.
         """
         self.name, self.owner, self.silence_s = f"server {url}", owner, silence_s
-        self.lost: str | None = None  # why it gets no prompts now
-        self.unfit = False  # lost, and to wait for it is of no use: it is there, and another than was expected
+        self.lost: str | None = None  # why it gets no prompts
+        self.unfit = False  # lost, and waiting is useless: it answers, but not as expected
         self.ready = False  # it holds the trainer's weights, as far as known
         self.capacity = 1  # sequences it decodes at once
-        self.workers = 1  # processes that take weights
-        self.instance = ""  # of the server process, as it last said
+        self.workers = 1  # processes that receive weights
+        self.instance = ""  # of the server process, from its last answer
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
 
     def lose(self, reason: str, *, unfit: bool = False) -> None:
-        """Note that it is not to be asked until it was pushed to again."""
+        """Stop using it until it has received a push again."""
         self.lost, self.ready, self.unfit = reason, False, unfit
 
     async def info(self, seconds: float) -> http.Info:
-        """What it is and holds."""
+        """The server's settings and state."""
         info = await self._ask(http.INFO, None, http.Info, f"{self.name} to answer", seconds)
         self.capacity, self.workers, self.instance = info.max_num_seqs, info.workers, info.instance
         return info
 
     async def generate(self, body: http.GenerateBody, seconds: float) -> list[list[Sample]]:
-        """Q prompts -> Q groups of G samples, of the weights that were asked for.
+        """Q prompts -> Q groups of G samples, from the weights that the body names.
 
         Raises:
             ServerLostError: it died, or the deadline passed.
             ServerRefusedError: it holds other weights.
-            RunError: it takes no such prompts, or answered something else than was asked.
+            RunError: it does not accept the prompts, or its answer does not fit the request.
         """
         what = f"{len(body.prompts)} x {body.group_size} samples of {self.name}"
         answer = await self._ask(http.GENERATE, body, http.GenerateAnswer, what, seconds, RETRIES)
@@ -92,16 +92,16 @@ class VllmServer:
         return answer.samples(body.prompts, body.positions)
 
     async def digests(self, seconds: float) -> list[dict[str, str]]:
-        """What its workers hold, in the words of `weights.verify`."""
+        """Digests of the weights that its workers hold; see `weights.verify`."""
         what = f"{self.name} to read its weights back"
         return (await self._ask(http.DIGESTS, None, http.DigestsAnswer, what, seconds)).workers
 
     async def tell(self, path: str, body: http.Message, what: str, seconds: float) -> None:
-        """A step of a push: told once, since a server that has heard it would refuse it the second time."""
+        """Send a step of a push. It is not retried: a server that received it would refuse it the second time."""
         await self._ask(path, body, http.Message, what, seconds)
 
     async def watch(self) -> NoReturn:
-        """Ask for its health, for ever.
+        """Check its health until it is lost.
 
         Raises:
             ServerLostError: it has not answered for `silence_s`.
@@ -125,7 +125,7 @@ class VllmServer:
     async def _ask(
         self, path: str, body: http.Message | None, kind: type[Answer], what: str, seconds: float, retries: int = 0
     ) -> Answer:
-        """A question and its parsed answer; one whose connection drops is asked again, `retries` times."""
+        """Send a request and parse the answer. A dropped connection is retried `retries` times."""
         deadline = time.monotonic() + seconds
         payload = None if body is None else body.model_dump_json().encode()
         for attempt in range(retries + 1):
@@ -137,7 +137,7 @@ class VllmServer:
                     raise
                 await asyncio.sleep(BACKOFF_SECONDS * 2**attempt)
             except ValidationError as error:
-                raise RunError(f"{self.name} answered {path} with something else than was asked: {error}") from error
+                raise RunError(f"{self.name} sent an invalid answer to {path}: {error}") from error
         raise AssertionError("the last attempt returns or raises")
 
     async def _request(self, path: str, payload: bytes | None, what: str, seconds: float) -> bytes:
@@ -159,9 +159,9 @@ class VllmServer:
         return text
 
     def _raise(self, status: int, text: bytes, what: str) -> NoReturn:
-        """Raises: what the status says."""
+        """Raise the error for an HTTP status."""
         reason = _reason(text)
-        message = f"{self.name} answered {self.owner}, who waited for {what}, with status {status}: {reason}"
+        message = f"{self.name} answered with status {status} while {self.owner} waited for {what}: {reason}"
         if status == http.REFUSED:
             raise ServerRefusedError(f"{self.name} refused {what}: {reason}")
         if status >= http.FAILED:
@@ -175,7 +175,7 @@ class VllmServer:
 
 
 class DroppedError(ServerLostError):
-    """A connection could not be made, or ended before the answer; asking again may help."""
+    """A connection failed, or ended before the answer. A retry may help."""
 
 
 def _reason(text: bytes) -> str:
@@ -186,5 +186,5 @@ def _reason(text: bytes) -> str:
 
 
 def reasons(servers: Sequence[VllmServer]) -> str:
-    """Why there is nobody to ask, a server a clause."""
+    """Why each lost server is lost, for an error message."""
     return "; ".join(f"{server.name}: {server.lost}" for server in servers if server.lost is not None)

@@ -1,8 +1,8 @@
-"""Which weights made a sample, and whether they are recent enough to train from it. Pure.
+"""The age of samples, and its limit.
 
-Version v are the weights after v optimizer steps. A sample of version v that meets a trainer at version V is V - v
-updates old; 0 is on-policy, and the importance ratios of `algo/importance.py` stand in for what an older one is off by. A
-sample of a version that the trainer has not reached belongs to another run, or to an engine out of step with it.
+Version v names the weights after v optimizer steps. If the trainer is at version V, a sample of version v is V - v
+updates old. Age 0 is on-policy; the importance weights of `algo/importance.py` correct older samples. A version above V
+belongs to another run, or to an engine that is out of step.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ if TYPE_CHECKING:
 
 
 class StaleSampleError(RunError):
-    """A sample was made by weights too far from the trainer's."""
+    """A sample is too old, or newer than the trainer's weights."""
 
 
 def staleness(versions: Iterable[int], current: int, limit: int) -> int:
-    """Updates by which the oldest of some samples is behind the trainer; 0 without samples.
+    """Age in updates of the oldest sample; 0 without samples.
 
     Args:
-        versions: of the weights that made them.
+        versions: of the samples.
         current: version of the trainer's weights.
         limit: rollout.max_staleness.
 
     Raises:
-        StaleSampleError: one is older than the limit, or newer than the trainer.
+        StaleSampleError: a sample is older than the limit, or newer than the trainer.
 
     Example: staleness([5, 4], current=5, limit=1) is 1; with limit=0 it raises.
     """
     known = set(versions)
     oldest, newest = min(known, default=current), max(known, default=current)
     if newest > current:
-        raise StaleSampleError(f"a sample was made by weights {newest}, but the trainer is at version {current}")
+        raise StaleSampleError(f"a sample has version {newest}, but the trainer is at version {current}")
     if current - oldest > limit:
         raise StaleSampleError(
-            f"a sample was made by weights {oldest}, {current - oldest} updates before the trainer's version "
-            f"{current}; rollout.max_staleness is {limit}"
+            f"a sample has version {oldest}, {current - oldest} updates before the trainer's version {current}; "
+            f"rollout.max_staleness is {limit}"
         )
     return current - oldest
 
 
 def check_batch(samples: Sequence[Sample], count: int, version: int) -> None:
-    """Refuse what engines returned unless it is all that was asked for, of the weights that were pushed last.
+    """Check the number and the version of the samples that the engines returned.
 
     Args:
         samples: of all engines.
-        count: of samples that were asked for.
-        version: that every engine serves.
+        count: samples that were requested.
+        version: of the weights pushed last.
 
     Raises:
-        RunError: samples are missing, too many, or of other weights.
+        RunError: there are too few or too many samples, or samples of another version.
     """
     stale = {sample.version for sample in samples} - {version}
     if stale or len(samples) != count:
         raise RunError(
-            f"the engines returned {len(samples)} samples for {count}, of weights {sorted(stale) or version} beside "
-            f"version {version}"
+            f"the engines returned {len(samples)} samples instead of {count}, of versions {sorted(stale) or version} "
+            f"instead of {version}"
         )

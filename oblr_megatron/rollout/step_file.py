@@ -1,10 +1,10 @@
-"""The samples of one step as a file: RUN_DIR/rollouts/step_000001.parquet, one row a sample, prompt-major.
+"""The samples of one step as a file, RUN_DIR/rollouts/step_000001.parquet: one row per sample, prompt-major.
 
     path = write_step(run_dir / "rollouts", SavedStep(step=1, ...))
     saved = read_step(path)
 
-The columns are `SCHEMA`'s; what holds for the whole step (schema version, step, sizes, temperature, data position)
-is JSON in the file's metadata under `KEY`. Any reader of parquet opens it: `pandas.read_parquet(path)`.
+`SCHEMA` lists the columns. The file's metadata describes the whole step (schema version, step, sizes, temperature, data
+position), as JSON under `KEY`. Any reader of parquet can open the file, e.g. `pandas.read_parquet(path)`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCHEMA = pa.schema(
             ("source", pa.string()),
             ("tolerance", pa.string()),  # since version 2; the answers of version 1 are exact
             ("response_ids", _list(pa.int32())),
-            ("logprobs", _list(pa.float32())),  # as vLLM computes them: no digit is lost
+            ("logprobs", _list(pa.float32())),  # vLLM computes them in float32: no digit is lost
             ("text", pa.string()),
             ("finish_reason", pa.string()),
             ("version", pa.int32()),
@@ -50,24 +50,24 @@ SCHEMA = pa.schema(
         )
     ]
 )
-SCHEMAS = {1: SCHEMA.remove(SCHEMA.get_field_index("tolerance")), SCHEMA_VERSION: SCHEMA}  # what can be read
-FIX = "give the rollouts directory of a run with --save-rollouts, and save it again if a file was damaged"
+SCHEMAS = {1: SCHEMA.remove(SCHEMA.get_field_index("tolerance")), SCHEMA_VERSION: SCHEMA}  # versions that can be read
+FIX = "use the rollouts directory of a run with --save-rollouts; if a file is damaged, save the samples again"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """What a step was trained from.
+    """The prompts, samples and rewards of one step.
 
     Example: SavedStep(step=1, temperature=1.0, epoch=0, skipped=3, prompts=[...], samples=[...], rewards=[1.0, 0.0])
     """
 
-    step: int  # as in metrics.jsonl, from 1
-    temperature: float  # of the sampling
+    step: int  # counted from 1, as in metrics.jsonl
+    temperature: float
     epoch: int  # of the data, after the step
-    skipped: int  # rows of the data that were left out
+    skipped: int  # rows of the data that were skipped
     prompts: list[Prompt]  # Q
     samples: list[Sample]  # N = Q * G
-    rewards: list[float]  # N, as the run judged them
+    rewards: list[float]  # N, as the run scored them
 
     @property
     def group_size(self) -> int:
@@ -76,12 +76,12 @@ class SavedStep:
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Where a step is kept; `step` counts from 1."""
+    """File of a step; `step` counts from 1."""
     return directory / f"step_{step:06}.parquet"
 
 
 def write_step(directory: Path, saved: SavedStep) -> Path:
-    """Write a step's file, whole or not at all.
+    """Write a step's file atomically.
 
     Raises:
         RunError: it cannot be written.
@@ -109,17 +109,17 @@ def write_step(directory: Path, saved: SavedStep) -> Path:
 
 
 def read_step(path: Path) -> SavedStep:
-    """Read a step's file, all of it checked.
+    """Read and check a step's file.
 
     Raises:
-        UserError: there is no such file, it is damaged, it was not written by `write_step`, or it contradicts itself.
+        UserError: the file is missing, damaged, inconsistent, or not written by `write_step`.
     """
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
     except FileNotFoundError:
         raise UserError("saved samples are missing", where=str(path), fix=FIX) from None
-    except (OSError, ValueError, pa.ArrowException) as error:  # pyarrow raises all of them for damaged files
+    except (OSError, ValueError, pa.ArrowException) as error:  # pyarrow raises any of them for a damaged file
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"saved samples cannot be read: {reason}", where=str(path), fix=FIX) from error
     facts = _facts(table, path)
@@ -178,23 +178,23 @@ def _sample(row: dict[str, Any]) -> Sample:
 
 
 def _facts(table: pa.Table, path: Path) -> dict[str, Any]:
-    """What the file says of the whole step, checked to be there."""
+    """The facts about the whole step, checked."""
     stored = (table.schema.metadata or {}).get(KEY)
     if stored is None:
-        raise UserError("not a file of saved samples", where=str(path), fix=FIX)
+        raise UserError("the file has no saved samples", where=str(path), fix=FIX)
     facts: dict[str, Any] = json.loads(stored)
     version = facts.get("schema_version")
     if version not in SCHEMAS:
         raise UserError(
-            f"saved samples of schema version {version}, this program reads {' and '.join(map(str, SCHEMAS))}",
+            f"the file has schema version {version}, but only {' and '.join(map(str, SCHEMAS))} can be read",
             where=str(path),
-            fix="save them with the version of oblr-megatron that replays them",
+            fix="save and replay with the same version of oblr-megatron",
         )
     if not table.schema.equals(SCHEMAS[version]):
-        raise UserError("saved samples with other columns than this program writes", where=str(path), fix=FIX)
+        raise UserError("the columns of the saved samples are not those of the schema", where=str(path), fix=FIX)
     if not facts["num_prompts"] * facts["group_size"] == table.num_rows > 0:
         raise UserError(
-            f"{table.num_rows} saved samples, {facts['num_prompts']} x {facts['group_size']} were written",
+            f"the file has {table.num_rows} samples instead of {facts['num_prompts']} x {facts['group_size']}",
             where=str(path),
             fix=FIX,
         )
@@ -202,7 +202,7 @@ def _facts(table: pa.Table, path: Path) -> dict[str, Any]:
 
 
 def _check_consistent(saved: SavedStep, rows: list[dict[str, Any]], facts: dict[str, Any], path: Path) -> None:
-    """Rows in order, each with its prompt and as many log-probs as tokens."""
+    """Check that rows are in order, and that each has its prompt and as many log-probs as tokens."""
     if step_path(path.parent, saved.step) != path:
         raise UserError(f"the file holds step {saved.step}", where=str(path), fix="do not rename saved samples")
     for position, (row, sample) in enumerate(zip(rows, saved.samples, strict=True)):
@@ -214,4 +214,4 @@ def _check_consistent(saved: SavedStep, rows: list[dict[str, Any]], facts: dict[
             and sample.finish_reason in ("stop", "length")
         )
         if not fits:
-            raise UserError(f"saved sample {position} contradicts itself", where=str(path), fix=FIX)
+            raise UserError(f"saved sample {position} is inconsistent", where=str(path), fix=FIX)

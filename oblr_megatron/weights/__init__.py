@@ -1,1 +1,1 @@
-"""Weights between Megatron's layout and Hugging Face's: the name table and the streaming gather."""
+"""Weights between Megatron's layout and Hugging Face's: names, gathering, and transport to engines."""

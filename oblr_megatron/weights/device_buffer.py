@@ -1,11 +1,11 @@
-"""Where rank 0 gathers buckets in GPU memory, and a checksum that a GPU computes. Pure torch.
+"""A buffer for buckets in GPU memory, and a checksum that a GPU computes.
 
-The checksum of bytes read as 64-bit words x_0 ... x_(n-1), modulo 2^64:
+The bytes are read as 64-bit words x_0 ... x_(n-1); y_j are the up to seven bytes after the last whole word:
 
-    sum_i (2 i + 1) x_i + sum_j (2 (n + j) + 1) y_j         y_j: the up to seven bytes after the last whole word
+    checksum = sum_i (2 i + 1) x_i + sum_j (2 (n + j) + 1) y_j   modulo 2^64;   0 for no bytes
 
-Every weight is odd, so a change of any one word changes the sum, and two words that change places change it unless
-they agree in all but the top bits. It finds damage, not malice. Degenerate: no bytes have the sum 0.
+All factors are odd, so changing one word changes the sum. Swapping two words changes it unless they differ only in the
+top bits. The checksum finds accidental damage, not manipulation.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _MODULUS = 2**64
 
 
 class DeviceBuffer(SharedBuffer):
-    """The two halves of a push in the memory of one device; what `fill_buckets` asks of a buffer."""
+    """A `SharedBuffer` in the memory of one device, for `fill_buckets`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(fd=-1)
         self._view = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, size: int) -> None:
-        """Make it at least this large; what it held is lost."""
+        """Make it at least this large; its contents are lost."""
         if self._view.numel() < size:
             self._view = torch.empty(size, dtype=torch.uint8, device=self._view.device)
 
     def map(self) -> None:
-        """Nothing to map."""
+        """Does nothing: device memory is not mapped."""
 
     def checksum(self, start: int, used: int) -> int:
         """See `device_checksum`."""
@@ -40,10 +40,10 @@ class DeviceBuffer(SharedBuffer):
 
 
 def device_checksum(data: Tensor) -> int:
-    """The sum of the module's docstring.
+    """The checksum that the module defines.
 
     Args:
-        data: [n] uint8, starting at a multiple of eight bytes of its memory, on any device.
+        data: [n] uint8, on any device; starts at a multiple of eight bytes of its memory.
 
     Example: bytes 1, 0 ... (one word, 1) and then 2 -> 1 * 1 + 3 * 2 = 7
     """

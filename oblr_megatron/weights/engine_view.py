@@ -1,7 +1,7 @@
-"""Hugging Face's tensors inside a vLLM model: as views of the parameters that the engine computes with.
+"""Hugging Face's tensors in a vLLM model, as views of the parameters that the engine computes with. Imports no vllm.
 
-vLLM fuses q, k, v and gate, up into one parameter each, a layer's experts into two, and pads the vocabulary; a worker
-of a tensor-parallel engine holds its share of rows or columns. Needs no vllm: everything is read off the model.
+vLLM fuses q, k, v into one parameter, gate and up into another, and a layer's experts into two. It pads the vocabulary.
+A worker of a tensor-parallel engine holds its share of the rows or columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from oblr_megatron.errors import WeightError
 
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-"""Parameters of vLLM's fused experts, [experts, rows, columns], and whose rows are in each of them."""
+"""vLLM's parameters of fused experts, [experts, rows, columns], and the tensors in each of them."""
 
 
 def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -24,11 +24,11 @@ def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
         model: vLLM's `Qwen3ForCausalLM` or `Qwen3MoeForCausalLM`.
 
     Raises:
-        WeightError: a parameter is kept in a layout of vLLM's own, in which no tensor can be found again.
+        WeightError: vLLM keeps a parameter in a layout of its own, in which the tensors cannot be found.
     """
     modules = dict(model.named_modules())
     found: dict[str, Tensor] = {}
-    for path, parameter in model.named_parameters():  # one that is tied comes once, as the embedding
+    for path, parameter in model.named_parameters():  # a tied parameter is listed once, as the embedding
         prefix, _, name = path.rpartition(".")
         found |= dict(_unfused(prefix, modules[prefix], name, parameter.detach(), model))
     return found
@@ -43,7 +43,7 @@ def _unfused(prefix: str, module: nn.Module, name: str, parameter: Tensor, model
         yield from _of_experts(parent, module, name, parameter)
         return
     if name not in ("weight", "bias"):
-        raise WeightError(f"vLLM keeps {prefix}.{name} in a layout of its own: no tensor can be found in it")
+        raise WeightError(f"vLLM keeps {prefix}.{name} in a layout of its own, in which no tensor can be found")
     if fused is not None:
         sizes: Any = module.output_partition_sizes
         yield from ((f"{parent}.{part}.{name}", rows) for part, rows in zip(fused, parameter.split(sizes), strict=True))
@@ -54,11 +54,11 @@ def _unfused(prefix: str, module: nn.Module, name: str, parameter: Tensor, model
 
 
 def _of_experts(prefix: str, module: Any, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Each expert's tensors, in a parameter that is kept as it was loaded; those of all experts are here."""
+    """Each expert's tensors in a parameter that keeps the layout it was loaded in, with all experts."""
     parts, ffn = EXPERTS[name], module.intermediate_size_per_partition
     plain = (len(parts) * ffn, module.hidden_size) if len(parts) > 1 else (module.hidden_size, ffn)
     if tuple(parameter.shape) != (module.global_num_experts, *plain):
-        raise WeightError(f"vLLM keeps {prefix}.{name} as {list(parameter.shape)}: no tensor can be found in it")
+        raise WeightError(f"vLLM keeps {prefix}.{name} as {list(parameter.shape)}, in which no tensor can be found")
     for expert, rows in enumerate(parameter):
         tensors = zip(parts, rows.chunk(len(parts)), strict=True)
         yield from ((f"{prefix}.{expert}.{part}.weight", tensor) for part, tensor in tensors)

@@ -1,14 +1,14 @@
 """The policy's weights as a stream of whole Hugging Face tensors, gathered one parameter at a time.
 
     weights = MegatronWeights(policy, dtype=torch.bfloat16)
-    for name, tensor in weights:            # on every rank, in the same order: iterating is collective
+    for name, tensor in weights:            # collective: on every rank, in the same order
         ...
-    for name, view in weights.views():      # the same without copies, each view good until the next one is asked for
+    for name, view in weights.views():      # the same without copies; a view is valid until the next one
         ...
 
-Every rank receives every tensor; the most it holds beside its own shards is one parameter (q, k, v count as one, and of
-experts it is one expert's). The order is embedding, layers, final norm, output layer (left out when tied), with q, k, v
-and gate, up side by side, and the experts of a layer behind one another.
+Every rank receives every tensor. In addition to its own shards it holds at most one parameter at a time. (q, k, v are
+one parameter; so is one layer of one expert.) The order is: embedding, layers, final norm, output layer (none if tied).
+The tensors of a parameter are neighbours (q, k, v; gate, up), and so are the experts of a layer.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from oblr_megatron.model.qwen3 import Policy
 
 Room = Callable[[tuple[int, ...]], Tensor]
-"""Memory of a given shape in the dtype that travels."""
+"""Allocates memory of a shape, in the dtype that is sent."""
 
 
 class TensorMeta(NamedTuple):
-    """What iteration will yield. Example: TensorMeta("model.norm.weight", torch.bfloat16, (1024,))"""
+    """Describes one tensor of the iteration. Example: TensorMeta("model.norm.weight", torch.bfloat16, (1024,))"""
 
     name: str
     dtype: torch.dtype
@@ -52,27 +52,30 @@ class TensorMeta(NamedTuple):
 
 
 def metadata_of(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
-    """Names and shapes of a whole model in export order; needs no weights, only its config."""
+    """Names and shapes of a whole model in export order, from its sizes alone."""
     return [
         TensorMeta(name, dtype, size) for item in table(shape) for name, size in zip(item.hf, item.shapes, strict=True)
     ]
 
 
 class MegatronWeights:
-    """The current weights of a policy; every `iter()` is a fresh pass over what they are then.
+    """The current weights of a policy; every `iter()` is a new pass over their values at that time.
 
-    Without tensor parallelism a tensor may share its memory with the weights: use it before the next optimizer step,
-    and do not write to it.
+    Without tensor parallelism a tensor may share memory with the weights: use it before the next optimizer step, and do
+    not write to it.
     """
 
     def __init__(self, policy: Policy, dtype: torch.dtype | None = None) -> None:
-        """`dtype` is what tensors are cast to before they travel; by default the weights' own."""
+        """Args:
+        policy: the model.
+        dtype: tensors are cast to it before they are sent; by default the weights' own.
+        """
         self._policy = policy
         self._shape = ModelShape.of(policy.hf_config)
         self._dtype = dtype or policy.transformer_config.params_dtype
 
     def metadata(self) -> list[TensorMeta]:
-        """What iteration yields, element for element; no communication."""
+        """The tensors that iteration yields, in its order; no communication."""
         return metadata_of(self._shape, self._dtype)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -84,10 +87,10 @@ class MegatronWeights:
                 yield name, view.to(self._dtype).reshape(size)
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors for whoever copies them at once: nothing is copied here but what other ranks send.
+        """The same tensors without copies, for a caller that copies each one before it takes the next.
 
-        A view has the tensor's elements in row-major order, but may have more dimensions, be strided, and be of the
-        weights' own dtype instead of the one declared. Its memory is used again for the next one.
+        A view has the tensor's elements in row-major order. It may have more dimensions, be strided, and have the
+        weights' own dtype instead of the declared one. Its memory is reused for the next view.
         """
         scratch = torch.empty(self._largest(), dtype=self._dtype, device=self._policy.parallel.device)
         for _, found in self._stream(lambda size: scratch[: prod(size)].view(size)):
@@ -95,7 +98,7 @@ class MegatronWeights:
 
     def _stream(self, room: Room) -> Iterator[tuple[Entry, list[tuple[str, Tensor]]]]:
         items = table(self._shape)
-        names = {item.megatron: item.hf for item in items}  # the usual ones; `entry` knows those of fused norms, too
+        names = {item.megatron: item.hf for item in items}  # the usual names; `entry` also knows those of fused norms
         own = {
             names[name] if name in names else entry(name, self._shape).hf: parameter
             for name, parameter in self._policy.named_parameters()
@@ -106,7 +109,7 @@ class MegatronWeights:
 
     @torch.no_grad()
     def _stacked(self, item: Entry, parameter: nn.Parameter | None, room: Room) -> Tensor:
-        """All shards of a parameter, [ranks, *shard]: gathered where it is, sent to other expert ranks and stages."""
+        """All shards of a parameter, [ranks, *shard]: gathered by their owners, then sent to the other ranks."""
         parallel = self._policy.parallel
         stage, owner = self._stage_of(item), self._expert_rank_of(item)
         assert (parameter is not None) == (stage == parallel.pp_rank and owner in (None, parallel.ep_rank)), (
@@ -126,10 +129,10 @@ class MegatronWeights:
         return stacked
 
     def _gathered(self, item: Entry, parameter: nn.Parameter, stacked: Tensor) -> Tensor:
-        """Cast this rank's shard into its place, and let the others send theirs into their own.
+        """Cast this rank's shard into its place, and receive the other shards.
 
-        A broadcast from each rank moves what an all-gather moves, without the second copy of the whole that gloo's
-        all-gather (and NCCL's, of a list) makes.
+        Broadcasts from each rank move as many bytes as an all-gather, but gloo's all-gather (and NCCL's of a list)
+        needs a second copy of the whole tensor.
         """
         parallel = self._policy.parallel
         group = parallel.tp_group if item.expert is None else parallel.etp_group
@@ -140,7 +143,7 @@ class MegatronWeights:
         return stacked
 
     def _travels(self, item: Entry) -> bool:
-        """Whether ranks that hold nothing of a parameter have to be sent it."""
+        """Whether the parameter must be sent to ranks that hold no part of it."""
         parallel = self._policy.parallel
         return parallel.pp_size > 1 or (item.expert is not None and parallel.ep_size > 1)
 
@@ -151,18 +154,18 @@ class MegatronWeights:
         return (1 if item.cut == "replicated" else ranks, *shard)
 
     def _largest(self) -> int:
-        """Elements of the largest parameter that is gathered or sent; 0 where all are used in place."""
+        """Elements of the largest parameter that is gathered or sent; 0 if all are used in place."""
         sizes = [(self._stacked_shape(item), self._travels(item)) for item in table(self._shape)]
         return max((prod(size) for size, travels in sizes if travels or size[0] > 1), default=0)
 
     def _expert_rank_of(self, item: Entry) -> int | None:
-        """The expert-parallel rank that holds an expert; None for what is no expert's."""
+        """The expert-parallel rank that holds an expert's parameter; None for other parameters."""
         if item.expert is None:
             return None
         return item.expert // (self._shape.experts // self._policy.parallel.ep_size)
 
     def _stage_of(self, item: Entry) -> int:
-        """The pipeline stage that holds the parameter; chunks of layers are dealt to the stages in turn."""
+        """The pipeline stage that holds the parameter; chunks of layers are assigned to the stages in turn."""
         parallel = self._policy.parallel
         layer = layer_of(item)
         if layer is not None:
@@ -174,8 +177,7 @@ class MegatronWeights:
 def vllm_source(policy: Policy, dtype: torch.dtype | None = None) -> WeightSource:
     """The same stream as vLLM's own `WeightSource`, for its built-in transfer engines.
 
-    vLLM is imported here and not above: the import takes seconds, and neither the export nor a push to an engine in
-    another process needs it.
+    vLLM is imported only here: the import takes seconds, and neither an export nor a push to another process needs it.
     """
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 

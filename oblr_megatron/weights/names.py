@@ -1,19 +1,20 @@
-"""The one table between Megatron's parameter names and Hugging Face's, and how each parameter is cut.
+"""Maps Megatron's parameter names to Hugging Face's, and defines how each parameter is cut. Uses torch alone.
 
-Pure torch: no megatron-core, no process group. `table()` lists every parameter of a model in the order it is exported;
-`split()` makes one tensor-parallel shard out of Hugging Face tensors (anything that can be sliced, so that a file is
-read only where needed), `merge()` puts shards together again, `views()` does so without a copy. Unknown names raise.
+    table(shape)                   # every parameter of a model, in export order
+    split(item, tensors, ...)      # one tensor-parallel shard; the tensors may be slices of files, read where needed
+    merge(item, shards, shape)     # the Hugging Face tensors again; `views` does the same without copies
 
-How a parameter is cut over tp ranks:
+Unknown names raise. How a parameter is cut over tp ranks:
+
     replicated   every rank holds the whole (norms)
     rows         along dimension 0, in the order of the ranks
     columns      along dimension 1
     vocab        rows, after padding with zero rows to the padded vocabulary
     gate_up      each rank holds its rows of gate, then its rows of up
     qkv          rows of the matrix [q-heads of group 0, k 0, v 0, q-heads of group 1, k 1, v 1, ...]; with more ranks
-                 than KV groups, a rank's rows are simply a smaller piece of that matrix
+                 than KV groups, a rank holds part of a group
 
-An expert of a mixture is cut over the expert-tensor-parallel ranks instead, and is on one expert-parallel rank only.
+An expert of a mixture is on one expert-parallel rank, and is cut over the expert-tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ Cut = Literal["replicated", "rows", "columns", "vocab", "gate_up", "qkv"]
 
 
 class Sliceable(Protocol):
-    """A tensor, or a safetensors slice of one that is still on disk."""
+    """A tensor, or a safetensors slice of a tensor on disk."""
 
     def __getitem__(self, index: Any, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a Qwen3 that names and cuts depend on.
+    """The sizes of a Qwen3 model that determine names and cuts.
 
     Example, Qwen3-0.6B: ModelShape(hidden=1024, layers=28, heads=16, groups=8, head_dim=128, ffn=3072, vocab=151936,
                                     tied=True)
@@ -59,7 +60,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, hf_config: Any) -> ModelShape:
-        """From a transformers Qwen3Config or Qwen3MoeConfig, or the dict of a config.json."""
+        """Sizes from a transformers Qwen3Config or Qwen3MoeConfig, or from the dict of a config.json."""
         values = hf_config if isinstance(hf_config, Mapping) else hf_config.to_dict()
         return cls(
             hidden=values["hidden_size"],
@@ -77,19 +78,19 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron parameter and the Hugging Face tensors it is made of.
+    """One Megatron parameter and its Hugging Face tensors.
 
     Example: Entry("decoder.layers.0.mlp.linear_fc1.weight", "gate_up",
                    ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"), ((3072, 1024),) * 2)
-    Of a mixture: Entry("decoder.layers.0.mlp.experts.local_experts.7.linear_fc2.weight", "columns",
+    In a mixture: Entry("decoder.layers.0.mlp.experts.local_experts.7.linear_fc2.weight", "columns",
                         ("model.layers.0.mlp.experts.7.down_proj.weight",), ((2048, 768),), expert=7)
     """
 
     megatron: str
     cut: Cut
     hf: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]  # whole, unpadded, one for each name in hf
-    expert: int | None = None  # the expert it belongs to, counted over all expert-parallel ranks
+    shapes: tuple[tuple[int, ...], ...]  # of the whole tensors, unpadded, one for each name in hf
+    expert: int | None = None  # number of its expert, counted over all expert-parallel ranks
 
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -99,7 +100,7 @@ HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# Transformer Engine fuses the norm in front of a linear layer into it.
+# Transformer Engine fuses a norm into the linear layer after it.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -120,7 +121,7 @@ _IN_LAYER: dict[str, tuple[Cut, tuple[str, ...]]] = {
 }
 _DENSE_ONLY = {"mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
 _MIXTURE_ONLY = {"mlp.router.weight"}
-# A module for each expert, or Transformer Engine's grouped layer with a weight for each.
+# One module per expert, or Transformer Engine's grouped layer with one weight per expert.
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))")
 _IN_EXPERT: dict[str, tuple[Cut, tuple[str, ...]]] = {
     "linear_fc1": ("gate_up", ("gate_proj.weight", "up_proj.weight")),
@@ -128,11 +129,11 @@ _IN_EXPERT: dict[str, tuple[Cut, tuple[str, ...]]] = {
 }
 
 
-@lru_cache(maxsize=4)  # asked for several times a push
+@lru_cache(maxsize=4)  # called several times per push
 def table(shape: ModelShape) -> tuple[Entry, ...]:
     """Every parameter, in export order: embedding, layers, final norm, output layer unless tied.
 
-    An expert has the name it has as a module of its own.
+    Experts have the names of separate modules, not those of a grouped layer.
     """
     names = [EMBEDDING]
     for layer in range(shape.layers):
@@ -146,10 +147,10 @@ def table(shape: ModelShape) -> tuple[Entry, ...]:
 def entry(name: str, shape: ModelShape) -> Entry:
     """Look up a global Megatron parameter name.
 
-    With tied embeddings the last pipeline stage's copy, `output_layer.weight`, is the embedding.
+    With tied embeddings `output_layer.weight`, the last pipeline stage's copy, maps to the embedding.
 
     Raises:
-        KeyError: the name is not one of a Qwen3.
+        KeyError: no Qwen3 model has such a parameter.
     """
     vocab_matrix = ((shape.vocab, shape.hidden),)
     if name == EMBEDDING:
@@ -174,7 +175,7 @@ def entry(name: str, shape: ModelShape) -> Entry:
 
 
 def _expert_of(inside: str) -> tuple[int | None, str]:
-    """The expert and its layer in a name inside a transformer layer, (None, "") for anything else.
+    """(expert, its linear layer) of a name inside a transformer layer; (None, "") if it is not an expert's.
 
     Example: "mlp.experts.linear_fc2.weight7" -> (7, "linear_fc2")
     """
@@ -183,13 +184,13 @@ def _expert_of(inside: str) -> tuple[int | None, str]:
 
 
 def _outside_experts(shape: ModelShape) -> list[str]:
-    """Names of the parameters that a layer of this model has beside experts, in export order."""
+    """Names of a layer's parameters other than experts, in export order."""
     absent = _DENSE_ONLY if shape.experts else _MIXTURE_ONLY
     return [name for name in _IN_LAYER if name not in absent]
 
 
 def layer_of(item: Entry) -> int | None:
-    """The layer a parameter belongs to, counted over the whole model; None outside the layers."""
+    """The parameter's layer, counted over the whole model; None outside the layers."""
     match = _LAYER.fullmatch(item.megatron)
     return int(match[1]) if match else None
 
@@ -222,8 +223,8 @@ def split(
         item: the parameter.
         tensors: the whole Hugging Face tensors, in the order of `item.hf`; only what the shard needs is read.
         shape: the model's sizes.
-        tp_rank: which shard; of an expert the expert-tensor-parallel rank.
-        tp_size: how many there are; of an expert the expert-tensor-parallel size.
+        tp_rank: of the shard; the expert-tensor-parallel rank for an expert.
+        tp_size: number of shards; the expert-tensor-parallel size for an expert.
         padded_vocab: rows of the vocabulary matrices with padding, over all ranks.
     """
     if item.cut == "replicated":
@@ -240,7 +241,7 @@ def split(
 
 
 def merge(item: Entry, shards: Sequence[Tensor], shape: ModelShape) -> list[tuple[str, Tensor]]:
-    """The whole Hugging Face tensors out of all ranks' shards, in rank order; undoes `split`."""
+    """The whole Hugging Face tensors from all shards in rank order; the inverse of `split`."""
     stacked = shards[0][None] if len(shards) == 1 else torch.stack(list(shards))
     return [
         (name, view.reshape(size)) for (name, view), size in zip(views(item, stacked, shape), item.shapes, strict=True)
@@ -299,7 +300,7 @@ def _group_rows(shape: ModelShape) -> tuple[int, int, int]:
 
 
 def _split_qkv(tensors: Sequence[Sliceable], shape: ModelShape, tp_rank: int, tp_size: int) -> Tensor:
-    """Read the KV groups that the shard touches, interleave them, cut the shard out.
+    """Read the KV groups that overlap the shard, interleave them, and cut out the shard.
 
     Example: 2 groups of 2 query heads, head_dim 4, so 16 rows a group. tp_size 2, rank 1: rows 16..32, group 1 alone.
     tp_size 4, rank 3: rows 24..32, the second half of group 1.

@@ -1,13 +1,12 @@
-"""The data plane of a push on one machine without CUDA: flat buckets of tensors in anonymous shared memory.
+"""Transport of a push on one machine without CUDA: flat buckets of tensors in anonymous shared memory.
 
-The memory is a memfd that the engine process inherits: it has no name, so nothing is left in /dev/shm however either
-side ends. It has two halves. The trainer fills one with a bucket and announces it; while the engine copies the tensors
-out, it gathers the next bucket into the other half, and waits for the engine before it goes back to the first. So every
-byte is copied once on each side, and cast on the way where the trainer's weights are wider; buckets that fit the
-processor's cache are checked and copied from there. A bucket carries a checksum over its bytes; the engine refuses one
-whose bytes have another. A tensor that is larger than a bucket is spread over several.
+The memory is a memfd that the engine process inherits. It has no name, so nothing is left in /dev/shm however either
+side ends. It has two halves: while the engine copies a bucket out of one half, the trainer gathers the next bucket into
+the other. The trainer waits for the engine before it reuses a half. Each byte is copied once on each side, and cast on
+the way if the trainer's weights are wider. Buckets that fit the processor's cache are checked and copied from there. A
+bucket has a checksum of its bytes, which the engine compares. A tensor larger than a bucket is spread over several.
 
-A bucket of a 3 x 2 fp32 and a 5-element bf16 tensor, offsets in bytes from where it starts:
+A bucket with a 3 x 2 fp32 tensor and a 5-element bf16 tensor; offsets in bytes from the bucket's start:
 
     |0 ......... 23|24 .. 63|64 .... 73|     all of ("a", float32, [3, 2]), all of ("b", bfloat16, [5])
     | a            | unused | b        |     offsets 0, 64;  used 74
@@ -30,13 +29,13 @@ from oblr_megatron.errors import DamagedError, WeightError
 from oblr_megatron.weights.manifest import Manifest, Part, Source, manifest_of, views_of
 
 ALIGNMENT = 64
-"""Every tensor starts at a multiple of this, so that any dtype can be viewed in place and copies are vectorised."""
+"""Every tensor starts at a multiple of this, so any dtype can be viewed in place and copies are vectorised."""
 DEFAULT_BUCKET_BYTES = 8 * 2**20
 HALVES = 2
 
 
 class SharedBuffer:
-    """Anonymous memory that two processes map; whoever creates it passes the descriptor on to its child."""
+    """Anonymous memory that two processes map; the creator passes the descriptor to its child process."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -48,13 +47,13 @@ class SharedBuffer:
         return cls(os.memfd_create("oblr-weights", os.MFD_CLOEXEC))
 
     def reserve(self, size: int) -> None:
-        """Make the memory at least this large; the other side maps it again afterwards."""
+        """Make the memory at least this large; the other side must map it again."""
         if os.fstat(self.fd).st_size < size:
             os.ftruncate(self.fd, size)
         self.map()
 
     def map(self) -> None:
-        """Map the whole memory as it is now."""
+        """Map the whole memory in its current size."""
         size = os.fstat(self.fd).st_size
         if size > self._view.numel():
             self._view = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
@@ -65,11 +64,11 @@ class SharedBuffer:
         return self._view
 
     def checksum(self, start: int, used: int) -> int:
-        """xxh3 over `used` bytes from `start` on; it takes less time than copying them."""
+        """xxh3 of `used` bytes from `start` on; faster than copying them."""
         return xxhash.xxh3_64_intdigest(self._view[start : start + used].numpy().data)
 
     def close(self) -> None:
-        """Give the descriptor and the mapping back; the memory is freed when both sides have."""
+        """Close the descriptor and the mapping; the memory is freed when both sides have done so."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -78,7 +77,7 @@ class SharedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What lies in the shared memory now, in the words of the module's docstring."""
+    """One bucket in the shared memory; the module's docstring has an example."""
 
     parts: tuple[Part, ...]
     offsets: tuple[int, ...]  # of each part, in bytes
@@ -103,25 +102,25 @@ class Bucket:
 
 
 def bucket_capacity(manifest: Manifest, bucket_bytes: int) -> int:
-    """Bytes of a bucket: the size asked for, but never more than the whole model's."""
+    """Bytes of a bucket: the requested size, but at most the whole model's."""
     return _aligned(min(bucket_bytes, sum(_aligned(spec.num_bytes) for spec in manifest)))
 
 
 def fill_buckets(
     source: Source, capacity: int, buffer: SharedBuffer | None, *, checksum: bool = True
 ) -> Iterator[Bucket]:
-    """Put a source's tensors into the buffer, bucket by bucket, in its halves by turns.
+    """Copy a source's tensors into the buffer, bucket by bucket, alternating between its halves.
 
-    The consumer resumes the iteration only when the engine is done with the bucket before the one it was given last.
+    Resume the iteration only when the engine is done with all buckets but the last one.
 
     Args:
         source: iterated completely; collective where gathering its tensors is.
         capacity: bytes of a bucket; the buffer has HALVES times as many.
-        buffer: None on a rank that feeds no engine: it gathers with the others and keeps nothing.
-        checksum: take each bucket's.
+        buffer: None on a rank that sends to no engine: it gathers with the others and keeps nothing.
+        checksum: compute each bucket's checksum.
 
     Raises:
-        WeightError: the source does not yield what its metadata declares.
+        WeightError: the source yields other tensors than its metadata declares.
     """
     # Taken once: if the engine dies and its buffer is closed, the rest is gathered into memory that no one reads.
     memory = None if buffer is None else buffer.bytes
@@ -141,15 +140,15 @@ def fill_buckets(
 
 
 def read_bucket(bucket: Bucket, buffer: SharedBuffer) -> list[tuple[Part, Tensor]]:
-    """The contents of a bucket [count], as views of the shared memory: copy them before the bucket is acknowledged.
+    """The parts of a bucket with their elements [count], as views of the shared memory: copy them before you answer.
 
     Raises:
-        DamagedError: the bytes are not those that were written.
-        WeightError: the bucket is not within the memory.
+        DamagedError: the bytes differ from those that were written.
+        WeightError: the bucket exceeds the memory.
     """
     if bucket.start + bucket.used > buffer.bytes.numel():
         raise WeightError(
-            f"a bucket of {bucket.used} bytes at {bucket.start} is not within the {buffer.bytes.numel()} bytes shared"
+            f"a bucket of {bucket.used} bytes at {bucket.start} exceeds the memory of {buffer.bytes.numel()} bytes"
         )
     if bucket.checksum is not None:
         found = buffer.checksum(bucket.start, bucket.used)
@@ -165,10 +164,10 @@ def read_bucket(bucket: Bucket, buffer: SharedBuffer) -> list[tuple[Part, Tensor
 
 
 def _pieces(source: Source, capacity: int) -> Iterator[tuple[Part, Tensor]]:
-    """Every tensor in pieces that fit a bucket; a piece has as many elements as its part, in any number of dimensions.
+    """Every tensor in pieces that fit a bucket; a piece may have any number of dimensions.
 
     Raises:
-        WeightError: as `fill_buckets`.
+        WeightError: see `fill_buckets`.
     """
     manifest = manifest_of(source)
     stream = views_of(source)
@@ -185,9 +184,9 @@ def _pieces(source: Source, capacity: int) -> Iterator[tuple[Part, Tensor]]:
 
 
 def _blocks(view: Tensor, most: int) -> Iterator[Tensor]:
-    """Cut a tensor into stretches of at most `most` elements, in row-major order.
+    """Cut a tensor into blocks of at most `most` consecutive elements, in row-major order.
 
-    Example: [3, 4, 5], most 8 -> each [4, 5] in turn -> two of 8 elements and one of 4 where it is contiguous.
+    Example: [3, 4, 5] with most=8 -> for each of the three [4, 5]: 8, 8 and 4 elements if it is contiguous.
     """
     if view.numel() <= most:
         yield view
@@ -205,7 +204,7 @@ def _seal(parts: list[Part], offsets: list[int], start: int, buffer: SharedBuffe
     found = None
     if buffer is not None and checksum:
         for (begin, end), part in zip(pairwise(offsets), parts, strict=True):
-            # What lay between the tensors before would make the checksum depend on the last push.
+            # Old bytes between the tensors would make the checksum depend on the last push.
             gap = buffer.bytes[start + begin + part.num_bytes : start + min(end, used)]
             if len(gap):
                 gap.zero_()

@@ -1,8 +1,7 @@
-"""`weights.verify`: what an engine holds after a push, read back from its own parameters, against what the trainer has.
+"""`weights.verify`: compares the weights in an engine's own parameters after a push with the trainer's.
 
-Both sides digest tensors and exchange digests. The trainer gathers its weights once more for this, so nothing that a
-push passes through (bucket, memory, loader, the table of names) is taken on trust; slow, and the same for all ways that
-weights travel.
+Both sides compute digests of tensors. The trainer gathers its weights once more for this, so the check covers every
+step of a push: buckets, memory, loader and the table of names. It is slow, and works for every transport.
 """
 
 from __future__ import annotations
@@ -17,30 +16,30 @@ from oblr_megatron.weights.engine_view import engine_tensors
 from oblr_megatron.weights.names import Entry, ModelShape, table
 
 VOCAB_MULTIPLE = 64
-"""Rows that vLLM pads a vocabulary to a multiple of, before its workers share them."""
+"""vLLM pads the rows of a vocabulary to a multiple of this before it shares them among workers."""
 
 Digests = dict[str, str]
 """Hugging Face name -> digest of a worker's part of that tensor."""
 
 
 def digest(tensor: Tensor) -> str:
-    """xxh3 of a tensor's bytes, in row-major order."""
+    """xxh3 of a tensor's bytes in row-major order."""
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return xxhash.xxh3_64_hexdigest(data.numpy().data)
 
 
 def read_back(model: nn.Module) -> Digests:
-    """Of every tensor in a vLLM worker's model."""
+    """Digests of every tensor in a vLLM worker's model."""
     return {name: digest(tensor) for name, tensor in engine_tensors(model).items()}
 
 
 def expected_digests(source: Iterable[tuple[str, Tensor]], shape: ModelShape, workers: int) -> list[Digests]:
-    """What the workers of a tensor-parallel engine should hold, by rank. Iterates the source, which may be collective.
+    """The digests that the workers of a tensor-parallel engine should have, by rank. Iterates the source once.
 
     Args:
-        source: of whole tensors, as they were pushed.
+        source: whole tensors, as they were pushed; may be collective.
         shape: the model's sizes.
-        workers: of the engine, 1 without tensor parallelism.
+        workers: of the engine; 1 without tensor parallelism.
     """
     cuts = {name: (item, part) for item in table(shape) for part, name in enumerate(item.hf)}
     found: list[Digests] = [{} for _ in range(workers)]
@@ -56,11 +55,11 @@ def worker_part(item: Entry, part: int, tensor: Tensor, shape: ModelShape, worke
 
     Args:
         item: the parameter.
-        part: which of its tensors, 1 for k.
+        part: index of the tensor in the parameter, e.g. 1 for k.
         tensor: whole.
         shape: the model's sizes.
         worker: rank within the engine.
-        workers: how many there are. With more of them than KV groups, neighbours hold the same group's k and v.
+        workers: number of workers. With more workers than KV groups, neighbours hold the same k and v.
     """
     if item.cut == "replicated":
         return tensor
@@ -74,7 +73,7 @@ def worker_part(item: Entry, part: int, tensor: Tensor, shape: ModelShape, worke
 
 
 def first_difference(expected: Sequence[Digests], found: Sequence[Mapping[str, str]]) -> str | None:
-    """The first tensor, in the order of the push, that a worker holds otherwise; None where all agree.
+    """The first tensor, in the order of the push, that differs in a worker; None if all agree.
 
     Example: "model.layers.3.self_attn.k_proj.weight of worker 1"
     """

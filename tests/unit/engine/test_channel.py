@@ -1,6 +1,6 @@
-"""Framed messages over a real socket pair: round trip, deadlines, death of the peer.
+"""Messages over a real socket pair: round trip, deadlines, death of the peer.
 
-Does not cover the processes at its ends (tests/e2e/test_rollout_failures.py).
+Not covered: the processes at its ends (tests/e2e/test_rollout_failures.py).
 """
 
 import socket
@@ -38,7 +38,7 @@ def test_a_receiver_gives_up_at_its_deadline(ends):
 
 
 def test_an_answer_that_came_in_time_is_read_after_the_deadline(ends):
-    """An engine that was ready long before its trainer asked is not late."""
+    """An engine that was ready before the trainer asked is not late."""
     ends[1].send(Reply(value="ready"))
     assert ends[0].receive(time.monotonic() - 100, alive=lambda: True) == Reply(value="ready")
 

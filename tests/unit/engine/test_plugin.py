@@ -1,6 +1,6 @@
-"""The vLLM entry point and the question whether layers read their parameter, on vLLM's own dispatch of CPU products.
+"""The vLLM plugin, and the check that layers read their parameters, on vLLM's own CPU kernels.
 
-Does not cover a whole model's log-probs after a push (tests/e2e/test_rollout.py).
+Not covered: a whole model's log-probs after a push (tests/e2e/test_rollout.py).
 """
 
 import itertools
@@ -17,7 +17,7 @@ from oblr_megatron.errors import WeightError
 
 @pytest.fixture
 def packing(monkeypatch):
-    """vLLM's switches as they are without the plugin; put back afterwards."""
+    """vLLM's switches in their state without the plugin; restored afterwards."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import utils as layers
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
@@ -45,7 +45,7 @@ def test_registering_twice_is_registering_once(packing):
 
 @pytest.mark.parametrize("plugin", [False, True])
 def test_vllm_computes_with_a_stale_copy_unless_the_plugin_ran(packing, plugin):
-    """The trap itself: after the weight is changed in place, vLLM's product is the old one."""
+    """Without the plugin vLLM's product stays the same after the weight is changed in place."""
     ops, layers = packing
     if not ops._supports_onednn:
         pytest.skip("this vLLM was built without oneDNN: nothing is packed")
@@ -61,14 +61,14 @@ def test_vllm_computes_with_a_stale_copy_unless_the_plugin_ran(packing, plugin):
     if plugin:
         check_layers_read_parameters(model)
     else:
-        with pytest.raises(WeightError, match="computes 0 with a packed copy"):
+        with pytest.raises(WeightError, match="computes 0 with"):
             check_layers_read_parameters(model)
 
 
 @pytest.mark.parametrize("plugin", [False, True])
 @pytest.mark.usefixtures("packing")
 def test_vllm_misreads_experts_that_were_pushed_unless_the_plugin_ran(plugin):
-    """Experts in a layer's parameters are overwritten as a push does it; then three tokens go to two of three each."""
+    """A layer's experts are overwritten as by a push; then each of three tokens goes to two of the three experts."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
@@ -102,7 +102,7 @@ def test_vllm_misreads_experts_that_were_pushed_unless_the_plugin_ran(plugin):
     if plugin:
         check_layers_read_parameters(torch.nn.Sequential(layer))
     else:
-        with pytest.raises(WeightError, match="computes 0 with packed weights"):
+        with pytest.raises(WeightError, match="computes 0 with"):
             check_layers_read_parameters(torch.nn.Sequential(layer))
 
 
@@ -110,7 +110,7 @@ def test_a_removed_weight_counts_as_packed():
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.empty(0))
     layer.cpu_linear = lambda x, weight, bias: x
-    with pytest.raises(WeightError, match="packed copy"):
+    with pytest.raises(WeightError):
         check_layers_read_parameters(layer)
 
 
@@ -118,5 +118,5 @@ def test_a_vllm_without_the_switches_is_refused(packing, monkeypatch):
     ops, layers = packing
     monkeypatch.delattr(ops, "_supports_onednn")
     monkeypatch.delattr(layers, "check_cpu_sgl_kernel")
-    with pytest.raises(RuntimeError, match="no _supports_onednn and no check_cpu_sgl_kernel"):
+    with pytest.raises(RuntimeError, match=r"_supports_onednn.*check_cpu_sgl_kernel"):
         vllm_plugin.disable_weight_packing()

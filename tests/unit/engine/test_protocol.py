@@ -1,4 +1,4 @@
-"""Seeds and requests. Does not cover what vLLM makes of them (tests/e2e/test_rollout.py)."""
+"""Seeds and requests. Not covered: vLLM's use of them (tests/e2e/test_rollout.py)."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from oblr_megatron.errors import UserError
 
 
 def test_seeds_are_fixed_and_distinct():
-    assert prompt_seed(0, 0) == 788424145663840916  # whatever it is, it must stay: recorded runs depend on it
+    assert prompt_seed(0, 0) == 788424145663840916  # must never change: recorded runs depend on it
     seeds = {prompt_seed(seed, position) + child for seed in range(40) for position in range(40) for child in range(8)}
     assert len(seeds) == 40 * 40 * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -17,7 +17,7 @@ def test_seeds_are_fixed_and_distinct():
 @pytest.mark.parametrize(
     "change", [{"group_size": 0}, {"max_tokens": 0}, {"temperature": 0.005}, {"temperature": -1.0}]
 )
-def test_requests_vllm_would_bend_are_refused(change):
+def test_requests_that_vllm_would_change_are_refused(change):
     with pytest.raises(UserError, match=next(iter(change))):
         SamplingRequest(**({"group_size": 2, "temperature": 1.0, "max_tokens": 4, "seed": 0} | change))
 

@@ -1,6 +1,6 @@
-"""Dynamic sampling on drawn rewards: which groups make up a step, in which places, and what is counted.
+"""Dynamic sampling on random rewards: the groups of a step, their places, and the metrics.
 
-Not covered: real engines and ranks (tests/e2e/test_replay.py), the bias it brings (docs/samples.md).
+Not covered: real engines and ranks (tests/e2e/test_replay.py), the bias of the estimates (docs/samples.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ G = 3
 
 
 def batch_of(rows: range, rewards: list[tuple[float, ...]]) -> Batch:
-    """Prompt `row` of the stream with G responses that tell where they come from."""
+    """Prompts of some rows, with G responses that name their row."""
     prompts = [Prompt(row, str(row), "", (row,), "", "") for row in rows]
     samples = [
         Sample(group, (row,), (row, member), (-1.0, -2.0), "", "stop", 0)
@@ -35,7 +35,7 @@ def batch_of(rows: range, rewards: list[tuple[float, ...]]) -> Batch:
 
 
 class Stream:
-    """Rewards by row, handed out in order; keeps the sizes that were asked for."""
+    """Yields prompts in order and records the batch sizes; rewards are given by row."""
 
     def __init__(self, rewards: list[tuple[float, ...]]) -> None:
         self.rewards, self.taken, self.sizes = rewards, 0, []
@@ -64,8 +64,10 @@ def test_a_step_is_the_first_mixed_groups_of_the_stream(num_prompts, max_batches
     is_mixed = [len(set(rewards[row])) > 1 for row in range(stream.taken)]
 
     found = [row for row in range(stream.taken) if is_mixed[row]][:num_prompts]
-    assert sorted(row for row in rows if is_mixed[row]) == found, "in the order of the stream"
-    assert len(found) == num_prompts or result.batches == max_batches, "the budget is used before a place is given up"
+    assert sorted(row for row in rows if is_mixed[row]) == found, "in the order of the data"
+    assert len(found) == num_prompts or result.batches == max_batches, (
+        "a place keeps its group only after the budget is spent"
+    )
     assert all(rows[place] == place for place in range(num_prompts) if is_mixed[place] or rows[place] < num_prompts)
     assert len(set(rows)) == num_prompts
 
@@ -89,8 +91,8 @@ def test_nothing_is_drawn_when_all_groups_are_mixed():
     assert result.metrics() == {"rollout/dynamic_batches": 1, "groups/dropped": 0, "groups/unused": 0}
 
 
-def test_places_are_filled_in_no_order():
-    """One replacement for four equal places: each gets it about as often, so that no fold is worse off."""
+def test_places_are_filled_in_random_order():
+    """One replacement for four equal places: each place gets it equally often, so no fold is worse off."""
     rewards = [(1.0,) * G] * 7 + [(0.0, 1.0, 0.0)]
     filled: Counter[int] = Counter()
     for seed in range(400):

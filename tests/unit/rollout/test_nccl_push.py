@@ -1,4 +1,4 @@
-"""What of the NCCL transport does not need NCCL: a bucket unpacked from what was received, and the rendezvous' thread.
+"""The parts of the NCCL transport that work without NCCL: unpacking a bucket, and the rendezvous' thread.
 
 Not covered: communicators, broadcasts, vLLM's layer-wise reload.
 """
@@ -23,7 +23,7 @@ from tests.e2e.tiny_rollout import Weights
 
 
 def updates(source, capacity):
-    """(what the server is told, what it receives) bucket by bucket."""
+    """(update info, received bytes) of each bucket."""
     buffer = DeviceBuffer(torch.device("cpu"))
     buffer.reserve(HALVES * capacity)
     for bucket in fill_buckets(source, capacity, buffer):
@@ -59,7 +59,7 @@ def test_the_address_is_one_of_this_machine():
     assert _address_towards("http://127.0.0.1:8000") == "127.0.0.1"
 
 
-def test_a_rendezvous_that_fails_is_heard_of_and_one_that_hangs_holds_nobody_up():
+def test_a_failed_rendezvous_raises_and_a_hanging_one_blocks_nothing():
     def fails():
         raise OSError("nobody came")
 

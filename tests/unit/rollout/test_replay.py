@@ -1,4 +1,4 @@
-"""Saved steps as files, and what a replay refuses before it starts.
+"""Saved steps as files, and the checks before a replay starts.
 
 Not covered: a run saved and replayed as a whole, on one rank and on two (tests/e2e/test_replay.py).
 """
@@ -71,7 +71,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     path = write_step(tmp_path / "a" / "rollouts", saved)
     assert path == tmp_path / "a" / "rollouts" / "step_000007.parquet"
     assert read_step(path) == saved
-    assert [child.name for child in path.parent.iterdir()] == [path.name], "nothing unfinished is left"
+    assert [child.name for child in path.parent.iterdir()] == [path.name], "no partial file is left"
 
 
 def test_odd_values_survive(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_replay_hands_out_the_steps_in_order(directory: Path) -> None:
         prompts = engine.take(2)
         assert prompts == saved.prompts and engine.generate(prompts, request) == saved.samples
         assert (engine.epoch, engine.num_skipped) == (3, 4)
-        engine.push(None, step)  # type: ignore[arg-type]  # never looked at
+        engine.push(None, step)  # type: ignore[arg-type]  # not used
         assert engine.version == step
     assert engine.metrics() == {}
 
@@ -114,7 +114,7 @@ def test_a_file_that_goes_away_during_the_run_ends_it(directory: Path) -> None:
     engine = ReplayEngine(config_of(directory), ONE_RANK)
     engine.take(2)
     step_path(directory, 2).unlink()
-    with pytest.raises(RunError, match=r"missing \[.*step_000002.parquet\]"):
+    with pytest.raises(RunError, match=r"\[.*step_000002.parquet\]"):
         engine.take(2)
 
 
@@ -133,42 +133,36 @@ def test_good_files_are_taken(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("num_steps=3", "step 3 of 3 was not saved"),
-        ("num_prompts=4", "num_prompts 2, the run has 4"),
-        ("group_size=3", "group_size 2, the run has 3"),
-        ("rollout.temperature=0.7", "rollout.temperature 1.0, the run has 0.7"),
-        ("rollout.max_response_tokens=1", "has 6 tokens, the run is laid out for 5"),
+        ("num_steps=3", ("step 3 of 3", "num_steps to 2")),
+        ("num_prompts=4", ("num_prompts 2,", "has 4")),
+        ("group_size=3", ("group_size 2,", "has 3")),
+        ("rollout.temperature=0.7", ("rollout.temperature 1.0,", "has 0.7")),
+        ("rollout.max_response_tokens=1", (" 6 tokens", " 5")),
     ],
 )
-def test_a_run_of_another_shape_is_refused(directory: Path, override: str, expected: str) -> None:
+def test_a_run_of_another_shape_is_refused(directory: Path, override: str, expected: tuple[str, str]) -> None:
     message = refusal(directory, override)
-    assert expected in message and ".parquet" in message
+    assert all(part in message for part in expected) and ".parquet" in message
 
 
-def test_directories_that_are_none(tmp_path: Path) -> None:
-    assert "does not exist" in refusal(tmp_path / "nowhere")
-    assert "missing" in refusal(tmp_path)
+def test_missing_and_empty_directories(tmp_path: Path) -> None:
+    assert f"[{tmp_path / 'nowhere'}]" in refusal(tmp_path / "nowhere")
+    assert f"[{step_path(tmp_path, 1)}]" in refusal(tmp_path)
 
 
 def test_damaged_and_foreign_files(directory: Path) -> None:
     path = step_path(directory, 2)
     good = path.read_bytes()
 
-    def message(content: bytes) -> str:
+    place = good.index(b"\x28\xb5\x2f\xfd") + 12  # in the first column's compressed bytes
+    flipped = good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :]
+    for content in (good[:-100], b"", b"not a parquet file, but long enough to look for its end", flipped):
         path.write_bytes(content)
-        found = refusal(directory)
-        assert str(path) in found
-        return found
-
-    assert "cannot be read" in message(good[:-100])
-    assert "cannot be read" in message(b"")
-    assert "cannot be read" in message(b"not a parquet file, but long enough to look for its end")
-    place = good.index(b"\x28\xb5\x2f\xfd") + 12  # inside of the first column's compressed bytes
-    assert "cannot be read" in message(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        assert f"[{path}]" in refusal(directory)
     pq.write_table(pa.table({"a": [1]}), path)
-    assert "not a file of saved samples" in refusal(directory)
+    assert f"[{path}]" in refusal(directory)
     path.write_bytes(step_path(directory, 1).read_bytes())
-    assert "the file holds step 1" in refusal(directory)
+    assert "step 1" in refusal(directory)
     path.write_bytes(good)
     check_replay(config_of(directory), VOCAB)
 
@@ -176,13 +170,13 @@ def test_damaged_and_foreign_files(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        ({"logprobs": [[-1.0], [-1.0, -2.0], [-1.0] * 3, [-1.0, -1.0]]}, "sample 3 contradicts itself"),
-        ({"group": [0, 1, 0, 1]}, "sample 1 contradicts itself"),
-        ({"finish_reason": ["stop", "abort", "stop", "stop"]}, "sample 1 contradicts itself"),
-        ({"answer": ["½", "2", "½", "½"]}, "sample 1 contradicts itself"),
+        ({"logprobs": [[-1.0], [-1.0, -2.0], [-1.0] * 3, [-1.0, -1.0]]}, "sample 3 "),
+        ({"group": [0, 1, 0, 1]}, "sample 1 "),
+        ({"finish_reason": ["stop", "abort", "stop", "stop"]}, "sample 1 "),
+        ({"answer": ["½", "2", "½", "½"]}, "sample 1 "),
     ],
 )
-def test_rows_that_contradict_themselves(directory: Path, edit: dict[str, list[Any]], expected: str) -> None:
+def test_inconsistent_rows(directory: Path, edit: dict[str, list[Any]], expected: str) -> None:
     path = step_path(directory, 1)
     table = pq.read_table(path)
     for name, values in edit.items():
@@ -197,12 +191,12 @@ def test_other_columns_and_other_schema_versions(directory: Path) -> None:
     path = step_path(directory, 1)
     table = pq.read_table(path)
     pq.write_table(table.drop_columns(["reward"]), path)
-    assert "other columns" in refusal(directory)
+    assert f"[{path}]" in refusal(directory)
     pq.write_table(table.slice(0, 3), path)
-    assert "3 saved samples, 2 x 2 were written" in refusal(directory)
+    assert "3 samples instead of 2 x 2" in refusal(directory)
     facts = {b"oblr_rollouts": table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 2', b'sion": 3')}
     pq.write_table(table.replace_schema_metadata(facts), path)
-    assert "schema version 3, this program reads 1 and 2" in refusal(directory)
+    assert "version 3, but only 1 and 2 " in refusal(directory)
 
 
 def test_files_of_version_1_have_exact_answers(directory: Path) -> None:
@@ -220,15 +214,15 @@ def test_tokens_of_another_vocabulary_and_other_ages(directory: Path) -> None:
     ids = (VOCAB,) * len(samples[-1].response_ids)
     samples[-1] = replace(samples[-1], response_ids=ids)
     write_step(directory, replace(saved, samples=samples))
-    assert f"token {VOCAB}, the model's vocabulary ends at {VOCAB}" in refusal(directory)
+    assert f"token {VOCAB}, " in refusal(directory)
     check_replay(config_of(directory), VOCAB + 1)
 
     old = [replace(sample, version=0) for sample in saved.samples]
     write_step(directory, replace(saved, samples=old))
-    assert "weights 0, 1 updates before the trainer's version 1" in refusal(directory)
+    assert "version 0, 1 updates before" in refusal(directory)
     check_replay(config_of(directory, "rollout.max_staleness=1"), VOCAB)
     write_step(directory, replace(saved, samples=[replace(sample, version=2) for sample in saved.samples]))
-    assert "weights 2, but the trainer is at version 1" in refusal(directory, "rollout.max_staleness=9")
+    assert "version 2, but the trainer is at version 1" in refusal(directory, "rollout.max_staleness=9")
 
 
 @pytest.mark.parametrize(

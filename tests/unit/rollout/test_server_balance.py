@@ -1,6 +1,6 @@
-"""The split of prompts over servers: nothing lost, nothing doubled, and the tokens even, whatever is lost on the way.
+"""The split of prompts over servers: every prompt is sampled once, tokens are balanced, and losses are handled.
 
-Not covered: that real servers are asked so (tests/e2e/test_servers.py).
+Not covered: requests to real servers (tests/e2e/test_servers.py).
 """
 
 import random
@@ -19,7 +19,7 @@ def fill(balance: Balance) -> list:
     return tasks
 
 
-def test_equal_prompts_are_dealt_evenly():
+def test_equal_prompts_are_split_evenly():
     balance = Balance([100] * 64, [1000, 1000], sequences=8)
     fill(balance)
     assert balance.outstanding(0) == balance.outstanding(1) == 3200
@@ -45,12 +45,12 @@ def test_a_full_server_gets_no_more_until_it_has_answered():
     assert fill(balance)[0].items == (2, 3)
 
 
-def test_a_prompt_of_more_sequences_than_a_server_decodes_at_once_still_goes_out():
+def test_a_prompt_with_more_sequences_than_a_server_decodes_at_once_is_still_sent():
     balance = Balance([1] * 3, [16], sequences=64)
     assert [task.items for task in fill(balance)] == [(0,)]
 
 
-def test_what_a_lost_server_owes_is_next_and_its_late_answer_counts_for_nothing():
+def test_a_lost_servers_prompts_come_next_and_its_late_answers_are_ignored():
     balance = Balance([1] * 8, [4, 4], sequences=1)
     tasks = fill(balance)
     lost = [task for task in tasks if task.server == 0]
@@ -69,7 +69,7 @@ def test_what_a_lost_server_owes_is_next_and_its_late_answer_counts_for_nothing(
     assert balance.results() == list(range(8))
 
 
-def test_without_servers_nothing_goes_out():
+def test_without_servers_nothing_is_sent():
     assert Balance([1], [0, 0], sequences=1).next() is None
     assert Balance([1], [], sequences=1).next() is None
     assert Balance([], [4], sequences=1).finished
@@ -90,7 +90,7 @@ def test_every_result_is_stored_once_under_any_order_of_answers_and_losses(costs
         assert all(1 <= len(task.items) <= MOST_PROMPTS for task in tasks)
         running += tasks
         if not running:
-            assert not any(balance._capacities), "only without servers is there nothing to do"
+            assert not any(balance._capacities), "there is work unless all servers are lost"
             balance.restart(capacities)
         elif draw.random() < 0.2:
             server = draw.randrange(len(capacities))
@@ -110,6 +110,6 @@ def test_a_task_that_is_stored_twice_changes_nothing():
     assert balance.results() == [0, 1]
 
 
-def test_results_of_an_unfinished_batch_are_not_handed_out():
+def test_an_unfinished_batch_has_no_results():
     with pytest.raises(AssertionError, match="have no result"):
         Balance([1], [8], sequences=1).results()

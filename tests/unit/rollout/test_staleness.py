@@ -35,7 +35,7 @@ def test_newer_ones_are_refused_whatever_the_limit():
 
 @pytest.mark.parametrize("limit", [0, 1])
 def test_a_step_checks_its_samples(tmp_path: Path, limit: int) -> None:
-    """Saved samples of version 0 under a trainer that has made one update."""
+    """Saved samples of version 0, and a trainer that has made one update."""
     prompts = [Prompt(0, "0", "", (3,), "", "")]
     samples = [Sample(0, (3,), (4, 5), (-1.0, -1.0), "", "stop", version=0)]
     write_step(tmp_path, SavedStep(1, 1.0, 0, 0, prompts, samples, [0.0]))

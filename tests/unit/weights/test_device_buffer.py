@@ -1,4 +1,4 @@
-"""The checksum that GPUs compute, and buckets in a device buffer (here a CPU's). Not covered: CUDA, NCCL."""
+"""The checksum that GPUs compute, and buckets in a device buffer (here on a CPU). Not covered: CUDA, NCCL."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_any_one_flipped_bit_is_found(data, draw):
     assert device_checksum(tensor) != device_checksum(damaged)
 
 
-def test_buckets_pass_through_and_damage_is_found():
+def test_buckets_arrive_and_damage_is_found():
     model = torch.nn.Linear(7, 5)
     source = Weights(model)
     buffer = DeviceBuffer(torch.device("cpu"))

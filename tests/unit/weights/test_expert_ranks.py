@@ -1,7 +1,7 @@
-"""Qwen3-30B-A3B over expert-parallel ranks: each expert is where it should be, under its published name.
+"""Qwen3-30B-A3B over expert-parallel ranks: each expert is on the right rank, under its published name.
 
-Every rank's model of the published sizes (layers cut to 4), on meta devices, as megatron-core makes it. Does not cover
-values (tests/distributed/test_export.py, test_convert.py).
+megatron-core builds every rank's model on the meta device, in the published sizes with 4 layers. Not covered: values
+(tests/distributed/test_export.py, test_convert.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {  # name -> (ranks, sizes
 
 
 def published_names() -> set[str]:
-    """Of the safetensors index of Qwen/Qwen3-30B-A3B, as far as its layers are here; written out."""
+    """The names in the safetensors index of Qwen/Qwen3-30B-A3B, for the first layers."""
     attention = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
     names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     for layer in (f"model.layers.{number}" for number in range(LAYERS)):
@@ -49,7 +49,7 @@ def published_names() -> set[str]:
 
 
 def held_by(rank: int, ranks: int, options: ParallelConfig) -> list[str]:
-    """Published names of what one rank has a shard of, each shard of the size that the table says."""
+    """Published names of one rank's shards; checks the size of each shard."""
     hf_config = Qwen3MoeConfig.from_dict(published("30B-A3B") | {"num_hidden_layers": LAYERS})
     config, shape = ModelConfig.model_validate({"path": "unused", "dtype": "bfloat16"}), ModelShape.of(hf_config)
     with standing_as(rank, ranks, options) as parallel:
@@ -69,7 +69,7 @@ def held_by(rank: int, ranks: int, options: ParallelConfig) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_expert_is_where_it_should_be_under_its_published_name(name: str) -> None:
+def test_every_expert_is_on_the_right_ranks_under_its_published_name(name: str) -> None:
     ranks, sizes, copies = LAYOUTS[name]
     options = ParallelConfig.model_validate(sizes | {"sequence_parallel": "tensor_model_parallel_size" in sizes})
     held = Counter(hf for rank in range(ranks) for hf in held_by(rank, ranks, options))

@@ -1,6 +1,6 @@
-"""The name table: cutting and merging are inverse, match worked examples, and name what transformers names.
+"""The name table: `split` and `merge` are inverse, match worked examples, and use the names of transformers.
 
-Does not cover: that Megatron lays its weights out this way (test_logits.py in tests/distributed does).
+Not covered: that Megatron's weights have this layout (tests/distributed/test_logits.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIXTURE = ModelShape(
 
 @st.composite
 def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
-    """Any layout that is allowed: ranks divide the heads, and divide or are divided by the KV groups."""
+    """Any valid layout: ranks divide the heads, and divide the KV groups or are divided by them."""
     tp, groups = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 4), (2, 1), (4, 2), (4, 1), (3, 3), (4, 4)]))
     heads = draw(st.integers(1, 3)) * groups * (tp // groups if tp > groups else 1)
     shape = ModelShape(
@@ -32,7 +32,7 @@ def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
         layers=draw(st.integers(1, 3)),
         heads=heads,
         groups=groups,
-        head_dim=4 * draw(st.integers(1, 2)),  # so that a group's rows divide among ranks
+        head_dim=4 * draw(st.integers(1, 2)),  # so that a group's rows can be shared by the ranks
         ffn=tp * draw(st.integers(1, 4)),
         vocab=draw(st.integers(1, 9)),
         tied=draw(st.booleans()),
@@ -68,7 +68,7 @@ def rows(*values: float) -> Tensor:
 
 
 def test_qkv_is_interleaved_by_kv_group() -> None:
-    """q1 q2 k1 v1 | q3 q4 k2 v2, one row a head; on 4 ranks each holds half a group's rows."""
+    """q1 q2 k1 v1 | q3 q4 k2 v2, one row per head; each of 4 ranks holds half a group's rows."""
     item = entry("decoder.layers.1.self_attention.linear_qkv.weight", SMALL)
     tensors = [rows(1, 2, 3, 4), rows(11, 12), rows(21, 22)]
     whole = split(item, tensors, SMALL, tp_rank=0, tp_size=1, padded_vocab=8)
@@ -83,7 +83,7 @@ def test_each_rank_holds_its_gate_rows_then_its_up_rows() -> None:
     assert torch.equal(shard, rows(3, 4, 7, 8))
 
 
-def test_vocabulary_padding_is_zero_and_a_rank_may_hold_nothing_else() -> None:
+def test_vocabulary_padding_is_zero_and_may_fill_a_rank() -> None:
     item = entry("embedding.word_embeddings.weight", SMALL)
     shards = [split(item, [rows(1, 2, 3, 4, 5)], SMALL, tp_rank=rank, tp_size=4, padded_vocab=16) for rank in range(4)]
     assert torch.equal(shards[1], rows(5, 0, 0, 0))
@@ -91,7 +91,7 @@ def test_vocabulary_padding_is_zero_and_a_rank_may_hold_nothing_else() -> None:
 
 
 class Recorder:
-    """A tensor that remembers which rows were read."""
+    """A tensor that records the rows that are read."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -121,7 +121,7 @@ def test_only_the_rows_of_the_shard_are_read() -> None:
     ],
 )
 def test_an_unknown_name_raises(name: str) -> None:
-    with pytest.raises(KeyError, match="unknown Megatron parameter"):
+    with pytest.raises(KeyError, match=name):
         entry(name, SMALL)
 
 
@@ -136,7 +136,7 @@ def test_transformer_engines_fused_norms_are_the_same_tensors() -> None:
         assert layer_of(item) == 1
 
 
-def test_an_expert_is_the_same_tensors_in_a_module_of_its_own_and_in_a_group() -> None:
+def test_an_expert_has_the_same_tensors_in_its_own_module_and_in_a_group() -> None:
     for part, hf in (("linear_fc1", ("gate_proj", "up_proj")), ("linear_fc2", ("down_proj",))):
         own = entry(f"decoder.layers.1.mlp.experts.local_experts.3.{part}.weight", MIXTURE)
         grouped = entry(f"decoder.layers.1.mlp.experts.{part}.weight3", MIXTURE)
@@ -158,7 +158,7 @@ def test_an_expert_is_the_same_tensors_in_a_module_of_its_own_and_in_a_group() -
     ],
 )
 def test_an_unknown_name_in_a_mixture_raises(name: str) -> None:
-    with pytest.raises(KeyError, match="unknown Megatron parameter"):
+    with pytest.raises(KeyError, match=name):
         entry(name, MIXTURE)
 
 

@@ -1,6 +1,6 @@
-"""Which part of a tensor a worker of a tensor-parallel engine holds, and how a difference is named.
+"""The part of a tensor that each worker of a tensor-parallel engine holds, and the name of a difference.
 
-Does not cover vLLM's own parameters (tests/e2e/test_push.py), and workers on several GPUs.
+Not covered: vLLM's own parameters (tests/e2e/test_push.py), workers on several GPUs.
 """
 
 import pytest
@@ -48,12 +48,12 @@ def test_row_parallel_layers_are_cut_by_columns(name: str) -> None:
     assert torch.equal(torch.cat(parts, dim=1), tensor)
 
 
-def test_a_digest_is_of_bytes_in_order() -> None:
+def test_a_digest_depends_on_the_bytes_in_order() -> None:
     tensor = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
     assert digest(tensor) == digest(tensor.t().contiguous().t()) == digest(tensor.flatten())
     assert digest(tensor) != digest(tensor.t())
     assert digest(tensor) != digest(tensor.float())
-    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0])), "equal is not the same bits"
+    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0])), "equal values may have different bits"
 
 
 def test_the_first_difference_in_the_order_of_the_push_is_named() -> None:
