@@ -165,11 +165,7 @@ def choice_of(plan: Plan, out: Path, task: str, arm: str, settled: Callable[[flo
     """State of an arm's sweep.
 
     Args:
-        plan: the study's plan.
-        out: the study's directory.
-        task: name of the task.
-        arm: name of the arm.
-        settled: whether an incomplete rate has failed, rather than being still to run.
+        settled: rate -> whether it has failed if it is incomplete, rather than being still to run.
     """
     if not plan.arms[arm].sweep:
         return choice_of(plan, out, task, plan.arms[arm].rates_of, settled)

@@ -21,14 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 BYTES = 4  # per element, fp32
 WIDTH = 140  # columns of the tables
 ATTENTION = "scaled_dot_product"
-FACTORS = {
-    "mm": 0,
-    "bmm": 0,
-    "addmm": 1,
-    "addmm_": 1,
-    "baddbmm": 1,
-    "baddbmm_": 1,
-}  # position of the first factor among the arguments
+FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}  # argument index of the left factor
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,9 +127,7 @@ def run_config(
     """Config of a run without norms, by default with one sequence per microbatch."""
     tensor = sizes.get("tensor", 1)
     replicas = gpus // (tensor * sizes.get("pipeline", 1))
-    folds = replicas // max(
-        1, sizes.get("expert", 1) // tensor
-    )  # one per replica, or per group of replicas that share experts
+    folds = replicas // max(1, sizes.get("expert", 1) // tensor)  # one per group of replicas that share experts
     parallel = {
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": sizes.get("pipeline", 1),

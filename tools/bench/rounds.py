@@ -13,10 +13,7 @@ from shapes import Cell
 from steps import GHOST, PLAIN, PLAIN_TORCH, Candidate
 
 MIN_ROUNDS = 3
-BASE = {
-    GHOST: PLAIN_TORCH,
-    PLAIN_TORCH: PLAIN_TORCH,
-}  # the plain step that a mode's memory and time are compared with; default PLAIN
+BASE = {GHOST: PLAIN_TORCH, PLAIN_TORCH: PLAIN_TORCH}  # mode -> the plain step it is compared with; default PLAIN
 
 
 @dataclass(frozen=True, slots=True)

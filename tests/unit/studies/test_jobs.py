@@ -94,9 +94,9 @@ def test_a_directory_that_holds_something_else_is_not_removed(tmp_path: Path) ->
     run_dir = Key("sums", "rloo", 1e-3, 0).run_dir(tmp_path)
     run_dir.mkdir(parents=True)
     (run_dir / "thesis.tex").touch()
-    with pytest.raises(UserError, match=r"asked\.json") as error:
+    with pytest.raises(UserError, match=r"asked\.json.*seed0\]"):
         to_do([job_of(tmp_path, 0)])
-    assert error.value.where == str(run_dir) and (run_dir / "thesis.tex").exists()
+    assert (run_dir / "thesis.tex").exists()
 
 
 def test_failures_are_named_and_other_runs_continue(tmp_path: Path, orders: Path) -> None:

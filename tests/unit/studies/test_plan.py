@@ -63,9 +63,8 @@ def test_selected_arms_include_those_that_supply_their_rates(tmp_path: Path) -> 
     plan = plan_of(HEAD + ARMS, tmp_path)
     assert list(plan.only(["control"]).arms) == ["ours", "control"]
     assert list(plan.only(["rloo"]).arms) == ["rloo"]
-    with pytest.raises(UserError, match="'roo'") as error:
+    with pytest.raises(UserError, match=r"'roo' \[--only\]"):
         plan.only(["roo"])
-    assert error.value.where == "--only"
 
 
 def test_the_example_plans_use_the_same_number_of_samples() -> None:
@@ -108,9 +107,8 @@ def test_mistakes_end_in_one_line(text: str, named: list[str], tmp_path: Path) -
 
 
 def test_a_missing_plan(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"none\.toml\]"):
         load_plan(tmp_path / "none.toml")
-    assert error.value.where == str(tmp_path / "none.toml")
 
 
 def test_a_best_rate_inside_the_grid_is_taken() -> None:

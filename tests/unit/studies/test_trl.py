@@ -155,9 +155,8 @@ def test_the_update_is_one_clipped_adam_step(start, rows, samples, rewards, tmp_
 
 
 def test_only_adam(tmp_path):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"\[optimizer\.name\]"):
         arguments_of("rloo", OptimizerConfig(name="sgd"), tmp_path)
-    assert error.value.where == "optimizer.name"
 
 
 def run_config(start: Path, run_dir: Path, **more: Any) -> ToyConfig:
@@ -214,10 +213,9 @@ def test_a_run_has_the_prompts_and_records_of_a_toy_run(trainer, start, tmp_path
 
 
 def test_unsupported_configs_are_refused(start, tmp_path):
-    with pytest.raises(UserError) as schedule:
+    with pytest.raises(UserError, match=r"\[algo\.schedule\]"):
         trl_backend.run_trl(run_config(start, tmp_path, algo={"snr": {"num_folds": 2}}), "rloo")
-    with pytest.raises(UserError) as loss_type:
+    with pytest.raises(UserError, match=r"\[--loss-type\]"):
         trl_backend.run_trl(run_config(start, tmp_path), "rloo", loss_type="grpo")
-    assert (schedule.value.where, loss_type.value.where) == ("algo.schedule", "--loss-type")
     (tmp_path / "config.json").write_text("{}")
     assert trl_backend.main([str(tmp_path / "config.json"), "grpo"]) == EXIT_USER
