@@ -70,13 +70,8 @@ def microbatches(
 ) -> list[MicroBatch]:
     """`pack` with the options of a run's configuration.
 
-    Args:
-        samples: [N] of the step.
-        sample_indices: positions in `samples` to pack.
-        options: packing, parallel sizes and micro_batch_tokens.
-        padding: the padding that the model applies (`Policy.padding`), so that the token bound includes it; by default
-            the padding that the layout in `options` needs.
-        device: of the tensors.
+    `padding` is what the model applies (`Policy.padding`), so that the token bound includes it; by default the padding
+    that the layout in `options` needs.
     """
     packed, padding = options.packing == "packed", padding or padding_of_layout(options)
     return pack(

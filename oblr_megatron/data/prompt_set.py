@@ -133,17 +133,6 @@ class PromptSet(Sequence[Prompt]):
             raise UserError(what, where=self.path, fix="give rows with the question and answer columns")
 
 
-def load_prompts(
-    source: SourceConfig, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None
-) -> list[Prompt]:
-    """The first `limit` usable rows of a held-out set, by default all, in file order.
-
-    Raises:
-        UserError: the source cannot be read or has no usable row.
-    """
-    return list(read_prompts(source, config, tokenizer, limit=limit))
-
-
 def read_prompts(
     source: SourceConfig,
     config: DataConfig,

@@ -109,7 +109,8 @@ def _is_hub_name(path: str) -> bool:
 
 def _file(path: Path) -> Iterator[Record]:
     if path.suffix == ".parquet":
-        return _records(path.stem, _load("parquet", str(path), data_files=[str(path)], split="train"), str(path))
+        rows = _load(str(path), "load_dataset", "parquet", data_files=[str(path)], split="train", streaming=True)
+        return _records(path.stem, rows, str(path))
     return (Record(path.stem, number, _parse(line)) for number, line in _lines(path) if line.strip())
 
 
@@ -145,9 +146,9 @@ def _parse(line: bytes) -> dict[str, Any] | str:
 def _directory(path: Path, source: SourceConfig, training: bool) -> Any:
     """The chosen split of a directory, written by `save_to_disk` or loadable by `datasets`."""
     if any((path / name).exists() for name in _SAVED_TO_DISK):
-        splits = _load_from_disk(path)
+        splits = _load(source.path, "load_from_disk", str(path))
     else:
-        splits = _load(str(path), source.path, name=source.subset or None)
+        splits = _load(source.path, "load_dataset", str(path), name=source.subset or None, streaming=True)
     if not isinstance(splits, dict):
         return splits  # a data set without splits
     usual = (_usual_split(convention_of(source), training), "train")
@@ -182,12 +183,12 @@ def _hub(source: SourceConfig, training: bool) -> Iterator[Record]:
         )
     split = _usual_split(convention, training) if own else ""
     rows = _load(
-        name,
         source.path,
+        "load_dataset",
+        name,
         name=source.subset or (convention.subset if own else "") or None,
         split=source.split or split or "train",
         revision=source.revision or None,
-        streaming=False,
     )
     return _records(name.rpartition("/")[2], rows, source.path)
 
@@ -208,23 +209,14 @@ def _records(file: str, data: Any, where: str) -> Iterator[Record]:
             number += 1
 
 
-def _load(kind: str, where: str, *, streaming: bool = True, **options: Any) -> Any:
-    """`datasets.load_dataset`, with its errors as UserError."""
-    from datasets import load_dataset
+def _load(where: str, loader: str, path: str, **options: Any) -> Any:
+    """Call a loader of `datasets`; its errors become a UserError."""
+    import datasets
 
     try:
-        return load_dataset(kind, streaming=streaming, **options)
+        return getattr(datasets, loader)(path, **options)
     except Exception as error:  # errors of the hub, files, splits and subsets share no base class
         raise _refusal(error, where) from error
-
-
-def _load_from_disk(path: Path) -> Any:
-    from datasets import load_from_disk
-
-    try:
-        return load_from_disk(str(path))
-    except Exception as error:  # its errors share no base class, as in `_load`
-        raise _refusal(error, str(path)) from error
 
 
 def _refusal(error: Exception, where: str) -> UserError:

@@ -124,12 +124,12 @@ def _items(
             kind=block.kind,
             sample=number % block.samples,
             response=sample.text,
-            verdict=verdict,
+            verdict=main,
             reward=value,
             tokens=len(sample.response_ids),
             finish_reason=sample.finish_reason,
             answer=answer,
             reads_answers=result.answers is not None,
         )
-        for number, (sample, verdict, value, answer) in enumerate(scored)
+        for number, (sample, main, value, answer) in enumerate(scored)
     ]

@@ -96,10 +96,10 @@ def load_sets(
     Raises:
         UserError: a source cannot be read or has no usable row.
     """
-    from oblr_megatron.data.prompt_set import load_prompts
+    from oblr_megatron.data.prompt_set import read_prompts
 
     limit = config.evaluate.num_prompts
-    return {name: load_prompts(source, config.data, tokenizer, limit=limit) for name, source in sources.items()}
+    return {name: list(read_prompts(source, config.data, tokenizer, limit=limit)) for name, source in sources.items()}
 
 
 @contextmanager

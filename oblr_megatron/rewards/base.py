@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
+from oblr_megatron.rewards.workers.calls import Score
 from oblr_megatron.rewards.workers.fork_client import START_S
-from oblr_megatron.rewards.workers.pool import Outcome, Pool
+from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
 
 Fault = Literal["failed", "late"]
@@ -22,7 +23,7 @@ class RewardResult:
         rewards=[1.1, 0.0], faults={1: "late"}, answers=["4", None], terms={"math": [1.0, 0.0], "format": [1.0, 0.0]})
     """
 
-    rewards: list[float]  # [N] the values that training maximises
+    rewards: list[float]  # [N] the values that training maximizes
     faults: dict[int, Fault] = field(default_factory=dict)  # by position; see `failures` and `timeouts`
     error: str | None = None  # traceback of the first failure
     answers: list[str | None] | None = None  # [N] extracted answers; None if the reward extracts none
@@ -99,12 +100,12 @@ def whole_groups(batch_size: int, group: int) -> int:
     return -(-batch_size // max(group, 1)) * max(group, 1)
 
 
-def collect(outcomes: Sequence[Outcome]) -> RewardResult:
-    """The outcomes as a result: failed and late samples score 0, `error` is the first traceback."""
+def collect(scores: Sequence[Score]) -> RewardResult:
+    """The scores as a result: failed and late samples score 0, `error` is the first traceback."""
     return RewardResult(
-        [outcome.value or 0.0 for outcome in outcomes],
-        faults={n: "late" if one.timed_out else "failed" for n, one in enumerate(outcomes) if one.value is None},
-        error=next((outcome.error for outcome in outcomes if outcome.error), None),
+        [score.value or 0.0 for score in scores],
+        faults={n: "late" if one.timed_out else "failed" for n, one in enumerate(scores) if one.value is None},
+        error=next((score.error for score in scores if score.error), None),
     )
 
 

@@ -17,7 +17,7 @@ from oblr_megatron.types import Prompt, Sample
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Example: Term("overlong", 0.5, OverlongReward(2048, 512))."""
+    """One term of the sum. Example: Term("overlong", 0.5, OverlongReward(2048, 512))."""
 
     name: str  # as in the config
     weight: float

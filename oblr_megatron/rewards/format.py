@@ -26,7 +26,7 @@ class BoxFormatReward(Reward):
 
 
 def keeps_to_box(sample: Sample) -> bool:
-    r"""Examples: "so \boxed{4}." is True; "\boxed{3} or \boxed{4}", "\boxed{}" and truncated responses are False."""
+    r"""The default format. "so \boxed{4}." is True; "\boxed{3} or \boxed{4}", "\boxed{}", truncated texts are False."""
     one = len(list(complete_boxes(sample.text))) == 1
     return sample.finish_reason == "stop" and one and boxed(sample.text) is not None
 

@@ -13,7 +13,7 @@ import aiohttp
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult, collect, group_size, texts, whole_groups
 from oblr_megatron.rewards.http_client import Rows, Service
-from oblr_megatron.rewards.workers.pool import Outcome
+from oblr_megatron.rewards.workers.calls import Score
 from oblr_megatron.runtime.http_loop import HttpLoop, open_session
 from oblr_megatron.types import Prompt, Sample
 
@@ -70,16 +70,16 @@ class HttpReward(Reward):
             loop.run(session.close())
         loop.close()
 
-    async def _score_batch(self, batches: Sequence[Rows]) -> list[Outcome]:
+    async def _score_batch(self, batches: Sequence[Rows]) -> list[Score]:
         self._session = self._session or open_session()
         service = Service(self._url, self._session, key=self._key, deadline_s=self._deadline_s, retries=self._retries)
         free = asyncio.Semaphore(self._num_requests)
 
-        async def in_turn(rows: Rows) -> list[Outcome]:
+        async def in_turn(rows: Rows) -> list[Score]:
             async with free:
                 return await service.score_batch(rows)
 
-        return [outcome for part in await asyncio.gather(*map(in_turn, batches)) for outcome in part]
+        return [score for part in await asyncio.gather(*map(in_turn, batches)) for score in part]
 
 
 def bearer_key(variable: str) -> str:

@@ -20,8 +20,7 @@ from email.utils import parsedate_to_datetime
 
 import aiohttp
 
-from oblr_megatron.rewards.workers.calls import BATCH, finite
-from oblr_megatron.rewards.workers.pool import Outcome
+from oblr_megatron.rewards.workers.calls import BATCH, Score, score_of
 
 BACKOFF_S = 0.2
 TOO_MANY, FAILED = 429, 500
@@ -52,19 +51,19 @@ class Service:
         self._deadline_s, self._retries = deadline_s, retries
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
-    async def score_batch(self, rows: Rows) -> list[Outcome]:
-        """The outcome of each row. If the request fails, all rows get its error."""
+    async def score_batch(self, rows: Rows) -> list[Score]:
+        """The score of each row. If the request fails, all rows get its error."""
         columns = (list(column) for column in zip(*rows, strict=True))
         body = json.dumps(dict(zip(BATCH, columns, strict=True))).encode()
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await self._ask(body, len(rows))
         except TimeoutError:
-            return [Outcome(timed_out=True)] * len(rows)
+            return [Score(timed_out=True)] * len(rows)
         except ServiceError as error:
-            return [Outcome(error=f"{self._url} {error}")] * len(rows)
+            return [Score(error=f"{self._url} {error}")] * len(rows)
 
-    async def _ask(self, body: bytes, count: int) -> list[Outcome]:
+    async def _ask(self, body: bytes, count: int) -> list[Score]:
         """Post with retries.
 
         Raises:
@@ -109,7 +108,7 @@ async def _read(content: aiohttp.StreamReader, limit: int) -> bytes:
     return text
 
 
-def read_answer(text: bytes, count: int) -> list[Outcome]:
+def read_answer(text: bytes, count: int) -> list[Score]:
     """Parse an answer.
 
     Raises:
@@ -118,15 +117,11 @@ def read_answer(text: bytes, count: int) -> list[Outcome]:
     try:
         rewards = json.loads(text)["rewards"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ServiceError(f'the answer is not {{"rewards": [...]}}: {_start(text)}') from None
+        raise ServiceError(f'sent something other than {{"rewards": [...]}}: {_start(text)}') from None
     if not isinstance(rewards, list) or len(rewards) != count:
         given = len(rewards) if isinstance(rewards, list) else "no list of"
         raise ServiceError(f"answered {given} rewards for {count} responses")
-    values = [finite(reward) for reward in rewards]
-    return [
-        Outcome(error=f"the reward {reward!r:.200} is not a finite number") if value is None else Outcome(value)
-        for value, reward in zip(values, rewards, strict=True)
-    ]
+    return [score_of(reward) for reward in rewards]
 
 
 def _status(status: int, text: bytes) -> str:

@@ -14,7 +14,8 @@ from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, pair
 from oblr_megatron.rewards.verifier.compare import Unsettled, equal_answers, unsettled
 from oblr_megatron.rewards.verifier.extract import boxed
 from oblr_megatron.rewards.verifier.tolerance import within
-from oblr_megatron.rewards.workers.pool import Outcome, Pool
+from oblr_megatron.rewards.workers.calls import Score
+from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
 
 WORKERS = 2  # of `grade`
@@ -82,20 +83,20 @@ class MathReward(PooledReward):
         questions = [
             (self._extract(sample.text), prompt.answer, prompt.tolerance) for prompt, sample in pair(prompts, samples)
         ]
-        outcomes = self._score_batch([(a, gold, bound) for a, gold, bound in dict.fromkeys(questions) if a is not None])
-        wrong = Outcome(value=0.0)
-        result = collect([wrong if question[0] is None else outcomes[question] for question in questions])
+        scores = self._score_batch([(a, gold, bound) for a, gold, bound in dict.fromkeys(questions) if a is not None])
+        wrong = Score(value=0.0)
+        result = collect([wrong if question[0] is None else scores[question] for question in questions])
         return replace(result, answers=[answer for answer, _, _ in questions])
 
-    def _score_batch(self, questions: Sequence[tuple[str, str, str]]) -> dict[tuple[str | None, str, str], Outcome]:
-        """The outcome for each (answer, gold, tolerance)."""
-        outcomes: dict[tuple[str | None, str, str], Outcome] = {}
+    def _score_batch(self, questions: Sequence[tuple[str, str, str]]) -> dict[tuple[str | None, str, str], Score]:
+        """The score of each (answer, gold, tolerance)."""
+        scores: dict[tuple[str | None, str, str], Score] = {}
         undecided: list[tuple[str, str, str]] = []
         for question in questions:
             settled = settle(*question)
             if settled is None:
                 undecided.append(question)
             else:
-                outcomes[question] = Outcome(value=float(settled))
+                scores[question] = Score(value=float(settled))
         pooled = self.pool.map([(answer, gold) for answer, gold, _ in undecided])
-        return outcomes | dict(zip(undecided, pooled, strict=True))
+        return scores | dict(zip(undecided, pooled, strict=True))

@@ -18,25 +18,29 @@ import numbers
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 SINGLE = ("response", "answer", "prompt")
 BATCH = ("responses", "answers", "prompts")
 
 
-class Score(TypedDict):
-    """Result for one row. Example: {"value": 1.0, "error": "", "late": False}."""
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Result for one row; exactly one field is set.
 
-    value: float | None  # None if the function failed or timed out
-    error: str  # traceback
-    late: bool
+    Examples: Score(value=1.0); Score(error="Traceback ..."); Score(timed_out=True).
+    """
+
+    value: float | None = None
+    error: str = ""  # traceback or message
+    timed_out: bool = False
 
 
-class Reply(TypedDict):
-    """Answer of a worker. Example: {"scores": [Score(...)], "leaving": False}."""
+@dataclass(slots=True)
+class Reply:
+    """Answer of a worker, sent as JSON. Example: Reply(scores=[Score(value=1.0)])."""
 
     scores: list[Score]  # in the order of the rows
-    leaving: bool  # the worker exits after this reply
+    leaving: bool = False  # the worker exits after this reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +94,12 @@ class Caller:
         try:
             if self._kind.batch:
                 columns = [list(column) for column in zip(*rows, strict=True)]
-                return _reply(_batch_scores(self._result(self._function(*columns)), len(rows)))
+                return Reply(_batch_scores(self._result(self._function(*columns)), len(rows)))
             if self._kind.awaited:
                 return self._runner.run(self._concurrently(rows))
-            return _reply([_score(self._result(self._function(*row))) for row in rows])
+            return Reply([score_of(self._result(self._function(*row))) for row in rows])
         except BaseException as error:  # noqa: BLE001  a reward function may raise anything, SystemExit included
-            return Reply(scores=[_failed(error)] * len(rows), leaving=_must_leave(error))
+            return Reply([_failed(error)] * len(rows), leaving=_must_leave(error))
 
     def _result(self, value: object) -> object:
         """The function's value, awaited if it is awaitable.
@@ -116,35 +120,26 @@ class Caller:
         """Run all calls at once. Late calls stay in the event loop, so the worker must exit."""
         tasks = [asyncio.ensure_future(self._attempt(row)) for row in rows]
         done, _ = await asyncio.wait(tasks, timeout=self._deadline_s)
-        late = Reply(scores=[_failed(LateError())], leaving=True)
+        late = Reply([_failed(LateError())], leaving=True)
         replies = [task.result() if task in done else late for task in tasks]
-        return Reply(
-            scores=[score for reply in replies for score in reply["scores"]],
-            leaving=any(reply["leaving"] for reply in replies),
-        )
+        return Reply([score for reply in replies for score in reply.scores], any(reply.leaving for reply in replies))
 
     async def _attempt(self, row: Sequence[str]) -> Reply:
         try:
             value = self._function(*row)
-            return _reply([_score(await value if inspect.isawaitable(value) else value)])
+            return Reply([score_of(await value if inspect.isawaitable(value) else value)])
         except BaseException as error:  # noqa: BLE001  as in `answer`; the other calls must go on
-            return Reply(scores=[_failed(error)], leaving=_must_leave(error))
+            return Reply([_failed(error)], leaving=_must_leave(error))
 
 
-def finite(value: object) -> float | None:
-    """A Python number, or a numpy or torch scalar, as a finite float; None for anything else."""
+def score_of(value: object) -> Score:
+    """The score for a reward: a Python number, or a scalar of numpy or torch. An error unless it is finite."""
     try:
         plain = value.item() if hasattr(value, "item") else value
         number = float(plain) if isinstance(plain, numbers.Real) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):  # an array; an integer larger than any float
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _score(value: object) -> Score:
-    number = finite(value)
-    error = f"the reward {value!r:.200} is not a finite number" if number is None else ""
-    return Score(value=number, error=error, late=False)
+        number = math.nan
+    return Score(number) if math.isfinite(number) else Score(error=f"the reward {value!r:.200} is not a finite number")
 
 
 def _batch_scores(value: object, count: int) -> list[Score]:
@@ -159,19 +154,15 @@ def _batch_scores(value: object, count: int) -> list[Score]:
     values = list(plain)
     if len(values) != count:
         raise ValueError(f"the batch reward returned {len(values)} values for {count} responses")
-    return [_score(one) for one in values]
-
-
-def _reply(scores: list[Score]) -> Reply:
-    return Reply(scores=scores, leaving=False)
+    return [score_of(one) for one in values]
 
 
 def _failed(error: BaseException) -> Score:
     if isinstance(error, LateError):
-        return Score(value=None, error="", late=True)
+        return Score(timed_out=True)
     if isinstance(error, MemoryError):
-        return Score(value=None, error="the worker's memory limit was reached", late=False)
-    return Score(value=None, error="".join(traceback.format_exception(error))[-4000:], late=False)
+        return Score(error="the worker's memory limit was reached")
+    return Score(error="".join(traceback.format_exception(error))[-4000:])
 
 
 def _must_leave(error: BaseException) -> bool:

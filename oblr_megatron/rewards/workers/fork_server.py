@@ -23,6 +23,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -145,9 +146,9 @@ def _work(end: Connection, caller: Caller, memory_bytes: int, tasks: int) -> Non
         except EOFError:
             return
         reply = caller.answer(rows)
-        reply["leaving"] |= count == tasks
-        end.send_bytes(json.dumps(reply).encode())
-        if reply["leaving"]:
+        reply.leaving |= count == tasks
+        end.send_bytes(json.dumps(asdict(reply)).encode())
+        if reply.leaving:
             return
 
 

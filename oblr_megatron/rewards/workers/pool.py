@@ -1,7 +1,7 @@
 """A pool of worker processes with a hard deadline for every call.
 
     pool = Pool("oblr_megatron.rewards.verifier.symbolic:score", num_workers=2, deadline_s=10.0)
-    pool.ask("1/2", "0.5")            # Outcome(value=1.0)
+    pool.ask("1/2", "0.5")            # Score(value=1.0)
     pool.map([("1", "1"), ("2", "1")])
     pool.map(rows, together=64)       # for a function that takes many rows
 
@@ -23,22 +23,10 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from oblr_megatron.errors import RunError
-from oblr_megatron.rewards.workers.calls import Reply
+from oblr_megatron.rewards.workers.calls import Score
 from oblr_megatron.rewards.workers.fork_client import ForkServer, Worker
 
 GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Result for one row. Exactly one of `value`, `error` and `timed_out` is set.
-
-    Examples: Outcome(value=1.0); Outcome(error="Traceback ..."); Outcome(timed_out=True).
-    """
-
-    value: float | None = None
-    error: str = ""
-    timed_out: bool = False
 
 
 @dataclass(slots=True)
@@ -89,7 +77,7 @@ class Pool:
         self.num_workers = num_workers
         self._reset()
 
-    def ask(self, *arguments: str) -> Outcome:
+    def ask(self, *arguments: str) -> Score:
         """Call the function on one row, from any thread. Waits for a free worker, then at most until the deadline.
 
         Raises:
@@ -97,8 +85,8 @@ class Pool:
         """
         return self._ask([arguments])[0]
 
-    def map(self, batch: Sequence[Sequence[str]], together: int = 1) -> list[Outcome]:
-        """Call the function on all rows in parallel; outcomes are in the order of the batch.
+    def map(self, batch: Sequence[Sequence[str]], together: int = 1) -> list[Score]:
+        """Call the function on all rows in parallel; scores are in the order of the batch.
 
         Args:
             batch: rows, each the arguments of the function.
@@ -109,14 +97,14 @@ class Pool:
         """
         self._own()
         calls = [batch[first : first + together] for first in range(0, len(batch), together)]
-        outcomes: list[list[Outcome]] = [[] for _ in calls]
+        scores: list[list[Score]] = [[] for _ in calls]
         errors: list[BaseException] = []
         remaining = iter(range(len(calls)))  # next() on an iterator is atomic
 
         def dispatch() -> None:
             try:
                 for index in remaining:
-                    outcomes[index] = self._ask(calls[index])
+                    scores[index] = self._ask(calls[index])
             except BaseException as error:  # noqa: BLE001 - every error is raised again in the caller's thread
                 errors.append(error)
 
@@ -127,7 +115,7 @@ class Pool:
             thread.join()
         if errors:
             raise errors[0]
-        return [outcome for call in outcomes for outcome in call]
+        return [score for call in scores for score in call]
 
     def close(self) -> None:
         """End all workers; running calls fail. May be called twice."""
@@ -183,8 +171,8 @@ class Pool:
             else:
                 self._free.append(slot)
 
-    def _ask(self, rows: Sequence[Sequence[str]]) -> list[Outcome]:
-        """One call; the outcomes of its rows."""
+    def _ask(self, rows: Sequence[Sequence[str]]) -> list[Score]:
+        """One call; the scores of its rows."""
         self._own()
         slot = self._acquire()
         try:
@@ -192,19 +180,19 @@ class Pool:
         finally:
             self._release(slot)
 
-    def _score_batch(self, slot: _Slot, rows: Sequence[Sequence[str]]) -> list[Outcome]:
+    def _score_batch(self, slot: _Slot, rows: Sequence[Sequence[str]]) -> list[Score]:
         try:
             worker = self._send(slot, json.dumps([list(row) for row in rows]).encode())
             if not worker.pipe.poll(self.limit_s):
                 self._end_worker(slot)
-                return [Outcome(timed_out=True)] * len(rows)
-            reply: Reply = json.loads(worker.pipe.recv_bytes())
+                return [Score(timed_out=True)] * len(rows)
+            reply = json.loads(worker.pipe.recv_bytes())  # a `Reply`
         except (OSError, EOFError):
             self._end_worker(slot)
-            return [Outcome(error="the worker process died during the call")] * len(rows)
+            return [Score(error="the worker process died during the call")] * len(rows)
         if reply["leaving"]:
             self._end_worker(slot)
-        return [Outcome(score["value"], score["error"], score["late"]) for score in reply["scores"]]
+        return [Score(**score) for score in reply["scores"]]
 
     def _send(self, slot: _Slot, message: bytes) -> Worker:
         """Send a message to the slot's worker. A worker that died while idle is replaced once."""

@@ -13,7 +13,7 @@ import pytest
 
 from oblr_megatron.config.data import CONVENTION_NAMES, DataConfig, EvaluateConfig
 from oblr_megatron.data.conventions import CONVENTIONS, Convention, text
-from oblr_megatron.data.prompt_set import load_prompts
+from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.sources import convention_of
 from tests.unit.data.conftest import config, write_rows
 
@@ -65,7 +65,7 @@ def test_the_config_lists_all_conventions() -> None:
 def test_rows_as_published(name: str, tmp_path: Path, tokenizer) -> None:
     path = write_rows(tmp_path / "published.jsonl", [PUBLISHED[name]])
     data = config({"path": str(path), "convention": name}, template="Q: {question}")
-    [prompt] = load_prompts(data.train[0], data, tokenizer)
+    [prompt] = read_prompts(data.train[0], data, tokenizer)
     assert prompt.answer == GOLD[name]
     assert prompt.text == ("Q: What is $1+1$?" if name == "dapo" else "Q: What is 1+1?")
     assert prompt.tolerance == ("1%" if name == "minerva" else "")
@@ -107,14 +107,14 @@ def test_gold_answers(name: str, value: object, answer: str) -> None:
 def test_tolerances_of_rows(written: object, tolerance: str, tmp_path: Path, tokenizer) -> None:
     rows = [PUBLISHED["olympiadbench"] | {"error": written}, PUBLISHED["olympiadbench"] | {"tolerance": written}]
     data = config({"path": str(write_rows(tmp_path / "a.jsonl", rows)), "convention": "olympiadbench"})
-    assert [prompt.tolerance for prompt in load_prompts(data.train[0], data, tokenizer)] == [tolerance] * 2
+    assert [prompt.tolerance for prompt in read_prompts(data.train[0], data, tokenizer)] == [tolerance] * 2
 
 
 def test_only_dapos_instruction_is_removed(tmp_path: Path, chat_tokenizer) -> None:
     talk = [{"role": "user", "content": "Solve: 1+1"}]
     rows = [{"prompt": talk, "answer": 2}, {"prompt": "1+1", "answer": 2}, {"prompt": DAPO, "solution": "2"}]
     data = config({"path": str(write_rows(tmp_path / "a.jsonl", rows)), "convention": "dapo"}, chat_template=True)
-    texts = [prompt.text for prompt in load_prompts(data.train[0], data, chat_tokenizer)]
+    texts = [prompt.text for prompt in read_prompts(data.train[0], data, chat_tokenizer)]
     assert texts == ["<u>Solve: 1+1<a>", "<u>1+1<a>", "<u>What is $1+1$?<a>"]
 
 
@@ -128,11 +128,11 @@ def test_columns_of_the_source_come_first_and_those_of_the_data_section_last(tmp
         ({"question_column": "text", "answer_column": "gold", "convention": "gsm8k"}, ("t", "5")),
     ):
         data = config({"path": path, **source})
-        [prompt] = load_prompts(data.train[0], data, tokenizer)
+        [prompt] = read_prompts(data.train[0], data, tokenizer)
         assert (prompt.text, prompt.answer) == pair
     path = str(write_rows(tmp_path / "b.jsonl", [{"text": "t", "gold": "0"}]))
     data = config({"path": path, "convention": "aime"}, question_column="text", answer_column="gold")
-    assert load_prompts(data.train[0], data, tokenizer)[0].answer == "0"
+    assert read_prompts(data.train[0], data, tokenizer)[0].answer == "0"
 
 
 def as_row(name: str, convention: Convention) -> str:

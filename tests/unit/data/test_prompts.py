@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from oblr_megatron.data.prompt_set import load_prompts
+from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.errors import UserError
 from tests.unit.data.conftest import DATA, SUMS, config, stream, write_rows
 
@@ -19,9 +19,9 @@ BROKEN = DATA / "broken.jsonl"
 
 
 def held_out(tokenizer: PreTrainedTokenizerFast, path: Path = SUMS, *, limit: int | None = None, **values: object):
-    """`load_prompts` of the only source of a [data] section."""
+    """`read_prompts` of the only source of a [data] section."""
     data = config(path, **values)
-    return load_prompts(data.train[0], data, tokenizer, limit=limit)
+    return read_prompts(data.train[0], data, tokenizer, limit=limit)
 
 
 def test_rows_become_prompts(tokenizer: PreTrainedTokenizerFast) -> None:

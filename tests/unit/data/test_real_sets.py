@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oblr_megatron.data.overlap import Benchmarks
-from oblr_megatron.data.prompt_set import load_prompts
+from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.data.rows import read_rows
 from oblr_megatron.data.sources import named_source
@@ -66,7 +66,7 @@ def words() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("name", ["gsm8k_test", "math500", "olympiadbench"])
 def test_every_row_of_a_benchmark_is_evaluated(name: str, words: PreTrainedTokenizerFast) -> None:
     data = config({"path": str(SHARED / f"{name}.jsonl"), "convention": ROWS[name][0]})
-    assert len(load_prompts(data.train[0], data, words)) == ROWS[name][1]
+    assert len(read_prompts(data.train[0], data, words)) == ROWS[name][1]
 
 
 def test_a_mixture_of_training_sets(words: PreTrainedTokenizerFast) -> None:

@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 
 from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.data.conventions import CONVENTIONS, PLAIN
-from oblr_megatron.data.prompt_set import load_prompts
+from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.sources import Record, convention_of, named_source, open_source
 from oblr_megatron.errors import UserError
 from tests.unit.data.conftest import SUMS, config, stream, sums, write_rows
@@ -72,7 +72,7 @@ def test_a_pattern_reads_its_files_in_order_of_their_names(tmp_path: Path, token
     assert [record.value["question"] for record in found] == ["2+2=", "1+1="]
     data = config(str(tmp_path / "[ab].*"), max_prompt_tokens=1)
     with pytest.raises(UserError, match=r"2 longer than .* 1 \(lines a:1: 4 tokens, b:1: 4 tokens\)"):
-        load_prompts(data.train[0], data, tokenizer)
+        read_prompts(data.train[0], data, tokenizer)
     refusal(tmp_path / "*.csv")
 
 
@@ -186,4 +186,4 @@ def test_a_malformed_line_costs_only_that_line(tmp_path: Path, tokenizer) -> Non
     path.write_text('{"question": "1+1=", "answer": 2}\n{"question": \n{"question": "2+2=", "answer": [4]}\n\n{}\n')
     refusal(tmp_path)  # `datasets` refuses the whole file
     data = config(path)
-    assert [prompt.text for prompt in load_prompts(data.train[0], data, tokenizer)] == ["1+1="]
+    assert [prompt.text for prompt in read_prompts(data.train[0], data, tokenizer)] == ["1+1="]
