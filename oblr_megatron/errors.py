@@ -11,6 +11,9 @@ EXIT_OK = 0
 EXIT_RUN = 1
 EXIT_USER = 2
 
+Problem = tuple[str, str]
+"""What is wrong, and the fix; a check that knows no `where` returns it."""
+
 
 class UserError(ValueError):
     """Bad input: what is wrong, where, and how to fix it.

@@ -1,13 +1,14 @@
-"""Checks of Megatron's options in [parallel] against norms, estimators and the optimizer. Imports no torch.
+"""Checks of [parallel] against norms, estimators and the optimizer. Imports no torch.
 
 docs/parallel.md has the same rules as a table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import Problem
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -16,97 +17,67 @@ TOTAL_ALONE = ("momentum",)
 """Estimators of the signal that need only the gradient of the whole batch."""
 
 
-def check_parallel_options(config: Config, where: str) -> None:
-    """Refuse options that do not work with the rest of the configuration.
+def parallel_problems(config: Config) -> Iterator[Problem]:
+    """Options that do not work with the rest of the configuration, with the reason and the fix."""
+    yield from _distributed_optimizer(config)
+    yield from _weight_gradients(config)
+    snr = config.algo.snr
+    if config.parallel.overlap_grad_reduce and snr.estimator not in TOTAL_ALONE:
+        yield (
+            f"parallel.overlap_grad_reduce with algo.snr.estimator {snr.estimator!r}: the estimator needs the norm of "
+            "each fold's gradient, but the reduce over replicas starts before that gradient is complete",
+            'set algo.snr.estimator to "momentum", or overlap_grad_reduce to false',
+        )
+    yield from _deferred(config)
+    yield from _recompute(config)
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        what = "sequence_parallel needs tensor_model_parallel_size of 2 or more"
+        yield what, "set parallel.sequence_parallel to false"
 
-    Raises:
-        UserError: names the option, the reason and the fix.
-    """
-    _check_distributed_optimizer(config, where)
-    _check_weight_gradients(config, where)
-    _check_overlap(config, where)
-    _check_deferred(config, where)
-    _check_recompute(config, where)
 
-
-def _check_distributed_optimizer(config: Config, where: str) -> None:
+def _distributed_optimizer(config: Config) -> Iterator[Problem]:
     """megatron-core's distributed optimizer supports only Adam with fp32 moments."""
     if not config.parallel.use_distributed_optimizer:
         return
-    if config.optimizer.name != "adam":
-        raise UserError(
-            f"parallel.use_distributed_optimizer with optimizer.name {config.optimizer.name!r}: megatron-core shards "
-            "only Adam",
-            where=where,
-            fix='set optimizer.name to "adam", or use_distributed_optimizer to false',
-        )
+    option, name = "parallel.use_distributed_optimizer", config.optimizer.name
+    if name != "adam":
+        what = f"{option} with optimizer.name {name!r}: megatron-core shards only Adam"
+        yield what, 'set optimizer.name to "adam", or use_distributed_optimizer to false'
     if config.model.dtype == "float64":
-        raise UserError(
-            "parallel.use_distributed_optimizer with model.dtype 'float64': megatron-core updates only fp32 weights or "
-            "fp32 masters",
-            where=where,
-            fix='set model.dtype to "float32" or "bfloat16", or use_distributed_optimizer to false',
-        )
+        what = f"{option} with model.dtype 'float64': megatron-core updates only fp32 weights or fp32 masters"
+        yield what, 'set model.dtype to "float32" or "bfloat16", or use_distributed_optimizer to false'
 
 
-def _check_weight_gradients(config: Config, where: str) -> None:
+def _weight_gradients(config: Config) -> Iterator[Problem]:
     """Norms are measured in the backward of linear layers (model/taps.py), which these options bypass."""
-    parallel = config.parallel
-    options = ("overlap_grad_reduce", "gradient_accumulation_fusion", "defer_embedding_wgrad_compute")
-    for name in options:
-        if getattr(parallel, name) and config.uses_norms:
+    for name in ("overlap_grad_reduce", "gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
+        if getattr(config.parallel, name) and config.uses_norms:
             cause = "gradnorm.always" if config.gradnorm.always else f"algo.baseline {config.algo.baseline!r}"
-            raise UserError(
+            yield (
                 f"parallel.{name} allows no per-response norms, but {cause} needs them",
-                where=where,
-                fix=f'set {name} to false, or use a baseline without norms ("rloo", "rloo_prior", "group_mean", '
-                "...) and gradnorm.always = false",
+                f'set {name} to false, or use a baseline without norms ("rloo", "rloo_prior", "group_mean", ...) and '
+                "gradnorm.always = false",
             )
 
 
-def _check_overlap(config: Config, where: str) -> None:
-    """Most estimators need the norm of each fold's gradient, but overlap starts the reduce before it is complete."""
-    snr = config.algo.snr
-    if not config.parallel.overlap_grad_reduce or snr.estimator in TOTAL_ALONE:
-        return
-    raise UserError(
-        f"parallel.overlap_grad_reduce with algo.snr.estimator {snr.estimator!r}: the estimator needs the norm of each "
-        "fold's gradient, but the reduce over replicas starts before that gradient is complete",
-        where=where,
-        fix='set algo.snr.estimator to "momentum", or overlap_grad_reduce to false',
-    )
-
-
-def _check_deferred(config: Config, where: str) -> None:
+def _deferred(config: Config) -> Iterator[Problem]:
     """megatron-core's conditions; with overlap a bucket would be reduced before its last gradient is computed."""
     parallel = config.parallel
-    if not parallel.defer_embedding_wgrad_compute:
-        return
-    missing = [
-        text
-        for absent, text in (
-            (not parallel.gradient_accumulation_fusion, "gradient_accumulation_fusion = true"),
-            (parallel.pipeline_model_parallel_size == 1, "pipeline_model_parallel_size of 2 or more"),
-            (parallel.overlap_grad_reduce, "overlap_grad_reduce = false"),
-        )
-        if absent
-    ]
-    if missing:
-        raise UserError(
-            f"parallel.defer_embedding_wgrad_compute needs {', '.join(missing)}",
-            where=where,
-            fix="set these, or set defer_embedding_wgrad_compute to false",
-        )
+    needs = {
+        "gradient_accumulation_fusion = true": parallel.gradient_accumulation_fusion,
+        "pipeline_model_parallel_size of 2 or more": parallel.pipeline_model_parallel_size > 1,
+        "overlap_grad_reduce = false": not parallel.overlap_grad_reduce,
+    }
+    missing = [name for name, met in needs.items() if not met]
+    if parallel.defer_embedding_wgrad_compute and missing:
+        what = f"parallel.defer_embedding_wgrad_compute needs {', '.join(missing)}"
+        yield what, "set these, or set defer_embedding_wgrad_compute to false"
 
 
-def _check_recompute(config: Config, where: str) -> None:
+def _recompute(config: Config) -> Iterator[Problem]:
     """megatron-core cannot recompute these modules with delayed FP8 scaling."""
-    parallel = config.parallel
-    again = sorted({"layernorm", "moe_act"} & set(parallel.recompute_modules))
+    again = sorted({"layernorm", "moe_act"} & set(config.parallel.recompute_modules))
     delayed = config.model.fp8 != "none" and config.model.fp8_recipe == "delayed"
-    if parallel.recompute_granularity == "selective" and again and delayed:
-        raise UserError(
-            f"parallel.recompute_modules {again[0]!r} with model.fp8_recipe 'delayed'",
-            where=where,
-            fix='leave it out, or set model.fp8_recipe to "tensorwise", "blockwise" or "mxfp8"',
-        )
+    if config.parallel.recompute_granularity == "selective" and again and delayed:
+        what = f"parallel.recompute_modules {again[0]!r} with model.fp8_recipe 'delayed'"
+        yield what, 'leave it out, or set model.fp8_recipe to "tensorwise", "blockwise" or "mxfp8"'

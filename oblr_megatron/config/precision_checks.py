@@ -1,39 +1,36 @@
 """Checks of FP8, Transformer Engine and quantised engines against the rest of a configuration. Imports no torch.
 
-`check_precision` compares fields; `check_sizes` needs the model. `checks/machine.py` checks GPUs and packages. Sources:
-megatron-core 0.16.1 (`TransformerConfig.__post_init__`, `fp8_utils`) and Transformer Engine 2.9 to 2.11. The rules are
-a table in docs/precision.md.
+`precision_problems` compares fields; `check_sizes` needs the model. `checks/machine.py` checks GPUs and packages.
+Sources: megatron-core 0.16.1 (`TransformerConfig.__post_init__`, `fp8_utils`) and Transformer Engine 2.9 to 2.11.
+docs/precision.md has the rules as a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.config.padding import FP8_TOKENS
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from oblr_megatron.config import Config, ModelConfig, ParallelConfig
-
-Problem = tuple[str, str]
-"""What is wrong, and the fix."""
+    from oblr_megatron.config import Config
 
 
-def check_precision(config: Config, where: str) -> None:
-    """Refuse contradicting fields.
-
-    Raises:
-        UserError: the first contradiction.
-    """
-    found = (
-        _layers_problem(config.model)
-        or _fp8_problem(config)
-        or _context_parallel_problem(config.model, config.parallel)
-        or _rollout_problem(config)
-    )
-    if found is not None:
-        raise UserError(found[0], where=where, fix=found[1])
+def precision_problems(config: Config) -> Iterator[Problem]:
+    """Contradicting fields, with the fix."""
+    model, parallel = config.model, config.parallel
+    if model.transformer_impl == "transformer_engine" and model.dtype == "float64":
+        what = 'transformer_impl "transformer_engine" does not support dtype "float64"'
+        yield what, 'set model.transformer_impl to "local"'
+    if model.fp8 != "none":
+        yield from _fp8(config)
+    exchanged = parallel.context_parallel_size > 1 and model.transformer_impl != "local"
+    if exchanged and parallel.packing == "packed" and parallel.cp_comm_type == "all_gather":
+        what = 'cp_comm_type "all_gather" with packing "packed": Transformer Engine gathers only rows'
+        yield what, 'set parallel.cp_comm_type to "p2p", or parallel.packing to "rows"'
+    if config.rollout.quantization != "none" and config.rollout.replay is None:
+        yield from _quantized_rollout(config)
 
 
 def check_sizes(hf_config: Mapping[str, Any], config: Config) -> None:
@@ -82,77 +79,37 @@ def norms_problem(config: Config, mode: str) -> Problem | None:
     return None
 
 
-def _layers_problem(model: ModelConfig) -> Problem | None:
-    if model.transformer_impl == "transformer_engine" and model.dtype == "float64":
-        return (
-            'transformer_impl "transformer_engine" does not support dtype "float64"',
-            'set model.transformer_impl to "local"',
-        )
-    return None
-
-
-def _fp8_problem(config: Config) -> Problem | None:
-    model = config.model
-    if model.fp8 == "none":
-        return None
-    if model.dtype != "bfloat16":
-        return f'fp8 "{model.fp8}" with dtype "{model.dtype}"', 'set model.dtype to "bfloat16"'
-    if model.transformer_impl == "local":
-        return (
-            f'fp8 "{model.fp8}" with transformer_impl "local": only Transformer Engine has FP8 products',
-            'set model.transformer_impl to "auto"',
-        )
-    return _delayed_problem(config) if model.fp8_recipe == "delayed" else None
-
-
-def _delayed_problem(config: Config) -> Problem | None:
+def _fp8(config: Config) -> Iterator[Problem]:
     """Delayed scales come from all earlier forward passes, so all layers must use FP8, in gradient passes only."""
-    norms, fix = config.gradnorm, 'set model.fp8_recipe to "tensorwise"'
-    if config.model.first_last_layers_bf16:
-        return 'first_last_layers_bf16 with fp8_recipe "delayed"', fix
-    if norms.source != "exact" and norms.check_every:
-        return (
+    model, norms = config.model, config.gradnorm
+    if model.dtype != "bfloat16":
+        yield f'fp8 "{model.fp8}" with dtype "{model.dtype}"', 'set model.dtype to "bfloat16"'
+    if model.transformer_impl == "local":
+        what = f'fp8 "{model.fp8}" with transformer_impl "local": only Transformer Engine has FP8 products'
+        yield what, 'set model.transformer_impl to "auto"'
+    if model.fp8_recipe == "delayed" and model.first_last_layers_bf16:
+        yield 'first_last_layers_bf16 with fp8_recipe "delayed"', 'set model.fp8_recipe to "tensorwise"'
+    if model.fp8_recipe == "delayed" and norms.source != "exact" and norms.check_every:
+        yield (
             f'gradnorm.check_every {norms.check_every} with fp8_recipe "delayed": the norm pass would change the '
             "scales of the gradient pass",
-            f"{fix}, or gradnorm.check_every to 0",
+            'set model.fp8_recipe to "tensorwise", or gradnorm.check_every to 0',
         )
-    return None
 
 
-def _context_parallel_problem(model: ModelConfig, parallel: ParallelConfig) -> Problem | None:
-    if parallel.context_parallel_size == 1 or model.transformer_impl == "local":
-        return None
-    if parallel.packing == "packed" and parallel.cp_comm_type == "all_gather":
-        return (
-            'cp_comm_type "all_gather" with packing "packed": Transformer Engine gathers only rows',
-            'set parallel.cp_comm_type to "p2p", or parallel.packing to "rows"',
-        )
-    return None
-
-
-def _rollout_problem(config: Config) -> Problem | None:
+def _quantized_rollout(config: Config) -> Iterator[Problem]:
     """An FP8 engine rounds the pushed weights, so it samples from a policy that differs from the trainer's."""
-    rollout, model = config.rollout, config.model
-    if rollout.quantization == "none" or rollout.replay is not None:
-        return None
-    dtype = model.dtype if rollout.dtype == "auto" else rollout.dtype
+    rollout, option = config.rollout, f'quantization "{config.rollout.quantization}"'
+    dtype = config.model.dtype if rollout.dtype == "auto" else rollout.dtype
     if dtype != "bfloat16":
-        return (
-            f'quantization "{rollout.quantization}" of weights pushed in {dtype}: vLLM rounds from bfloat16',
-            'set rollout.dtype to "bfloat16"',
-        )
+        what = f"{option} of weights pushed in {dtype}: vLLM rounds from bfloat16"
+        yield what, 'set rollout.dtype to "bfloat16"'
     if config.weights.verify:
-        return (
-            f'weights.verify with quantization "{rollout.quantization}": the engine does not keep the pushed bytes',
-            "set weights.verify to false",
-        )
+        what = f"weights.verify with {option}: the engine does not keep the pushed bytes"
+        yield what, "set weights.verify to false"
     if rollout.importance_sampling == "none" and not rollout.only:
-        return (
-            f'quantization "{rollout.quantization}" with importance_sampling "none": the engine\'s policy differs from '
-            "the trainer's",
-            'set rollout.importance_sampling to "token" or "sequence"',
-        )
-    return None
+        what = f"{option} with importance_sampling \"none\": the engine's policy differs from the trainer's"
+        yield what, 'set rollout.importance_sampling to "token" or "sequence"'
 
 
 def _fp8_widths(hf_config: Mapping[str, Any], config: Config) -> dict[str, int]:

@@ -23,7 +23,7 @@ from typing import Any
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config
 from oblr_megatron.config.precision_checks import norms_problem
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.pass_plan import Layout, longest_sample, passes_of, stash_count
 from oblr_megatron.memory.training import MemoryEstimate, estimate
@@ -106,10 +106,6 @@ def free_memory(local_ranks: int) -> int | None:
         return None
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
     return int(found[1]) * 1024 // local_ranks if found else None
-
-
-Problem = tuple[str, str]
-"""What is wrong, and the fix."""
 
 
 def _impossible(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:

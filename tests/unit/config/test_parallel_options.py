@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 from oblr_megatron.algo.snr_estimators import ESTIMATORS
 from oblr_megatron.checks.layout import check_recompute
 from oblr_megatron.checks.machine import Machine, check_machine
-from oblr_megatron.config import Config, ParallelConfig, parse_config
+from oblr_megatron.config import Config, ModelConfig, ParallelConfig, parse_config
 from oblr_megatron.config.parallel_checks import TOTAL_ALONE
 from oblr_megatron.config.refused_keys import REFUSED_KEYS
+from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.optimizer import optimizer_implementation
 from oblr_megatron.model.shards import put_back, rectangles
-from oblr_megatron.model.transformer_config import _recompute, _schedule
+from oblr_megatron.model.transformer_config import _recompute, transformer_config_of
 from oblr_megatron.types import GradientStats
+from tests.tiny import tiny_config
 
 ENGINE = Machine((9, 0), "13.0", "2.11.0")
 NORMLESS = ("algo.baseline=rloo", "algo.snr.estimator=momentum")
@@ -105,8 +107,12 @@ def test_overlap_allows_the_estimators_that_need_no_norms_of_folds(name: str) ->
 
 def test_options_reach_megatron_core() -> None:
     """Under its own names."""
-    assert not any(_schedule(ParallelConfig()).values())
-    assert _schedule(ParallelConfig(defer_embedding_wgrad_compute=True))["defer_embedding_wgrad_compute"]
+    names = ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute")
+    for on in (False, True):
+        options = ParallelConfig.model_validate({"pipeline_model_parallel_size": 2, **dict.fromkeys(names, on)})
+        with standing_as(0, 2, options) as parallel:
+            made = transformer_config_of(tiny_config(), ModelConfig(path=Path("m")), parallel, options)
+        assert [getattr(made, name) for name in names] == [on, on]
 
 
 def test_missing_kernels_are_found_before_ranks_are_started() -> None:
