@@ -42,13 +42,13 @@ class Accuracy:
     high: float
 
 
-def count_right(verdicts: Sequence[float]) -> Accuracy:
-    """Accuracy from [Q] verdicts on greedy responses.
+def count_right(rewards: Sequence[float]) -> Accuracy:
+    """Accuracy from [Q] rewards on greedy responses.
 
     Example: count_right([1.0, 0.0]) = Accuracy(prompts=2, right=1, accuracy=0.5, low=0.095, high=0.905)
     """
-    right = sum(map(is_right, verdicts))
-    return Accuracy(len(verdicts), right, right / len(verdicts), *wilson_interval(right, len(verdicts)))
+    right = sum(map(is_right, rewards))
+    return Accuracy(len(rewards), right, right / len(rewards), *wilson_interval(right, len(rewards)))
 
 
 def with_vllm(directory: Path, sets: Sets, config: Config) -> dict[str, Accuracy]:

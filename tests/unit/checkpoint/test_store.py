@@ -45,7 +45,7 @@ def whole(directory: Path) -> Manifest:
     return manifest
 
 
-def test_what_was_saved_is_read(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_read_back(tmp_path: Path) -> None:
     target = save(tmp_path, 10)
     manifest = whole(target)
     assert target.name == "step_00000010" and manifest.step == 10

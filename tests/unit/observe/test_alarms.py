@@ -131,7 +131,7 @@ def live(run_dir: Path, said: list[str], past: list[Record] | None = None) -> Li
     return LiveAlarms(run_dir, FLOOR, said.append, past or [])
 
 
-def test_a_run_says_an_alarm_once_and_keeps_it(tmp_path: Path) -> None:
+def test_a_run_reports_an_alarm_once_and_keeps_it(tmp_path: Path) -> None:
     said: list[str] = []
     alarms = live(tmp_path, said)
     records = records_with(*CASES["truncation"][:2])

@@ -1,6 +1,6 @@
-"""Parameters and FLOPs against transformers' own models: their weights counted, their products counted by torch.
+"""Parameters and FLOPs compared with transformers' models and torch's FLOP counter.
 
-Not covered: what a Megatron layout computes beyond it (padding, recomputation), which these figures leave out.
+Not covered: extra FLOPs of a Megatron layout (padding, recomputation), which these counts leave out.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ HAND = {
 
 
 def on_meta(config: Qwen3Config | Qwen3MoeConfig) -> torch.nn.Module:
-    """The model without storage."""
+    """The model on the meta device."""
     with torch.device("meta"):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model
 
 
 def parameters(model: torch.nn.Module) -> int:
-    """Elements, a tied weight once."""
+    """Number of weights; a tied weight counts once."""
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -65,7 +65,7 @@ def test_parameters_of_tiny_models_are_transformers_own(config: Qwen3Config | Qw
 
 @pytest.mark.parametrize(("name", "total", "active"), [("30B-A3B", 30.5, 3.3), ("235B-A22B", 235.0, 22.0)])
 def test_active_parameters_of_the_mixtures_are_those_in_their_names(name: str, total: float, active: float) -> None:
-    """Billions, as the model cards give them."""
+    """Billions of parameters, from the model cards."""
     hf = published(name)
     assert total_parameters(hf) / 1e9 == pytest.approx(total, rel=0.005)
     assert active_parameters(hf) / 1e9 == pytest.approx(active, rel=0.02)
@@ -77,14 +77,14 @@ def test_all_parameters_of_a_dense_model_are_active() -> None:
 
 
 def counted(model: torch.nn.Module, vocabulary: int, length: int) -> int:
-    """FLOPs of torch's own counter for one row: eager attention, so that it counts all pairs."""
+    """FLOPs of one row by torch's counter; with eager attention it counts all pairs."""
     with FlopCounterMode(display=False) as counter:
         model(torch.randint(0, vocabulary, (1, length)), use_cache=False)
     return int(counter.get_total_flops())
 
 
 def masked_pairs(hf: dict[str, Any], length: int) -> float:
-    """FLOPs of the pairs that a causal mask throws away, in all layers."""
+    """FLOPs of the pairs that the causal mask removes, in all layers."""
     query = hf["num_attention_heads"] * hf["head_dim"]
     return 4.0 * hf["num_hidden_layers"] * query * (length * (length - 1) // 2)
 
@@ -95,7 +95,7 @@ def masked_pairs(hf: dict[str, Any], length: int) -> float:
     ids=["dense", "experts", "one_dense"],
 )
 def test_a_forward_pass_costs_what_torch_counts(config: Qwen3Config | Qwen3MoeConfig) -> None:
-    """Experts are run one after the other, each on the tokens routed to it: the counter sees the active ones only."""
+    """Each expert runs on the tokens routed to it, so the counter sees only active experts."""
     hf = config.to_dict()
     config._attn_implementation, config._experts_implementation = "eager", "eager"
     model = AutoModelForCausalLM.from_config(config)
@@ -115,7 +115,7 @@ def test_flops_of_a_model_computed_by_hand() -> None:
 
 
 def test_a_backward_pass_costs_twice_a_forward_pass() -> None:
-    """By torch's counter; the first layer's inputs need no gradient of their own: the embedding is a look-up."""
+    """By torch's counter; the embedding is a look-up without FLOPs."""
     config = tiny_config()
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config)
