@@ -94,8 +94,7 @@ def _weight_bytes(sizes: RankSizes, config: Config) -> int:
     parameters = sizes.parameters + copied
     if config.rollout.quantization == "none":
         return parameters * sizes.element
-    linear = sum(outputs * inputs * count for outputs, inputs, count in sizes.matrices) + copied
-    rounded = linear - sizes.columns * sizes.hidden + sizes.expert_parameters
+    rounded = sizes.layer_weights + copied
     return (parameters - rounded) * sizes.element + rounded
 
 

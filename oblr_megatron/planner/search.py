@@ -16,11 +16,11 @@ from itertools import product
 from typing import Any
 
 from oblr_megatron.checks.layout import check_layout, num_experts
-from oblr_megatron.config import Config
+from oblr_megatron.config import Config, ParallelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.engine import engine_bytes
-from oblr_megatron.memory.pass_plan import longest_sample
+from oblr_megatron.memory.pass_plan import Layout, longest_sample
 from oblr_megatron.memory.select_mode import resolve
 from oblr_megatron.memory.training import MemoryEstimate
 from oblr_megatron.planner.request import Request
@@ -137,7 +137,7 @@ class _Tally:
     """Checks one layout after another and counts the refused ones."""
 
     def __init__(self, request: Request) -> None:
-        self.request = request
+        self.request, self.run = request, request.config({})
         self.refused = self.too_large = 0
         self.nearest: tuple[int, str] | None = None
         self.reasons: dict[str, str] = {}
@@ -147,12 +147,12 @@ class _Tally:
     def consider(self, parallel: Sections) -> list[Plan]:
         """The plans of a layout: one for each norm mode that is possible and fits."""
         request, found = self.request, []
-        longest = longest_sample(request.config({}))
+        longest = longest_sample(self.run)
         for mode in request.modes:
             if mode != "two_pass" and parallel["micro_batch_tokens"] > longest:
                 continue  # Transformer Engine's layers need one sample per microbatch, so a larger budget is pointless
             try:
-                sections = {"parallel": parallel, "gradnorm": {"mode": mode}, "algo": self.folds(parallel, mode)}
+                sections = {"parallel": parallel, "gradnorm": {"mode": mode}, "algo": self.folds(parallel)}
                 config = request.config(sections)
                 check_layout(request.hf_config, config, request.gpus)
                 check_dealing(request.hf_config, config, request.gpus)
@@ -165,21 +165,17 @@ class _Tally:
             found += [plan] if plan else []
         return found
 
-    def folds(self, parallel: Sections, mode: str) -> Sections:
+    def folds(self, parallel: Sections) -> Sections:
         """Section [algo] with num_folds raised to the next number that divides among the replicas."""
-        request = self.request
-        own = dict(request.table.get("algo", {}).get("snr", {}))
-        ranks = parallel["tensor_model_parallel_size"] * parallel["context_parallel_size"]
-        experts = parallel["expert_model_parallel_size"] * (
-            parallel.get("expert_tensor_parallel_size") or parallel["tensor_model_parallel_size"]
-        )
-        replicas = request.gpus // (ranks * parallel["pipeline_model_parallel_size"])
-        shared = max(1, experts // ranks) if num_experts(request.hf_config) else 1
-        step, prompts = max(1, replicas // shared), request.table["num_prompts"]
+        request, algo = self.request, self.request.table.get("algo", {})
+        own = dict(algo.get("snr", {}))
+        config = self.run.model_copy(update={"parallel": ParallelConfig.model_validate(parallel)})
+        layout = Layout.of(request.hf_config, config, request.gpus)
+        step, prompts = max(1, layout.replicas // layout.block), request.table["num_prompts"]
         wanted = own.get("num_folds", 4)
         fits = [count for count in range(step, prompts + 1, step) if prompts % count == 0]
         large = [count for count in fits if count >= wanted]
-        return {**request.table.get("algo", {}), "snr": {**own, "num_folds": (large or fits or [wanted])[0]}}
+        return {**algo, "snr": {**own, "num_folds": (large or fits or [wanted])[0]}}
 
     def placed(self, sections: Sections, config: Config, memory: MemoryEstimate) -> Plan | None:
         """The layout with the engine size at which sampling is fastest; None if nothing fits."""

@@ -1,8 +1,7 @@
-"""Which folder may import which, what imports no torch, and who may import megatron-core and vLLM.
+"""Which folder may import which, which modules import no torch, and which may import megatron-core and vLLM.
 
-The order of folders is checked on the source of every file, imports inside functions and for types included. What a
-module loads is checked in a fresh interpreter, so that an import of an import counts. Not covered: modules that
-`importlib` is asked for by name.
+The order of folders is checked in the source of every file, including imports inside functions and for types. What a
+module loads is checked in a fresh interpreter, so that indirect imports count. Not covered: `importlib` calls.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ ORDER = (
     *("memory", "model", "weights", "gradnorm", "checkpoint", "engine", "rollout", "gradient", "observe", "evaluation"),
     *("preflight", "planner", "dryrun", "quantize", "cluster", "sampling", "run", "train", "doctor", "studies", "cli"),
 )
-"""Folders and root modules from the bottom up: each imports only what stands before it."""
+"""Folders and root modules from the bottom up: each imports only names to its left."""
 
 HEAVY = ("megatron", "vllm")
 PURE = ("types", "algo", "rewards", "data", "config", "errors", "gradnorm/oracle.py", "model/sq_norms.py")
@@ -52,7 +51,7 @@ def room(module: str) -> str:
 
 
 def imported(path: Path, *, types_too: bool = True) -> Iterator[str]:
-    """Modules of ours that a file imports, anywhere in it."""
+    """Our modules that a file imports, anywhere in it."""
 
     def walk(node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types_too:
@@ -70,7 +69,7 @@ def imported(path: Path, *, types_too: bool = True) -> Iterator[str]:
 
 
 def modules(part: str) -> list[str]:
-    """Names of all modules of a part: a module, or a package with everything in it."""
+    """Names of all modules of a part: one module, or a package with all its modules."""
     path = PACKAGE / part
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path if path.suffix else path.with_suffix(".py")]
     assert files and all(file.is_file() for file in files), f"{part} is not there"
@@ -78,7 +77,7 @@ def modules(part: str) -> list[str]:
 
 
 def loaded_by(names: list[str], watched: tuple[str, ...]) -> list[str]:
-    """Which of the watched top-level packages importing the modules loads."""
+    """The watched top-level packages that are loaded by importing the modules."""
     script = f"import json, sys, {', '.join(names)}; print(json.dumps([w for w in {watched!r} if w in sys.modules]))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return list(json.loads(result.stdout.splitlines()[-1]))
@@ -112,7 +111,7 @@ def test_the_pure_half_imports_neither_megatron_nor_vllm() -> None:
 
 
 def claims(what: str) -> list[str]:
-    """Modules with a docstring that says "Imports no torch" (or vllm), and all of a folder with such a docstring."""
+    """Modules that say "Imports no torch" (or vllm) in their docstring or in that of their folder."""
     found = set()
     for name, path in MODULES.items():
         text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
