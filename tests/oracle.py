@@ -39,7 +39,7 @@ def load_oracle(path: Path) -> Qwen3ForCausalLM:
 def oracle_gradients(
     model: Qwen3ForCausalLM, batches: Sequence[MicroBatch], coefficients: Tensor, temperature: float = 1.0
 ) -> dict[str, Tensor]:
-    """Gradients by Hugging Face name (they are left in the model, too); a tied output layer's is in the embedding's."""
+    """Gradients by Hugging Face name, also left in the model; the embedding's includes a tied output layer's."""
     model.zero_grad()
     with exact_norms():
         for batch in batches:

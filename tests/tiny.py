@@ -1,6 +1,4 @@
-"""Tiny Qwen3 and Qwen3-MoE directories on disk, made by transformers: the real architecture, every size small and no
-two equal.
-"""
+"""Tiny Qwen3 and Qwen3-MoE directories made by transformers: the real architecture; all sizes are small and differ."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def tiny_config(**overrides: Any) -> Qwen3Config:
 
 
 def tiny_moe_config(**overrides: Any) -> Qwen3MoeConfig:
-    """The same with 4 experts in each layer, of which a token sees 2."""
+    """The same with 4 experts in each layer; each token uses 2."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
     return Qwen3MoeConfig(**SIZES | experts | overrides)
 
@@ -61,8 +59,8 @@ def make_hf_dir(
 ) -> Path:
     """Write config, generation config, tokenizer and weights; `max_shard_size="20KB"` gives several files and an index.
 
-    Weights are larger than a fresh model's and norm weights differ from 1, so that no mistake hides behind a small or
-    a neutral value.
+    Weights are larger than a fresh model's and norm weights differ from 1, so that small or neutral values hide no
+    mistake.
     """
     state = torch.get_rng_state()
     model = Qwen3ForCausalLM(tiny_config(tie_word_embeddings=tied, **overrides))

@@ -1,4 +1,4 @@
-"""Samples, policies and the oracle's answers that the gradient-norm tests of several ranks share."""
+"""Samples, policies and the oracle's norms that the gradient-norm tests of several ranks share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LENGTHS = ((3, 5), (1, 1), (7, 12), (2, 0), (4, 9), (6, 2), (5, 7))
 
 
 def make_samples(seed: int = 0) -> list[Sample]:
-    """The same on every rank."""
+    """Equal on every rank."""
     random = Random(seed)
     samples = []
     for n, (prompt, response) in enumerate(LENGTHS):
@@ -73,9 +73,9 @@ def oracle(
     frozen: Sequence[str] = (),
     rounded_to: torch.dtype = torch.float64,
 ) -> Tensor:
-    """w of each sample by the reference in fp64, with the weights rounded to a dtype first.
+    """w of each sample by the oracle in fp64, with the weights rounded to a dtype first.
 
-    Hugging Face parameters whose name contains one of `frozen` are not counted.
+    Parameters are not counted if their Hugging Face name contains one of `frozen`.
     """
     config = AutoConfig.from_pretrained(path)
     weights = {name: weight.to(rounded_to).double() for name, weight in load_file(path / "model.safetensors").items()}
@@ -93,6 +93,6 @@ def oracle(
 
 
 def relative_error(norms: Tensor, expected: Tensor) -> float:
-    """The largest over the samples; an expected 0 must be 0 exactly."""
+    """The largest of all samples; an expected 0 must be 0 exactly."""
     assert torch.equal(norms == 0, expected == 0), (norms, expected)
     return float(((norms - expected).abs() / expected.clamp(min=torch.finfo(torch.float64).tiny)).max())

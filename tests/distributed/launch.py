@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class RankError(AssertionError):
-    """A rank raised, died or did not answer in time; the message holds its traceback."""
+    """A rank raised, died or missed the deadline; the message has its traceback."""
 
 
 def run_ranks(function: Callable[..., Result], world_size: int, *args: Any, deadline_s: float = 240.0) -> list[Result]:
@@ -70,7 +70,7 @@ def layout(
     ep: int = 1,
     etp: int | None = None,
 ) -> Iterator[Parallel]:
-    """Make a layout out of the ranks there are (data parallelism is what is left), and drop it again."""
+    """Make a layout from all ranks and drop it at the end; the remaining ranks are data parallel."""
     import torch.distributed as dist
 
     from oblr_megatron.model.parallel import initialize, shutdown
@@ -146,9 +146,9 @@ def _rank_main(
 
 
 def _share_cores(rank: int, world_size: int) -> None:
-    """Keep a rank on one core where there are more ranks than cores: gloo's threads take half of all time otherwise.
+    """Pin each rank to a core if there are more ranks than cores: otherwise gloo's threads take half of all time.
 
-    Seen with 4 ranks on 2 cores: a small all-reduce took 5.0 to 5.9 ms, and so 3.3 to 4.0 ms.
+    Seen with 4 ranks on 2 cores: a small all-reduce took 5.0 to 5.9 ms, pinned 3.3 to 4.0 ms.
     """
     cores = sorted(os.sched_getaffinity(0))
     if world_size > len(cores):

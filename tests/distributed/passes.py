@@ -1,4 +1,4 @@
-"""What the distributed tests of the passes share: samples, policies, and gradients gathered to Hugging Face names."""
+"""Shared by the distributed tests of training passes: samples, policies, gradients by Hugging Face name."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def some_batches(count: int) -> list[MicroBatch]:
 
 
 def packed_batches() -> list[MicroBatch]:
-    """The samples of `make_batches`, several in a row: those of `ORDERS`."""
+    """The samples of `make_batches`, packed in rows as `ORDERS` says."""
     return [packed([make_batches()[index] for index in order]) for order in ORDERS]
 
 
 def packed(rows: list[MicroBatch]) -> MicroBatch:
-    """One row of several microbatches of one sample each."""
+    """Several microbatches of one sample each as one row."""
     lengths = torch.tensor([0, *(row.input_ids.shape[1] for row in rows)])
     names = ("input_ids", "labels", "mask", "rollout_logprobs", "sample_index")
     fields = [torch.cat([getattr(row, name) for row in rows], dim=-1) for name in names]
@@ -76,7 +76,7 @@ def packed(rows: list[MicroBatch]) -> MicroBatch:
 
 
 def weighted_logprob_loss(policy: Policy) -> Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]:
-    """sum_n c_n sum_t log pi(o_t); the metric is each sample's unweighted sum, as far as this rank has its tokens."""
+    """sum_n c_n sum_t log pi(o_t). The metric is each sample's unweighted sum over this rank's tokens."""
 
     def loss_fn(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.labels.shape == logits.shape[:2]
@@ -90,7 +90,7 @@ def weighted_logprob_loss(policy: Policy) -> Callable[[Tensor, MicroBatch], tupl
 
 
 def numbered(batch: MicroBatch) -> MicroBatch:
-    """The microbatch with each token's position, from 1, where the rollout's log-probs were."""
+    """The microbatch with the position of each token, from 1, in the field of the rollout's log-probs."""
     positions = torch.arange(1, batch.input_ids.shape[1] + 1, dtype=torch.float32).expand(batch.input_ids.shape)
     return MicroBatch(batch.input_ids, batch.labels, batch.mask, positions, batch.sample_index, batch.cu_seqlens)
 
@@ -110,9 +110,9 @@ def logits_by_position(policy: Policy, batches: Sequence[MicroBatch]) -> list[tu
 
 
 def whole_gradients(policy: Policy) -> dict[str, Tensor]:
-    """This rank's main_grad by Hugging Face name; the last stage's copy of a tied embedding as "copy of ...".
+    """This rank's main_grad by Hugging Face name; the last stage's copy of a tied embedding is "copy of ...".
 
-    Whole tensors of this pipeline stage, and of experts those of this expert-parallel rank.
+    Tensors are whole: those of this pipeline stage, and the experts of this expert-parallel rank.
     """
     parallel, shape = policy.parallel, ModelShape.of(policy.hf_config)
     gradients = {}
@@ -127,13 +127,13 @@ def whole_gradients(policy: Policy) -> dict[str, Tensor]:
 
 
 def reduced_gradients(policy: Policy, batches: Sequence[MicroBatch]) -> Outcome:
-    """One pass over this replica's share of the microbatches, and both reductions."""
+    """One pass over this replica's microbatches, and both reductions."""
     make_gradient(policy, batches)
     return whole_gradients(policy), grad_sq_norm(policy)
 
 
 def make_gradient(policy: Policy, batches: Sequence[MicroBatch]) -> None:
-    """The same, left in `main_grad`: with the distributed optimizer, in this rank's part of it."""
+    """The same, left in `main_grad`; the distributed optimizer leaves it in this rank's part."""
     parallel = policy.parallel
     policy.zero_grad()
     run_schedule(policy, batches[parallel.dp_rank :: parallel.dp_size], weighted_logprob_loss(policy))
@@ -142,7 +142,7 @@ def make_gradient(policy: Policy, batches: Sequence[MicroBatch]) -> None:
 
 
 def assert_outcomes(outcomes: Sequence[Outcome], reference: Mapping[str, Tensor], case: object) -> None:
-    """Every rank's gradients and norm are the reference's, and no parameter is missing."""
+    """Every rank's gradients and norm are the oracle's, and no parameter is missing."""
     seen = set()
     norm = sum(float(gradient.square().sum()) for gradient in reference.values())
     for gradients, sq_norm in outcomes:

@@ -1,4 +1,4 @@
-"""What the server that ranks are forked from has imported: whatever each of them would otherwise import anew."""
+"""Everything the fork server imports once, so that forked ranks need not."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ TIMED = ("timing_s/", "perf/")  # what no two runs have in common
 
 
 def make_samples(directory: Path, worthless: int = 0) -> Path:
-    """`STEPS` saved steps of random tokens, on-policy by their version; no reward in the first `worthless` of them."""
+    """`STEPS` saved steps of random tokens, on-policy by their version; the first `worthless` steps have no reward."""
     draw = np.random.default_rng(0)
     for step in range(1, STEPS + 1):
         prompts = [Prompt(q, f"row-{q}", "t2 t3", (2, 3, 4 + q), f"t{q}", "made") for q in range(PROMPTS)]
@@ -68,14 +68,14 @@ def config_of(inputs: Path, run_dir: Path, *overrides: str) -> Config:
 
 
 def train(config: Config, ranks: int = 1, *, status: int = 0) -> str:
-    """A run to its end, which every rank reaches with this exit status; all that the first rank said."""
+    """Run to the end; every rank must return this exit status. Returns the output of the first rank."""
     outcomes = run_ranks(train_here, ranks, config)
     assert [found for found, _ in outcomes] == [status] * ranks, outcomes[0][1]
     return outcomes[0][1]
 
 
 def train_here(config: Config) -> tuple[int, str]:
-    """A run in this process, a rank; exit status and what it said."""
+    """A run in this process, as one rank; returns the exit status and the output."""
     from oblr_megatron.runtime.command_line import guarded
     from oblr_megatron.train import run_training
 
@@ -89,7 +89,7 @@ def train_here(config: Config) -> tuple[int, str]:
 
 
 def certain(run_dir: Path) -> list[dict[str, float]]:
-    """All that was logged but times."""
+    """All logged metrics except times."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMED)} for line in lines]
 
@@ -99,7 +99,7 @@ def exported(run_dir: Path, name: str = "hf") -> dict[str, Tensor]:
 
 
 def stored(checkpoint: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole but for the padding of the vocabulary: weights, masters, moments."""
+    """Every tensor of a checkpoint without the padding of the vocabulary: weights, masters, moments."""
     return run_ranks(_stored, 1, checkpoint)[0]
 
 

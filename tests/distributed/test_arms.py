@@ -1,7 +1,7 @@
-"""Every recipe by name trains: whole runs of the real trainer on saved samples, in fp64.
+"""Every recipe trains by name: whole runs of the real trainer on saved samples, in fp64.
 
-That each does what it says is tested where its formula is (tests/unit/algo, test_token_gradient.py); here, that the run
-takes it up, and that a baseline of tokens with a penalty is the same run on one rank and on four.
+The formulas are tested elsewhere (tests/unit/algo, test_token_gradient.py). Here the run must use them, and a token
+baseline with a penalty must give the same run on one rank and on four.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What one rank learns all ranks decide by: the same values, the same error, and none waits past its deadline.
+"""All ranks decide by the same values: they get the same values or the same error, and none waits past its deadline.
 
-Does not cover engines (tests/e2e/test_recovery.py), NCCL.
+Not covered: engines (tests/e2e/test_recovery.py), NCCL.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_every_rank_gets_all_values_and_decides_alike() -> None:
 
 
 def late() -> tuple[str, float]:
-    """Rank 0 waits for rank 1, which comes too late to hear its own deadline."""
+    """Rank 0 waits for rank 1, which comes after the deadline."""
     exchange = Collectives(dist.get_rank())
     if dist.get_rank() == 1:
         time.sleep(4)

@@ -1,7 +1,7 @@
-"""Hugging Face -> torch_dist -> policies of every layout -> their own torch_dist -> Hugging Face: bit for bit the same.
+"""Hugging Face -> torch_dist -> policies of every layout -> their own torch_dist -> Hugging Face: bit for bit equal.
 
-What a layout saves is what a run saves: weights, fp32 masters, moments and random states, written by all ranks. Does
-not cover: Transformer Engine's layers, several machines.
+Each layout saves what a run saves: weights, fp32 masters, moments and random states, written by all ranks. Not covered:
+Transformer Engine's layers, several machines.
 """
 
 from __future__ import annotations

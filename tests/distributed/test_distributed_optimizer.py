@@ -1,10 +1,10 @@
-"""megatron-core's DistributedOptimizer over gloo: its steps are the plain optimizer's, its state is a share of theirs.
+"""megatron-core's DistributedOptimizer over gloo takes the plain optimizer's steps with a share of its state a rank.
 
-fp32 and bf16 with fp32 masters (it knows no fp64) under data, tensor, sequence, pipeline (tied embeddings), context and
-expert parallelism. Checkpoints of it go on in the same layout to the last bit, in others within rounding, and with the
-plain optimizer and back. Weights are compared as they are right after the step, as a push would send them.
+fp32 and bf16 with fp32 masters (it has no fp64) under data, tensor, sequence, pipeline (tied embeddings), context and
+expert parallelism. Its checkpoints continue bit for bit in the same layout, and within rounding in other layouts and
+with the plain optimizer. Weights are compared right after the step, as a push sends them.
 
-Does not cover: Transformer Engine's and Apex's fused Adam, FP8 weights, NCCL.
+Not covered: Transformer Engine's and Apex's fused Adam, FP8 weights, NCCL.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state_bytes(optimizer: PolicyOptimizer) -> int:
-    """Moments, and masters where there are any."""
+    """Moments, and masters if there are any."""
     total = 0
     for part in optimizer._optimizer.chained_optimizers:
         for main, state in part.optimizer.state.items():
@@ -101,7 +101,7 @@ def both(models: Path) -> list[tuple[Run, Run]]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_steps_norms_and_factors_are_the_plain_optimizers(world_size: int, models: Path) -> None:
-    """And moments and masters are shared by the replicas: with context parallelism by all its ranks, too."""
+    """Replicas share moments and masters; with context parallelism all its ranks do."""
     ranks = run_ranks(both, world_size, models)
     for index, (model, dtype, sizes) in enumerate(CASES[world_size]):
         case = (model, dtype, sizes)
@@ -130,7 +130,7 @@ def spans_of(models: Path) -> list[tuple[str, int, int, int]]:
 
 
 def test_the_shares_of_all_ranks_are_the_parameter(models: Path) -> None:
-    """Without gaps, in the order of the ranks; some cut in two, some whole on one of them."""
+    """Without gaps, in the order of the ranks. Some parameters are cut in two, some are whole on one rank."""
     first, second = run_ranks(spans_of, 2, models)
     kinds = set()
     for (name, start, middle, size), (_, again, stop, _) in zip(first, second, strict=True):
@@ -209,7 +209,7 @@ def test_another_layout_and_the_plain_optimizer_go_on(
     overrides: tuple[str, ...],
     tolerance: float,
 ) -> None:
-    """Four steps more than the checkpoint: to the last bit where nothing changed, else within rounding."""
+    """Four steps after the checkpoint: bit for bit in the same layout, else within rounding."""
     run, copy = unbroken[name].directory / first, tmp_path / "run"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("step_00000008"))
     shutil.rmtree(copy / "hf")
@@ -219,7 +219,7 @@ def test_another_layout_and_the_plain_optimizer_go_on(
 
 
 def experts_go_on(path: Path, directory: Path) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Weights after one step and a second, which is taken from a checkpoint of the first: (unbroken, resumed)."""
+    """Weights after two steps: (unbroken, second step from a checkpoint of the first)."""
     results = []
     directory.mkdir(exist_ok=True)
     with layout(ep=2) as parallel:

@@ -1,6 +1,6 @@
 """Hugging Face -> Megatron -> Hugging Face gives back every tensor bit for bit, in every layout, and reloads.
 
-What a push holds beside the weights is counted. Does not cover: failures of the file system.
+The extra memory of a push is counted. Not covered: failures of the file system.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from oblr_megatron.weights.export import MegatronWeights, vllm_source
 from oblr_megatron.weights.manifest import manifest_of
 from oblr_megatron.weights.names import ModelShape, table
 from oblr_megatron.weights.shm import HALVES, SharedBuffer, bucket_capacity, fill_buckets
-from studies.live_bytes import LiveBytes
 from tests.distributed.launch import layout, run_ranks
+from tests.live import ExactBytes
 from tests.tiny import make_hf_dir
 
 LAYOUTS = {
@@ -192,7 +192,7 @@ def peaks_of_a_push(source: Path) -> list[tuple[str, int, int]]:
             capacity = bucket_capacity(manifest_of(weights), 2048)
             buffer = SharedBuffer.create()
             buffer.reserve(HALVES * capacity)
-            live = LiveBytes()
+            live = ExactBytes()
             held = [buffer.bytes, *(parameter.detach() for _, parameter in policy.named_parameters())]
             live._seen |= {tensor.untyped_storage()._cdata for tensor in held}
             with live:
@@ -209,7 +209,7 @@ def peaks_of_a_push(source: Path) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_push_holds_two_buckets_and_at_most_one_parameter(world_size: int, tmp_path: Path) -> None:
-    """Of fp32 weights that travel as bf16. On one rank nothing is made at all: tensors go straight into the buckets."""
+    """fp32 weights travel as bf16. One rank allocates nothing: tensors go straight into the buckets."""
     source = make_hf_dir(tmp_path / "source", tied=True)
     for rank in run_ranks(peaks_of_a_push, world_size, source):
         for name, peak, largest in rank:

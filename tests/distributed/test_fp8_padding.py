@@ -1,8 +1,8 @@
-"""Padding to FP8's blocks of tokens changes nothing: norms, gradient and figures of a whole step, fp64, 1e-10.
+"""Padding to FP8's blocks of tokens changes no norm, gradient or metric of a whole step: fp64, 1e-10.
 
-The layers are megatron-core's own, which know no FP8; what a configuration with FP8 pads is padded all the same.
+The layers are megatron-core's own, which have no FP8; the padding of an FP8 config is applied all the same.
 
-Not covered: that Transformer Engine takes what was padded (tests/gpu); experts, which pad their own tokens.
+Not covered: Transformer Engine with padded tokens (tests/gpu); experts, which pad their own tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from oblr_megatron.config import Config
 from oblr_megatron.config.padding import FP8_TOKENS
+from oblr_megatron.model.qwen3 import build_policy
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import RTOL, config_of, relative_difference, step_of
 from tests.tiny import make_hf_dir
@@ -32,16 +34,12 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any], str, str]]] = {  # l
 
 
 def with_recipe(config: Config, recipe: str) -> Config:
-    """FP8 in fp64, which a configuration file would be refused."""
+    """FP8 in fp64, which the config checks would refuse."""
     model = config.model.model_copy(update={"fp8": "hybrid", "fp8_recipe": recipe})
     return config.model_copy(update={"model": model})
 
 
 def padded_and_not(path: str, cases: list[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    from transformers import AutoConfig
-
-    from oblr_megatron.model.qwen3 import build_policy
-
     found = []
     for sizes, options, recipe, mode in cases:
         with layout(**sizes) as parallel:

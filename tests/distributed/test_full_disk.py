@@ -1,6 +1,7 @@
-"""A disk without room: what was saved stays whole, the run goes on or ends with one line.
+"""On a full disk, saved checkpoints stay intact, and the run continues or ends with one line.
 
-On a real file system of a megabyte or two, mounted in a namespace of the rank's own; skipped where that is not allowed.
+The disk is a real file system of a megabyte or two, mounted in a namespace of the rank; skipped where that is not
+allowed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _mounted(work: Callable[[Path, Path], None], inputs: Path, directory: Path) 
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """The checkpoints there are, all of them whole."""
+    """The steps of all checkpoints, each of which must be intact."""
     for path in checkpoints_of(run_dir):
         manifest = read_manifest(path)
         check_contents(path, manifest, manifest.files)
@@ -66,7 +67,7 @@ def refused_at_the_start(inputs: Path, disk: Path) -> None:
 
 
 def full_while_writing(inputs: Path, disk: Path) -> None:
-    """The look at the free space is deceived, as by a neighbour who writes at the same time."""
+    """The check of free space passes, as if a neighbour filled the disk right after it."""
     store.RESERVE_BYTES = -(10**9)
     status, said = train_here(config_of(inputs, disk / "run", *TWO, "checkpoint.export_hf=false"))
     assert status == 0, said

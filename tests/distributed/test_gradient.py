@@ -1,6 +1,6 @@
-"""The policy-gradient pass in folds: g, ||g||^2 and the folds' norms are those of the oracle, in every layout.
+"""The policy-gradient pass in folds: g, ||g||^2 and the folds' norms are the oracle's in every layout.
 
-fp64, relative 1e-10. Not covered: importance ratios other than 1, and what the optimizer makes of the gradient.
+fp64, relative 1e-10. Not covered: importance ratios other than 1, the optimizer's step.
 """
 
 from __future__ import annotations
@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config
 
+from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import parse_config
+from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
+from oblr_megatron.model.qwen3 import build_policy
 from oblr_megatron.types import Sample
 from tests.distributed.launch import layout, run_ranks
 from tests.tiny import VOCAB, make_hf_dir
@@ -37,20 +43,14 @@ def make_samples() -> list[Sample]:
 
 
 def coefficients() -> torch.Tensor:
-    """One prompt's samples have 0: they are left out of the pass but stay in their fold."""
+    """The samples of one prompt have 0: the pass leaves them out, but they stay in their fold."""
     values = torch.linspace(-1, 2, NUM_PROMPTS * GROUP, dtype=torch.float64)
     values[GROUP : 2 * GROUP] = 0
     return values
 
 
 def on_ranks(path: str, cases: list[tuple[int, int, bool]]) -> list[dict[str, float]]:
-    """The figures of each layout, on every rank."""
-    from transformers import Qwen3Config
-
-    from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient.step import TrainingGradient
-    from oblr_megatron.model.qwen3 import build_policy
-
+    """The metrics of each layout, on every rank."""
     found = []
     for tp, pp, sp in cases:
         table = {
@@ -76,12 +76,7 @@ def on_ranks(path: str, cases: list[tuple[int, int, bool]]) -> list[dict[str, fl
 
 
 def expected(path: str) -> dict[str, float]:
-    """The same figures from the oracle: one autograd call a sample, folds added up by hand."""
-    from safetensors.torch import load_file
-    from transformers import Qwen3Config
-
-    from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
-
+    """The same metrics by the oracle: one autograd call a sample, folds summed by hand."""
     config = Qwen3Config.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
     samples, values = make_samples(), coefficients()

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config
 
+from oblr_megatron.gradnorm.oracle import oracle_logits
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, expected, make_samples, step_of
 from tests.tiny import make_hf_dir
@@ -25,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def of_sources(path: str, layouts: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
-    """Norms by every source in every layout; those of the sketch are the mean over seeds, in two modes."""
+    """Norms by every source in every layout; the sketch's are the mean over seeds, in two modes."""
     results = []
     for sizes in layouts:
         with layout(**sizes) as parallel:
@@ -46,11 +49,6 @@ def of_sources(path: str, layouts: list[dict[str, Any]]) -> list[dict[str, torch
 
 def energies(path: str) -> torch.Tensor:
     """||d sum rho log pi / d logits||^2 of each sample of the active groups, by autograd on the oracle's logits."""
-    from safetensors.torch import load_file
-    from transformers import Qwen3Config
-
-    from oblr_megatron.gradnorm.oracle import oracle_logits
-
     config = Qwen3Config.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
     found = torch.zeros(PROMPTS * GROUP, dtype=torch.float64)

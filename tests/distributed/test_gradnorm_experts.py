@@ -1,7 +1,7 @@
-"""A mixture of experts: norms and gradient are the oracle's wherever experts are, fp64, relative 1e-10.
+"""A mixture of experts: norms and gradient are the oracle's in every expert layout, fp64, relative 1e-10.
 
-Where replicas share experts (EP x ETP above TP x CP) an expert's gradient mixes their samples, and only `two_pass` is
-offered, which tells them apart by the dispatcher's order; elsewhere every mode is.
+Where replicas share experts (EP x ETP above TP x CP), an expert's gradient mixes their samples. Only `two_pass` works
+there: it tells samples apart by the dispatcher's order. Elsewhere every mode works.
 
 Not covered: Transformer Engine's grouped experts, CUDA.
 """

@@ -65,7 +65,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def norms_of_replica(path: Path, parallel: Parallel, *, pad_multiple: int = 1) -> dict[int, float]:
-    """w by sample of this replica's share; checks that the pass leaves nothing behind."""
+    """w of this replica's samples; also checks that the pass changes no weight and leaves no gradient."""
     policy = load_policy(path, parallel)
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     own = list(range(len(make_samples())))[parallel.dp_rank :: parallel.dp_size]
@@ -89,7 +89,7 @@ def all_layouts(models: dict[str, Path]) -> dict[tuple[str, str], dict[int, floa
 
 
 def gathered(results: list[dict[int, float]]) -> torch.Tensor:
-    """[N]: what the ranks say of each sample; those of one replica must say the same to the last digit."""
+    """[N]: the norms from all ranks; ranks of one replica must agree bit for bit."""
     said: dict[int, set[float]] = {}
     for result in results:
         for sample, norm in result.items():
@@ -127,7 +127,7 @@ def four_stages(path: Path) -> dict[int, float]:
 
 
 def test_four_stages_with_a_tied_embedding(deep: Path) -> None:
-    """The stages between belong to no embedding group."""
+    """The middle stages belong to no embedding group."""
     error = relative_error(gathered(run_ranks(four_stages, 4, deep)), oracle(deep, make_samples(), ratios=True))
     assert error <= RTOL
 
@@ -136,7 +136,7 @@ LOW_PRECISION = {"float32": 5e-6, "bfloat16": 5e-2}  # seen: 3e-7 and 7e-3
 
 
 def variants(path: Path) -> dict[str, torch.Tensor]:
-    """What can be asked of one policy under PP 2, where most can go wrong."""
+    """Options of the pass under PP 2, the layout with the most special cases."""
     results = {}
     with layout(pp=2) as parallel:
         policy = load_policy(path, parallel)
@@ -157,7 +157,7 @@ def variants(path: Path) -> dict[str, torch.Tensor]:
 
 
 def broken_ratios(logprobs: torch.Tensor, batch: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ratio 1, but not a number for sample 2."""
+    """Ratio 1, and NaN for sample 2."""
     ratios = torch.ones_like(logprobs)
     return (ratios * torch.nan if batch.sample_index.item() == 2 else ratios), torch.zeros(())
 

@@ -1,9 +1,9 @@
 """Every mode gives the oracle's norms and the gradient sum_n A_n grad_n, in every layout: fp64, relative 1e-10.
 
-The real weighing (leave-one-out `optimal`, truncated importance ratios) stands between norms and gradient, so that what
-is compared is a whole step: norms w, loss, B = ||g||^2, M of the folds, and every element of the gradient.
+The real advantage rule (leave-one-out `optimal`, truncated importance ratios) turns norms into the gradient. A whole
+step is compared: norms w, loss, B = ||g||^2, M of the folds, and every element of the gradient.
 
-Not covered: fp8, CUDA; context and expert parallelism (test_gradnorm_context.py, test_gradnorm_experts.py).
+Not covered: fp8, CUDA; expert parallelism (test_gradnorm_experts.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
+from oblr_megatron.algo.advantage import AdvantageRule
+from oblr_megatron.algo.baseline import active_groups
+from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
+from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.types import Sample, Scored
 from tests.distributed.launch import layout, run_ranks
 from tests.tiny import VOCAB, make_hf_dir
@@ -67,7 +76,7 @@ VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {  # of 
 
 
 def make_samples() -> list[Sample]:
-    """Lengths differ, one response is empty, tokens repeat; one group is all of one reward and left out."""
+    """Lengths differ, one response is empty, tokens repeat; the rewards of one group are equal, so it is left out."""
     random = Random(3)
     samples = []
     for n in range(PROMPTS * GROUP):
@@ -103,18 +112,15 @@ def config_of(path: str, gradnorm: dict[str, Any], folds: int, **parallel: Any) 
     )
 
 
-def step_of(path: str, parallel: Any, config: Config) -> dict[str, Any]:
-    """One step's figures and the gradient it leaves on this rank."""
-    from oblr_megatron.algo.advantage import AdvantageRule
-    from transformers import AutoConfig
-
-    from oblr_megatron.algo.baseline import active_groups
-    from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient.step import TrainingGradient
-    from oblr_megatron.model.qwen3 import build_policy
-
+def policy_of(path: str, parallel: Parallel, config: Config) -> Policy:
     policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
     load_hf_weights(policy, Path(path))
+    return policy
+
+
+def step_of(path: str, parallel: Parallel, config: Config) -> dict[str, Any]:
+    """One step's metrics and the gradient it leaves on this rank."""
+    policy = policy_of(path, parallel, config)
     advantage = AdvantageRule(scored(), config, 0.0)
     gradients = TrainingGradient(policy, config)
     active = active_groups("optimal", scored().rewards)
@@ -126,7 +132,7 @@ def step_of(path: str, parallel: Any, config: Config) -> dict[str, Any]:
 
 
 def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of the largest element; a shard of nothing but padding is 0 in both."""
+    """Relative to the largest element; 0 for a shard of padding alone."""
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=torch.finfo(torch.float64).tiny))
 
 
@@ -149,13 +155,7 @@ def on_ranks(
 
 
 def expected(path: str) -> dict[str, Any]:
-    """The step by the oracle: a loop of autograd over samples, sums written out."""
-    from oblr_megatron.algo.advantage import AdvantageRule
-    from safetensors.torch import load_file
-    from transformers import AutoConfig
-
-    from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
-
+    """The step by the oracle: autograd sample by sample, sums written out."""
     hf_config = AutoConfig.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
     gradients, scores = [], []
@@ -220,22 +220,14 @@ def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], dict[str, 
 
 
 def with_a_broken_sample(path: str) -> dict[str, tuple[torch.Tensor, bool, float]]:
-    """Norms, whether the gradient is finite, its squared norm, by mode; sample 5 has a log-prob that is no number."""
-    from oblr_megatron.algo.advantage import AdvantageRule
-    from transformers import AutoConfig
-
-    from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient.step import TrainingGradient
-    from oblr_megatron.model.qwen3 import build_policy
-
+    """Norms, whether the gradient is finite, and its squared norm, by mode; one log-prob of sample 5 is NaN."""
     samples = make_samples()
     samples[5] = replace(samples[5], logprobs=(math.nan, *samples[5].logprobs[1:]))
     found = {}
     with layout() as parallel:
         for mode, gradnorm in MODES.items():
             config = config_of(path, gradnorm, folds=4)
-            policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel)
-            load_hf_weights(policy, Path(path))
+            policy = policy_of(path, parallel, config)
             gradients = TrainingGradient(policy, config)
             step = gradients(samples, AdvantageRule(scored(), config, 0.0), torch.ones(PROMPTS, dtype=torch.bool))
             finite = all(bool(parameter.main_grad.isfinite().all()) for _, parameter in policy.named_parameters())
@@ -243,8 +235,8 @@ def with_a_broken_sample(path: str) -> dict[str, tuple[torch.Tensor, bool, float
     return found
 
 
-def test_a_sample_that_is_no_number_spoils_nothing_else(models: dict[str, str]) -> None:
-    """Its group's baseline takes the median of the others for its norm, and its own gradient is left out."""
+def test_a_sample_with_nan_spoils_no_other(models: dict[str, str]) -> None:
+    """The baseline takes the median of the other norms for its norm, and its gradient is left out."""
     (found,) = run_ranks(with_a_broken_sample, 1, models["tied"])
     sq_norm = found["two_pass"][2]
     for mode, (norms, finite, other) in found.items():
@@ -272,7 +264,7 @@ def with_sequence_ratios(path: str, cases: list[tuple[dict[str, Any], dict[str, 
 
 
 def test_ratios_of_whole_responses_do_not_depend_on_the_layout(models: dict[str, str]) -> None:
-    """The product over a response's tokens is that of all ranks, and of no other response in its row."""
+    """The product runs over a response's tokens on all ranks, and over no other response in its row."""
     wanted, *others = run_ranks(with_sequence_ratios, 1, models["untied"], SEQUENCE[1])[0]
     others += [found for rank in run_ranks(with_sequence_ratios, 2, models["untied"], SEQUENCE[2]) for found in rank]
     assert not torch.allclose(wanted["norms"], expected(models["untied"])["norms"], rtol=1e-3)  # of single tokens

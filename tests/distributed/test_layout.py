@@ -1,6 +1,6 @@
-"""Ranks and groups of a layout; and that the launcher of these tests reports what its ranks do.
+"""Ranks and groups of a layout; the launcher of these tests reports failures of its ranks.
 
-Does not cover: NCCL, several nodes.
+Not covered: NCCL, several nodes.
 """
 
 from __future__ import annotations

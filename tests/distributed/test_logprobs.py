@@ -3,7 +3,7 @@
 37 tokens padded to 64 or to 128: on 4 ranks the last rank, or the last two, hold nothing but padding, and the logits
 there are the largest of all.
 
-Does not cover: speed, memory, CUDA.
+Not covered: speed, memory, CUDA.
 """
 
 from __future__ import annotations

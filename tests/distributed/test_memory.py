@@ -1,8 +1,8 @@
-"""The estimated memory of a step on its fullest rank, in parallel layouts, against the tensors alive there.
+"""The estimated memory of a step on its fullest rank, in parallel layouts, equals the tensors alive there.
 
 Tensor, sequence, pipeline (also interleaved), context and expert parallelism; tied embeddings at both ends of the
 pipeline; responses of a prompt dealt to two replicas; recomputation; the distributed optimizer. Not covered: experts
-that see more tokens than others (the estimate deals tokens evenly), Transformer Engine's layers, GPUs.
+with more tokens than others (the estimate deals tokens evenly), Transformer Engine's layers, GPUs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def step(case: Case) -> Any:
 
 
 def peaks(cases: list[Case]) -> list[int]:
-    """Of this rank, case by case."""
+    """The peaks of this rank, case by case."""
     found = []
     for case in cases:
         config = step(case)
@@ -116,7 +116,7 @@ def test_optimizer_state_dealt_to_replicas() -> None:
 
 
 def compare(cases: dict[str, Case]) -> None:
-    """Every case on two ranks; the fullest is what was estimated, within 5% of it."""
+    """Run every case on two ranks; the estimate is within 5% of the fullest rank."""
     measured = run_ranks(peaks, 2, list(cases.values()))
     found = {}
     for (name, case), *of_ranks in zip(cases.items(), *measured, strict=True):

@@ -1,12 +1,12 @@
 """A mixture of experts in every kind of layout: logits, gradients, a step, per-sample expert gradients, export.
 
-fp64, relative 1e-10, against the reference (tests/unit/gradnorm/test_oracle_moe.py holds that against transformers).
-Expert parallelism inside the data-parallel ranks, inside the tensor-parallel ranks, across both; whole and cut experts;
-one expert a rank and several; weights of a token's experts that sum to 1 and that do not; context parallelism,
-interleaved pipeline stages, recomputation.
+fp64, relative 1e-10, against the oracle (tests/unit/gradnorm/test_oracle_moe.py compares it with transformers). Expert
+parallelism inside the data-parallel ranks, inside the tensor-parallel ranks, across both; whole and cut experts; one
+expert a rank and several; weights of a token's experts that sum to 1 and that do not; context parallelism, interleaved
+pipeline stages, recomputation.
 
-Does not cover: Transformer Engine's grouped experts; replicas of one block with different numbers of microbatches:
-they wait for one another until the process group's deadline.
+Not covered: Transformer Engine's grouped experts; replicas of one block with different numbers of microbatches, which
+wait for one another until the process group's deadline.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ LR = 0.01
 
 @dataclass
 class Outcome:
-    """What one rank found in one layout."""
+    """The results of one rank in one layout."""
 
     logits: list[Tensor]  # of its replica's microbatches, on the last stage; none where sequences are cut
     # After both reductions, and where there is one replica already after the first:
@@ -82,7 +82,7 @@ class Outcome:
 
 
 class SplitSink(AccumulateSink):
-    """Keeps the expert gradients of every microbatch apart by the replica their tokens came from."""
+    """Keeps the expert gradients of every microbatch apart by the replica of their tokens."""
 
     def __init__(self, policy: Policy) -> None:
         self.parallel = policy.parallel
@@ -106,7 +106,7 @@ class SplitSink(AccumulateSink):
             self.products[key] = self.products.get(key, 0.0) + own_dy.t() @ own_x
 
     def whole(self, shape: ModelShape) -> dict[tuple[str, int], Tensor]:
-        """By Hugging Face name, put together over the ranks that share an expert; empty but on the first of these."""
+        """By Hugging Face name, combined over the ranks that share an expert; empty except on the first of them."""
         group, whole = self.parallel.etp_group, {}
         for (name, sample), product in sorted(self.products.items(), key=lambda pair: pair[0]):
             shards = [torch.empty_like(product) for _ in range(group.size())]
@@ -151,7 +151,7 @@ def fits(path: Path, sizes: dict[str, Any]) -> bool:
 
 
 def outcomes(paths: list[Path]) -> dict[str, tuple[int, Outcome]]:
-    """By "model, layout": this rank's data-parallel rank and what it found."""
+    """By "model, layout": this rank's data-parallel rank and its results."""
     results = {}
     for sizes in LAYOUTS[dist.get_world_size()]:
         with layout(**sizes) as parallel:
@@ -162,7 +162,7 @@ def outcomes(paths: list[Path]) -> dict[str, tuple[int, Outcome]]:
 
 
 def recomputed(path: Path) -> dict[str, tuple[int, Outcome]]:
-    """The same where whole layers run again in backward: the splits are those of the second run."""
+    """The same with whole layers run again in backward: the splits must be those of the second run."""
     results, config = {}, ModelConfig.model_validate({"path": path, "dtype": "float64"})
     for sizes in RECOMPUTED:
         with layout(**sizes) as parallel:
@@ -185,7 +185,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @dataclass
 class Expected:
-    """The reference's answers for one model."""
+    """The oracle's results for one model."""
 
     weights: dict[str, Tensor]
     logits: list[Tensor]  # of each sample

@@ -1,9 +1,9 @@
-"""The losses of a mixture's routers: their gradient joins the policy gradient and nothing else, in every layout.
+"""The losses of a mixture's routers: their gradient joins the policy gradient and changes no norm, in every layout.
 
-fp64, relative 1e-10, against the reference with the losses written out over its routers' logits. With a sample to a
-microbatch the auxiliary loss is the same in every layout; with several it is over all of them, in rows or packed.
+fp64, relative 1e-10, against the oracle with the losses written out over its routers' logits. With one sample a
+microbatch the auxiliary loss is the same in every layout; with several it runs over all of them, in rows or packed.
 
-Not covered: Transformer Engine; what the losses do to training.
+Not covered: Transformer Engine; the effect of the losses on training.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.gradnorm import oracle as reference
 from oblr_megatron.gradnorm.oracle import oracle_logprobs, oracle_sq_norms
+from oblr_megatron.model.qwen3 import build_policy
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients
 from tests.distributed.test_gradient import FOLDS, GROUP, NUM_PROMPTS, coefficients, make_samples
@@ -71,11 +74,7 @@ def config_of(path: str, options: dict[str, Any], folds: int) -> Config:
 
 
 def on_ranks(path: str, cases: Sequence[Case]) -> dict[str, tuple[Outcome, Tensor, dict[str, float]]]:
-    """Of each case: this rank's gradient, the norms of all samples, what the routers say of themselves."""
-    from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient.step import TrainingGradient
-    from oblr_megatron.model.qwen3 import build_policy
-
+    """For each case: this rank's gradient, the norms of all samples, the routers' metrics."""
     found = {}
     for name, sizes, options, folds in cases:
         config = config_of(path, options, folds)
@@ -92,7 +91,7 @@ def on_ranks(path: str, cases: Sequence[Case]) -> dict[str, tuple[Outcome, Tenso
 
 @contextmanager
 def router_logits() -> Iterator[list[Tensor]]:
-    """The logits of every layer that the reference goes through inside, each [T, E]."""
+    """The router logits of every layer in the oracle's passes inside, each [T, E]."""
     seen: list[Tensor] = []
     original = reference._mixture
 
@@ -109,7 +108,7 @@ def router_logits() -> Iterator[list[Tensor]]:
 
 @lru_cache
 def expected(path: str, together: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The gradient of the policy loss and the routers' losses, and the figures; one microbatch, or one a sample."""
+    """The gradient of the policy loss and the routers' losses, and the metrics; one microbatch, or one a sample."""
     config, weights = AutoConfig.from_pretrained(path), load_file(Path(path) / "model.safetensors")
     leaves = {name: tensor.double().requires_grad_() for name, tensor in weights.items()}
     pairs = list(zip(make_samples(), coefficients().tolist(), strict=True))

@@ -1,7 +1,8 @@
 """The average of past gradients: inner products over all ranks are those of one rank, in every kind of layout.
 
-fp64, relative 1e-10, from whole gradients of one rank put together by name. A run with it that is stopped and resumed,
-in its own layout and in another. Does not cover: what the estimate is worth (tests/unit/algo/test_snr_estimators.py).
+fp64, relative 1e-10, against whole gradients of one rank, combined by name. A run with this estimator is stopped and
+resumed, in the same layout and in another. Not covered: the quality of the estimate
+(tests/unit/algo/test_snr_estimators.py).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ EXPERTS: dict[int, list[dict[str, Any]]] = {
 
 
 def dots_of(path: Path, layouts: list[dict[str, Any]]) -> list[tuple[list[float], list[dict[str, Tensor]]]]:
-    """Of each layout, what each step's gradient gave, and the gradients of this rank."""
+    """For each layout: the products of each step's gradient, and the gradients of this rank."""
     found = []
     for sizes in layouts:
         with layout(**sizes) as parallel:
@@ -54,7 +55,7 @@ def dots_of(path: Path, layouts: list[dict[str, Any]]) -> list[tuple[list[float]
 
 
 def expected(gradients: list[dict[str, Tensor]]) -> list[float]:
-    """<g_t, average of those before>, by the weights that a bias-corrected exponential average has."""
+    """<g_t, average of the earlier gradients>, by the weights of a bias-corrected exponential average."""
     products = []
     for step, gradient in enumerate(gradients):
         weights = [(1 - 1 / HORIZON) ** (step - 1 - earlier) for earlier in range(step)]

@@ -1,6 +1,6 @@
 """Steps of the policy's optimizer equal torch.optim's on transformers' model, in every layout; clipping; fp32 masters.
 
-Does not cover: Transformer Engine's and Apex's fused optimizers, saving and loading (checkpoint tests).
+Not covered: Transformer Engine's and Apex's fused optimizers, saving and loading (checkpoint tests).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The sum over replicas that backward begins (`parallel.overlap_grad_reduce`) is the sum made after it.
+"""With `parallel.overlap_grad_reduce` the sum over replicas starts during backward and has the same result.
 
-fp64, relative 1e-10, with buckets so small that there are several, in three steps: megatron-core learns in the first
-which gradients a bucket waits for. And whole runs, with replicas that have nothing to do, also with the distributed
-optimizer.
+fp64, relative 1e-10, with buckets small enough that there are several, in three steps: megatron-core learns in the
+first which gradients a bucket waits for. Also whole runs, with idle replicas, and with the distributed optimizer.
 
-Does not cover: the time that is saved, NCCL, Transformer Engine's layers.
+Not covered: the time saved, NCCL, Transformer Engine's layers.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def small_buckets() -> Iterator[None]:
 
 
 def gradients(path: Path, sizes: dict[str, Any], *, overlap: bool) -> tuple[dict[str, Tensor], int]:
-    """Of the third of three passes, and how many sums were under way when its backward had ended."""
+    """Gradients of the third pass, and the number of sums in flight when its backward ended."""
     with layout(**sizes) as parallel, small_buckets():
         policy = load_policy(path, parallel, ParallelConfig(overlap_grad_reduce=overlap))
         for number in range(3):
@@ -112,7 +111,7 @@ def test_the_same_gradient_summed_during_backward(world_size: int, models: Path)
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without any reward in the first two steps."""
+    """The first two steps have no reward."""
     return make_inputs(tmp_path_factory.mktemp("inputs"), tied=True, worthless=2)
 
 
@@ -131,7 +130,7 @@ OVERLAP = "parallel.overlap_grad_reduce=true"
 def test_a_run_is_the_run_without(
     inputs: Path, tmp_path: Path, options: tuple[str, ...], told: tuple[str, ...]
 ) -> None:
-    """Two replicas with two folds each, which are one under overlap: all that is logged, and the weights."""
+    """Two replicas with two folds each, one fold under overlap: all logged metrics and the weights."""
     told = (*NORMLESS, "algo.snr.num_folds=4", "num_steps=5", *told)
     train(config_of(inputs, tmp_path / "plain", *told), 2)
     train(config_of(inputs, tmp_path / "overlap", *options, *told), 2)

@@ -1,7 +1,7 @@
-"""Runs of two ranks: who is slow is told from who waits, every rank's seconds and memory are kept, profiles are made.
+"""Runs of two ranks: slow ranks differ from waiting ranks, every rank's seconds and memory are kept, profiles are made.
 
-The slow rank computes on its own before the gradient of every step. Not covered: GPUs, where a rank's pace is that of a
-fixed product, and nsys.
+The slow rank computes alone before the gradient of every step. Not covered: GPUs, where a rank's pace is measured with
+a fixed product; nsys.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def train_with_a_slow_rank(config: Config) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def lopsided(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks of which the second is slow; profiled on it in its steps 2 and 3."""
+    """A run of two ranks with a slow rank 1, which is profiled in its steps 2 and 3."""
     run_dir = tmp_path_factory.mktemp("lopsided") / "run"
     profile = ("log.profile=torch", "log.profile_step_start=2", "log.profile_step_end=4", "log.profile_ranks=[1]")
     config = config_of(inputs, run_dir, "log.peak_tflops=0.1", "checkpoint.export_hf=false", *profile)
@@ -59,7 +59,7 @@ def lopsided(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_rank_that_computes_is_told_from_the_one_that_waits(lopsided: Path) -> None:
-    """Rank 1 takes EXTRA_S more of its own over each gradient; rank 0, which waits for it, does not."""
+    """Rank 1 takes EXTRA_S longer before each gradient; rank 0 waits for it and does not."""
     for line in lines(lopsided / "logs" / "ranks.jsonl")[1:]:
         own, pace = line["own_s"]["gradient"], line["pace_s"]
         assert own[1] >= EXTRA_S and pace[1] > pace[0] + EXTRA_S / 2

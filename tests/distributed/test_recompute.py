@@ -1,4 +1,5 @@
-"""Activations computed again in backward leave the sink its beginnings and ends, and a mixture its gradients.
+"""With activations computed again in backward, a sink still gets every event once, and a mixture's gradient is the
+same.
 
 Core attention, norms and MLPs, whole layers in groups and as a block; 4 layers. A mixture of experts is compared with
 itself without recomputation, fp64, relative 1e-10.
@@ -82,7 +83,7 @@ class _Recorder(AccumulateSink):
 
 
 def observed(path: Path) -> dict[str, tuple[list[int], list[int], tuple[int, ...]]]:
-    """Microbatches in order, weight gradients of each, and how often the counted modules ran more than once."""
+    """Microbatches in order, weight gradients of each, and the number of repeated runs of the counted modules."""
     results = {}
     for name, options in OPTIONS.items():
         with layout() as parallel:
@@ -104,7 +105,7 @@ def _count_forwards(policy: Policy) -> tuple[list[int], ...]:
 
 
 def test_a_sink_gets_everything_between_begin_and_end(path: Path) -> None:
-    """4 linear layers and 4 norms a layer, the final norm, embedding and output layer, however much runs twice."""
+    """4 linear layers and 4 norms a layer, the final norm, embedding and output layer, with any recomputation."""
     [results] = run_ranks(observed, 1, path)
     for name, (order, counts, reruns) in results.items():
         assert order == [0, 1, 2, 3], name
@@ -113,7 +114,7 @@ def test_a_sink_gets_everything_between_begin_and_end(path: Path) -> None:
 
 
 def experts_again(path: Path) -> tuple[list[tuple[dict[str, Tensor], float]], int]:
-    """Gradients without recomputation and with, and how often mixtures ran more than once."""
+    """Gradients without recomputation and with it, and the number of repeated runs of the mixtures."""
     mixtures = ParallelConfig(recompute_granularity="selective", recompute_modules=("moe", "layernorm"))
     results, runs = [], []
     for options in (ParallelConfig(), mixtures):

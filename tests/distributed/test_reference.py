@@ -1,7 +1,7 @@
-"""The reference answers with the weights it was made of, to the last bit in bf16, and leaves no trace in the policy.
+"""The reference model keeps the weights it was made of, bit for bit in bf16, and leaves the policy unchanged.
 
-Also the table of token values it fills: replicas without samples, responses without tokens. Not covered: what is made
-of it (test_token_gradient.py), a run that is resumed (test_resume.py).
+Also its table of token values: replicas without samples, responses without tokens. Not covered: the use of the table
+(test_token_gradient.py), resumed runs (test_resume.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+from oblr_megatron.checkpoint.hf import load_hf_weights
+from oblr_megatron.config import ModelConfig, ParallelConfig
+from oblr_megatron.data.packing import microbatches
+from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.reference import Reference
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import make_samples
 from tests.tiny import make_hf_dir
@@ -21,15 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {}, "tp2sp": {"tp": 2, "sp": True},
 
 
 def on_ranks(start: str, now: str) -> dict[str, list[torch.Tensor]]:
-    """Of each layout log pi of `start`: by the reference of a policy that has moved on, and by a fresh policy."""
-    from transformers import AutoConfig
-
-    from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.config import ModelConfig, ParallelConfig
-    from oblr_megatron.data.packing import microbatches
-    from oblr_megatron.model.qwen3 import build_policy
-    from oblr_megatron.model.reference import Reference
-
+    """For each layout, log pi of `start` by the reference of a changed policy, and of a fresh policy."""
     found: dict[str, list[torch.Tensor]] = {}
     samples = make_samples()
     for name, sizes in LAYOUTS.items():

@@ -1,7 +1,7 @@
-"""A run that is stopped and resumed is the run that was not: to the last bit in one layout, to 1e-6 in another.
+"""A stopped and resumed run equals the unbroken run: bit for bit in the same layout, to 1e-6 in another.
 
-Saved samples stand in for vLLM, so that what differs can only be the trainer's. Not covered: resuming with engines, by
-signals and after SIGKILL (tests/e2e/test_resume.py, tools/kill_resume.py).
+Saved samples replace vLLM, so that only the trainer can differ. Not covered: resuming with engines, after signals and
+after SIGKILL (tests/e2e/test_resume.py, tools/kill_resume.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from oblr_megatron.checkpoint.convert import to_megatron
 from oblr_megatron.checkpoint.store import checkpoints_of
 from oblr_megatron.config import Config
 from oblr_megatron.errors import EngineLostError
 from oblr_megatron.model.parallel import shutdown
+from oblr_megatron.rollout.replay import ReplayEngine
 from tests.distributed.launch import run_ranks
 from tests.distributed.replayed import certain, config_of, exported, make_inputs, stored, train, train_here
 
@@ -39,7 +41,7 @@ def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def beginning_of(run_dir: Path, copy: Path) -> Path:
-    """The run as it was after 4 steps, with what it did later still in the metrics."""
+    """The run as it was after 4 steps; the metrics still hold the later steps."""
     shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("step_00000008"))
     shutil.rmtree(copy / "hf")
     return copy
@@ -107,7 +109,7 @@ def test_another_layout_goes_on_within_rounding(
 
 
 def test_from_several_ranks_to_one(inputs: Path, tmp_path: Path) -> None:
-    """In fp64: four steps of Adam on four ranks are further apart in fp32 than what is looked for."""
+    """In fp64: in fp32, four steps of Adam on four ranks differ by more than the tolerance."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(config_of(inputs, whole, "model.dtype=float64"))
     train(config_of(inputs, parts, "model.dtype=float64", "num_steps=4", *TP2, *PP2), 4)
@@ -116,7 +118,7 @@ def test_from_several_ranks_to_one(inputs: Path, tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_over_two_stages(tmp_path: Path) -> None:
-    """The last stage's copy of the embedding is neither saved twice nor forgotten."""
+    """The last stage's copy of the embedding is saved once."""
     inputs = make_inputs(tmp_path, tied=True)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(config_of(inputs, whole, *PP2), 2)
@@ -186,8 +188,6 @@ def test_a_checkpoint_that_does_not_belong_is_refused(
 
 def converted(model: Path, target: Path) -> Path:
     """What `convert to-megatron` writes."""
-    from oblr_megatron.checkpoint.convert import to_megatron
-
     shutdown()  # a conversion has a process group of its own
     to_megatron(model, target)
     return target
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_another_run_is_taken_by_its_path(inputs: Path, unbroken
 
 
 def test_a_run_that_never_saved_begins_again(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
-    """--resume is what a job script gives every time, the first one included."""
+    """A job script gives --resume every time, also the first time."""
     run_dir = tmp_path / "run"
     resume = "checkpoint.resume=newest"
     train(config_of(inputs, run_dir, resume, "num_steps=2", "checkpoint.every_steps=0"))
@@ -216,7 +216,7 @@ def test_a_run_that_never_saved_begins_again(inputs: Path, unbroken: Path, tmp_p
 
 
 def test_a_run_stops_in_time(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
-    """With a margin that leaves no time for a second step: it saves, off schedule, and is resumed as always."""
+    """The margin leaves no time for a second step: the run saves after the first and can be resumed."""
     run_dir = tmp_path / "run"
     limits = ("checkpoint.time_limit_s=1000", "checkpoint.exit_before_timeout_s=999.99")
     said = train(config_of(inputs, run_dir, *limits), 2)
@@ -231,7 +231,7 @@ def test_a_run_stops_in_time(inputs: Path, unbroken: Path, tmp_path: Path) -> No
 def test_engines_lost_for_good_leave_a_checkpoint(
     inputs: Path, unbroken: Path, tmp_path: Path, lost_in: str, saved: int
 ) -> None:
-    """In the rollout of the sixth step it is of the step before; in the push of its weights, of the step itself."""
+    """Lost in the rollout of step 6: the checkpoint is of step 5. Lost in the push of its weights: of step 6."""
     run_dir = tmp_path / "run"
     status, said = run_ranks(losing, 1, config_of(inputs, run_dir, "checkpoint.every_steps=0"), lost_in)[0]
     assert status == 1 and said.splitlines()[-1].endswith("the engine is gone"), said
@@ -243,9 +243,7 @@ def test_engines_lost_for_good_leave_a_checkpoint(
 
 
 def losing(config: Config, lost_in: str) -> tuple[int, str]:
-    """A run whose engine fails in the sixth step."""
-    from oblr_megatron.rollout.replay import ReplayEngine
-
+    """A run with an engine that fails in the sixth step."""
     whole = getattr(ReplayEngine, lost_in)
     calls = itertools.count(0 if lost_in == "push" else 1)
 

@@ -1,4 +1,4 @@
-"""Whole runs on saved samples: rates from an earlier run, every estimator of the signal, the panel, alarms said once.
+"""Whole runs on saved samples: rates from an earlier run, every estimator of the signal, the panel, alarms.
 
 Not covered: the formulas (tests/unit/algo), the "momentum" estimator's state (test_momentum.py).
 """
@@ -71,7 +71,7 @@ def test_what_cannot_be_is_said_before_the_run(
 
 @pytest.mark.parametrize("estimator", ["prompts", "momentum", "samples", "plugin"])
 def test_every_estimator_drives_the_schedule(inputs: Path, source: Path, tmp_path: Path, estimator: str) -> None:
-    """Each in its own way, on the same samples; the noise is what is left of the squared gradient."""
+    """Each estimator gives its own signal on the same samples; noise is the rest of the squared gradient."""
     run_dir = tmp_path / "run"
     train(config_of(inputs, run_dir, f"algo.snr.estimator={estimator}", *MOVING))
     found, folds = certain(run_dir), certain(source)
@@ -89,7 +89,7 @@ def test_every_estimator_drives_the_schedule(inputs: Path, source: Path, tmp_pat
 
 
 def test_the_panel_is_logged_and_shown(inputs: Path, source: Path, tmp_path: Path) -> None:
-    """With norms that the baseline takes, or that it does not but gradnorm.always asks for; else nothing."""
+    """With norms that the baseline needs, or that only gradnorm.always asks for; without norms there is no panel."""
     rloo, measured = tmp_path / "rloo", tmp_path / "measured"
     train(config_of(inputs, rloo, "algo.baseline=rloo"))
     train(config_of(inputs, measured, "algo.baseline=rloo", "gradnorm.always=true"))
@@ -101,9 +101,9 @@ def test_the_panel_is_logged_and_shown(inputs: Path, source: Path, tmp_path: Pat
 
 
 def test_an_alarm_is_said_once_over_a_break(inputs: Path, tmp_path: Path) -> None:
-    """A baseline with the response itself in it: G = 4, and a quarter of it is its own reward.
+    """A baseline that includes the response itself: G = 4, so a quarter of it is the response's own reward.
 
-    And in the fifth step, after the break, that saved log-probs which were made up are not the trainer's.
+    In the fifth step, after the break, a second alarm: the saved log-probs are made up and differ from the trainer's.
     """
     run_dir = tmp_path / "run"
     said = train(config_of(inputs, run_dir, "algo.baseline=group_mean", "num_steps=4"), 2)

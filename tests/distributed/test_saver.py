@@ -1,6 +1,6 @@
-"""Saves that succeed and fail on several ranks: every rank hears the same, and the best is one that exists.
+"""Saves that succeed and fail on several ranks: every rank gets the same outcome, and the best checkpoint exists.
 
-Not covered: what is in a checkpoint (test_resume.py), a full disk (test_full_disk.py).
+Not covered: the contents of a checkpoint (test_resume.py), a full disk (test_full_disk.py).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_an_older_checkpoint_that_cannot_be_removed_fails_no_save(tmp_path: Path
 
 
 def _immovable(path: Path, run_dir: Path) -> tuple[list[str | None], list[int]]:
-    """Two saves on a disk that keeps what is there; the failures, and the steps that there are."""
+    """Two saves on a disk that refuses to delete: the failures, and the steps on it."""
 
     def refuse(*_: object) -> None:
         raise RunError("read-only")

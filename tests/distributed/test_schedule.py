@@ -1,6 +1,6 @@
-"""The passes themselves: what is divided, in which order, and what main_grad holds when a microbatch's backward ends.
+"""One training pass: divisors, the order of microbatches, and main_grad at the end of each microbatch's backward.
 
-Not covered: speed, activation recomputation (test_recompute.py), the interleaved schedule (test_interleaved.py).
+Not covered: speed, recomputation (test_recompute.py), the interleaved schedule (test_interleaved.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def snapshot(policy: Policy) -> dict[str, Tensor]:
 
 
 class _Taker(AccumulateSink):
-    """Takes main_grad away whenever a microbatch is done."""
+    """Takes main_grad at the end of every microbatch."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -36,7 +36,7 @@ class _Taker(AccumulateSink):
         self.taken: list[dict[str, Tensor]] = []
 
     def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
-        """The microbatch is the one of this position; nothing of it was accumulated before."""
+        """The microbatch is the one of this position; nothing of it is accumulated yet."""
         assert chunk == 0
         assert batch.sample_index.tolist() == [position]
         assert all(not parameter.main_grad.any() for _, parameter in self.policy.named_parameters())
@@ -50,7 +50,7 @@ class _Taker(AccumulateSink):
 
 
 def separate_and_together(path: Path) -> list[tuple[list[int], list[dict[str, Tensor]], list[dict[str, Tensor]]]]:
-    """Order of the ends, what main_grad held at each, and the gradients of passes of one microbatch each."""
+    """The order of the ends, main_grad at each, and the gradients of passes of one microbatch each."""
     results = []
     for sizes in LAYOUTS[dist.get_world_size()]:
         with layout(**sizes) as parallel:
@@ -106,7 +106,7 @@ def events_of_stage(path: Path) -> list[str]:
 
 
 def test_pipeline_stages_interleave_forwards_and_backwards(tmp_path: Path) -> None:
-    """One forward ahead on the first of two stages: the case that the sink has to get right."""
+    """The first of two stages is one forward ahead, the hard case for the sink."""
     first, last = run_ranks(events_of_stage, 2, make_hf_dir(tmp_path / "model"))
     assert first == ["F", "F", "B0", "E0", "F", "B1", "E1", "F", "B2", "E2", "B3", "E3"]
     assert last == ["F", "B0", "E0", "F", "B1", "E1", "F", "B2", "E2", "F", "B3", "E3"]
@@ -153,7 +153,7 @@ def all_at_once(path: Path) -> dict[str, Tensor]:
 
 
 def test_replicas_may_run_different_numbers_of_microbatches(tmp_path: Path) -> None:
-    """And nothing is divided by any of these numbers."""
+    """Nothing is divided by these numbers."""
     path = make_hf_dir(tmp_path / "model")
     [expected] = run_ranks(all_at_once, 1, path)
     for rank in run_ranks(uneven_replicas, 2, path):

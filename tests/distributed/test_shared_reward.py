@@ -1,6 +1,6 @@
-"""The replicas share the judging: every rank receives the whole result, and one of them tells of the first failure.
+"""Replicas share the scoring: every rank gets the whole result, and one rank logs the first failure.
 
-Does not cover: worker processes (tests/unit/rewards/test_pool.py).
+Not covered: worker processes (tests/unit/rewards/test_pool.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_every_rank_receives_everything_and_one_tells(scoring: list[int], faults
 
 
 def test_more_ranks_than_prompts() -> None:
-    """A share without a prompt is one without answers, terms and faults."""
+    """A share without prompts has no answers, terms and faults."""
     for result, _ in run_ranks(on_rank, 2, [0, 1], 1):
         assert result == RewardResult(
             [0.0, 1.0], {}, "a traceback", ["0", "1"], {"main": [100, 101], "other": [-100] * 2}

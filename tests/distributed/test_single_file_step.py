@@ -1,7 +1,7 @@
 """Steps of the package equal those of examples/single_file.py, from the same weights and samples, in fp64 at 1e-8.
 
 The file shares no code with the package: norms, advantages, gradient, folds, rate and Adam are written twice. Not
-covered: sampling, and what lies between a Hugging Face directory and the run (test_train.py).
+covered: sampling, reading the model from a Hugging Face directory (test_train.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,18 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
+from oblr_megatron.algo.advantage import AdvantageRule
+from oblr_megatron.algo.baseline import active_groups, advantages
+from oblr_megatron.algo.schedule import build_schedule
+from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import parse_config
-from oblr_megatron.types import Sample
+from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.model.optimizer import PolicyOptimizer
+from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.types import Sample, Scored
+from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +61,7 @@ def draw(step: int) -> tuple[list[Drawn], torch.Tensor]:
 def by_the_file(
     baseline: str,
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Initial weights, the figures of every step, final weights."""
+    """Initial weights, the metrics of every step, final weights."""
     file = single_file()
     model = file.build_model(torch.float64)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -73,18 +82,6 @@ def by_the_package(
     path: str, baseline: str, mode: str, cases: list[tuple[int, int, bool]]
 ) -> list[tuple[list[dict], dict]]:
     """The same from the package, for each layout, on every rank."""
-    from oblr_megatron.algo.advantage import AdvantageRule
-    from transformers import Qwen3Config
-
-    from oblr_megatron.algo.baseline import active_groups, advantages
-    from oblr_megatron.algo.schedule import build_schedule
-    from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient.step import TrainingGradient
-    from oblr_megatron.model.optimizer import PolicyOptimizer
-    from oblr_megatron.model.qwen3 import build_policy
-    from oblr_megatron.types import Scored
-    from oblr_megatron.weights.export import MegatronWeights
-
     table = {
         "run_dir": "unused",
         "num_prompts": NUM_PROMPTS,

@@ -1,4 +1,4 @@
-"""Norms from factors in the form in which Transformer Engine puts them: the tokens of all rows in one dimension.
+"""Norms from factors in Transformer Engine's form: the tokens of all rows in one dimension.
 
 A real backward's factors go through `HandOver` to the real sink. Not covered: Transformer Engine's own backward, which
 needs CUDA (tests/gpu); the grouped layers of experts (tests/unit/model/test_te_taps.py).
@@ -6,30 +6,35 @@ needs CUDA (tests/gpu); the grouped layers of experts (tests/unit/model/test_te_
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from oblr_megatron.gradnorm.accumulate import NormAccumulator
+from oblr_megatron.gradnorm.norm_sink import NormSink
+from oblr_megatron.gradnorm.reduce import Reducer
+from oblr_megatron.gradnorm.rules import classify
+from oblr_megatron.model.step import run_schedule
+from oblr_megatron.model.taps import Tap
+from oblr_megatron.model.te_taps import HandOver
 from tests.distributed.launch import layout, run_ranks
+from tests.distributed.passes import load_policy, make_batches, weighted_logprob_loss
 from tests.tiny import make_hf_dir
 
 RTOL = 1e-10
 
 
 class Flattened:
-    """The sink of a run, in front of another one: what is a linear layer's goes there through a `HandOver`."""
+    """Passes a run's events on to another sink; linear layers go there through a `HandOver`."""
 
     def __init__(self, inner: Any) -> None:
-        from oblr_megatron.model.taps import Tap
-
         self.inner, self.tap = inner, Tap()
         self.tap.sink = inner
 
     def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Any = None) -> None:
-        from oblr_megatron.model.te_taps import HandOver
-
         store = HandOver(self.tap, [weight], x.shape[1], [splits], own_outputs=True)
         assert store.delay_wgrad_compute()
         store.put([x.flatten(0, 1), dy.flatten(0, 1)], lambda *_: None)
@@ -39,15 +44,6 @@ class Flattened:
 
 
 def norms(path: str, rows: int, flattened: bool) -> Tensor:
-    from pathlib import Path
-
-    from oblr_megatron.gradnorm.accumulate import NormAccumulator
-    from oblr_megatron.gradnorm.norm_sink import NormSink
-    from oblr_megatron.gradnorm.reduce import Reducer
-    from oblr_megatron.gradnorm.rules import classify
-    from oblr_megatron.model.step import run_schedule
-    from tests.distributed.passes import load_policy, make_batches, weighted_logprob_loss
-
     with layout() as parallel:
         policy = load_policy(Path(path), parallel)
         policy.zero_grad()

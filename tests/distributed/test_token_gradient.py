@@ -1,8 +1,8 @@
-"""Gradients whose tokens have weights of their own, in every layout: token baselines, and a KL penalty.
+"""Gradients with a weight for each token, in every layout: token baselines, and a KL penalty.
 
-What the package leaves in main_grad is autograd of the formulas as they are printed, written out here with loops over
-responses and tokens, on a plain-PyTorch model of one rank: fp64, relative 1e-10. Importance ratios are at work, one
-group has equal rewards, one response is empty.
+The package's main_grad equals autograd of the printed formulas, written out here with loops over responses and tokens,
+on a plain-PyTorch model of one rank: fp64, relative 1e-10. Importance ratios differ from 1, one group has equal
+rewards, one response is empty.
 
 Not covered: bf16, CUDA.
 """
@@ -17,12 +17,22 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig
 
+from oblr_megatron.algo import token_baseline
+from oblr_megatron.algo.advantage import AdvantageRule
+from oblr_megatron.algo.baseline import active_groups
+from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradnorm.oracle import oracle_logits
+from oblr_megatron.model.reference import Reference
+from oblr_megatron.types import MicroBatch
 from tests.distributed.launch import layout, run_ranks
-from tests.distributed.passes import Outcome, assert_outcomes
-from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, make_samples, scored
+from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients
+from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, make_samples, policy_of, scored
 from tests.distributed.test_gradnorm_modes import expected as of_oracle
 from tests.tiny import make_hf_dir, make_moe_hf_dir
 
@@ -60,7 +70,7 @@ MUTATIONS = {
 
 
 def configured(path: str, algo: dict[str, Any], **parallel: Any) -> Config:
-    """The norms are wanted whatever the baseline says of them."""
+    """Norms are computed whether or not the baseline needs them."""
     table = config_of(path, {"mode": "two_pass", "always": True}, folds=4, **parallel).model_dump(exclude_unset=True)
     return parse_config(table | {"algo": {"snr": {"num_folds": 4}} | algo})
 
@@ -78,18 +88,7 @@ def on_ranks(path: str, start: str, layouts: Layouts, mutation: str = "") -> dic
 
 
 def step_of(path: str, start: str, parallel: Any, config: Config) -> tuple[Outcome, Any]:
-    from oblr_megatron.algo.advantage import AdvantageRule
-    from transformers import AutoConfig
-
-    from oblr_megatron.algo.baseline import active_groups
-    from oblr_megatron.checkpoint.hf import load_hf_weights
-    from oblr_megatron.gradient.step import TrainingGradient
-    from oblr_megatron.model.qwen3 import build_policy
-    from oblr_megatron.model.reference import Reference
-    from tests.distributed.passes import whole_gradients
-
-    policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
-    load_hf_weights(policy, Path(start))
+    policy = policy_of(start, parallel, config)
     reference = Reference(policy) if config.algo.kl_coefficient else None
     load_hf_weights(policy, Path(path))
     weights = [parameter.detach().clone() for _, parameter in policy.named_parameters()]
@@ -106,11 +105,7 @@ def step_of(path: str, start: str, parallel: Any, config: Config) -> tuple[Outco
 
 
 def mutated(name: str) -> Any:
-    """A mistake that the comparison has to see."""
-    from oblr_megatron.algo import token_baseline
-    from oblr_megatron.model.reference import Reference
-    from oblr_megatron.types import MicroBatch
-
+    """A mistake that the comparison has to notice."""
     advantages, of_tokens = token_baseline.token_advantages, MicroBatch.of_tokens
 
     def each_alone(rewards: Tensor, energies: Tensor, lengths: Tensor) -> Tensor:
@@ -126,7 +121,7 @@ def mutated(name: str) -> Any:
         return patch("oblr_megatron.gradient.plain.PlainPass.prepare", _without_penalised)
     return {
         "": nullcontext(),
-        "no cumulative sum": patch("oblr_megatron.algo.weighing.token_advantages", each_alone),
+        "no cumulative sum": patch("oblr_megatron.algo.advantage.token_advantages", each_alone),
         "shifted tokens": patch.object(MicroBatch, "of_tokens", one_early),
         "slope of the other penalty": patch("oblr_megatron.gradient.loss_fn.kl_slope", k2_slope),
         "unswapped reference": patch.object(Reference, "_swap", lambda self: None),
@@ -141,12 +136,7 @@ def _without_penalised(plain: Any, coefficients: Tensor, penalty: Any) -> None:
 def expected(
     path: str, start: str, algo: dict[str, Any], norms: Tensor
 ) -> tuple[dict[str, Tensor], tuple[float, float, float]]:
-    """The gradient by autograd of the loss as it is written down; the loss without penalty, M, and the mean of k3."""
-    from safetensors.torch import load_file
-    from transformers import AutoConfig
-
-    from oblr_megatron.gradnorm.oracle import oracle_logits
-
+    """The gradient by autograd of the printed loss; the loss without penalty, M, and the mean of k3."""
     shape = AutoConfig.from_pretrained(path)
     leaves = {k: v.double().requires_grad_() for k, v in load_file(Path(path) / "model.safetensors").items()}
     first = {k: v.double() for k, v in load_file(Path(start) / "model.safetensors").items()}
@@ -183,7 +173,7 @@ def expected(
 
 
 def wanted_of(path: str, start: str) -> dict[str, Any]:
-    """Every case's gradient and figures, and the norms that do not depend on it: the score's, without any penalty."""
+    """Every case's gradient and metrics, and the norms, which are those of the score without penalty in every case."""
     norms = of_oracle(path)["norms"]
     return {"norms": norms} | {case: expected(path, start, algo, norms) for case, algo in CASES.items()}
 

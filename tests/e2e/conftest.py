@@ -1,4 +1,4 @@
-"""What the whole-run tests share: the demo's task and model at a fraction of its training, and a way to start runs."""
+"""Shared by the whole-run tests: the demo's task and model at a fraction of its training, and ways to start runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,13 +27,15 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with train.jsonl, heldout.jsonl and a briefly warm-started Qwen3 (model/)."""
+    from tests.e2e.forked import call_forked, run_script
+
     out = tmp_path_factory.mktemp("tiny_cpu")
-    command = [sys.executable, "examples/tiny_cpu/prepare.py", "--out", str(out), "--steps", "60", "--threads", "1"]
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=LIMIT_S, capture_output=True)
+    arguments = ["examples/tiny_cpu/prepare.py", "--out", str(out), "--steps", "60", "--threads", "1"]
+    assert call_forked(run_script, 1, arguments, {}).returncode == 0
     return out
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def overrides(tiny: Path) -> Callable[..., list[str]]:
     """Overrides that turn the demo's config into a short run on the small data."""
 
@@ -56,6 +59,17 @@ def overrides(tiny: Path) -> Callable[..., list[str]]:
     return make
 
 
+@pytest.fixture(scope="session")
+def saved(overrides: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of three steps on one rank, with its samples in rollouts/. Tests only read it."""
+    from tests.e2e.forked import forked
+
+    run_dir = tmp_path_factory.mktemp("saved") / "run"
+    result = forked(1, [*overrides(run_dir, num_steps=3), "--save-rollouts"])
+    assert result.returncode == 0, result.stderr[-3000:]
+    return run_dir
+
+
 def torchrun(ranks: int, arguments: list[str]) -> list[str]:
     """The command line of a run on several ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -72,3 +86,17 @@ def run(command: list[str], limit_s: float = LIMIT_S) -> subprocess.CompletedPro
 def records(run_dir: Path) -> list[dict[str, float]]:
     """The steps of a finished run."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for(condition: Callable[[], bool], job: subprocess.Popen[str], deadline_s: float = 240) -> None:
+    """Poll until the condition holds; the job must be alive until then."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert job.poll() is None, f"the job ended with {job.returncode}"
+        assert time.monotonic() < end, "the job did not get there in time"
+        time.sleep(0.01)
+
+
+def wait_for_lines(count: int, path: Path, job: subprocess.Popen[str]) -> None:
+    """Until the file, a run's metrics.jsonl for example, has so many lines."""
+    wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") >= count, job)

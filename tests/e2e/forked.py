@@ -7,6 +7,7 @@ interpreter. Engines, reward workers and files are the same.
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,14 @@ def forked(ranks: int, arguments: list[str], **variables: str) -> CompletedProce
 def forked_cli(arguments: list[str], **variables: str) -> CompletedProcess[str]:
     """Like `run([python, "-m", "oblr_megatron.cli", *arguments])`."""
     return call_forked(cli.main, 1, arguments, variables)
+
+
+def run_script(arguments: list[str]) -> int:
+    """Like `python SCRIPT ARGUMENTS`; for `call_forked`."""
+    sys.argv, script = arguments, arguments[0]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+    return 0
 
 
 def call_forked(main: Main, ranks: int, arguments: list[str], variables: dict[str, str]) -> CompletedProcess[str]:

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.conftest import LIMIT_S, ROOT, environment
+from tests.e2e.conftest import ROOT, environment, wait_for_lines
 from tests.e2e.forked import forked_cli
 
 PROMPTS, K, TOKENS = 48, 4, 6
@@ -137,11 +136,8 @@ def test_a_killed_evaluation_continues_and_writes_the_same_bytes(evaluated: Eval
 def kill_after(lines: int, file: Path, arguments: list[str]) -> int:
     """Start the command and kill it when the file has `lines` lines. Returns the lines after all processes ended."""
     command = [sys.executable, "-m", "oblr_megatron.cli", *arguments]
-    deadline = time.monotonic() + LIMIT_S
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True) as job:
-        while not file.exists() or file.read_bytes().count(b"\n") < lines:
-            assert job.poll() is None and time.monotonic() < deadline, "it did not write enough lines"
-            time.sleep(0.005)
+        wait_for_lines(lines, file, job)
         family = psutil.Process(job.pid).children(recursive=True)
         job.send_signal(signal.SIGKILL)
     assert family, "at least an engine and a reward worker"

@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
 from oblr_megatron.runtime.launch import LATER_S
-from tests.e2e.conftest import ROOT, environment
+from tests.e2e.conftest import ROOT, environment, wait_for
 
 RUN = """
 import os, sys, time
@@ -66,14 +66,6 @@ def launched(directory: Path, fate: str = "saves") -> Iterator[subprocess.Popen[
             if process.is_running():
                 process.kill()
         job.communicate(timeout=10)
-
-
-def wait_for(condition: Callable[[], bool], job: subprocess.Popen[str], deadline_s: float = 120) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert job.poll() is None, f"the launcher ended with {job.returncode}"
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def saved(directory: Path) -> list[str]:

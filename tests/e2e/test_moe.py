@@ -8,7 +8,6 @@ Not covered: that training lifts accuracy (examples/tiny_moe_cpu); a mixture in 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,15 +21,11 @@ from oblr_megatron.config import WeightsConfig
 from oblr_megatron.errors import DamagedError, RunError
 from oblr_megatron.gradnorm.oracle import oracle_logits
 from oblr_megatron.weights.shm import Bucket, SharedBuffer
-from tests.e2e.conftest import ROOT, records
-from tests.e2e.forked import forked, forked_cli
+from tests.e2e.conftest import records
+from tests.e2e.forked import call_forked, forked, forked_cli, run_script
 from tests.e2e.test_push import Line
 from tests.e2e.tiny_rollout import Weights, change, largest_error, sample
 from tests.tiny import make_moe_hf_dir
-
-sys.path.insert(0, str(ROOT / "examples" / "tiny_cpu"))  # scripts import their neighbours by name
-
-import prepare
 
 PARITY = 2e-5  # rounding of fp32
 STEPS = 3
@@ -75,9 +70,8 @@ def test_a_whole_push_mends_a_damaged_one(line: Line) -> None:
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's data and a mixture after a few supervised steps."""
     out = tmp_path_factory.mktemp("tiny_moe")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["prepare.py", "--out", str(out), "--steps", "20", "--experts", "4"])
-        prepare.main()
+    arguments = ["examples/tiny_cpu/prepare.py", "--out", str(out), "--steps", "20", "--experts", "4"]
+    assert call_forked(run_script, 1, arguments, {}).returncode == 0
     return out
 
 

@@ -14,17 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from oblr_megatron import train
 from oblr_megatron.rollout.step_file import read_step, step_path
-from tests.e2e.conftest import records, run
-from tests.e2e.forked import CONFIG, forked, forked_cli
+from tests.e2e.conftest import records
+from tests.e2e.forked import CONFIG, call_forked, forked, forked_cli
 
 Overrides = Callable[..., list[str]]
 
-# In a replay: what was imported, and that the run ended well.
-WITHOUT_VLLM = (
-    "import sys; from oblr_megatron.train import main; status = main(sys.argv[1:]);"
-    "assert 'vllm' not in sys.modules, 'vllm was imported'; sys.exit(status)"
-)
 OF_SAMPLING = ("timing_s/", "perf/", "rollout/restarts")  # what a replay measures otherwise, or not at all
 OF_ALL_SAMPLED = (
     "reward/",
@@ -56,12 +52,17 @@ def same_weights(first: Path, second: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_replay_repeats_a_run_to_the_last_bit_without_vllm(tmp_path: Path, overrides: Overrides) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    succeed(forked(1, [*overrides(a, num_steps=3, evaluate__every_steps=0), "--save-rollouts"]))
+def train_without_vllm(arguments: list[str]) -> int:
+    status = train.main(arguments)
+    assert "vllm" not in sys.modules, "vllm was imported"
+    return status
+
+
+def test_a_replay_repeats_a_run_to_the_last_bit_without_vllm(tmp_path: Path, overrides: Overrides, saved: Path) -> None:
+    a, b = saved, tmp_path / "b"
     assert sorted(path.name for path in (a / "rollouts").iterdir()) == [f"step_00000{n}.parquet" for n in (1, 2, 3)]
     keys = overrides(b, num_steps=3, evaluate__every_steps=1, data__train=tmp_path / "not-read.jsonl")
-    said = succeed(run([sys.executable, "-c", WITHOUT_VLLM, CONFIG, *keys, "--replay", str(a / "rollouts")]))
+    said = succeed(call_forked(train_without_vllm, 1, [CONFIG, *keys, "--replay", str(a / "rollouts")], {}))
     assert said.count("no evaluation is made") == 1
     assert not list((b / "logs").glob("engine-*")), "an engine was started"
     same_metrics(a, b)

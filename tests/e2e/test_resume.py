@@ -10,7 +10,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,29 +18,17 @@ import torch
 from safetensors.torch import load_file
 
 from oblr_megatron.checkpoint.store import checkpoints_of, read_manifest
-from tests.e2e.conftest import LIMIT_S, ROOT, environment, run
+from tests.e2e.conftest import LIMIT_S, ROOT, environment, wait_for_lines
 from tests.e2e.forked import CONFIG, forked_cli
 
 STEPS = 9
 TIMED = ("timing_s/", "perf/")
 
 
-def command(keys: list[str], *options: str) -> list[str]:
-    return [sys.executable, "-m", "oblr_megatron.cli", "train", CONFIG, *keys, *options]
-
-
 def certain(run_dir: Path) -> list[dict[str, float]]:
     """Metrics without times."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMED)} for line in lines]
-
-
-def stop_after(steps: int, metrics: Path, job: subprocess.Popen[str], number: signal.Signals) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not metrics.exists() or metrics.read_text().count("\n") <= steps:  # step 0 has a line, too
-        assert job.poll() is None and time.monotonic() < deadline, "the run did not come so far"
-        time.sleep(0.005)
-    job.send_signal(number)
 
 
 @pytest.mark.slow
@@ -60,17 +47,19 @@ def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Callable[...
     assert unbroken.returncode == 0, unbroken.stderr[-2000:]
 
     keys = overrides(parts, **options)
+    command = [sys.executable, "-m", "oblr_megatron.cli", "train", CONFIG, *keys]
     with subprocess.Popen(
-        command(keys), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as job:
-        stop_after(2, parts / "metrics.jsonl", job, signal.SIGUSR1)
+        wait_for_lines(3, parts / "metrics.jsonl", job)  # step 0 has a line, too
+        job.send_signal(signal.SIGUSR1)
         said = job.communicate(timeout=LIMIT_S)[0]
     assert job.returncode == 0, said[-2000:]
     assert f"of {STEPS} (SIGUSR1); continue with --resume" in said and not (parts / "hf").exists()
     stopped = read_manifest(checkpoints_of(parts)[0]).step
     assert 2 <= stopped < STEPS and [record["step"] for record in certain(parts)] == list(range(stopped + 1))
 
-    resumed = run(command(keys, "--resume"))
+    resumed = forked_cli(["train", CONFIG, *keys, "--resume"])
     summaries = [said.stdout.splitlines()[-1].partition("  ")[2] for said in (resumed, unbroken)]
     assert summaries[0] == summaries[1], "accuracy before and after is that of the whole run"
     assert resumed.returncode == 0, resumed.stderr[-2000:]

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from oblr_megatron.engine.samples import to_sample
 from oblr_megatron.errors import RunError
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.types import Sample
-from tests.e2e.conftest import ROOT, environment, records, torchrun
+from tests.e2e.conftest import ROOT, environment, records, torchrun, wait_for_lines
 from tests.e2e.tiny_rollout import EOS, VOCAB, make_prompts, start
 from tests.tiny import make_hf_dir
 
@@ -133,11 +132,7 @@ def test_a_run_that_loses_its_engine_saves_its_state(tmp_path: Path, overrides: 
         torchrun(2, keys), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 240
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-            assert job.poll() is None and time.monotonic() < deadline, "the job did not come so far"
-            time.sleep(0.1)
+        wait_for_lines(2, tmp_path / "run" / "metrics.jsonl", job)
         family = psutil.Process(job.pid).children(recursive=True)
         engine = next(child for child in family if "oblr_megatron.engine.worker" in " ".join(child.cmdline()))
         engine.kill()

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.api_server import KEY, ApiServer
-from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, torchrun
+from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, torchrun, wait_for_lines
 from tests.e2e.forked import forked
 
 SAME_STEP = ("loss", "gradnorm/sq_mean", "grad_norm", "reward/mean", "entropy", "response_length/mean")
@@ -58,11 +57,7 @@ def test_a_run_outlives_its_server(
         torchrun(2, keys), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        end = time.monotonic() + LIMIT_S
-        while not metrics.exists() or metrics.read_text().count("\n") < 3:
-            assert job.poll() is None and time.monotonic() < end, "the run does not begin"
-            time.sleep(0.1)
+        wait_for_lines(3, tmp_path / "run" / "metrics.jsonl", job)
         server.end(signal.SIGKILL)
         server.start()
         _, stderr = job.communicate(timeout=LIMIT_S)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import psutil
 import pytest
 
 from oblr_megatron.checkpoint.store import check_contents, checkpoints_of, read_manifest
-from tests.e2e.conftest import ROOT, environment, records, run
+from tests.e2e.conftest import ROOT, environment, records, wait_for_lines
+from tests.e2e.forked import forked
 
 COMMAND = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml"]
 LONG = 100_000  # steps
@@ -40,8 +40,7 @@ def test_a_signal_to_every_process_of_a_run_saves_it(
         text=True,
     )
     try:
-        metrics = directory / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, job)
+        wait_for_lines(2, directory / "metrics.jsonl", job)
         family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
         for process in family:
             process.send_signal(number)
@@ -59,14 +58,6 @@ def test_a_signal_to_every_process_of_a_run_saves_it(
     assert manifest.step == steps
     assert not (directory / "hf").exists(), "it goes on"
     again = overrides(directory, num_steps=steps + 1, checkpoint__every_steps=0)
-    result = run([*COMMAND, *again, "--resume", *ranks])
+    result = forked(2 if ranks else 1, [*again, "--resume"])
     assert result.returncode == 0, result.stderr[-3000:]
     assert [record["step"] for record in records(directory)] == list(range(1, steps + 2))
-
-
-def wait_for(condition: Callable[[], bool], job: subprocess.Popen[str], deadline_s: float = 240) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert job.poll() is None, job.communicate()[1][-3000:]
-        assert time.monotonic() < end
-        time.sleep(0.1)

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import ROOT, environment, records, run, torchrun
+from tests.e2e.conftest import ROOT, environment, records, run, torchrun, wait_for_lines
 from tests.e2e.forked import forked
 
 SAME_STEP = ("loss", "gradnorm/sq_mean", "gradnorm/sq_max", "grad_norm", "reward/mean", "entropy", "snr/noise_trace")
@@ -39,19 +39,19 @@ BY_TORCHRUN = "tp2_sp_pp2"
 
 
 @pytest.mark.slow
-def test_first_step_is_the_same_in_every_layout(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
+def test_first_step_is_the_same_in_every_layout(
+    tmp_path: Path, overrides: Callable[..., list[str]], saved: Path
+) -> None:
     """Loss, per-sample norms and gradient norm within 1e-5 relative of one rank's, in fp32.
 
     One rank, two replicas and (by torchrun) the four ranks of TP2 x PP2 sample with vLLM; the other layouts take what
     one rank has sampled.
     """
-    one = forked(1, [*overrides(tmp_path / "one"), "--save-rollouts"])
-    assert one.returncode == 0, one.stderr[-3000:]
-    reference = records(tmp_path / "one")[-1]
+    reference = records(saved)[0]
     assert reference["gradnorm/sq_mean"] > 0 and reference["grad_norm"] > 0
     for name, (ranks, layout) in LAYOUTS.items():
         keys = overrides(tmp_path / name, **layout)
-        replay = [] if name == "dp2" else ["--replay", str(tmp_path / "one" / "rollouts")]
+        replay = [] if name == "dp2" else ["--replay", str(saved / "rollouts")]
         result = run(torchrun(ranks, keys)) if name == BY_TORCHRUN else forked(ranks, [*keys, *replay])
         assert result.returncode == 0, f"{name}: {result.stderr[-3000:]}"
         step = records(tmp_path / name)[-1]
@@ -88,9 +88,10 @@ def _check_export(first: Path, second: Path) -> None:
     assert AutoTokenizer.from_pretrained(first).eos_token is not None
 
 
-def test_a_reward_that_raises_scores_zero(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
+def test_a_reward_that_raises_scores_zero(tmp_path: Path, overrides: Callable[..., list[str]], saved: Path) -> None:
     """The run goes on; every sample is counted as a failure; the traceback is shown once."""
-    result = forked(1, overrides(tmp_path / "run", num_steps=2, reward__name="tests.e2e.rewards:always_raises"))
+    keys = overrides(tmp_path / "run", num_steps=2, reward__name="tests.e2e.rewards:always_raises")
+    result = forked(1, [*keys, "--replay", str(saved / "rollouts")])
     assert result.returncode == 0, result.stderr[-3000:]
     for step in records(tmp_path / "run"):
         assert step["reward/failures"] == 8 * 4
@@ -112,8 +113,7 @@ def test_killed_rank_ends_the_job(tmp_path: Path, overrides: Callable[..., list[
         start_new_session=True,
     )
     try:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        _wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, job, 240)
+        wait_for_lines(2, tmp_path / "run" / "metrics.jsonl", job)
         family = psutil.Process(job.pid).children(recursive=True)
         ranks = {
             int(child.environ()["RANK"]): child
@@ -132,11 +132,3 @@ def test_killed_rank_ends_the_job(tmp_path: Path, overrides: Callable[..., list[
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
-
-
-def _wait_for(condition: Callable[[], bool], job: subprocess.Popen[str], deadline_s: float) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert job.poll() is None, f"the job ended with {job.returncode}"
-        assert time.monotonic() < end, "the job did not come so far in time"
-        time.sleep(0.2)

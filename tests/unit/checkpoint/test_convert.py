@@ -1,6 +1,6 @@
 """Conversions by one process: what is written, what is refused and how, and what --check finds.
 
-Does not cover: checkpoints of other layouts (tests/distributed/test_convert.py), memory (test_convert_memory.py), the
+Not covered: checkpoints of other layouts (tests/distributed/test_convert.py), memory (test_convert_memory.py), the
 published sizes (test_real_sizes.py).
 """
 

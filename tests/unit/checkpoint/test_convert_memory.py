@@ -1,7 +1,7 @@
 """A conversion holds two layers and the largest tensor at most, however many layers there are, both ways.
 
 Resident memory of a process of its own, after a conversion of a tiny model has loaded every library. What the C library
-keeps of freed memory counts as well, so that a few megabytes are allowed for it. Does not cover: real sizes
+keeps of freed memory counts as well, so that a few megabytes are allowed for it. Not covered: real sizes
 (tools/bench/convert.py).
 """
 

@@ -1,7 +1,7 @@
-"""The estimated memory of a step is that of the tensors which are alive at its fullest moment, counted one by one.
+"""The estimated memory of a step equals the bytes of the tensors alive at its fullest moment.
 
-Sizes are small but far from degenerate. Not covered: what an allocator holds beyond the tensors (tools/bench/memory.py
-measures whole processes), parallel layouts (tests/distributed/test_memory.py), GPUs.
+Sizes are small but far from degenerate. Not covered: memory that an allocator keeps beyond the tensors
+(tools/bench/memory.py measures whole processes), parallel layouts (tests/distributed/test_memory.py), GPUs.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_what_half_precision_and_offloading_spare() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"stash_dtype": "bfloat16"}])
 def test_buffers_that_are_given_back_are_gone_and_come_back(options: dict[str, Any], parallel: Parallel) -> None:
-    """The next step takes them again, and its gradient is that of a step which found them."""
+    """The next step allocates them again and gives the same gradient as a step that found them."""
     hf_config, config = tiny_config(**SIZES), step_config(TOKENS, **mode("stash", **options))
     steps = WatchedSteps(hf_config, config, parallel)
     steps.take(lr=0.0)
@@ -131,7 +131,7 @@ def test_buffers_that_are_given_back_are_gone_and_come_back(options: dict[str, A
 
 
 def test_what_is_kept_between_steps_where_engines_take_turns() -> None:
-    """The buffers of `stash` are on a GPU only while it trains, but where its engine never sleeps or is elsewhere."""
+    """The buffers of `stash` leave a GPU between steps, unless its engine never sleeps or runs elsewhere."""
     sizes = tiny_config(**SIZES).to_dict()
 
     def kept(rollout: dict[str, Any], *, on_gpu: bool = True) -> int:
@@ -145,7 +145,7 @@ def test_what_is_kept_between_steps_where_engines_take_turns() -> None:
 
 
 def test_a_checkpoint_in_the_background_is_counted() -> None:
-    """A copy of weights and moments where a step goes on beside it on a CPU; on a GPU it is in host memory."""
+    """On a CPU the next step runs next to a copy of weights and moments; on a GPU the copy is in host memory."""
     hf_config = tiny_config(**SIZES).to_dict()
 
     def copied(every_steps: int, *, on_gpu: bool = False, **options: bool) -> int:
