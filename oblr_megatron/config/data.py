@@ -87,7 +87,7 @@ class DataConfig(Section):
     deduplicate: bool = True
     """Drop training rows with a repeated question, and all rows of a question with contradicting answers."""
     exclude: Sources = ()
-    """Further benchmarks to keep out of the training data; those of evaluate.data always are."""
+    """More benchmarks to keep out of the training data. The sets of evaluate.data are always kept out."""
     overlap_ngram: int = Field(10, ge=1)
     """n-gram length, in words, for the overlap with benchmarks. Shorter questions must match exactly."""
     overlap_threshold: float = Field(0.5, ge=0, le=1)
