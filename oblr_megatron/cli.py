@@ -84,10 +84,7 @@ def _train(options: argparse.Namespace) -> int:
     config = load_config(options.config, overrides)
     if options.dry_run:
         return dry_run(
-            config,
-            nnodes=options.nnodes,
-            per_node=options.nproc_per_node,
-            gpu_memory_gb=options.gpu_memory_gb,
+            config, nnodes=options.nnodes, per_node=options.nproc_per_node, gpu_memory_gb=options.gpu_memory_gb
         )
     if options.nnodes > 1 or options.gpu_memory_gb is not None:
         raise UserError(
