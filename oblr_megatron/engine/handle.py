@@ -220,20 +220,20 @@ class VllmEngine:
         self._lose(f"{self.spec.name} is closed")
 
     def _launch(self) -> tuple[Channel, subprocess.Popen[bytes]]:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "oblr_megatron.engine.worker", str(theirs.fileno()), str(os.getpid())]
+        own_end, child_end = socket.socketpair()
+        command = [sys.executable, "-m", "oblr_megatron.engine.worker", str(child_end.fileno()), str(os.getpid())]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, self.log.open("ab") as output:
+        with child_end, self.log.open("ab") as output:
             process = subprocess.Popen(
                 command,
                 env=child_environment(os.environ, self.spec),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), self.buffer.fd),
+                pass_fds=(child_end.fileno(), self.buffer.fd),
                 start_new_session=True,  # the trainer handles Ctrl-C; and one signal ends the engine's children, too
             )
-        channel = Channel(ours)
+        channel = Channel(own_end)
         with suppress(PeerGone):  # the process is dead already: `wait_ready` reports it
             channel.send(self.spec)
         return channel, process
@@ -256,7 +256,8 @@ class VllmEngine:
         return error
 
     def _died(self, what: str) -> EngineLostError:
-        self._wait(GRACE_SECONDS)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_SECONDS)
         ending = f"{self.spec.name} (process {self.pid}) {_ending(self._process.returncode)}"
         self._lose(ending)
         return EngineLostError(f"{ending} while {self.owner} waited for {what}; {self._log_tail()}")
@@ -270,7 +271,8 @@ class VllmEngine:
         end = time.monotonic() + GRACE_SECONDS
         while _others_in_group(self._process.pid) and time.monotonic() < end:
             time.sleep(CHECK_SECONDS)  # workers end by themselves, and the last one removes what they shared
-        self._signal(signal.SIGKILL)
+        with suppress(ProcessLookupError):  # the whole group: an engine over several GPUs has child processes
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._channel.close()
         self.buffer.close()
@@ -278,14 +280,6 @@ class VllmEngine:
     def _check_lost(self) -> None:
         if self._lost is not None:
             raise (RunError if self._closed else EngineLostError)(self._lost)
-
-    def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # the whole group: an engine over several GPUs has child processes
-            os.killpg(self._process.pid, number)
-
-    def _wait(self, seconds: float) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
 
     def _log_tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]

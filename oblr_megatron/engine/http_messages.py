@@ -20,9 +20,8 @@ from oblr_megatron.types import Sample
 
 PREFIX = "/oblr"
 INFO, GENERATE, DIGESTS = f"{PREFIX}/info", f"{PREFIX}/generate", f"{PREFIX}/digests"
-PUSH_OPEN, PUSH_START, PUSH_UPDATE, PUSH_FINISH, PUSH_ABORT = (
-    f"{PREFIX}/push/{step}" for step in ("open", "start", "update", "finish", "abort")
-)
+PUSH = tuple(f"{PREFIX}/push/{step}" for step in ("open", "start", "update", "finish", "abort"))
+PUSH_OPEN, PUSH_START, PUSH_UPDATE, PUSH_FINISH, PUSH_ABORT = PUSH
 REFUSED, INVALID, FAILED = 409, 400, 500
 """HTTP status if the server's state forbids the request, if the request is invalid, and if the engine failed."""
 

@@ -201,21 +201,21 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self, level: int = 1) -> None:
-        """Free GPU memory until the next push or generate, which wake the engines.
+        """Free GPU memory until the next push or generate, which wake the engines. By default engines never sleep.
 
         Args:
             level: 0 frees nothing; 1 frees the KV cache and moves the weights to host memory; 2 drops the weights.
         """
-        ...
+        return
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back early, in stages ("weights", then "kv_cache") or all at once."""
-        ...
+        return
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call, the same on every rank, e.g. {"rollout/restarts": 1}."""
-        ...
+        return {}
 
     def close(self) -> None:
         """End the engines. Not collective: a rank may close at any time, even after an error, and more than once."""
-        ...
+        return

@@ -21,19 +21,7 @@ KEY_VARIABLE = "OBLR_SERVER_KEY"
 """Environment variable with the key, set by `engine.serve_command` for the server process."""
 HEALTH = "/health"
 OPEN_PATHS = frozenset({HEALTH})
-PATHS = OPEN_PATHS | {
-    http.INFO,
-    http.GENERATE,
-    http.DIGESTS,
-    http.PUSH_OPEN,
-    http.PUSH_START,
-    http.PUSH_UPDATE,
-    http.PUSH_FINISH,
-    http.PUSH_ABORT,
-    "/metrics",
-    "/version",
-    "/v1/models",
-}
+PATHS = OPEN_PATHS | {http.INFO, http.GENERATE, http.DIGESTS, *http.PUSH, "/metrics", "/version", "/v1/models"}
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

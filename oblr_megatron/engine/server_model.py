@@ -14,6 +14,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from vllm import TokensPrompt
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.protocol import SamplingRequest
@@ -48,7 +51,7 @@ class ServedModel:
         request = SamplingRequest(group_size=1, temperature=0.0, max_tokens=1, seed=0)
         await self._group((0,), request, 0)
 
-    def info(self) -> http.Info:
+    async def info(self) -> http.Info:
         """The model, its limits and its state.
 
         Raises:
@@ -99,8 +102,6 @@ class ServedModel:
 
     async def open_push(self, body: http.OpenBody) -> None:
         """Pass the transport's parameters to vLLM."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         async with self._push_lock:
             await self._weights(self._client.init_weight_transfer_engine(WeightTransferInitRequest(body.init_info)))
 
@@ -115,8 +116,6 @@ class ServedModel:
 
     async def update_push(self, body: http.UpdateBody) -> None:
         """Load one bucket."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         async with self._push_lock:
             with self._state.bucket(parts_of(body.update_info), body.holding):
                 await self._weights(self._client.update_weights(WeightTransferUpdateRequest(body.update_info)))
@@ -139,8 +138,6 @@ class ServedModel:
             await self._end_push(f"push {body.holding.version} failed: {body.reason}", body.holding)
 
     async def _group(self, prompt: Any, request: SamplingRequest, position: int) -> list[Sample]:
-        from vllm import TokensPrompt
-
         final: Any = None
         parameters = sampling_params(request, position)
         inputs = TokensPrompt(prompt_token_ids=list(prompt))
@@ -177,8 +174,6 @@ class ServedModel:
 
     async def _end_push(self, reason: str, holding: http.Holding | None = None) -> None:
         """Mark the weights as unusable, and close the update session that a failed push has left open in vLLM."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         self._state.fail(reason, holding)
         if self._state.leave_session():
             with suppress(Exception):  # a failing update is the only way to end vLLM's update session early

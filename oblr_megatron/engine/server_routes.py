@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.engine import http_messages as http
@@ -26,6 +27,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ROUTES: tuple[tuple[str, type[http.Message] | None, Callable[..., Awaitable[http.Message | None]]], ...] = (
+    (http.INFO, None, ServedModel.info),
+    (http.DIGESTS, None, ServedModel.digests),
+    (http.GENERATE, http.GenerateBody, ServedModel.generate),
+    (http.PUSH_OPEN, http.OpenBody, ServedModel.open_push),
+    (http.PUSH_START, http.StartBody, ServedModel.start_push),
+    (http.PUSH_UPDATE, http.UpdateBody, ServedModel.update_push),
+    (http.PUSH_FINISH, http.FinishBody, ServedModel.finish_push),
+    (http.PUSH_ABORT, http.AbortBody, ServedModel.abort_push),
+)
+"""(path, type of the body or None for GET, method)"""
+
 Handler = Callable[[bytes], Awaitable[http.Message | None]]
 
 
@@ -40,28 +53,15 @@ class ServerRoutes:
 
     def attach_router(self, app: FastAPI) -> None:
         """Called by vLLM before the engine client exists."""
-        app.add_api_route(http.INFO, self._route(self._info), methods=["GET"])
-        app.add_api_route(http.DIGESTS, self._route(self._digests), methods=["GET"])
-        for path, handler in (
-            (http.GENERATE, self._generate),
-            (http.PUSH_OPEN, self._open),
-            (http.PUSH_START, self._start),
-            (http.PUSH_UPDATE, self._update),
-            (http.PUSH_FINISH, self._finish),
-            (http.PUSH_ABORT, self._abort),
-        ):
-            app.add_api_route(path, self._route(handler), methods=["POST"])
+        for path, kind, method in ROUTES:
+            route = self._route(partial(self._call, kind, method))
+            app.add_api_route(path, route, methods=["GET" if kind is None else "POST"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Called by vLLM when the engine is up."""
         served = ServedModel(engine_client)
         await served.warm_up()
         self._served = served
-
-    @property
-    def _model(self) -> ServedModel:
-        assert self._served is not None, "vLLM serves requests only after init_state"
-        return self._served
 
     def _route(self, handler: Handler) -> Callable[[Any], Awaitable[Response]]:
         """A handler in the form that FastAPI takes. It is cancelled when the client disconnects."""
@@ -82,29 +82,14 @@ class ServerRoutes:
         route.__annotations__ = {"raw_request": Request, "return": Response}
         return route
 
-    async def _info(self, body: bytes) -> http.Info:
-        return self._model.info()
-
-    async def _digests(self, body: bytes) -> http.DigestsAnswer:
-        return await self._model.digests()
-
-    async def _generate(self, body: bytes) -> http.GenerateAnswer:
-        return await self._model.generate(http.GenerateBody.model_validate_json(body))
-
-    async def _open(self, body: bytes) -> None:
-        await self._model.open_push(http.OpenBody.model_validate_json(body))
-
-    async def _start(self, body: bytes) -> None:
-        await self._model.start_push(http.StartBody.model_validate_json(body))
-
-    async def _update(self, body: bytes) -> None:
-        await self._model.update_push(http.UpdateBody.model_validate_json(body))
-
-    async def _finish(self, body: bytes) -> None:
-        await self._model.finish_push(http.FinishBody.model_validate_json(body))
-
-    async def _abort(self, body: bytes) -> None:
-        await self._model.abort_push(http.AbortBody.model_validate_json(body))
+    async def _call(
+        self,
+        kind: type[http.Message] | None,
+        method: Callable[..., Awaitable[http.Message | None]],
+        body: bytes,
+    ) -> http.Message | None:
+        assert self._served is not None, "vLLM serves requests only after init_state"
+        return await method(self._served, *([] if kind is None else [kind.model_validate_json(body)]))
 
 
 async def _outcome(handler: Handler, body: bytes) -> tuple[int, str]:

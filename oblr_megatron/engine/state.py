@@ -108,7 +108,7 @@ class WeightState:
         """Make the weights unusable until the next complete push.
 
         Args:
-            reason: shown to whoever asks for samples.
+            reason: shown when samples are requested.
             holding: the push that failed; a failure of another push than the open or the last one is ignored.
         """
         if holding in (None, self.pushing, self.holding):

@@ -21,17 +21,8 @@ from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.errors import DamagedError, RunError
 from oblr_megatron.runtime.stopping import SIGNALS, die_with
 
-METHODS = (
-    "generate",
-    "init_transfer",
-    "start_push",
-    "update_weights",
-    "finish_push",
-    "read_back",
-    "abort_push",
-    "sleep",
-    "wake",
-)
+PUSH_METHODS = ("init_transfer", "start_push", "update_weights", "finish_push", "abort_push")
+METHODS = ("generate", "read_back", "sleep", "wake", *PUSH_METHODS)
 
 
 def main(arguments: list[str]) -> int:

@@ -84,8 +84,8 @@ class Balance:
 
     def lose(self, server: int) -> None:
         """Take a lost server's prompts back; they are the next ones to be assigned."""
-        owed = [item for task in self._running[server] for item in task.items]
-        self._pending = sorted(owed + self._pending)
+        taken_back = [item for task in self._running[server] for item in task.items]
+        self._pending = sorted(taken_back + self._pending)
         self._running[server].clear()
         self._capacities[server] = 0
 

@@ -58,7 +58,10 @@ class ColocatedEngines(RecoveringEngines):
         self._parallel = parallel
         self._on_gpu = parallel.device.type == "cuda"
         self._placement = place(config, parallel.world_size, on_gpu=self._on_gpu)
-        self._deadlines = _deadlines(config)
+        limits = config.rollout
+        self._deadlines = Deadlines(
+            limits.start_timeout_s, limits.generate_timeout_s, limits.push_timeout_s, limits.sleep_timeout_s
+        )
         self._ready = False  # every engine has started, and none is known to be lost
         self._asleep: frozenset[str] = frozenset()
         self._index = self._placement.engine_of(parallel.rank)
@@ -190,13 +193,6 @@ class ColocatedEngines(RecoveringEngines):
         engine, index = self._engine, self._index
         own = Outcome() if engine is None or index is None else attempt(lambda: call(engine, index))
         return self._gather(own, what, seconds), own
-
-
-def _deadlines(config: Config) -> Deadlines:
-    rollout = config.rollout
-    return Deadlines(
-        rollout.start_timeout_s, rollout.generate_timeout_s, rollout.push_timeout_s, rollout.sleep_timeout_s
-    )
 
 
 def _free_cached_memory() -> None:

@@ -18,26 +18,17 @@ Ask = Callable[[VllmServer, tuple[int, ...], float], Awaitable[Sequence[Any]]]
 """(server, numbers of prompts, seconds left) -> one result per prompt."""
 
 
-async def dispatch(servers: Sequence[VllmServer], balance: Balance, ask: Ask, *, what: str, seconds: float) -> None:
-    """Get one result for each prompt of `balance`.
+class Dispatch:
+    """Gets one result for each prompt of a `Balance`."""
 
-    Args:
+    def __init__(self, servers: Sequence[VllmServer], balance: Balance, ask: Ask, *, what: str, seconds: float) -> None:
+        """Args:
         servers: in the order that `balance` numbers them.
-        balance: keeps the results, even if this raises, so that another call can continue.
+        balance: keeps the results, even if `run` raises, so that another one can continue.
         ask: makes one request.
         what: is sampled, for error messages.
         seconds: the deadline.
-
-    Raises:
-        EngineLostError: no server is left.
-        DeadlineError: the deadline passed.
-        RunError: a server cannot answer such a request.
-    """
-    await _Dispatch(servers, balance, ask, what, seconds).run()
-
-
-class _Dispatch:
-    def __init__(self, servers: Sequence[VllmServer], balance: Balance, ask: Ask, what: str, seconds: float) -> None:
+        """
         self._servers, self._balance, self._ask = servers, balance, ask
         self._what, self._seconds = what, seconds
         self._deadline = time.monotonic() + seconds
@@ -45,6 +36,11 @@ class _Dispatch:
         self._watches: dict[asyncio.Future[Any], int] = {}
 
     async def run(self) -> None:
+        """Raises:
+        EngineLostError: no server is left.
+        DeadlineError: the deadline passed.
+        RunError: a server cannot answer such a request.
+        """
         self._watches = {
             asyncio.ensure_future(server.watch()): number
             for number, server in enumerate(self._servers)

@@ -98,19 +98,6 @@ class ReplayEngine(RolloutEngine):
         self._version = version
         return PushStats(bytes=0, seconds=0.0, tensors=0, buckets=0)
 
-    def metrics(self) -> dict[str, float]:
-        """No metrics."""
-        return {}
-
-    def sleep(self, level: int = 1) -> None:
-        """Nothing to free."""
-
-    def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Nothing to take back."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
     def _read(self, step: int) -> SavedStep:
         outcome: list[SavedStep | str] = [""]
         if self._rank == 0:

@@ -73,33 +73,32 @@ def _check_info(url: str, info: Info, config: Config) -> None:
     """Compare a server's settings with the run's."""
     dtype = str(engine_dtype(config)).removeprefix("torch.")
     longest = max_model_len(config)
-    if info.protocol != PROTOCOL:
-        raise UserError(
-            f"{url} has version {info.protocol} of the messages, this trainer has version {PROTOCOL}",
-            where=WHERE,
-            fix="install the same version of oblr-megatron on both sides",
-        )
-    if info.shapes != shapes_digest(checkpoint_shapes(config.model.path)):
-        raise UserError(
-            f"{url} serves {info.model}, and its tensors differ from those of {config.model.path}",
-            where=WHERE,
-            fix=f"start it with --model {config.model.path}",
-        )
-    if info.dtype != dtype:
-        raise UserError(
-            f"{url} computes in {info.dtype}, but the run pushes {dtype}",
-            where=WHERE,
-            fix=f"start it with --dtype {dtype}, or set rollout.dtype to {info.dtype!r}",
-        )
-    if (info.quantization == "none") != (config.rollout.quantization == "none"):
-        raise UserError(
-            f"{url} has quantization {info.quantization!r}, but the run has {config.rollout.quantization!r}",
-            where=WHERE,
-            fix=f"start it with --quantization {config.rollout.quantization}, or set rollout.quantization",
-        )
-    if info.max_model_len < longest:
-        raise UserError(
-            f"{url} takes {info.max_model_len} tokens of prompt and response together, but the run needs {longest}",
-            where=WHERE,
-            fix=f"start it with --max-model-len {longest}",
-        )
+    for is_wrong, what, fix in (
+        (
+            info.protocol != PROTOCOL,
+            f"has version {info.protocol} of the messages, but this trainer has {PROTOCOL}",
+            "install the same version of oblr-megatron on both sides",
+        ),
+        (
+            info.shapes != shapes_digest(checkpoint_shapes(config.model.path)),
+            f"serves {info.model}, and its tensors differ from those of {config.model.path}",
+            f"start it with --model {config.model.path}",
+        ),
+        (
+            info.dtype != dtype,
+            f"computes in {info.dtype}, but the run pushes {dtype}",
+            f"start it with --dtype {dtype}, or set rollout.dtype to {info.dtype!r}",
+        ),
+        (
+            (info.quantization == "none") != (config.rollout.quantization == "none"),
+            f"has quantization {info.quantization!r}, but the run has {config.rollout.quantization!r}",
+            f"start it with --quantization {config.rollout.quantization}, or set rollout.quantization",
+        ),
+        (
+            info.max_model_len < longest,
+            f"takes {info.max_model_len} tokens of prompt and response together, but the run needs {longest}",
+            f"start it with --max-model-len {longest}",
+        ),
+    ):
+        if is_wrong:
+            raise UserError(f"{url} {what}", where=WHERE, fix=fix)

@@ -44,11 +44,11 @@ class Transport(Protocol):
 
     def send(self, bucket: Bucket, servers: Sequence[VllmServer]) -> None:
         """Send a bucket. The servers have been told of it, and have not answered yet."""
-        ...
+        return
 
     def drop(self, server: VllmServer) -> None:
         """Stop waiting for a server."""
-        ...
+        return
 
     def close(self) -> None:
         """Free everything."""
@@ -58,7 +58,7 @@ class Transport(Protocol):
 OpenPush = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport):
     """For servers on rank 0's machine: they map its memory, so nothing is sent."""
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -82,12 +82,6 @@ class SharedMemoryTransport:
 
         assert self._buffer is not None, "reserve comes first"
         await open_push(PeerMemory.of(self._buffer).as_dict())
-
-    def send(self, bucket: Bucket, servers: Sequence[VllmServer]) -> None:
-        """Nothing to send."""
-
-    def drop(self, server: VllmServer) -> None:
-        """Nothing to drop."""
 
     def close(self) -> None:
         """Free the memory."""

@@ -24,7 +24,7 @@ from oblr_megatron.engine.http_messages import GenerateBody, Holding
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
 from oblr_megatron.rollout.balance import Balance
-from oblr_megatron.rollout.dispatch import dispatch
+from oblr_megatron.rollout.dispatch import Dispatch
 from oblr_megatron.rollout.push import Receiver, push
 from oblr_megatron.rollout.recovery import RecoveringEngines
 from oblr_megatron.rollout.server_client import VllmServer, reasons
@@ -66,12 +66,6 @@ class ServerEngines(RecoveringEngines):
         """See `RolloutEngine.push`. It succeeds when one server serves the weights; others may follow later."""
         self._holder = self._holder or self._from_first_rank(lambda _: secrets.token_hex(8), "the run's name", 0)
         return super().push(source, version)
-
-    def sleep(self, level: int = 1) -> None:
-        """Does nothing: servers have their own memory."""
-
-    def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Does nothing: servers do not sleep."""
 
     def close(self) -> None:
         """Close the connections; the servers go on. Not collective."""
@@ -220,7 +214,7 @@ class _Servers:
             body = GenerateBody.of(holding, request, [prompts[item] for item in items], items)
             return await server.generate(body, left)
 
-        self.loop.run(dispatch(self.servers, balance, ask, what=what, seconds=seconds))
+        self.loop.run(Dispatch(self.servers, balance, ask, what=what, seconds=seconds).run())
         return [sample for group in balance.results() for sample in group]
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,12 @@ from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.types import Prompt, Sample
 
 KEY = b"oblr_rollouts"
+PROMPT_COLUMNS = {"prompt_row": "row", "prompt_id": "id", "prompt_text": "text"} | {
+    name: name for name in ("answer", "source", "tolerance")
+}
+"""Column -> field of `Prompt`. Version 1 has no column "tolerance"."""
 SCHEMA_VERSION = 2
+STEP_FACTS = ("step", "temperature", "epoch", "skipped")
 
 
 def _list(kind: pa.DataType) -> pa.DataType:
@@ -88,15 +93,8 @@ def write_step(directory: Path, saved: SavedStep) -> Path:
     """
     path = step_path(directory, saved.step)
     partial = path.with_name(f".{path.name}.partial")
-    facts = {
-        "schema_version": SCHEMA_VERSION,
-        "step": saved.step,
-        "num_prompts": len(saved.prompts),
-        "group_size": saved.group_size,
-        "temperature": saved.temperature,
-        "epoch": saved.epoch,
-        "skipped": saved.skipped,
-    }
+    facts = {"schema_version": SCHEMA_VERSION, "num_prompts": len(saved.prompts), "group_size": saved.group_size}
+    facts |= {name: getattr(saved, name) for name in STEP_FACTS}
     rows = [_row(saved, position) for position in range(len(saved.samples))]
     table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({KEY: json.dumps(facts)}))
     try:
@@ -127,10 +125,7 @@ def read_step(path: Path) -> SavedStep:
     group_size = facts["group_size"]
     firsts = rows[::group_size]
     saved = SavedStep(
-        step=facts["step"],
-        temperature=facts["temperature"],
-        epoch=facts["epoch"],
-        skipped=facts["skipped"],
+        **{name: facts[name] for name in STEP_FACTS},
         prompts=[_prompt(row) for row in firsts],
         samples=[_sample(row) for row in rows],
         rewards=[row["reward"] for row in rows],
@@ -141,40 +136,19 @@ def read_step(path: Path) -> SavedStep:
 
 def _row(saved: SavedStep, position: int) -> dict[str, Any]:
     sample = saved.samples[position]
-    prompt = asdict(saved.prompts[sample.group])
-    return asdict(sample) | {
-        "prompt_row": prompt["row"],
-        "prompt_id": prompt["id"],
-        "prompt_text": prompt["text"],
-        "answer": prompt["answer"],
-        "source": prompt["source"],
-        "tolerance": prompt["tolerance"],
-        "reward": saved.rewards[position],
-    }
+    prompt = saved.prompts[sample.group]
+    columns = {column: getattr(prompt, field) for column, field in PROMPT_COLUMNS.items()}
+    return asdict(sample) | columns | {"reward": saved.rewards[position]}
 
 
 def _prompt(row: dict[str, Any]) -> Prompt:
-    return Prompt(
-        row=row["prompt_row"],
-        id=row["prompt_id"],
-        text=row["prompt_text"],
-        token_ids=tuple(row["prompt_ids"]),
-        answer=row["answer"],
-        source=row["source"],
-        tolerance=row.get("tolerance", ""),
-    )
+    columns = {field: row.get(column, "") for column, field in PROMPT_COLUMNS.items()}
+    return Prompt(token_ids=tuple(row["prompt_ids"]), **columns)
 
 
 def _sample(row: dict[str, Any]) -> Sample:
-    return Sample(
-        group=row["group"],
-        prompt_ids=tuple(row["prompt_ids"]),
-        response_ids=tuple(row["response_ids"]),
-        logprobs=tuple(row["logprobs"]),
-        text=row["text"],
-        finish_reason=row["finish_reason"],
-        version=row["version"],
-    )
+    values: dict[str, Any] = {field.name: row[field.name] for field in fields(Sample)}
+    return Sample(**values | {name: tuple(values[name]) for name in ("prompt_ids", "response_ids", "logprobs")})
 
 
 def _facts(table: pa.Table, path: Path) -> dict[str, Any]:

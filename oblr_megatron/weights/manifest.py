@@ -176,12 +176,12 @@ class Ledger:
             WeightError: the bucket does not continue the manifest.
         """
         for part in parts:
-            owed = self._manifest[self._taken] if self._taken < len(self._manifest) else None
+            missing = self._manifest[self._taken] if self._taken < len(self._manifest) else None
             end = part.first + part.count
-            if part.spec != owed or part.first != self._next or not part.first <= end <= owed.numel:
-                place = f" from element {self._next} on" if owed and self._next else ""
-                raise WeightError(f"the push sent {part} where its manifest has {owed or 'nothing more'}{place}")
-            done = end == owed.numel
+            if part.spec != missing or part.first != self._next or not part.first <= end <= missing.numel:
+                place = f" from element {self._next} on" if missing and self._next else ""
+                raise WeightError(f"the push sent {part} where its manifest has {missing or 'nothing more'}{place}")
+            done = end == missing.numel
             self._taken, self._next = (self._taken + 1, 0) if done else (self._taken, end)
 
     def finish(self) -> None:
@@ -190,9 +190,9 @@ class Ledger:
         Raises:
             WeightError: names the first tensors that have not.
         """
-        owed = [spec.name for spec in self._manifest[self._taken :]]
-        if owed:
-            raise WeightError(f"the push ended without {'the rest of ' if self._next else ''}{_first(owed)}")
+        missing = [spec.name for spec in self._manifest[self._taken :]]
+        if missing:
+            raise WeightError(f"the push ended without {'the rest of ' if self._next else ''}{_first(missing)}")
 
 
 def _first(names: Sequence[str], count: int = 3) -> str:

@@ -163,21 +163,6 @@ def test_weights_are_read_back_and_compared(two, engines_of, model, monkeypatch)
     assert [one.response_ids for one in sample(engines)] == [one.response_ids for one in expected]
 
 
-def test_a_source_that_breaks_off_leaves_no_half_model_in_use(two, engines_of, model):
-    engines = engines_of(two[:1])
-    engines.push(Weights(model), 0)
-    expected = sample(engines)
-
-    class Broken(Weights):
-        def __iter__(self):
-            yield from list(super().__iter__())[:5]
-            raise ZeroDivisionError("the trainer's own mistake")
-
-    with pytest.raises(ZeroDivisionError):
-        engines.push(Broken(model), 1)
-    assert_refuses_until_a_full_push(engines, model, expected)
-
-
 def assert_refuses_until_a_full_push(engines, model, expected):
     """The trainer's side refuses, the server refuses, and a complete push makes both usable again."""
     with pytest.raises(RunError, match="push 1 did not reach the servers"):

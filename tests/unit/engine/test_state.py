@@ -16,6 +16,7 @@ from oblr_megatron.weights.manifest import Part, TensorSpec, manifest_of, parts_
 from oblr_megatron.weights.shm import SharedBuffer, fill_buckets
 
 A, B = TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,))
+HALF = TensorSpec("a", "bfloat16", (2, 3))
 FIRST, SECOND = Holding(holder="x", version=1), Holding(holder="x", version=2)
 FOREIGN = Holding(holder="y", version=2)
 
@@ -42,16 +43,18 @@ def finish(state: WeightState, holding: Holding | None = SECOND) -> None:
         pass
 
 
-def push(state: WeightState, holding: Holding = SECOND) -> None:
+def push(state: WeightState, holding: Holding = SECOND, *, last: bool = True) -> None:
     begin(state, holding)
     bucket(state, Part.whole(A), Part(B, 0, 1), holding=holding)
-    bucket(state, Part(B, 1, 3), holding=None)
-    finish(state, holding)
+    if last:
+        bucket(state, Part(B, 1, 3), holding=None)
+        finish(state, holding)
 
 
 STATES: dict[str, Callable[[WeightState], None]] = {
     "serving": lambda state: None,
     "pushing": begin,
+    "half": lambda state: push(state, last=False),
     "unusable": lambda state: state.fail("the test wants it so"),
 }
 
@@ -60,7 +63,7 @@ STATES: dict[str, Callable[[WeightState], None]] = {
 def test_a_complete_push_leads_from_every_state_to_serving_it(phase: str) -> None:
     state = start()
     STATES[phase](state)
-    assert state.phase == phase
+    assert state.phase == phase.replace("half", "pushing")
     if phase != "serving":
         with pytest.raises(Refusal):
             state.check_usable(FIRST)
@@ -72,10 +75,20 @@ def test_a_complete_push_leads_from_every_state_to_serving_it(phase: str) -> Non
 
 EVENTS: list[tuple[str, Callable[[WeightState], None], str, str]] = [  # state, event, next state, in the message
     ("serving", lambda state: begin(state, SECOND, A), "unusable", "b is missing"),
-    ("serving", lambda state: begin(state, SECOND, A, TensorSpec("b", "bfloat16", (4,))), "unusable", "bfloat16"),
-    ("pushing", lambda state: bucket(state, Part.whole(B)), "unusable", "sent b"),
-    ("pushing", lambda state: bucket(state, Part(A, 1, 5)), "unusable", "elements from 1"),
+    ("serving", lambda state: begin(state, SECOND, HALF, B), "unusable", "a bfloat16, the model has float32"),
+    ("pushing", lambda state: bucket(state, Part.whole(B)), "unusable", "sent b float32[4] where its manifest has a"),
+    (
+        "pushing",
+        lambda state: bucket(state, Part.whole(HALF)),
+        "unusable",
+        "a bfloat16[2, 3] where its manifest",
+    ),
+    ("pushing", lambda state: bucket(state, *map(Part.whole, (A, B, A))), "unusable", "has nothing more"),
+    ("pushing", lambda state: bucket(state, Part(A, 0, 4), Part(A, 3, 3)), "unusable", "from element 4"),
+    ("pushing", lambda state: bucket(state, Part(A, 0, 7)), "unusable", "7 elements from 0"),
+    ("pushing", lambda state: bucket(state, Part.whole(A), Part(B, 0, -1)), "unusable", "-1 elements"),
     ("pushing", finish, "unusable", "without a, b"),
+    ("half", finish, "unusable", "without the rest of b"),
     ("pushing", lambda state: bucket(state, Part.whole(A), holding=FOREIGN), "pushing", "push 2 is not open: push 2"),
     ("pushing", lambda state: finish(state, FIRST), "pushing", "push 1 is not open"),
     ("pushing", lambda state: state.check_usable(), "pushing", "push 2 has not ended"),
@@ -100,7 +113,7 @@ def test_refusals(phase: str, event: Callable[[WeightState], None], after: str, 
     assert (state.phase, state.holding) == (after, FIRST)
     if after != phase:
         assert state.unusable == f"push 2 failed: {error.value}"
-        assert state.leave_session() == (phase == "pushing"), "vLLM's session is closed once"
+        assert state.leave_session() == (phase != "serving"), "vLLM's session is closed once"
         assert not state.leave_session()
     if after == "unusable":
         with pytest.raises(Refusal):

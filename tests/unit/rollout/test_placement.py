@@ -20,18 +20,9 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.rollout.placement import Placement, engine_spec, place
 
 TORCHRUN = (
-    *(
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_RANK",
-        "ROLE_NAME",
-    ),
-    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-    *("OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"),
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE "
+    "MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCH_NCCL_ASYNC_ERROR_HANDLING OMP_NUM_THREADS "
+    "VLLM_CPU_KVCACHE_SPACE VLLM_CPU_OMP_THREADS_BIND"
 )
 CPU = EngineSpec("engine 0", Path("/m"), "float32", "cpu", 64, 8, 2**20, num_threads=3)
 GPU = EngineSpec("engine 0", Path("/m"), "bfloat16", "cuda", 64, 8, 2**20, num_threads=3, visible_devices="2,3")
@@ -92,7 +83,7 @@ def test_sleep_mode_is_on_for_gpu_engines_with_a_sleep_level(device, level, able
 
 
 def test_an_engine_gets_no_variables_of_torchrun_and_no_network():
-    torchrun = dict.fromkeys(TORCHRUN, "1")
+    torchrun = dict.fromkeys(TORCHRUN.split(), "1")
     child = child_environment(torchrun | {"PATH": "/bin", "MY_OWN": "kept"}, CPU)
     assert not (torchrun.keys() - {"OMP_NUM_THREADS"}) & child.keys()
     assert child["PATH"] == "/bin" and child["MY_OWN"] == "kept"

@@ -106,32 +106,3 @@ def test_a_ledger_takes_the_manifest_in_buckets_of_any_size():
             ledger.take(cuts[:middle])
             ledger.take(cuts[middle:])
             ledger.finish()
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        (PARTS[1:], "sent b .* where its manifest has a "),
-        (
-            [Part.whole(TensorSpec("a", "bfloat16", (2, 3)))],
-            r"sent a bfloat16\[2, 3\] where its manifest has a float32\[2, 3\]",
-        ),
-        ((*PARTS, PARTS[0]), "where its manifest has nothing more"),
-        ([Part(WHOLE[0], 0, 4), Part(WHOLE[0], 3, 3)], "3 elements from 3 on where its manifest has a .* element 4 on"),
-        ([Part(WHOLE[0], 0, 7)], "7 elements from 0 on"),
-        ([Part(WHOLE[0], 0, 6), Part(WHOLE[1], 0, -1)], "-1 elements"),
-    ],
-)
-def test_a_ledger_refuses_another_order_dtype_number_or_stretch(parts, message):
-    with pytest.raises(WeightError, match=message):
-        Ledger(WHOLE).take(parts)
-
-
-def test_a_ledger_refuses_to_end_early():
-    ledger = Ledger(WHOLE)
-    ledger.take(PARTS[:1])
-    with pytest.raises(WeightError, match="ended without b, c"):
-        ledger.finish()
-    ledger.take([Part(WHOLE[1], 0, 3)])
-    with pytest.raises(WeightError, match="ended without the rest of b, c"):
-        ledger.finish()
