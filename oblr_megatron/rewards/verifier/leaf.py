@@ -64,7 +64,7 @@ def _by_words(gold: str, given: str) -> bool | None:
 
 
 def _by_base(gold: str, given: str) -> bool | None:
-    """The result if either side names a base, else None: base and value must be equal; a plain gold needs the value."""
+    """The result if either side names a base, else None. If the gold answer names one, the bases must be equal."""
     expected, found = read_base(gold), read_base(given)
     if expected is not None:
         return found is not None and found[1] == expected[1] and int(*found) == int(*expected)
@@ -112,12 +112,12 @@ def _expression(quantity: Quantity) -> str:
 
 
 def _operators(text: str) -> set[str]:
-    """Names of operators in the text. A prediction must not have more than the gold answer: it would be unevaluated."""
+    """Operators in the text. A prediction with operators that the gold answer lacks is unevaluated, hence wrong."""
     return {next(name for name in match.groups() if name) for match in _OPERATORS.finditer(text)}
 
 
 def _as_word(text: str) -> str | None:
-    r"""The word that the whole answer is, or None: in \text, or letters that cannot be a product of variables."""
+    r"""The answer if it is a single word, else None: in \text, or letters that cannot be a product of variables."""
     if match := _TEXT.fullmatch(text):
         return _word_form(match.group(1))
     if _WORD.fullmatch(text) and (len(text) >= 4 or text.casefold() in _PLAIN_WORDS):

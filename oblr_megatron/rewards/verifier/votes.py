@@ -50,7 +50,7 @@ def _key(answer: str) -> Fraction | str:
 
 
 def _class_of(answer: str, first: Sequence[str | None]) -> int:
-    """The class with a first member equal to the answer; the number of a new class if there is none.
+    """The class with an equal first member, else the number of a new class.
 
     Plain numbers are not compared with each other, since equal ones share a key: this avoids K^2 comparisons.
     """
