@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from oblr_megatron.checkpoint import size, store
+from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.store import check_contents, checkpoints_of, read_manifest
 from tests.distributed.launch import RankError, run_ranks
 from tests.distributed.replayed import certain, config_of, make_inputs, train_here
@@ -78,7 +78,7 @@ def full_while_writing(inputs: Path, disk: Path) -> None:
 
 
 def no_room_for_the_next(inputs: Path, disk: Path) -> None:
-    size.FIXED_BYTES, store.RESERVE_BYTES = 200_000, 0
+    store.FIXED_BYTES, store.RESERVE_BYTES = 200_000, 0
     status, said = train_here(config_of(inputs, disk / "run", *TWO, "checkpoint.export_hf=false"))
     assert status == 0, said
     assert said.count("no room for a checkpoint") == 2, said

@@ -17,7 +17,7 @@ LIMIT_S = 400  # hard deadline of one run
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank, and none of the variables a surrounding torchrun may have set."""
+    """One thread a rank, without the variables that a surrounding torchrun may have set."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         kept.pop(name, None)
@@ -98,5 +98,5 @@ def wait_for(condition: Callable[[], bool], job: subprocess.Popen[str], deadline
 
 
 def wait_for_lines(count: int, path: Path, job: subprocess.Popen[str]) -> None:
-    """Until the file, a run's metrics.jsonl for example, has so many lines."""
+    """Wait until the file (metrics.jsonl of a run, for example) has `count` lines."""
     wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") >= count, job)

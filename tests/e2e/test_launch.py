@@ -1,6 +1,6 @@
 """The launcher with real torchrun ranks that run a small script: signals reach them, and they end by themselves.
 
-The script stands for a run: it takes steps until the ranks agree to stop, and "saves". Not covered: several nodes.
+The script replaces a run: it takes steps until the ranks agree to stop, and then "saves". Not covered: several nodes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ with StopRequest(CheckpointConfig()) as stop:
 
 @contextmanager
 def launched(directory: Path, fate: str = "saves") -> Iterator[subprocess.Popen[str]]:
-    """Two ranks of the script, begun; whatever is left at the end of the block is killed."""
+    """Two running ranks of the script; processes left at the end of the block are killed."""
     (directory / "script.py").write_text(RUN)
     command = [sys.executable, "-m", "oblr_megatron.runtime.launch", "--standalone", "--nproc-per-node", "2"]
     job = subprocess.Popen(
@@ -69,7 +69,7 @@ def launched(directory: Path, fate: str = "saves") -> Iterator[subprocess.Popen[
 
 
 def saved(directory: Path) -> list[str]:
-    """What the ranks wrote, in the order of ranks."""
+    """The ranks' files, in the order of ranks."""
     return [path.read_text() for path in sorted(directory.glob("saved_*"))]
 
 
@@ -83,7 +83,7 @@ def test_a_signal_lets_the_ranks_save_and_end_with_0(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_every_process_at_once_is_one_signal(tmp_path: Path) -> None:
-    """As SLURM sends it, to all of a step's processes: each rank gets it twice."""
+    """SLURM signals all processes of a step, so each rank gets the signal twice."""
     with launched(tmp_path) as job:
         ranks = psutil.Process(job.pid).children(recursive=True)
         for process in [*ranks, job]:
@@ -130,13 +130,13 @@ def test_ranks_that_refuse_their_input_give_the_launcher_their_status(tmp_path: 
 
 
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
-    """Of its SIGKILL they hear nothing; `launched` looks that none is left."""
+    """SIGKILL of the launcher sends them no signal; `launched` checks that none is left."""
     with launched(tmp_path) as job:
         job.kill()
 
 
 def test_a_signal_before_there_are_ranks_ends_the_launcher(tmp_path: Path) -> None:
-    """It waits for a second node that never comes."""
+    """The launcher waits for a second node that never comes."""
     command = [sys.executable, "-m", "oblr_megatron.runtime.launch", "--nnodes", "2", "--rdzv-backend", "c10d"]
     rendezvous = ["--rdzv-endpoint", "localhost:0", "--rdzv-id", "alone", "--nproc-per-node", "1"]
     with subprocess.Popen(

@@ -1,9 +1,9 @@
-"""A mixture of experts, trained and sampled from on a CPU: every push arrives, and a whole run is one.
+"""A mixture of experts on a CPU: every push arrives, and a whole run trains it.
 
-After a push vLLM's log-probs are those of transformers, fp32; also after a push that broke off. The run has its experts
-on two ranks and router losses.
+After a push vLLM's log-probs are those of transformers, fp32; also after a damaged push. The run has experts on two
+ranks and router losses.
 
-Not covered: that training lifts accuracy (examples/tiny_moe_cpu); a mixture in a GPU engine.
+Not covered: a rise in accuracy (examples/tiny_moe_cpu); a mixture in a GPU engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from oblr_megatron.gradnorm.oracle import oracle_logits
 from oblr_megatron.weights.shm import Bucket, SharedBuffer
 from tests.e2e.conftest import records
 from tests.e2e.forked import call_forked, forked, forked_cli, run_script
-from tests.e2e.test_push import Line
+from tests.e2e.test_push import Direct
 from tests.e2e.tiny_rollout import Weights, change, largest_error, sample
 from tests.tiny import make_moe_hf_dir
 
@@ -32,38 +32,38 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
-    """To an engine of a mixture; every push to it is read back."""
-    opened = Line(make_moe_hf_dir(tmp_path_factory.mktemp("moe") / "model", head_dim=32))
+def direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Direct]:
+    """An engine with a mixture; every push to it is read back."""
+    opened = Direct(make_moe_hf_dir(tmp_path_factory.mktemp("moe") / "model", head_dim=32))
     opened.engines._pusher._options = WeightsConfig(verify=True)
     yield opened
     opened.engines.close()
 
 
-def test_logprobs_after_every_push_are_those_of_transformers(line: Line) -> None:
-    assert line.loaded == line.expected(Weights(line.model)), "each expert's tensors are found where vLLM put them"
-    assert 0 < largest_error(line.model, sample(line.engines)) < PARITY
+def test_logprobs_after_every_push_are_those_of_transformers(direct: Direct) -> None:
+    assert direct.loaded == direct.expected(Weights(direct.model)), "each expert's tensors are where vLLM put them"
+    assert 0 < largest_error(direct.model, sample(direct.engines)) < PARITY
     for seed in range(2):
-        before = sample(line.engines)
-        change(line.model, seed)
-        assert largest_error(line.model, before) > 1000 * PARITY, "the change is large enough to be seen"
-        line.engines.push(Weights(line.model), line.engines.version + 1)
-        assert 0 < largest_error(line.model, sample(line.engines)) < PARITY, f"push {seed}"
+        before = sample(direct.engines)
+        change(direct.model, seed)
+        assert largest_error(direct.model, before) > 1000 * PARITY, "the change is large enough to be seen"
+        direct.engines.push(Weights(direct.model), direct.engines.version + 1)
+        assert 0 < largest_error(direct.model, sample(direct.engines)) < PARITY, f"push {seed}"
 
 
-def test_a_whole_push_mends_a_damaged_one(line: Line) -> None:
-    change(line.model, seed=3)
+def test_a_complete_push_repairs_a_damaged_one(direct: Direct) -> None:
+    change(direct.model, seed=3)
 
     def flip(index: int, bucket: Bucket, memory: SharedBuffer) -> None:
         if index == 6:
             memory.bytes[bucket.start + bucket.used // 2] ^= 1
 
-    with pytest.raises(DamagedError, match="checksum"):
-        line.send(Weights(line.model), damage=flip)
-    with pytest.raises(RunError, match="generates again after a complete push"):
-        sample(line.engines)
-    line.engines.push(Weights(line.model), line.engines.version + 1)
-    assert 0 < largest_error(line.model, sample(line.engines)) < PARITY
+    with pytest.raises(DamagedError, match=r"[0-9a-f]{16}.*[0-9a-f]{16}"):
+        direct.send(Weights(direct.model), damage=flip)
+    with pytest.raises(RunError, match="push 9 failed"):
+        sample(direct.engines)
+    direct.engines.push(Weights(direct.model), direct.engines.version + 1)
+    assert 0 < largest_error(direct.model, sample(direct.engines)) < PARITY
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_run_with_experts_on_two_ranks(mixture: Path, tmp_path: Path, override
 
 
 def check_export(run_dir: Path, converted: Path) -> None:
-    """The export holds the last checkpoint's weights, and transformers computes with it what the oracle does."""
+    """The export holds the last checkpoint's weights; transformers and the oracle compute the same logits with it."""
     result = forked_cli(["convert", "to-hf", str(checkpoints_of(run_dir)[0]), str(converted)])
     assert result.returncode == 0, result.stderr[-3000:]
     exported = load_file(run_dir / "hf" / "model.safetensors")

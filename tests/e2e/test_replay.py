@@ -1,4 +1,4 @@
-"""Runs whose samples are saved, and runs that are trained from saved samples: the same figures, the same weights.
+"""Runs that save their samples, and runs trained from saved samples: the same metrics, the same weights.
 
 Not covered: single damaged files (tests/unit/rollout/test_replay.py), servers.
 """
@@ -37,7 +37,7 @@ def succeed(result: CompletedProcess[str]) -> str:
 
 
 def same_metrics(first: Path, second: Path, besides: tuple[str, ...] = OF_SAMPLING) -> None:
-    """All records bit for bit."""
+    """All records are equal bit for bit."""
     one, two = (
         [{name: value for name, value in step.items() if not name.startswith(besides)} for step in records(path)]
         for path in (first, second)
@@ -67,11 +67,11 @@ def test_a_replay_repeats_a_run_to_the_last_bit_without_vllm(tmp_path: Path, ove
     assert not list((b / "logs").glob("engine-*")), "an engine was started"
     same_metrics(a, b)
     same_weights(a, b)
-    assert all(step["rollout/logprob_abs_diff"] <= 1e-3 for step in records(b)), "each step met the weights it is of"
+    assert all(step["rollout/logprob_abs_diff"] <= 1e-3 for step in records(b)), "sampled with its weights"
 
 
 def test_dynamic_sampling_on_two_ranks_and_its_replay(tmp_path: Path, overrides: Overrides) -> None:
-    """The ranks agree on every refill, or the step would not end; the steps saved are the steps trained on."""
+    """The ranks agree on every refill, or the step would not end; the saved steps are the trained ones."""
     a, b = tmp_path / "a", tmp_path / "b"
     dynamic = {"num_steps": 3, "rollout__dynamic_sampling": "true", "group_size": 3}
     succeed(forked(2, [*overrides(a, **dynamic), "--save-rollouts"]))
@@ -86,14 +86,14 @@ def test_dynamic_sampling_on_two_ranks_and_its_replay(tmp_path: Path, overrides:
         assert len({prompt.row for prompt in saved.prompts}) == 8
         assert record["weights/version"] == step and record["rollout/staleness_max"] == 0
         assert record["rollout/logprob_abs_diff"] <= 1e-3
-    assert max(step["rollout/dynamic_batches"] for step in steps) > 1, "nothing was refilled: the test shows nothing"
+    assert max(step["rollout/dynamic_batches"] for step in steps) > 1, "nothing was refilled"
     succeed(forked(2, [*overrides(b, **dynamic), "--replay", str(a / "rollouts")]))
     same_metrics(a, b, (*OF_SAMPLING, *OF_ALL_SAMPLED))
     same_weights(a, b)
 
 
 def test_samples_first_training_later(tmp_path: Path, overrides: Overrides) -> None:
-    """`--rollout-only` builds no model; its second batch is stale for a trainer, unless it is told to accept that."""
+    """`--rollout-only` builds no model. Its second batch is stale for a trainer, unless max_staleness allows it."""
     a, b = tmp_path / "a", tmp_path / "b"
     command = ["train", CONFIG]
     succeed(forked_cli([*command, *overrides(a, num_steps=2), "--rollout-only"]))
@@ -108,11 +108,11 @@ def test_samples_first_training_later(tmp_path: Path, overrides: Overrides) -> N
     changed |= {"reward__terms": FURTHER, "reward__overlong_buffer_tokens": 3}
     succeed(forked_cli([*command, "--replay", str(a / "rollouts"), *overrides(b, **changed, num_steps=2)]))
     rewards = [[step["reward/mean"] for step in records(path)] for path in (a, b)]
-    assert rewards[0] != rewards[1], "the run's own reward judges, not the one whose rewards were saved"
+    assert rewards[0] != rewards[1], "the rewards are the run's own, not the saved ones"
     for step in records(b):
         length, late, broken = (step[f"rewards/{name}/mean"] for name in TERMS)
         assert broken == 0 and step["reward/failures"] == 8 * 4 and step["reward/timeouts"] == 0
         assert late < 0 and step["reward/mean"] == pytest.approx(length + 0.25 * late)
     assert [step["rollout/staleness_max"] for step in records(b)] == [0, 1]
     first, second = (step["rollout/logprob_abs_diff"] for step in records(b))
-    assert first < 1e-3 < second, "the second batch is of older weights than it is trained under"
+    assert first < 1e-3 < second, "the second batch was sampled with older weights"

@@ -1,4 +1,4 @@
-"""Stopped by a signal in the midst of training with real vLLM, and resumed: the unbroken run's curve.
+"""A run with real vLLM, stopped by a signal and resumed, has the unbroken run's curve.
 
 Not covered: SIGKILL at random moments (tools/kill_resume.py, tests/e2e/test_kill_resume.py), several ranks and layouts
 (tests/distributed/test_resume.py).
@@ -33,7 +33,7 @@ def certain(run_dir: Path) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
-    """Metrics, evaluations, the last weights and the best ones, bit for bit."""
+    """Metrics, evaluations, the last and the best weights are equal bit for bit."""
     options = {
         "num_steps": STEPS,
         "evaluate__every_steps": 3,

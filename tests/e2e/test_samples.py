@@ -1,8 +1,7 @@
-"""What real vLLM samples from: the true vocabulary, stop tokens, the filtered distribution; and what is saved of a run
-whose engine is lost.
+"""Real vLLM samples from the true vocabulary, stops at stop tokens and filters as asked; a lost engine costs no state.
 
-One engine on a model whose logits are nearly uniform, where every padding row of the vocabulary would be drawn as often
-as a token. The judge of log-probs is transformers. Not covered: temperature alone, greedy decoding, frequencies
+One engine has a model with nearly uniform logits, so that padding rows of the vocabulary would be drawn as often as
+tokens. transformers is the oracle of log-probs. Not covered: temperature alone, greedy decoding, frequencies
 (test_rollout.py); restarts (test_recovery.py).
 """
 
@@ -51,7 +50,7 @@ def flat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ColocatedEn
 
 
 def ask(engines: ColocatedEngines, count: int, request: SamplingRequest) -> list[Sample]:
-    """Of the one engine, with filters that the run's own configuration does not set."""
+    """Ask the one engine, with filters that the run's config does not set."""
     prompts = [prompt.token_ids for prompt in make_prompts(count)]
     assert engines._engine is not None
     return [sample for group in engines._engine.generate(prompts, request) for sample in group]
@@ -65,7 +64,7 @@ def scores(model: Qwen3ForCausalLM, sample: Sample) -> torch.Tensor:
 
 
 def test_padding_of_the_vocabulary_is_never_drawn_and_every_stop_token_ends(flat) -> None:
-    """vLLM pads 37 rows to 64; drawn from all of them, 10,000 tokens would hold 4,000 that do not exist."""
+    """vLLM pads 37 rows to 64: if it drew from all rows, 4,000 of 10,000 tokens would not exist."""
     engines, model = flat
     samples = ask(engines, 24, SamplingRequest(group_size=48, temperature=1.0, max_tokens=32, seed=1))
     drawn = torch.bincount(torch.tensor([token for sample in samples for token in sample.response_ids]))
@@ -83,7 +82,7 @@ def test_padding_of_the_vocabulary_is_never_drawn_and_every_stop_token_ends(flat
 
 
 def test_logprobs_are_renormalised_over_what_the_filters_leave(flat) -> None:
-    """top-k first, then top-p over what is left, all at the temperature: evaluated from transformers' logits."""
+    """top-k first, then top-p over the rest, both at the temperature; compared with transformers' logits."""
     engines, model = flat
     request = SamplingRequest(group_size=8, temperature=TEMPERATURE, max_tokens=24, seed=2, top_p=TOP_P, top_k=TOP_K)
     samples = ask(engines, 12, request)
@@ -100,7 +99,7 @@ def test_logprobs_are_renormalised_over_what_the_filters_leave(flat) -> None:
 
 
 def filtered(logprobs: torch.Tensor) -> torch.Tensor:
-    """[T, V]: the TOP_K likeliest, of these the fewest that hold TOP_P, renormalised."""
+    """[T, V]: the fewest of the TOP_K likeliest tokens that hold TOP_P, renormalised."""
     ranked, order = logprobs.sort(-1, descending=True)
     ranked[:, TOP_K:] = -torch.inf
     probabilities = ranked.softmax(-1)
@@ -110,7 +109,7 @@ def filtered(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_id_out_of_the_vocabulary_is_refused() -> None:
-    """The check alone, on vLLM's own record: vLLM gives no such id to show it with."""
+    """Only the check, on vLLM's own record: vLLM itself never gives such an id."""
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, WeightVersionSpan
 
@@ -126,7 +125,7 @@ def test_an_id_out_of_the_vocabulary_is_refused() -> None:
 
 
 def test_a_run_that_loses_its_engine_saves_its_state(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
-    """SIGKILL of the engine, no restart allowed: both ranks name the cause; a checkpoint and the report are kept."""
+    """SIGKILL of the engine without restarts: both ranks name the cause and keep a checkpoint and the report."""
     keys = overrides(tmp_path / "run", num_steps=100_000, rollout__max_restarts=0)
     job = subprocess.Popen(
         torchrun(2, keys), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,7 +1,7 @@
-"""Whole runs that sample from an API server: on two tensor-parallel ranks the same first step as with engines of the
-run's own, and a server that is killed in the middle costs a restart and nothing else.
+"""Whole runs that sample from an API server.
 
-Not covered: several servers (test_servers.py), CUDA.
+On two tensor-parallel ranks the first step is the same as with the run's own engines. A server killed during a run
+costs one restart and nothing else. Not covered: several servers (test_servers.py), CUDA.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_a_server_takes_the_place_of_the_runs_own_engines(
 def test_a_run_outlives_its_server(
     server: ApiServer, tmp_path: Path, overrides: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed at any moment (rollout, push, idle) after the first step, and started again by somebody."""
+    """The server is killed at any moment (rollout, push, idle) after the first step, and started again."""
     monkeypatch.setenv("OBLR_API_KEY", KEY)
     keys = overrides(tmp_path / "run", num_steps=60, rollout__servers=f'["{server.url}"]')
     job = subprocess.Popen(

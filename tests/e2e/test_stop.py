@@ -1,6 +1,6 @@
-"""A real training run that is asked to stop: the step in progress is finished, saved, and the run can be resumed.
+"""A signal stops a real training run: it finishes and saves the current step and can be resumed.
 
-Not covered: bit-equality after a resume (test_kill_resume.py), a SLURM that sends the signals.
+Not covered: bit-equality after a resume (test_kill_resume.py), signals from a real SLURM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONG = 100_000  # steps
 def test_a_signal_to_every_process_of_a_run_saves_it(
     tmp_path: Path, overrides: Callable[..., list[str]], number: signal.Signals
 ) -> None:
-    """As SLURM sends it: to the launcher, the ranks, their engine and the reward workers."""
+    """SLURM signals all of them: the launcher, the ranks, their engine and the reward workers."""
     directory = tmp_path / "run"
     ranks = ["--nproc-per-node", "2"] if number == signal.SIGTERM else []
     given = overrides(directory, num_steps=LONG, checkpoint__every_steps=0)

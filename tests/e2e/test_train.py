@@ -1,7 +1,7 @@
-"""Whole runs on real megatron-core and real vLLM: every layout takes the same first step, the same seed gives the same
-curve, the export is what was trained, and a killed rank ends the job.
+"""Whole runs on real megatron-core and real vLLM.
 
-Not covered here: that training lifts accuracy (the demo fails when it does not), engine faults
+Every layout takes the same first step, the same seed gives the same curve, the export holds the trained weights, and a
+killed rank ends the job. Not covered: a rise in accuracy (the demo fails without one), engine faults
 (test_rollout_failures.py), CUDA.
 """
 
@@ -42,10 +42,10 @@ BY_TORCHRUN = "tp2_sp_pp2"
 def test_first_step_is_the_same_in_every_layout(
     tmp_path: Path, overrides: Callable[..., list[str]], saved: Path
 ) -> None:
-    """Loss, per-sample norms and gradient norm within 1e-5 relative of one rank's, in fp32.
+    """Loss, per-sample norms and gradient norm are within 1e-5 relative of one rank's, in fp32.
 
-    One rank, two replicas and (by torchrun) the four ranks of TP2 x PP2 sample with vLLM; the other layouts take what
-    one rank has sampled.
+    One rank, two replicas and (by torchrun) the four ranks of TP2 x PP2 sample with vLLM. The other layouts replay the
+    samples of one rank.
     """
     reference = records(saved)[0]
     assert reference["gradnorm/sq_mean"] > 0 and reference["grad_norm"] > 0
@@ -61,7 +61,7 @@ def test_first_step_is_the_same_in_every_layout(
 
 @pytest.mark.slow
 def test_same_seed_same_curve_and_export(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
-    """Two runs of one seed agree to the last bit, another seed does not; the trainer and vLLM agree on log-probs."""
+    """Two runs of one seed agree bit for bit, another seed differs; the trainer and vLLM agree on log-probs."""
     curves = {}
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         result = forked(2, overrides(tmp_path / name, num_steps=3, seed=seed))
@@ -102,7 +102,7 @@ def test_a_reward_that_raises_scores_zero(tmp_path: Path, overrides: Callable[..
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1], ids=["the one with the engine", "the other"])
 def test_killed_rank_ends_the_job(tmp_path: Path, overrides: Callable[..., list[str]], victim: int) -> None:
-    """SIGKILL of one rank: the job ends within 60 s with the cause named, and no process of it is left."""
+    """SIGKILL of one rank ends the job within 60 s; the cause is named, and no process is left."""
     job = subprocess.Popen(
         torchrun(2, overrides(tmp_path / "run", num_steps=100_000)),
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What is in this folder runs on a GPU only; elsewhere it is skipped, and says so."""
+"""Tests of this folder need a GPU and are skipped without one."""
 
 from __future__ import annotations
 

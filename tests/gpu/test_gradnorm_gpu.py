@@ -1,8 +1,9 @@
-"""Norms on one GPU, on megatron-core's own layers and on Transformer Engine's: written without one, not yet run on one.
+"""Norms on one GPU, on megatron-core's own layers and on Transformer Engine's.
 
-Two comparisons, since bf16 itself moves a norm by up to 7e-3 of the model in fp64 (seen on a CPU, these sizes): to the
-gradient of the same model in the same precision, which is what training would apply, 1e-3; to the oracle in fp64 with
-weights rounded alike, 2e-2. FP8's distance to the oracle is written down, not judged.
+bf16 itself moves a norm by up to 7e-3 of the fp64 model's (seen on a CPU, these sizes), so there are two comparisons:
+with the gradient of the same model in the same precision, which training would apply, at 1e-3; with the oracle in fp64
+on weights rounded the same way, at 2e-2. FP8's distance to the oracle is printed and has no bound. Written without a
+GPU, not yet run on one.
 
 Not covered: several GPUs, experts, packing.
 """
@@ -16,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from oblr_megatron.algo.advantage import AdvantageRule
 from torch import Tensor
 from transformers import AutoConfig, Qwen3ForCausalLM
 
+from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, ParallelConfig, parse_config
 from oblr_megatron.data.packing import one_per_microbatch
@@ -45,7 +46,7 @@ LAYERS = ["local", pytest.param("transformer_engine", marks=needs_te)]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Large enough that every product of FP8 has dimensions that its kernels take."""
+    """Large enough for the dimensions that FP8's kernels accept."""
     directory = tmp_path_factory.mktemp("model")
     sizes = {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
     torch.manual_seed(1)
@@ -91,12 +92,12 @@ def load(path: Path, parallel: Parallel, config: Config) -> Policy:
 
 
 def step_norms(policy: Policy, config: Config) -> Tensor:
-    """[N] of one whole step, in the configuration's mode."""
+    """[N] of one whole step, in the config's mode."""
     return take_step(TrainingGradient(policy, config), config)
 
 
 def take_step(gradients: TrainingGradient, config: Config) -> Tensor:
-    """[N] norms of the next step of one that may have taken some."""
+    """[N] norms of one step, which need not be the first."""
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     lengths = torch.tensor([response for _, response in LENGTHS]).view(PROMPTS, GROUP)
     advantage = AdvantageRule(Scored(rewards, lengths, 0), config, 0.0)
@@ -137,7 +138,7 @@ def test_bf16_norms_are_those_of_the_gradient(
 
 
 def test_stash_buffers_leave_the_device_between_steps(path: Path, parallel: Parallel) -> None:
-    """What the allocator gives out is then what it was before the first step."""
+    """The allocated memory is then the same as before the first step."""
     config = config_of(path, "bfloat16", "stash")
     policy = load(path, parallel, config)
     gradients = TrainingGradient(policy, config)
@@ -160,7 +161,7 @@ def test_only_norm_weights_are_left_to_autograd(path: Path, parallel: Parallel) 
 
 @needs_te
 def test_fp8_norms_are_those_of_the_gradient(path: Path, parallel: Parallel, record_property: Any) -> None:
-    """Current scaling, so that both passes round alike. Its layers are left to autograd."""
+    """With current scaling both passes round the same way. Autograd handles its layers."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with FP8")
     config = config_of(path, "bfloat16", "two_pass", fp8="hybrid", fp8_recipe="tensorwise")

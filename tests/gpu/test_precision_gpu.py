@@ -1,7 +1,7 @@
-"""Transformer Engine's layers and FP8 on one GPU: written without one, not yet run on one.
+"""Transformer Engine's layers and FP8 on one GPU.
 
-Logits of the two kinds of layers are compared in bf16; a step in FP8 with the same step in bf16, and each recipe that
-this GPU offers is run on lengths that it has to pad.
+Logits of the two kinds of layers are compared in bf16, a step in FP8 with the same step in bf16. Each recipe that this
+GPU offers runs on lengths that need padding. Written without a GPU, not yet run on one.
 
 Not covered: several GPUs (sequence parallelism's gathers, context parallelism's attention), experts, speed.
 """
@@ -67,7 +67,7 @@ def test_both_kinds_of_layers_have_the_same_logits(
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_a_step_in_fp8_is_near_that_in_bf16(path: Path, parallel: Any, recipe: str, record_property: Any) -> None:
-    """In mode `stash`, which every recipe allows; lengths are no multiples of any block."""
+    """In mode `stash`, which every recipe allows; no length is a multiple of a block."""
     missing = RECIPES[recipe].missing(this_machine())
     if missing is not None:
         pytest.skip(f"needs {missing}")

@@ -1,6 +1,6 @@
-"""An engine on the trainer's GPU sleeps at both levels, takes a push and samples as before: not yet run on a GPU.
+"""An engine on the trainer's GPU sleeps at both levels, takes a push and samples as before.
 
-Not covered: tensor-parallel engines, a wake that fails for want of memory.
+Not yet run on a GPU. Not covered: tensor-parallel engines, a wake that fails for lack of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.tiny import make_hf_dir
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_is_freed_and_samples_stay_the_same(tmp_path: Path, level: int) -> None:
-    """Free memory grows by the sleep, and equal weights give equal samples after the push that wakes the engine."""
+    """Sleep frees memory; after the push that wakes the engine, equal weights give equal samples."""
     path = make_hf_dir(tmp_path / "model", head_dim=64)
     parallel: Any = SimpleNamespace(rank=0, world_size=1, device=torch.device("cuda", 0))
     engines = ColocatedEngines(make_config(path, tmp_path / "run", gpu_memory_utilization=0.2), parallel)

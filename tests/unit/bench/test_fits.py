@@ -1,4 +1,4 @@
-"""The benchmark's fits on costs that follow a law exactly, and on those from which nothing can be said."""
+"""The benchmark's fits recover exact power laws and reject costs that determine none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_variable_that_stands_still_has_no_exponent() -> None:
 
 
 def test_costs_without_logarithm_are_left_out_and_too_few_say_nothing() -> None:
-    """-1: a difference that noise turned round. The four points left are more than the three unknowns."""
+    """-1 is a difference turned negative by noise. Four points are left for three unknowns."""
     fit = power_law([-1.0, 2.0, 8.0, 2.0, 8.0], STAR)
     assert fit.points == 4
     assert fit.exponents["samples"] == pytest.approx(1)

@@ -1,6 +1,6 @@
-"""The benchmark of gradient norms as a command, on the smallest model; and what it is run on.
+"""The benchmark of gradient norms as a command on the smallest model, and its inputs.
 
-Not covered: that its times and peaks of memory are right, for which there is no oracle.
+Not covered: its times and peaks of memory, which have no oracle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = {"mode", "shape", "layers", "tokens", "samples", "seconds", "ratio_to_
 
 
 def test_command_writes_a_row_for_every_mode(tmp_path: Path) -> None:
-    """In a process of its own, since it joins a process group; every way that exact norms can be had."""
+    """In its own process, because it joins a process group; all modes with exact norms."""
     modes = ["two_pass", "stash", "bookkeep", "sketch", "auto", "opacus_ghost"]
     path = tmp_path / "figures" / "gradnorm.json"
     size = ["--shapes", "tiny", "--tokens", "8", "--samples", "2", "--layers", "1", "--steps", "2", "--threads", "1"]
@@ -51,7 +51,7 @@ def test_parameters_are_those_of_the_model(shape: str) -> None:
 
 
 def test_samples_have_the_length_asked_for_and_weights_that_count() -> None:
-    """No advantage is 0: a sample without one would be left out of the step."""
+    """No advantage is 0: the step would leave out such a sample."""
     cell = Cell("tiny", layers=1, tokens=8, samples=5)
     samples = cell.random_samples()
     assert [len(sample.response_ids) for sample in samples] == [8] * 5
@@ -74,12 +74,12 @@ def test_sweep_changes_one_size_at_a_time() -> None:
 
 
 def test_ratio_is_of_each_round_and_then_the_median() -> None:
-    """A machine that becomes twice as slow in between does not show."""
+    """A machine that becomes twice as slow between rounds does not change the ratio."""
     assert paired_ratio([3.0, 6.2, 6.0], [2.0, 4.0, 4.0]) == 1.5
 
 
 def test_peak_counts_what_a_step_holds_and_what_it_keeps() -> None:
-    """64 MB made and written, 128 MB kept; the second step's peak knows nothing of the first's."""
+    """64 MB made and written, 128 MB kept; the second step's peak does not include the first's."""
     meter = Meter(torch.device("cpu"))
     nothing = meter.peak(lambda: lambda: None)
 

@@ -1,6 +1,6 @@
-"""Opacus's ghost norms and weighted gradient, as the benchmark calls them, against the oracle: it compares equals.
+"""Opacus's ghost norms and weighted gradient, as the benchmark calls them, equal the oracle's.
 
-Not covered: what the benchmark measures, time and memory.
+Not covered: time and memory, which the benchmark measures.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_norms_are_the_oracles(dtype: torch.dtype, one_by_one: bool) -> None:
 
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_gradient_is_weighted_by_the_rule(one_by_one: bool) -> None:
-    """-sum_i c_i s_i with c made of the norms, by the second backward; and by the plain step that is given c."""
+    """-sum_i c_i s_i: by the second backward with c from the norms, and by the plain step with given c."""
     samples = random_samples()
     rows = Rows.of(samples, CPU)
     batches = rows.split() if one_by_one else [rows]

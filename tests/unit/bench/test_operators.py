@@ -1,4 +1,4 @@
-"""The profile's arithmetic on operators whose FLOPs and bytes are known."""
+"""The profile's arithmetic on operators with known FLOPs and bytes."""
 
 from __future__ import annotations
 

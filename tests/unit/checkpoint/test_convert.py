@@ -1,4 +1,4 @@
-"""Conversions by one process: what is written, what is refused and how, and what --check finds.
+"""Conversions by one process: the written files, refused inputs, and the result of --check.
 
 Not covered: checkpoints of other layouts (tests/distributed/test_convert.py), memory (test_convert_memory.py), the
 published sizes (test_real_sizes.py).
@@ -46,7 +46,7 @@ MAKE: dict[str, Callable[..., Path]] = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """hf, a directory in fp32, and checkpoint, made of it."""
+    """hf, a directory in fp32, and checkpoint, its conversion."""
     root = tmp_path_factory.mktemp("convert")
     make_hf_dir(root / "hf")
     to_megatron(root / "hf", root / "checkpoint")
@@ -96,7 +96,7 @@ def test_a_given_dtype_is_what_is_written_and_declared(root: Path, tmp_path: Pat
 
 
 def test_types_that_differ_are_widened_and_files_stay_aligned(tmp_path: Path) -> None:
-    """A q norm of 16 bf16 values, then fp32 ones: transformers and safetensors read what is written."""
+    """A q norm of 16 bf16 values, then fp32 ones: transformers and safetensors read the written file."""
     source = make_hf_dir(tmp_path / "source", dtype=torch.bfloat16)
     tensors = read(source)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].float() + 1e-6
@@ -142,7 +142,7 @@ def load_with_megatron(state: dict, path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["tied", "mixture"])
 @pytest.mark.parametrize("naming", range(len(NAMINGS)))
 def test_megatron_lms_own_checkpoints_with_a_config_from_elsewhere(naming: int, kind: str, tmp_path: Path) -> None:
-    """In each of its ways of naming; without a manifest, and with a larger padded vocabulary."""
+    """With each of its namings; without a manifest, and with a larger padded vocabulary."""
     source = MAKE[kind](tmp_path / "source")
     (tmp_path / "iter_0000010").mkdir()
     with single_process() as parallel:
@@ -363,7 +363,7 @@ def test_agreement_in_numbers() -> None:
 def test_the_clusters_command_does_the_same(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The script from another directory; then once more in this process, which spares the imports."""
+    """The script from another directory; then again in this process, which saves the imports."""
     command = [str(ROOT / "tools" / "convert_hf.py"), "to-hf", str(root / "checkpoint"), str(tmp_path / "hf")]
     done = subprocess.run(
         [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False

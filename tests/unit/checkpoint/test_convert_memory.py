@@ -1,8 +1,7 @@
-"""A conversion holds two layers and the largest tensor at most, however many layers there are, both ways.
+"""A conversion holds at most two layers and the largest tensor, for any number of layers, in both directions.
 
-Resident memory of a process of its own, after a conversion of a tiny model has loaded every library. What the C library
-keeps of freed memory counts as well, so that a few megabytes are allowed for it. Not covered: real sizes
-(tools/bench/convert.py).
+Measured as resident memory of a separate process, after a conversion of a tiny model has loaded every library. A few
+megabytes are allowed for freed memory that the C library keeps. Not covered: real sizes (tools/bench/convert.py).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ print(json.dumps([growth(to_megatron, model, work / "c"), growth(to_hf, work / "
 
 
 def growths(layers: int, tmp_path: Path) -> list[int]:
-    """Bytes that the peak of to-megatron and of to-hf lies over what was resident before."""
+    """Growth of resident memory up to the peak of to-megatron and of to-hf, in bytes."""
     tiny = make_hf_dir(tmp_path / "tiny")
     model = make_hf_dir(tmp_path / "model", tied=True, num_hidden_layers=layers, **SIZES)
     assert (model / "model.safetensors").stat().st_size > layers * LAYER + EMBEDDING  # one file
