@@ -118,7 +118,7 @@ def test_an_id_out_of_the_vocabulary_is_refused() -> None:
     spans = [WeightVersionSpan("0", 0, 1)]
     completion = CompletionOutput(0, "", [VOCAB], None, logprobs, finish_reason="stop", weight_versions=spans)
     tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
-    with pytest.raises(RunError, match=f"holds token {VOCAB}, outside of the vocabulary of {VOCAB}") as caught:
+    with pytest.raises(RunError, match=f"token {VOCAB}.*{VOCAB}") as caught:
         to_sample(0, (2,), completion, 0, tokenizer, VOCAB)
     assert "\n" not in str(caught.value)
     assert to_sample(0, (2,), completion, 0, tokenizer, VOCAB + 1).response_ids == (VOCAB,)
