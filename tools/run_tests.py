@@ -62,7 +62,7 @@ class Report:
         self._line_due = time.monotonic() + LINE_S
 
     def start(self) -> None:
-        """Begin another call of pytest, whose tests add to those before."""
+        """Begin another call of pytest; its tests add to the total."""
         self._before = self._total
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:

@@ -147,7 +147,7 @@ def _check_stages(layers: int, parallel: ParallelConfig, where: str) -> None:
             f"num_hidden_layers {layers} is not a multiple of pipeline_model_parallel_size {pp} x "
             f"virtual_pipeline_model_parallel_size {vp} = {pp * (vp or 1)}",
             where=where,
-            fix=f"choose sizes whose product divides {layers}",
+            fix=f"choose sizes so that their product divides {layers}",
         )
     chunk, group = layers // (pp * (vp or 1)), parallel.recompute_num_layers
     if parallel.recompute_granularity == "full" and parallel.recompute_method == "uniform" and chunk % group:

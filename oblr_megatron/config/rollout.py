@@ -50,7 +50,7 @@ class RolloutConfig(Section):
     max_staleness: int = Field(0, ge=0)
     """Weight updates that a sample may lag behind the trainer; older samples are refused. 0: strictly on-policy."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by groups of other prompts (DAPO). This biases the gradient: it
+    """Replace groups with equal rewards by groups of other prompts (DAPO). This biases the gradient: it
     estimates the gradient of the mean reward divided by the share of mixed groups, so the effective learning rate
     changes. Its direction changes too if equal groups have a gradient: with a prior, a batch-mean baseline, no baseline
     or a KL penalty. Signal and noise are then measured on mixed groups only (docs/samples.md)."""

@@ -78,7 +78,7 @@ def recorded(run: Observed) -> Iterator[None]:
     write("running")
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # status.json names every kind of end, then the error goes on
         write("failed", " ".join(f"{type(error).__name__}: {error}".split()))
         raise
     write("finished" if run.stopped_by is None else "stopped", run.stopped_by or "")

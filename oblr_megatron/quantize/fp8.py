@@ -170,7 +170,7 @@ def quiet() -> Iterator[None]:
             yield
     except (UserError, RunError):
         raise
-    except BaseException:
+    except BaseException:  # shows what the library printed before the error goes on
         sys.stderr.write(said.getvalue())
         raise
     finally:

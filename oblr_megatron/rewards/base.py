@@ -31,12 +31,12 @@ class RewardResult:
 
     @property
     def failures(self) -> int:
-        """Samples whose scoring raised or gave no finite number; they score 0."""
+        """Samples that raised during scoring or got a reward that is not finite; they score 0."""
         return sum(fault == "failed" for fault in self.faults.values())
 
     @property
     def timeouts(self) -> int:
-        """Samples whose scoring exceeded its deadline; they score 0."""
+        """Samples that exceeded the scoring deadline; they score 0."""
         return sum(fault == "late" for fault in self.faults.values())
 
     @property

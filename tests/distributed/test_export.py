@@ -78,7 +78,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
 def test_round_trip_is_bit_equal(world_size: int, sources: list[tuple[Path, str]], tmp_path: Path) -> None:
     run_ranks(round_trips, world_size, sources, tmp_path)
     exports = sorted(tmp_path.iterdir())
-    assert len(exports) == len(LAYOUTS[world_size]) * len(sources)  # and nothing half-written beside them
+    assert len(exports) == len(LAYOUTS[world_size]) * len(sources)  # and no half-written directory
     for export in exports:
         source = next(path for path, _ in sources if path.name == export.name.split("-")[0])
         assert_same(read(export), read(source))

@@ -213,7 +213,7 @@ def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], dict[str, 
             torch.testing.assert_close(
                 metrics["norms"], wanted["norms"], rtol=RTOL, atol=0, msg=lambda m, c=(rank, case): f"{c}: {m}"
             )
-            tokens = metrics.pop("tokens")  # two_pass leaves out single samples as well, whose advantage is 0
+            tokens = metrics.pop("tokens")  # two_pass also leaves out single samples with an advantage of 0
             assert tokens == wanted["tokens"] or (case[1] == "two_pass" and tokens < wanted["tokens"])
             assert metrics["stats"] == pytest.approx(wanted["stats"], rel=RTOL), (rank, case)
             assert metrics["difference"] <= RTOL, (rank, case, metrics["difference"])

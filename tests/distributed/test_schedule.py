@@ -72,7 +72,7 @@ def separate_and_together(path: Path) -> list[tuple[list[int], list[dict[str, Te
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True])
 def test_sink_finds_exactly_its_microbatch_between_begin_and_end(world_size: int, tied: bool, tmp_path: Path) -> None:
-    """Also with several microbatches in flight, and for the sample whose loss is 0."""
+    """Also with several microbatches in flight, and for a sample with loss 0."""
     path = make_hf_dir(tmp_path / "model", tied=tied)
     for rank in run_ranks(separate_and_together, world_size, path):
         for order, together, separate in rank:

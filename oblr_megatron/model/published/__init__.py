@@ -1,4 +1,4 @@
-"""The published configurations of the Qwen3 family, for sizes whose weights are not at hand. Imports no torch.
+"""The published configurations of the Qwen3 family, for sizes without local weights. Imports no torch.
 
 published("Qwen3-8B")["num_hidden_layers"]      # 36; also "8B", "qwen3_8b", "Qwen/Qwen3-8B"
 """

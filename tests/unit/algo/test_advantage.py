@@ -38,7 +38,7 @@ def test_prompts_one_by_one_give_what_all_together_give(baseline: str, aggregati
 
 
 def test_norms_next_to_nothing_are_told_by_those_of_earlier_steps() -> None:
-    """Others that weigh nothing beside a usual response have their plain mean taken, whoever else is known."""
+    """Where the norms of the others are negligible, their plain mean is taken, in a call for one prompt as well."""
     scored, norms = step()
     config = config_of(baseline="optimal")
     norms[1] = torch.tensor([1.0, 1e-9, 3e-9, 2e-9])

@@ -55,7 +55,7 @@ async def refuses_to_stop() -> None:
 
 
 class Scorer:
-    """An object whose call is async."""
+    """An object with an async __call__."""
 
     async def __call__(self, response: str, answer: str, prompt: str) -> float:
         await asyncio.sleep(0)
