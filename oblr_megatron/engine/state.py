@@ -1,8 +1,8 @@
-"""Which weights an engine holds, and whether it may sample from them. Imports no torch and no vllm.
+"""State machine of an engine's weights: the open push, the weights served, and why it may not sample. Imports no torch.
 
 An engine samples from one complete set of weights, or not at all. Both kinds of engine (`core.EngineServer`, a process
 of the run, and `server_model.ServedModel`, an API server) make each vLLM call about weights inside a step of this
-state machine:
+class:
 
     with state.begin(Holding(version=3), manifest):
         llm.start_weight_update()

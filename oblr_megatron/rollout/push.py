@@ -67,7 +67,7 @@ def _run(receiver: Receiver, source: Source, send: Callable[[], None], *, verify
         send()
         if verify:
             receiver.verify(source)
-    except BaseException as error:
+    except BaseException as error:  # the engine must leave its open push, whatever ended the sender
         receiver.abort(f"the trainer broke off: {error!r}")
         raise
     return receiver.result()
@@ -162,14 +162,12 @@ class EngineReceiver(LockstepReceiver):
 
     def start(self, capacity: int) -> SharedBuffer | None:
         """See `Receiver`."""
-        if self.error is not None:
-            return None  # an engine that is lost has no memory
         buffer = self._engine.buffer
-        if self._opened != capacity:
+        if self.error is None and self._opened != capacity:
             buffer.reserve(HALVES * capacity)
             self.init_weight_transfer_engine({"fd": buffer.fd})
         self.start_weight_update()
-        return buffer
+        return buffer if self.error is None else None  # a lost engine has closed its buffer
 
     def update(self, bucket: Bucket) -> None:
         """See `Receiver`."""

@@ -241,7 +241,7 @@ def test_bad_servers_are_found_before_the_run(two, config_of, model_dir, tmp_pat
             check_servers(config)
         assert error.value.where == "config: rollout.servers"
     monkeypatch.setenv("OBLR_API_KEY", "wrong")
-    with pytest.raises(UserError, match=r"server .* 401: .*API key"):
+    with pytest.raises(UserError, match=r"status 401.*API key"):
         check_servers(make_config(model_dir, tmp_path, servers=[two[0].url]))
 
 
