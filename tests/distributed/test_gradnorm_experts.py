@@ -59,7 +59,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_moe_hf_dir(tmp_path_factory.mktemp("moe"), seed=7, dtype=torch.float64))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_mode_is_the_oracles_step(model: str, world_size: int) -> None:
     check(expected(model), run_ranks(on_ranks, world_size, model, LAYOUTS[world_size]))

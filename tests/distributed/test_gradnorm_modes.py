@@ -193,7 +193,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(make_hf_dir(root / name, dtype=torch.float64, **o)) for name, o in options.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tied", "untied"])
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_mode_is_the_oracles_step(models: dict[str, str], world_size: int, model: str) -> None:
@@ -201,7 +200,6 @@ def test_every_mode_is_the_oracles_step(models: dict[str, str], world_size: int,
     check(expected(models[model]), run_ranks(on_ranks, world_size, models[model], layouts))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", VARIANTS)
 def test_packing_recomputation_and_interleaving(models: dict[str, str], world_size: int) -> None:
     check(expected(models["deep"]), run_ranks(on_ranks, world_size, models["deep"], VARIANTS[world_size]))

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -31,7 +30,6 @@ def certain(run_dir: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMED)} for line in lines]
 
 
-@pytest.mark.slow
 def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
     """Metrics, evaluations, the last and the best weights are equal bit for bit."""
     options = {

@@ -22,7 +22,6 @@ COMMAND = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cp
 LONG = 100_000  # steps
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly), signal.SIGTERM])
 def test_a_signal_to_every_process_of_a_run_saves_it(
     tmp_path: Path, overrides: Callable[..., list[str]], number: signal.Signals

@@ -38,7 +38,6 @@ LAYOUTS = {
 BY_TORCHRUN = "tp2_sp_pp2"
 
 
-@pytest.mark.slow
 def test_first_step_is_the_same_in_every_layout(
     tmp_path: Path, overrides: Callable[..., list[str]], saved: Path
 ) -> None:
@@ -59,7 +58,6 @@ def test_first_step_is_the_same_in_every_layout(
             assert step[key] == pytest.approx(reference[key], rel=1e-5), f"{name}: {key}"
 
 
-@pytest.mark.slow
 def test_same_seed_same_curve_and_export(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
     """Two runs of one seed agree bit for bit, another seed differs; the trainer and vLLM agree on log-probs."""
     curves = {}
