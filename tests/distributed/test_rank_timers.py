@@ -118,4 +118,4 @@ def test_a_resumed_run_goes_on_with_its_table_and_its_profile(inputs: Path, tmp_
         assert file.read().count('"oblr/optimizer"') == 2, "steps 4 and 5"
     assert "perf/slowest_rank" not in lines(run_dir / "metrics.jsonl")[-1], "there is one rank"
     said = train(config_of(inputs, tmp_path / "other", *profile, "log.profile_ranks=[0,1]"), status=2)
-    assert "log.profile_ranks names rank 1, and the run has 1 ranks" in said
+    assert "log.profile_ranks names rank 1" in said
