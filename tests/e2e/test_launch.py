@@ -101,6 +101,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
         assert saved(tmp_path) == ["SIGUSR1"] * 2
 
 
+@pytest.mark.alone
 def test_a_second_sigterm_ends_the_ranks_without_waiting(tmp_path: Path) -> None:
     with launched(tmp_path, "slow") as job:
         job.send_signal(signal.SIGTERM)
