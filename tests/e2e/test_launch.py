@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from oblr_megatron.runtime.launch import LATER_S
 from tests.e2e.conftest import ROOT, environment, wait_for
