@@ -109,6 +109,8 @@ def run(tier: Tier, arguments: Sequence[str]) -> int:
         for part in tier.parts():
             report.start()
             statuses.append(pytest.main([*QUIET, *part, *arguments], plugins=[report]))
+            if statuses[-1] == pytest.ExitCode.INTERRUPTED:
+                break
     for line in report.failures:
         print(line)
     good = all(status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) for status in statuses)
