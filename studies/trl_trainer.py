@@ -13,6 +13,7 @@ RLOO subtracts its KL penalty, which TRL enables by default, from the reward. GR
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from oblr_megatron.config import OptimizerConfig
 
+VLLM_LEVEL = "VLLM_LOGGING_LEVEL"
 TrainerName = Literal["grpo", "rloo"]
 Scorer = Callable[[int, list[int]], float]
 """(question index, response tokens) -> reward."""
@@ -130,11 +132,14 @@ def open_trainer(
 def import_trl() -> Any:
     """Import TRL and its trainers, without the warnings about vLLM's version and Triton.
 
+    TRL sets vLLM's log level to ERROR in the environment. The level is restored, because engines inherit it.
+
     Raises:
         UserError: TRL is not installed.
     """
     logger = logging.getLogger("vllm.triton_utils.importing")
     logger.addFilter(_not_about_triton)
+    level = os.environ.get(VLLM_LEVEL)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")
@@ -148,6 +153,9 @@ def import_trl() -> Any:
         raise UserError("TRL is not installed", where="study: trl", fix="pip install trl==1.16.0") from None
     finally:
         logger.removeFilter(_not_about_triton)
+        os.environ.pop(VLLM_LEVEL, None)
+        if level is not None:
+            os.environ[VLLM_LEVEL] = level
     return trl
 
 

@@ -3,8 +3,8 @@
     python tools/run_tests.py {check,test,all} [further arguments of pytest, e.g. -k norms]
 
 Two workers of pytest-xdist share the files. Tests marked `alone` follow without company: they look at the whole machine
-(shared memory, living processes) or need an answer within a second. Failed tests are named again at the end, because
-the last lines of a log are often all that is kept. The exit status is 0 when every test passed.
+(shared memory, living processes) or need an answer within a second. A failed test is named at once, and again at the
+end, because the last lines of a log are often all that is kept. The exit status is 0 when every test passed.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class Report:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failures.append(f"FAILED {report.nodeid} ({report.when}): {_last_line(report)}")
+            self._console.print(self.failures[-1], markup=False)
         if report.when == "teardown":
             self._done += 1
             self._show()
