@@ -8,11 +8,12 @@ without a copy in its cache.
 from __future__ import annotations
 
 import json
+import os.path
 import re
 from collections.abc import Iterator
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.data.conventions import CONVENTIONS, PLAIN, Convention
@@ -49,7 +50,7 @@ def named_source(text: str) -> tuple[str, SourceConfig]:
         UserError: the path is empty, or is a pattern without a NAME.
     """
     name, sign, path = text.partition("=")
-    if not sign or not re.fullmatch(r"[\w.-]+", name) or Path(text).exists():
+    if not sign or not re.fullmatch(r"[\w.-]+", name) or os.path.exists(text):
         name, path = "", text
     if not path:
         raise UserError(f"{text!r} has no path", where="--data", fix="write NAME=PATH, a path, or a convention")
@@ -85,20 +86,38 @@ def open_source(source: SourceConfig, *, training: bool = False) -> Iterator[Rec
     Raises:
         UserError: the source cannot be opened or read.
     """
-    path = Path(source.path)
-    if path.is_file():
+    path, kind = Path(source.path), kind_of(source)
+    if kind == "file":
         yield from _file(path)
-    elif has_magic(source.path):
-        yield from _pattern(source.path)
-    elif path.is_dir():
+    elif kind == "pattern":
+        for file in _matching(source.path):
+            yield from _file(file)
+    elif kind == "directory":
         yield from _records(path.name, _directory(path, source, training), source.path)
     else:
         yield from _hub(source, training)
 
 
+def kind_of(source: SourceConfig) -> Literal["file", "pattern", "directory", "hub"]:
+    """What a source's path stands for; reads no rows.
+
+    Raises:
+        UserError: nothing has this name.
+    """
+    if os.path.isfile(source.path):
+        return "file"
+    if has_magic(source.path):
+        _matching(source.path)
+        return "pattern"
+    if os.path.isdir(source.path):
+        return "directory"
+    _hub_name(source)
+    return "hub"
+
+
 def _bare_convention(path: str) -> str:
     """The convention that the path names, by its name or hub data set; empty if a local path of that name exists."""
-    if Path(path).exists():
+    if os.path.exists(path):
         return ""
     return next((name for name, convention in CONVENTIONS.items() if path in (name, convention.hub)), "")
 
@@ -114,12 +133,11 @@ def _file(path: Path) -> Iterator[Record]:
     return (Record(path.stem, number, _parse(line)) for number, line in _lines(path) if line.strip())
 
 
-def _pattern(pattern: str) -> Iterator[Record]:
-    files = [Path(name) for name in sorted(glob(pattern, recursive=True)) if Path(name).is_file()]
+def _matching(pattern: str) -> list[Path]:
+    files = [Path(name) for name in sorted(glob(pattern, recursive=True)) if os.path.isfile(name)]
     if not files:
         raise UserError(f"{_CANNOT}: no file matches the pattern", where=pattern, fix="correct the pattern")
-    for file in files:
-        yield from _file(file)
+    return files
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -167,10 +185,13 @@ def _usual_split(convention: Convention, training: bool) -> str:
     return (training and convention.training_split) or convention.split
 
 
-def _hub(source: SourceConfig, training: bool) -> Iterator[Record]:
-    convention = convention_of(source)
-    own = source.path in CONVENTIONS or source.path == convention.hub
-    name = convention.hub if source.path in CONVENTIONS else source.path
+def _hub_name(source: SourceConfig) -> str:
+    """OWNER/NAME of the hub data set.
+
+    Raises:
+        UserError: the path is no such name, and no convention with a data set.
+    """
+    name = convention_of(source).hub if source.path in CONVENTIONS else source.path
     if not name:
         raise UserError(
             f"the convention {source.path!r} has no hub data set", where=source.path, fix="give a file, or a year"
@@ -181,6 +202,12 @@ def _hub(source: SourceConfig, training: bool) -> Iterator[Record]:
             where=source.path,
             fix=f"give an existing path, OWNER/NAME of a hub data set, or one of {', '.join(CONVENTIONS)}",
         )
+    return name
+
+
+def _hub(source: SourceConfig, training: bool) -> Iterator[Record]:
+    convention, name = convention_of(source), _hub_name(source)
+    own = source.path in CONVENTIONS or source.path == convention.hub
     split = _usual_split(convention, training) if own else ""
     rows = _load(
         source.path,
