@@ -9,6 +9,7 @@ set loads with the convention of the original.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,24 +19,24 @@ from oblr_megatron.rewards.verifier.extract import boxed
 
 Reader = Callable[[Any], Any]
 
-_INTEGER = re.compile(r"([+-]?)0*(\d+)(?:\.0*)?")
+_INTEGER = re.compile(r"([+-]?)(\d+)(?:\.0*)?")
 _DOLLAR = re.compile(r"(?<!\\)\$")
-_DAPO = re.compile(
-    r"\s*Solve the following math problem step by step\. The last line of your response should be of the form "
-    r"Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\.\s*(.*?)\s*"
-    r'Remember to put your answer on its own line after "Answer:"\.?\s*',
-    re.DOTALL,
+_DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem."
 )
+_DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:"'
 
 
 def text(value: Any) -> str:
-    """A value as text: strings unchanged, numbers written out, anything else empty.
+    """A value as text: strings unchanged, finite numbers written out, anything else empty.
 
-    Examples: " 5" -> " 5"; 5 -> "5"; True -> ""; None -> ""; ["5"] -> "".
+    Examples: " 5" -> " 5"; 5 -> "5"; nan -> ""; True -> ""; None -> ""; ["5"] -> "".
     """
     if isinstance(value, str):
         return value
-    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if whole or (isinstance(value, float) and math.isfinite(value)) else ""
 
 
 def as_written(value: Any) -> Any:
@@ -58,7 +59,7 @@ def integer(value: Any) -> str:
     """AIME and AMC: whole numbers without leading zeros or a fraction. "033" -> "33"; 27.0 -> "27"; "3/2" -> "3/2"."""
     answer = text(value).strip()
     match = _INTEGER.fullmatch(answer)
-    return answer if match is None else match[1].removeprefix("+") + match[2]
+    return answer if match is None else match[1].removeprefix("+") + (match[2].lstrip("0") or "0")
 
 
 def joined(value: Any) -> str:
@@ -71,8 +72,10 @@ def without_instruction(value: Any) -> Any:
     """DAPO: the problem without the instruction around it; any other value unchanged."""
     message = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else None
     content = message.get("content") if isinstance(message, dict) and message.get("role") == "user" else value
-    match = _DAPO.fullmatch(content) if isinstance(content, str) else None
-    return value if match is None else match[1]
+    words = content.strip().removesuffix(".") if isinstance(content, str) else ""
+    if not (words.startswith(_DAPO_BEFORE) and words.endswith(_DAPO_AFTER)):
+        return value
+    return words.removeprefix(_DAPO_BEFORE).removesuffix(_DAPO_AFTER).strip()
 
 
 @dataclass(frozen=True, slots=True)

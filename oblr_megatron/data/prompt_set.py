@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, overload
 
+from oblr_megatron.data.long_rows import LongRows, too_long
 from oblr_megatron.data.rows import Row, Skipped, read_rows
 from oblr_megatron.data.template import RefusedError, check_template, render
 from oblr_megatron.errors import UserError
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOKENIZE_ROWS = 1024  # rows in one call of the tokenizer
+TOKENIZE_ROWS, TOKENIZE_CHARACTERS = 1024, 2**20  # most rows of one call of the tokenizer, and their characters
 NAMED_ROWS = 3  # rows named in the warning for each reason
+_FIX = "give rows with the question and answer columns"
 
 
 class PromptSet(Sequence[Prompt]):
@@ -66,9 +68,10 @@ class PromptSet(Sequence[Prompt]):
         self._texts: list[str] = []
         self._tokens = array("i")
         self._ends = array("q", [0])
-        remaining = iter(rows)
-        while (limit is None or len(self) < limit) and (block := list(islice(remaining, TOKENIZE_ROWS))):
+        for block in _blocks(self._rendered(rows, config, tokenizer)):
             self._add(block, config, tokenizer, limit)
+            if len(self) == limit:
+                break
         self.skipped.sort(key=lambda skip: (skip.file, skip.line))
         self._check_not_empty()
 
@@ -85,7 +88,7 @@ class PromptSet(Sequence[Prompt]):
         row, text = self._rows[index], self._texts[index]
         position = index % len(self)
         token_ids = tuple(self._tokens[self._ends[position] : self._ends[position + 1]])
-        return Prompt(row.row, row.id, text, token_ids, row.answer, row.source, row.tolerance)
+        return Prompt(row.row, row.id, text, token_ids, row.answer, row.source, row.tolerance, row.columns)
 
     def fingerprint(self) -> str:
         """A digest of the prompts. A saved data position stores it, so that resuming with other data is refused."""
@@ -96,13 +99,17 @@ class PromptSet(Sequence[Prompt]):
             digest.update(f"{row.id}\0{row.answer}\0{tolerance}".encode())
         return digest.hexdigest()[:16]
 
-    def _add(self, block: list[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> None:
-        rendered = list(self._rendered(block, config, tokenizer))
-        if not rendered:
-            return
-        texts = [text for _, text in rendered]
-        encoded = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
-        for (row, text), ids in zip(rendered, encoded, strict=True):
+    def _add(
+        self,
+        block: list[tuple[Row, str]],
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int | None,
+    ) -> None:
+        """Tokenize rows with their texts, and keep those that fit."""
+        texts = [text for _, text in block]
+        encoded = tokenizer(texts, add_special_tokens=not config.chat_template, verbose=False)["input_ids"]
+        for (row, text), ids in zip(block, encoded, strict=True):
             if len(self) == limit:
                 return
             if 0 < len(ids) <= config.max_prompt_tokens:
@@ -111,18 +118,25 @@ class PromptSet(Sequence[Prompt]):
                 self._tokens.extend(ids)
                 self._ends.append(len(self._tokens))
             elif ids:
-                self._skip(row, f"longer than data.max_prompt_tokens {config.max_prompt_tokens}", f"{len(ids)} tokens")
+                self._skip(row, too_long(config), f"{len(ids)} tokens")
             else:
                 self._skip(row, "no tokens")
 
     def _rendered(
-        self, block: list[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+        self, rows: Iterable[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[tuple[Row, str]]:
-        for row in block:
+        """Each row with its text, without those that the template refuses and those that are far too long."""
+        long_rows = LongRows(config, tokenizer)
+        for row in rows:
             try:
-                yield row, render(row.question, config, tokenizer)
+                text = render(row.question, config, tokenizer)
             except RefusedError as error:
                 self._skip(row, "refused by the chat template", str(error))
+                continue
+            if long_rows.exceeds(text):
+                self._skip(row, too_long(config), f"{len(text):,} characters")
+            else:
+                yield row, text
 
     def _skip(self, row: Row, reason: str, detail: str = "") -> None:
         self.skipped.append(row.left_out(self.path, reason, detail))
@@ -130,7 +144,21 @@ class PromptSet(Sequence[Prompt]):
     def _check_not_empty(self) -> None:
         if not self._rows:
             what = f"no usable row ({summary(self.skipped)})" if self.skipped else "the data set is empty"
-            raise UserError(what, where=self.path, fix="give rows with the question and answer columns")
+            raise UserError(what, where=self.path, fix=_fix(self.skipped))
+
+
+def _blocks(rows: Iterable[tuple[Row, str]]) -> Iterator[list[tuple[Row, str]]]:
+    """The rows in groups for the tokenizer, in order."""
+    block: list[tuple[Row, str]] = []
+    size = 0
+    for row, text in rows:
+        block.append((row, text))
+        size += len(text)
+        if len(block) == TOKENIZE_ROWS or size >= TOKENIZE_CHARACTERS:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
 
 
 def read_prompts(
@@ -175,6 +203,19 @@ def summary(skipped: Sequence[Skipped]) -> str:
     groups = sorted(by_reason.values(), key=len, reverse=True)
     several = len({skip.file for skip in skipped}) > 1
     return ", ".join(f"{len(group)} {group[0].reason} ({_lines(group, several)})" for group in groups)
+
+
+def _fix(skipped: Sequence[Skipped]) -> str:
+    """How to get usable rows, by the most frequent reason."""
+    [(reason, _)] = Counter(skip.reason for skip in skipped).most_common(1) or [("", 0)]
+    fixes = {
+        "longer than": "raise data.max_prompt_tokens, or give shorter rows",
+        "not a JSON object": "write one JSON object per line, instead of one array",
+        "refused by": "give conversations that the chat template accepts, or set data.chat_template to false",
+        "overlapping": "give other training rows, or raise data.overlap_threshold",
+        "flagged": "give training rows without overlaps_benchmark",
+    }
+    return next((fix for start, fix in fixes.items() if reason.startswith(start)), _FIX)
 
 
 def _lines(group: Sequence[Skipped], several_files: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Iterable, Iterator
 from decimal import Decimal, InvalidOperation
@@ -12,6 +13,9 @@ from oblr_megatron.data.sources import Record, convention_of, open_source
 
 if TYPE_CHECKING:
     from oblr_megatron.config.data import DataConfig, SourceConfig
+
+MOST_DIGITS = 50
+"""A tolerance with a larger exponent is ignored: written out, "1e999999999" has a billion digits."""
 
 Messages = list[dict[str, str]]  # [{"role": "user", "content": "2+3?"}]
 Question = str | Messages
@@ -43,6 +47,7 @@ class Row(NamedTuple):
     source: str  # the row's "source" column, else the file name
     tolerance: str  # in the format of types.Prompt.tolerance
     file: str  # name without suffix
+    columns: str = ""  # all columns as a JSON object, with data.keep_columns
 
     def left_out(self, source: str, reason: str, detail: str = "") -> Skipped:
         """The record of this row as skipped; `source` is the configured path."""
@@ -68,6 +73,8 @@ def read_rows(
     answers = (source.answer_column,) if source.answer_column else (*convention.answers, config.answer_column)
     for record in open_source(source, training=training):
         found = _row(record, convention, questions, answers, training)
+        if isinstance(found, Row) and config.keep_columns:
+            found = _with_columns(found, record)
         if isinstance(found, Row):
             yield found
         else:
@@ -99,7 +106,7 @@ def _row(
         return _missing(answers)
     if training and values.get("overlaps_benchmark"):
         return "flagged overlaps_benchmark"
-    return Row(
+    row = Row(
         row=record.number,
         id=text(values.get("id")) or f"{record.file}-{record.number}",
         question=question,
@@ -108,6 +115,24 @@ def _row(
         tolerance=_tolerance(values, convention),
         file=record.file,
     )
+    return row if _is_unicode([row.id, row.question, row.answer, row.source]) else "half of a surrogate pair"
+
+
+def _is_unicode(value: object) -> bool:
+    r"""Whether UTF-8 can write every text in a value. JSON may contain "\ud800", half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
+    except (UnicodeEncodeError, RecursionError):  # too deep for JSON is too deep for a template
+        return False
+    return True
+
+
+def _with_columns(row: Row, record: Record) -> Row | str:
+    """The row with its columns, or the reason to skip it. What JSON does not know becomes text."""
+    try:
+        return row._replace(columns=json.dumps(record.value, default=str, skipkeys=True))
+    except RecursionError:
+        return "nested too deep"
 
 
 class _Unusable(NamedTuple):
@@ -153,6 +178,6 @@ def _tolerance(values: dict[str, Any], convention: Convention) -> str:
             number = Decimal(written.removesuffix("%")) if written else Decimal(0)
         except InvalidOperation:
             continue
-        if number.is_finite() and number > 0:
+        if number.is_finite() and number > 0 and abs(number.adjusted()) < MOST_DIGITS:
             return f"{number:f}" + "%" * written.endswith("%")
     return convention.tolerance

@@ -51,8 +51,6 @@ def render(question: Question, config: DataConfig, tokenizer: PreTrainedTokenize
         UserError: a conversation of several turns, but no chat template.
         RefusedError: the chat template raised an error, e.g. because it supports no system turn.
     """
-    from jinja2 import TemplateError
-
     if not config.chat_template:
         return _fill(_only_turn(question), config)
     turns = [{"role": "user", "content": _fill(question, config)}] if isinstance(question, str) else question
@@ -61,8 +59,8 @@ def render(question: Question, config: DataConfig, tokenizer: PreTrainedTokenize
     options = {**config.chat_template_options, "tokenize": False, "add_generation_prompt": True}
     try:
         return str(tokenizer.apply_chat_template(turns, **options))
-    except TemplateError as error:
-        raise RefusedError(str(error)) from error
+    except Exception as error:  # a template runs arbitrary expressions on the values of a row
+        raise RefusedError(" ".join(str(error).split())[:300] or type(error).__name__) from error
 
 
 def _fill(question: str, config: DataConfig) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from oblr_megatron.data.long_rows import LongRows
 from oblr_megatron.data.overlap import Benchmarks, Duplicates
 from oblr_megatron.data.prompt_set import PromptSet, warn_of
 from oblr_megatron.data.rows import Row, Skipped, plain_text, read_rows
@@ -29,8 +30,11 @@ def training_sets(
         UserError: a source cannot be read or has no usable row.
     """
     skipped: list[list[Skipped]] = [[] for _ in config.train]
-    rows = _distinct(config, skipped) if config.deduplicate else _all(config, skipped)
-    benchmarks = _benchmarks(config, held_out)
+    long_rows = LongRows(config, tokenizer)
+    rows = _all(config, long_rows, skipped)
+    if config.deduplicate:
+        rows = _distinct(rows, [source.path for source in config.train], skipped)
+    benchmarks = _benchmarks(config, held_out, long_rows)
 
     def overlap(row: Row) -> str:
         name = benchmarks.overlapping(plain_text(row.question))
@@ -44,15 +48,17 @@ def training_sets(
     return sets
 
 
-def _all(config: DataConfig, skipped: list[list[Skipped]]) -> list[Iterator[Row]]:
-    """The rows of each source."""
+def _all(config: DataConfig, long_rows: LongRows, skipped: list[list[Skipped]]) -> Sequence[Iterable[Row]]:
+    """The rows of each source, without those that are far too long: huge texts need minutes to compare."""
     return [
-        read_rows(source, config, left_out, training=True)
+        _without(long_rows.exceeding, read_rows(source, config, left_out, training=True), source.path, left_out)
         for source, left_out in zip(config.train, skipped, strict=True)
     ]
 
 
-def _distinct(config: DataConfig, skipped: list[list[Skipped]]) -> list[list[Row]]:
+def _distinct(
+    rows: Sequence[Iterable[Row]], paths: Sequence[str], skipped: list[list[Skipped]]
+) -> Sequence[Iterable[Row]]:
     """The first row of each question over all sources; questions with contradicting answers are skipped.
 
     A contradiction may come with the last row, so all first occurrences are held in memory.
@@ -65,17 +71,20 @@ def _distinct(config: DataConfig, skipped: list[list[Skipped]]) -> list[list[Row
     def contradicted(row: Row) -> str:
         return "contradicted by a duplicate" if duplicates.contradicts(row) else ""
 
-    paths = [source.path for source in config.train]
-    first = [list(_without(repeated, *own)) for own in zip(_all(config, skipped), paths, skipped, strict=True)]
+    first = [list(_without(repeated, *own)) for own in zip(rows, paths, skipped, strict=True)]
     return [list(_without(contradicted, *own)) for own in zip(first, paths, skipped, strict=True)]
 
 
-def _benchmarks(config: DataConfig, held_out: Mapping[str, SourceConfig]) -> Benchmarks:
-    """The questions of config.exclude and of the held-out sets; empty if overlaps are allowed."""
+def _benchmarks(config: DataConfig, held_out: Mapping[str, SourceConfig], long_rows: LongRows) -> Benchmarks:
+    """The questions of config.exclude and of the held-out sets; empty if overlaps are allowed.
+
+    A question that is far longer than any prompt is left out, because no training row contains it.
+    """
     benchmarks = Benchmarks(ngram=config.overlap_ngram, threshold=config.overlap_threshold)
     if config.overlap_threshold > 0:
         for name, source in [*((source.path, source) for source in config.exclude), *held_out.items()]:
-            benchmarks.add(name, (plain_text(row.question) for row in read_rows(source, config, [])))
+            rows = _without(long_rows.exceeding, read_rows(source, config, []), name, [])
+            benchmarks.add(name, (plain_text(row.question) for row in rows))
     return benchmarks
 
 
