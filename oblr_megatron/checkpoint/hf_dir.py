@@ -6,11 +6,15 @@ an interrupted download, an index that contradicts its shards, another architect
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
+from math import inf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,6 +26,14 @@ TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))  # one of 
 LENGTH_BYTES = 8  # at the start of a safetensors file: size of the JSON header, little endian
 MAX_HEADER_BYTES = 100_000_000
 QUANTIZATION, SCALES = "quantization_config", (".weight_scale", ".input_scale")
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of a plain model's tensors, by their names in safetensors
+SAMPLED_TENSORS, SAMPLED_BYTES = 64, 4096  # of a fingerprint
+FP8_BYTES = {"F8_E4M3": 1}  # in addition, of a quantized model
+SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+"""Keys of config.json that must be natural numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +52,34 @@ class HFDir:
     num_bytes: int  # of all weight files
 
     def hf_config(self) -> Qwen3Config | Qwen3MoeConfig:
-        """The configuration as a transformers object."""
+        """The configuration as a transformers object.
+
+        Raises:
+            UserError: transformers does not accept it.
+        """
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.path)
+        try:
+            return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+        except Exception as error:  # each of transformers' checks has its own type
+            raise UserError(
+                f"transformers cannot read the configuration: {' '.join(str(error).split()):.300}",
+                where=str(self.path / "config.json"),
+                fix="use the config.json that came with the weights",
+            ) from error
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The directory's tokenizer.
 
         Raises:
-            UserError: its files are damaged.
+            UserError: its files or config.json are damaged, or it has tokens without a row in the model's embedding.
         """
         from transformers import AutoTokenizer
 
+        self.hf_config()
         try:
-            return AutoTokenizer.from_pretrained(self.path)
+            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+            vocabulary: dict[str, int] = tokenizer.get_vocab()
         except Exception as error:  # damaged files raise many types, some of them from Rust
             reason = (str(error).splitlines() or [""])[0]
             raise UserError(
@@ -62,6 +87,37 @@ class HFDir:
                 where=str(self.path),
                 fix="download or export the tokenizer files again",
             ) from error
+        rows = int(self.config["vocab_size"])
+        beyond = min(((number, token) for token, number in vocabulary.items() if number >= rows), default=None)
+        if beyond is not None:
+            raise UserError(
+                f"the tokenizer has {len(vocabulary)} tokens, but the model's vocab_size is {rows}: "
+                f"token {beyond[1]!r} has id {beyond[0]}",
+                where=str(self.path),
+                fix="use the model's own tokenizer, or resize the model's embeddings (resize_token_embeddings)",
+            )
+        return tokenizer
+
+    def fingerprint(self) -> str:
+        """A digest of the weights: of all names and shapes, and of 4 KiB from the middle of 64 tensors.
+
+        Copies have the same one, however their tensors are divided into files.
+        """
+        names = sorted(name for name in self.shapes if not (self.tied and name == "lm_head.weight"))
+        chosen = set(names[:: -(-len(names) // SAMPLED_TENSORS)])
+        pieces: dict[str, bytes] = {}
+        for file in (self.path / name for name in self.weight_files):
+            start, entries = read_header(file)
+            with file.open("rb") as stream:
+                for name in chosen & entries.keys():
+                    begin, end = entries[name]["data_offsets"]
+                    middle = (begin + end) // 2
+                    stream.seek(start + middle)
+                    pieces[name] = entries[name]["dtype"].encode() + stream.read(min(SAMPLED_BYTES, end - middle))
+        digest = hashlib.sha256(json.dumps([(name, self.shapes[name]) for name in names]).encode())
+        for name in sorted(pieces):
+            digest.update(pieces[name])
+        return digest.hexdigest()[:16]
 
 
 def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
@@ -80,7 +136,7 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
         raise UserError(what, where=str(path), fix="give the directory of a Qwen3 checkpoint")
     config = check_hf_files(path)
     listed = _listed_tensors(path)
-    shapes, num_bytes = _check_weights(path, listed)
+    shapes, num_bytes = _check_weights(path, listed, DTYPE_BYTES | (FP8_BYTES if QUANTIZATION in config else {}))
     if QUANTIZATION in config:
         shapes = _without_scales(config, shapes, path, quantized)
     check_tensors(config, shapes, path)
@@ -115,17 +171,9 @@ def check_hf_files(path: Path) -> dict[str, Any]:
     """
     config = _read_json(path / "config.json")
     _check_architecture(config, path)
+    _check_values(config, path / "config.json")
     _check_tokenizer(path)
     return config
-
-
-def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in a safetensors file.
-
-    Raises:
-        UserError: the file is cut off, or is not a safetensors file.
-    """
-    return {name: tuple(entry["shape"]) for name, entry in read_header(file)[1].items()}
 
 
 def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -148,8 +196,8 @@ def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
                 raise ValueError("header length")
             header = json.loads(stream.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            end = max((_end_of(entry) for entry in entries.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            end = _end_of(entries)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise UserError("not a safetensors file", where=str(file), fix=fix) from error
     expected = LENGTH_BYTES + length + end
     if size != expected:
@@ -158,10 +206,22 @@ def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     return LENGTH_BYTES + length, entries
 
 
-def _end_of(entry: dict[str, Any]) -> int:
-    """End offset of a header entry's tensor; raises KeyError or TypeError if the entry is malformed."""
-    tuple(entry["shape"]), str(entry["dtype"])
-    return int(entry["data_offsets"][1])
+def _end_of(entries: dict[str, dict[str, Any]]) -> int:
+    """End offset of the last tensor.
+
+    Raises:
+        ValueError, KeyError or TypeError: an entry is malformed, or the tensors overlap or leave gaps.
+    """
+    end = 0
+    for entry in sorted(entries.values(), key=lambda entry: entry["data_offsets"]):
+        begin, after = entry["data_offsets"]
+        if not all(type(size) is int and size >= 0 for size in (begin, after, *entry["shape"])) or begin != end:
+            raise ValueError("offsets or shape")
+        end = after
+        size = DTYPE_BYTES.get(entry["dtype"])
+        if end - begin != (end - begin if size is None else prod(entry["shape"]) * size):
+            raise ValueError("the offsets contradict shape and dtype")
+    return end
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -188,6 +248,26 @@ def _check_architecture(config: dict[str, Any], path: Path) -> None:
         where=str(path / "config.json"),
         fix=f"give a Qwen3 checkpoint ({known})",
     )
+
+
+def _check_values(config: dict[str, Any], file: Path) -> None:
+    """The values that our own code reads; transformers checks the types of all."""
+    experts = num_experts(config)
+    values = {name: config.get(name) for name in (*SIZES, *(("moe_intermediate_size",) if experts else ()))}
+    wrong = {name: value for name, value in values.items() if type(value) is not int or value < 1}
+    rope = config.get("rope_parameters")
+    numbers = {name: config.get(name, 1) for name in ("rms_norm_eps", "rope_theta", "max_position_embeddings")}
+    numbers |= {"rope_parameters.rope_theta": rope.get("rope_theta", 1)} if isinstance(rope, dict) else {}
+    wrong |= {name: value for name, value in numbers.items() if not _is_positive(value)}
+    wrong |= {"num_experts": experts} if type(experts) is not int or experts < 0 else {}
+    for name, value in wrong.items():
+        raise UserError(
+            f"{name} is {value!r:.60}", where=str(file), fix="use the config.json that came with the weights"
+        )
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < inf
 
 
 def _check_tokenizer(path: Path) -> None:
@@ -224,13 +304,22 @@ def _listed_tensors(path: Path) -> dict[str, set[str]]:
     return listed
 
 
-def _check_weights(path: Path, listed: dict[str, set[str]]) -> tuple[dict[str, tuple[int, ...]], int]:
+def _check_weights(
+    path: Path, listed: dict[str, set[str]], dtypes: Collection[str]
+) -> tuple[dict[str, tuple[int, ...]], int]:
     """Read every header; return (shape of every tensor, bytes of all files)."""
     shapes: dict[str, tuple[int, ...]] = {}
     num_bytes = 0
     for name in sorted(listed) or [SINGLE]:
         file = path / name
-        held = read_shapes(file)
+        held = read_header(file)[1]
+        odd = next(((tensor, entry["dtype"]) for tensor, entry in held.items() if entry["dtype"] not in dtypes), None)
+        if odd is not None:
+            raise UserError(
+                f"{odd[0]!r} has dtype {odd[1]}, but only {', '.join(dtypes)} can be read",
+                where=str(file),
+                fix="give the original, unquantised checkpoint",
+            )
         lacking = sorted(listed.get(name, set()) - held.keys())
         if lacking:
             raise UserError(
@@ -238,7 +327,7 @@ def _check_weights(path: Path, listed: dict[str, set[str]]) -> tuple[dict[str, t
                 where=str(file),
                 fix="download index and shards of one version",
             )
-        shapes |= held
+        shapes |= {tensor: tuple(entry["shape"]) for tensor, entry in held.items()}
         num_bytes += file.stat().st_size
     return shapes, num_bytes
 
@@ -265,16 +354,14 @@ def check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], pa
     """
     from oblr_megatron.weights.names import HF_OUTPUT, ModelShape, table
 
-    try:
-        expected = {
-            name: size for item in table(ModelShape.of(config)) for name, size in zip(item.hf, item.shapes, strict=True)
-        }
-    except (KeyError, TypeError) as error:
+    shape = ModelShape.of(config)
+    if shape.layers * max(shape.experts, 1) > len(shapes):  # before a table with billions of rows is made
         raise UserError(
-            f"the Qwen3 configuration is incomplete: {error}",
-            where=str(path / "config.json"),
+            f"num_hidden_layers {shape.layers}, num_experts {shape.experts}, but the files have {len(shapes)} tensors",
+            where=str(path),
             fix="use the config.json that came with the weights",
-        ) from error
+        )
+    expected = {name: size for item in table(shape) for name, size in zip(item.hf, item.shapes, strict=True)}
     allowed = {HF_OUTPUT} if config.get("tie_word_embeddings") else set()  # some tied checkpoints store it as well
     unknown = [name for name in shapes if name not in expected and name not in allowed]
     if unknown:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.checkpoint.hf_dir import LENGTH_BYTES, HFDir, read_header
-from oblr_megatron.errors import UserError
 from oblr_megatron.weights.export import TensorMeta
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -32,7 +31,7 @@ class TensorReader:
     """The tensors of a directory's weight files, each read when requested.
 
     Raises:
-        UserError: a file is cut off, is not a safetensors file, or has a dtype not in DTYPES.
+        UserError: a file is cut off, or is not a safetensors file.
     """
 
     def __init__(self, directory: HFDir, stack: ExitStack) -> None:
@@ -44,7 +43,7 @@ class TensorReader:
             stream = stack.enter_context(file.open("rb"))
             for tensor, entry in entries.items():
                 self._places[tensor] = stream, start + entry["data_offsets"][0]
-                self.metas[tensor] = TensorMeta(tensor, _dtype_of(entry, file), tuple(entry["shape"]))
+                self.metas[tensor] = TensorMeta(tensor, DTYPES[entry["dtype"]], tuple(entry["shape"]))
 
     def __getitem__(self, name: str) -> Tensor:
         stream, offset = self._places[name]
@@ -82,17 +81,6 @@ def write_file(path: Path, metas: Sequence[TensorMeta], stream: Iterator[tuple[s
         file.flush()
         os.fsync(file.fileno())
     return total
-
-
-def _dtype_of(entry: dict[str, Any], file: Path) -> torch.dtype:
-    try:
-        return DTYPES[entry["dtype"]]
-    except KeyError as error:
-        raise UserError(
-            f"tensors of type {entry['dtype']} cannot be converted",
-            where=str(file),
-            fix="give an unquantised checkpoint",
-        ) from error
 
 
 def _layout(metas: Sequence[TensorMeta]) -> tuple[bytes, dict[str, int], int]:

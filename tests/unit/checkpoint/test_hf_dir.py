@@ -7,6 +7,7 @@ covered: wrong weight values.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 from collections.abc import Callable
@@ -16,10 +17,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE, check_hf_dir
 from oblr_megatron.errors import UserError
-from tests.tiny import make_hf_dir, make_moe_hf_dir
+from tests.tiny import make_hf_dir, make_moe_hf_dir, make_tokenizer
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +120,16 @@ def swap_shards(path: Path) -> None:
     edit_json(path / INDEX, change)
 
 
-def grow(header: dict[str, Any]) -> None:
-    header["model.norm.weight"]["shape"] = [49]
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Save the weights again after a change."""
+    tensors = load_file(path / SINGLE)
+    change(tensors)
+    save_file(tensors, path / SINGLE, metadata={"format": "pt"})
+
+
+def declare(path: Path, tensor: str, **fields: object) -> None:
+    """Change what the header says of a tensor; its data stay."""
+    edit_header(path / SINGLE, lambda header: header[tensor].update(fields))
 
 
 DAMAGE_SINGLE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -132,7 +144,22 @@ DAMAGE_SINGLE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: edit_json(path / "config.json", lambda c: c.update(architectures=["Qwen3MoeForCausalLM"])),
         "Qwen3MoeForCausalLM",
     ),
-    "config incomplete": (lambda path: edit_json(path / "config.json", lambda c: c.pop("head_dim")), "'head_dim'"),
+    "config incomplete": (
+        lambda path: edit_json(path / "config.json", lambda c: c.pop("head_dim")),
+        "head_dim is None",
+    ),
+    "config with a fraction": (
+        lambda path: edit_json(path / "config.json", lambda c: c.update(vocab_size=37.0)),
+        "vocab_size is 37.0",
+    ),
+    "config without a rounding": (
+        lambda path: edit_json(path / "config.json", lambda c: c.update(rms_norm_eps=math.nan)),
+        "rms_norm_eps is nan",
+    ),
+    "config with billions of layers": (
+        lambda path: edit_json(path / "config.json", lambda c: c.update(num_hidden_layers=10**10)),
+        "num_hidden_layers 10000000000",
+    ),
     "config of another size": (
         lambda path: edit_json(path / "config.json", lambda c: c.update(hidden_size=64)),
         "has shape [37, 48], but config.json implies [37, 64]",
@@ -150,9 +177,20 @@ DAMAGE_SINGLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights too long": (lambda path: (path / SINGLE).open("ab").write(b"0"), "the file is too long"),
     "no safetensors": (lambda path: (path / SINGLE).write_bytes(b"\x80\x02}q\x00." * 99), "not a safetensors file"),
     "header is a list": (lambda path: (path / SINGLE).write_bytes(struct.pack("<Q", 2) + b"[]"), "not a safetensors"),
-    "shape of another model": (lambda path: edit_header(path / SINGLE, grow), "'model.norm.weight' has shape [49]"),
+    "shape of another model": (
+        lambda path: rewrite(path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(49)})),
+        "'model.norm.weight' has shape [49]",
+    ),
+    "a dtype that cannot be read": (
+        lambda path: rewrite(path, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].to(torch.int8)})),
+        f"'{Q_PROJ}' has dtype I8, but only F64, F32, F16, BF16 ",
+    ),
+    "shape and size disagree": (lambda path: declare(path, "model.norm.weight", shape=[49]), "not a safetensors file"),
+    "a dtype and its size disagree": (lambda path: declare(path, Q_PROJ, dtype="BF16"), "not a safetensors file"),
+    "offsets are no numbers": (lambda path: declare(path, Q_PROJ, data_offsets="01"), "not a safetensors file"),
+    "tensors overlap": (lambda path: declare(path, Q_PROJ, data_offsets=[0, 12288]), "not a safetensors file"),
     "a tensor is missing": (
-        lambda path: edit_header(path / SINGLE, lambda header: header.pop("lm_head.weight")),
+        lambda path: rewrite(path, lambda tensors: tensors.pop("lm_head.weight")),
         "1 tensors are missing from the weights, 'lm_head.weight' first",
     ),
 }
@@ -211,3 +249,45 @@ def test_a_damaged_tokenizer_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="tokenizer") as caught:
         check_hf_dir(path).tokenizer()
     assert caught.value.where == str(path)
+
+
+def test_a_configuration_that_transformers_refuses(single: Path, tmp_path: Path) -> None:
+    path = copy(single, tmp_path)
+    edit_json(path / "config.json", lambda config: config.update(initializer_range="wide"))
+    found = check_hf_dir(path)
+    for read in (found.hf_config, found.tokenizer):
+        with pytest.raises(UserError, match="initializer_range") as caught:
+            read()
+        assert caught.value.where == str(path / "config.json") and "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows(single: Path, tmp_path: Path) -> None:
+    path = copy(single, tmp_path)
+    make_tokenizer(40).save_pretrained(path)
+    with pytest.raises(UserError, match=r"40 tokens.*vocab_size is 37.*'t37' has id 37") as caught:
+        check_hf_dir(path).tokenizer()
+    assert caught.value.where == str(path)
+    make_tokenizer(30).save_pretrained(path)
+    assert len(check_hf_dir(path).tokenizer()) == 30, "an embedding may have more rows, as in published models"
+
+
+def test_an_added_token_beyond_the_embedding(single: Path, tmp_path: Path) -> None:
+    path = copy(single, tmp_path)
+    tokenizer = make_tokenizer(37)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(path)
+    with pytest.raises(UserError, match=r"38 tokens.*'<think>' has id 37"):
+        check_hf_dir(path).tokenizer()
+
+
+def test_the_fingerprint_is_that_of_the_weights(single: Path, sharded: Path, tmp_path: Path) -> None:
+    own = check_hf_dir(single).fingerprint()
+    assert own == check_hf_dir(sharded).fingerprint(), "the files are divided otherwise"
+    assert own != check_hf_dir(make_hf_dir(tmp_path / "other", seed=1)).fingerprint()
+    path = copy(single, tmp_path)
+    rewrite(path, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].mul_(1.001))
+    assert own != check_hf_dir(path).fingerprint()
+    tied = make_hf_dir(tmp_path / "tied", tied=True)
+    before = check_hf_dir(tied).fingerprint()
+    rewrite(tied, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    assert check_hf_dir(tied).fingerprint() == before, "some copies store the tied output layer"
