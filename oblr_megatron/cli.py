@@ -1,4 +1,7 @@
-"""The `oblr-megatron` command: train, eval, convert, serve, quantize, plan, doctor, study, report. Imports no torch."""
+"""The `oblr-megatron` command: init, train, eval, convert, serve, quantize, plan, study, doctor, report.
+
+Imports no torch at load, and none before the arguments, the config and the named files are checked.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,47 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checkpoint.convert_command import add_arguments as add_convert_arguments
 from oblr_megatron.doctor import add_arguments as add_doctor_arguments
 from oblr_megatron.dryrun.dry_run_command import add_arguments as add_dry_run_arguments
-from oblr_megatron.dryrun.dry_run_command import dry_run
+from oblr_megatron.dryrun.dry_run_command import dry_run, dry_run_elsewhere
 from oblr_megatron.engine.serve_command import add_arguments as add_serve_arguments
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.evaluation.eval_command import add_arguments as add_eval_arguments
+from oblr_megatron.init_command import add_arguments as add_init_arguments
 from oblr_megatron.planner.plan_command import add_arguments as add_plan_arguments
 from oblr_megatron.quantize.quantize_command import add_arguments as add_quantize_arguments
+from oblr_megatron.runtime.arguments import Parser, count
 from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the console script; returns the exit status."""
-    parser = _parser()
-    options = parse(parser, arguments)
-    return guarded(lambda: options.function(options))
+
+    def command() -> int:
+        options = parse(make_parser(), arguments)
+        return int(options.function(options))
+
+    return guarded(command)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
+    """The parser of all commands; each sets `function`."""
     description = "RL post-training of Qwen3 (OBLR-PO) on megatron-core, with vLLM rollouts"
-    parser = argparse.ArgumentParser(prog="oblr-megatron", description=description)
+    parser = Parser(prog="oblr-megatron", description=description)
+    parser.add_argument("--version", action=_Version, help="print the versions of this package and its engines")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    add_init_arguments(commands.add_parser("init", help="write a first config for a model directory and a data file"))
     train = commands.add_parser("train", help="train from a TOML config")
     add_run_arguments(train)
     train.add_argument(
-        "--nproc-per-node", type=int, default=1, metavar="N", help="ranks on this machine, started by torchrun"
+        "--nproc-per-node", type=count, default=1, metavar="N", help="ranks on this machine, started by torchrun"
     )
     train.add_argument("--master-port", type=int, metavar="PORT", help="rendezvous port; a free one by default")
     add_dry_run_arguments(train)
@@ -50,9 +65,24 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor_arguments(commands.add_parser("doctor", help="show what is installed and what a run uses because of it"))
 
     report = commands.add_parser("report", help="write one self-contained HTML file about a run")
-    report.add_argument("run_dir", type=Path)
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, finished or not")
     report.set_defaults(function=_report)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the installed versions from their metadata, without importing the packages."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from oblr_megatron.checks.packages import installed
+
+        for name, version in installed().items():
+            if name in ("oblr-megatron", "megatron-core", "vllm", "torch"):
+                print(f"{name} {version or 'not installed'}")
+        parser.exit()
 
 
 def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,38 +107,55 @@ def _no_studies(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from oblr_megatron.checks.layout import check_port
     from oblr_megatron.config import load_config
 
-    overrides = run_overrides(options)
-    config = load_config(options.config, overrides)
-    if options.dry_run:
-        return dry_run(
-            config, nnodes=options.nnodes, per_node=options.nproc_per_node, gpu_memory_gb=options.gpu_memory_gb
-        )
-    if options.nnodes > 1 or options.gpu_memory_gb is not None:
+    ranks, elsewhere = options.nproc_per_node, options.nnodes is not None or options.gpu_memory_gb is not None
+    if elsewhere and not options.dry_run:
         raise UserError(
             "--nnodes and --gpu-memory-gb need --dry-run",
             where="command line",
             fix="start a run on several nodes with the scripts in slurm/",
         )
-    if options.nproc_per_node < 1:
-        raise UserError(f"--nproc-per-node {options.nproc_per_node} is below 1", fix="give 1 or more")
-    if options.nproc_per_node == 1:
+    overrides = run_overrides(options)
+    config = load_config(options.config, overrides)
+    if options.dry_run and elsewhere:
+        return dry_run_elsewhere(config, options.nnodes or 1, ranks, options.gpu_memory_gb)
+    _check_first(config, ranks, options.master_port)
+    check_devices(ranks)
+    if options.dry_run:
+        return dry_run(config, ranks)
+    if ranks == 1:
         from oblr_megatron.train import run_training
 
         return run_training(config)
     from oblr_megatron.preflight import preflight
 
-    preflight(config, options.nproc_per_node)  # before torchrun, so that a mistake starts no process
-    check_devices(options.nproc_per_node)
-    rendezvous = ["--standalone"]
-    if options.master_port is not None:
-        check_port(options.master_port)
-        rendezvous = ["--master-port", str(options.master_port)]
-    launcher = [sys.executable, "-m", "oblr_megatron.runtime.launch", "--nproc-per-node", str(options.nproc_per_node)]
+    preflight(config, ranks)  # before torchrun, so that a mistake starts no process
+    port = options.master_port
+    rendezvous = ["--standalone"] if port is None else ["--master-port", str(port)]
+    launcher = [sys.executable, "-m", "oblr_megatron.runtime.launch", "--nproc-per-node", str(ranks)]
     script = ["-m", "oblr_megatron.train", str(options.config), *overrides]
     return os.execv(sys.executable, [*launcher, *rendezvous, *script])
+
+
+def _check_first(config: Config, ranks: int, port: int | None) -> None:
+    """The checks that need neither torch nor rows, so that common mistakes end at once; `preflight` repeats them.
+
+    Raises:
+        UserError: the first problem.
+    """
+    from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+    from oblr_megatron.checks.layout import check_layout, check_port
+    from oblr_megatron.checks.run_dir import check_run_dir
+    from oblr_megatron.data.sources import kind_of
+
+    if port is not None:
+        check_port(port)
+    check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
+    check_layout(check_hf_dir(config.model.path).config, config, ranks)
+    if config.rollout.replay is None:
+        for source in (*config.data.train, *config.data.exclude, *config.evaluate.data.values()):
+            kind_of(source)
 
 
 def check_devices(ranks: int) -> None:

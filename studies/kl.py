@@ -146,12 +146,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `study kl`."""
     parser.add_argument("--out", type=Path, required=True, help="directory for table and starts")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
-    parser.add_argument("--steps", nargs="+", type=int, default=[10, 30, 80], metavar="STEP")
-    parser.add_argument("--betas", nargs="+", type=float, default=[0.001, 0.01, 0.1], metavar="BETA")
+    parser.add_argument(
+        "--steps", nargs="+", type=int, default=[10, 30, 80], metavar="STEP", help="steps of the run to measure at"
+    )
+    parser.add_argument(
+        "--betas", nargs="+", type=float, default=[0.001, 0.01, 0.1], metavar="BETA", help="coefficients of the penalty"
+    )
     parser.add_argument("--lr", type=float, default=5e-4, help="Adam's learning rate of the run")
     parser.add_argument("--prompts", type=int, default=48, help="held-out prompts to measure on")
     parser.add_argument("--pool", type=int, default=64, help="responses per prompt")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of starts, prompts and samples (default: 0)")
     parser.set_defaults(function=run)
 
 

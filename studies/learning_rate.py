@@ -208,15 +208,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `study learning_rate`."""
     parser.add_argument("--out", type=Path, required=True, help="directory for table, chart and starts")
     parser.add_argument("--tasks", nargs="+", default=["sums", "chain", "brackets"], help=f"some of {', '.join(TASKS)}")
-    parser.add_argument("--skill", default="middle", choices=get_args(Skill))
+    parser.add_argument("--skill", default="middle", choices=get_args(Skill), help="skill of the start")
     parser.add_argument("--points", nargs="+", type=int, default=[0, 30, 90], help="steps of the path to measure at")
     parser.add_argument("--lr", type=float, default=3e-4, help="Adam's learning rate of the path")
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[4, 16, 64], metavar="N")
+    parser.add_argument(
+        "--batch-sizes", nargs="+", type=int, default=[4, 16, 64], metavar="N", help="prompts per batch"
+    )
     parser.add_argument("--batches", type=int, default=12, help="largest number of batches per size")
     parser.add_argument("--prompts", type=int, default=1024, help="prompts for the gradients")
     parser.add_argument("--objective", type=int, default=1024, help="prompts that J is measured on")
     parser.add_argument("--repeats", type=int, default=4, help="responses per such prompt")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of starts, prompts and samples (default: 0)")
     parser.set_defaults(function=run)
 
 

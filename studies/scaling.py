@@ -209,7 +209,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cases to measure; earlier results of others are kept",
     )
     parser.add_argument("--steps", type=int, default=6, help="timed steps per case and round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds over all cases (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="measure nothing: fit DIR/measured.json again")
     parser.set_defaults(function=run)
 

@@ -41,8 +41,8 @@ WARM_UP = 1  # uncounted steps; the first one creates the optimizer's state
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the given cases."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("cases", nargs="+", type=case_named)
+    parser.add_argument("out", type=Path, help="file to write")
+    parser.add_argument("cases", nargs="+", type=case_named, help="names of cases")
     parser.add_argument("--steps", type=int, default=3, help="steps to time")
     parser.add_argument("--memory", action="store_true", help="count the memory of one more step")
     options = parser.parse_args(arguments)

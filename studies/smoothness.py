@@ -143,10 +143,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `study smoothness`."""
     parser.add_argument("--out", type=Path, required=True, help="directory for table and starts")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
-    parser.add_argument("--steps", nargs="+", type=int, default=[0, 10, 30, 80], metavar="STEP")
+    parser.add_argument(
+        "--steps", nargs="+", type=int, default=[0, 10, 30, 80], metavar="STEP", help="steps of the run to measure at"
+    )
     parser.add_argument("--lr", type=float, default=5e-4, help="Adam's learning rate of the run")
-    parser.add_argument("--responses", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--responses", type=int, default=256, help="responses to measure on (default: 256)")
+    parser.add_argument("--seed", type=int, default=0, help="of starts, prompts and samples (default: 0)")
     parser.set_defaults(function=run)
 
 

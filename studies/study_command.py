@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from oblr_megatron.runtime.arguments import Parser
+
 STUDIES = {
     "task": "write a task's model, data and config, to train it on the real stack",
     "curves": "learning curves of arms x seeds with equal samples, each arm at the best rate of its own sweep",
@@ -26,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         studies.add_parser(name, module=f"{__package__}.{name}", help=what, description=what)
 
 
-class StudyParser(argparse.ArgumentParser):
+class StudyParser(Parser):
     """A parser that imports its options from a module on first use, so that other studies' imports cost no time.
 
     Args:

@@ -239,12 +239,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `study variance`."""
     parser.add_argument("--out", type=Path, required=True, help="results; repeat the command to continue")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
-    parser.add_argument("--skills", nargs="+", default=list(get_args(Skill)), choices=get_args(Skill))
-    parser.add_argument("--group-sizes", nargs="+", type=int, default=[2, 4, 8, 16], metavar="G")
+    parser.add_argument(
+        "--skills", nargs="+", default=list(get_args(Skill)), choices=get_args(Skill), help="skills of the starts"
+    )
+    parser.add_argument(
+        "--group-sizes", nargs="+", type=int, default=[2, 4, 8, 16], metavar="G", help="responses per prompt"
+    )
     parser.add_argument("--prompts", type=int, default=64, help="Q, prompts per batch")
     parser.add_argument("--pool", type=int, default=64, help="responses per prompt")
     parser.add_argument("--deals", type=int, default=8, help="number of times a pool is dealt into groups")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of starts, prompts and samples (default: 0)")
     parser.set_defaults(function=run)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oblr_megatron.errors import EXIT_OK, UserError
+from oblr_megatron.runtime.arguments import count
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     to_hf.add_argument(
         "--hf-source", type=Path, metavar="DIR", help="directory with config and tokenizer, if SRC has none"
     )
-    to_hf.add_argument("--max-shard-bytes", type=int, metavar="N", help="largest weight file in bytes; 5 GB by default")
+    to_hf.add_argument(
+        "--max-shard-bytes", type=count, metavar="N", help="largest weight file in bytes; 5 GB by default"
+    )
     to_hf.set_defaults(function=_to_hf)
     for direction in (to_megatron, to_hf):
-        direction.add_argument("source", type=Path, metavar="SRC")
-        direction.add_argument("target", type=Path, metavar="DST", help="must not exist")
+        direction.add_argument("source", type=Path, metavar="SRC", help="directory to read")
+        direction.add_argument("target", type=Path, metavar="DST", help="directory to write; must not exist")
         direction.add_argument("--dtype", choices=("float32", "bfloat16"), help="by default the source's")
         direction.add_argument(
             "--check", action="store_true", help="load both and compare their logits; takes 12 bytes per parameter"
@@ -55,8 +58,6 @@ def _to_hf(options: argparse.Namespace) -> int:
     from oblr_megatron.checkpoint.convert import newest, to_hf
     from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES
 
-    if options.max_shard_bytes is not None and options.max_shard_bytes < 1:
-        raise UserError(f"{options.max_shard_bytes} is too small", where="--max-shard-bytes", fix="give 1 or more")
     source = newest(options.source)  # resolved once, because a run may save another one meanwhile
     with _progress() as advance:
         done = to_hf(
@@ -78,6 +79,10 @@ def _prepare(options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     if options.prompt is not None and not options.check:
         raise UserError("--prompt is given without --check", where="--prompt", fix="add --check, or remove --prompt")
+    if not options.source.is_dir():
+        raise UserError("the source is not a directory", where=str(options.source), fix="give an existing one")
+    if options.target.exists() or options.target.is_symlink():
+        raise UserError("the target exists", where=str(options.target), fix="choose a new directory")
 
 
 def _check(options: argparse.Namespace, *, checkpoint: Path, hf_dir: Path, dtype: torch.dtype) -> None:

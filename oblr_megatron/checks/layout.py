@@ -227,14 +227,15 @@ def _check_experts_divide(hf_config: Mapping[str, Any], parallel: ParallelConfig
 
 
 def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        raise UserError(
-            f"rope_type {rope_type!r} is not supported",
-            where=where,
-            fix='set rope_type to "default" in config.json, and stay within the positions the model was trained on',
-        )
+    for key in ("rope_parameters", "rope_scaling"):  # transformers reads the second where both are there
+        rope = hf_config.get(key) or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default":
+            raise UserError(
+                f"{key} with rope_type {rope_type!r} is not supported",
+                where=where,
+                fix='set rope_type to "default" in config.json, and stay within the positions the model was trained on',
+            )
     for key in ("attention_bias", "use_sliding_window"):
         if hf_config.get(key):
             raise UserError(f"{key} = true is not supported", where=where, fix="use a Qwen3 model without it")

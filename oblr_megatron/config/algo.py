@@ -96,11 +96,12 @@ class AlgoConfig(Section):
     @classmethod
     def _fill_in_preset(cls, given: Any) -> Any:
         """Merge the recipe with the given keys; given keys win."""
-        recipe = PRESETS.get(given.get("preset") or "", {}) if isinstance(given, dict) else {}
-        if not recipe:
+        preset = given.get("preset") if isinstance(given, dict) else None
+        recipe = PRESETS.get(preset) if isinstance(preset, str) else None
+        snr = given.get("snr", {}) if recipe else None
+        snr = snr.model_dump(exclude_unset=True) if isinstance(snr, SnrConfig) else snr
+        if not recipe or not isinstance(snr, dict):
             return given
-        snr = given.get("snr", {})
-        snr = snr if isinstance(snr, dict) else snr.model_dump(exclude_unset=True)
         return {**recipe, **given, "snr": {**recipe.get("snr", {}), **snr}}
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os.path
+import re
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.config.baselines import BASELINES
@@ -15,6 +16,7 @@ from oblr_megatron.errors import Problem, UserError
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
 
+COMMAND_LINE = "command line"
 EVALUATED = ("accuracy", "mean_at_k", "pass_at_k", "maj_at_k")
 """Metrics of each held-out set; only the first needs no sampled responses."""
 
@@ -22,35 +24,45 @@ EVALUATED = ("accuracy", "mean_at_k", "pass_at_k", "maj_at_k")
 def apply_override(table: dict[str, Any], override: str) -> None:
     """Set one dotted key. The value is read as TOML, or as a plain string if it is no TOML (paths, names)."""
     key, sign, text = override.partition("=")
-    if not sign or not key.strip():
+    *parents, leaf = key.strip().split(".")
+    if not sign or not all((*parents, leaf)):
         raise UserError(
-            f"override {override!r} is not section.key=value", where="command line", fix="write e.g. optimizer.lr=1e-6"
+            f"override {override!r} is not section.key=value", where=COMMAND_LINE, fix="write e.g. optimizer.lr=1e-6"
         )
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, leaf = key.strip().split(".")
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # no TOML, an integer of too many digits, too many brackets
+        parsed = {}
     for parent in parents:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
             raise UserError(
-                f"{parent!r} is a value, not a section", where=f"override {override}", fix="name a key of a section"
+                f"{parent!r} is a value, not a section, in override {override!r}",
+                where=COMMAND_LINE,
+                fix="name a key of a section",
             )
-    table[leaf] = value
+    table[leaf] = parsed["value"] if parsed.keys() == {"value"} else text
 
 
-def check_together(config: Config, where: str) -> None:
-    """Check fields of different sections against each other.
+def blamed(where: str, overrides: Sequence[str], *, key: str = "", text: str = "") -> str:
+    """Where a wrong value came from: the command line if an override sets it, else `where`.
 
-    Raises:
-        UserError: the first contradiction.
+    Args:
+        where: the file.
+        overrides: section.key=value strings.
+        key: the wrong one; a section's key is blamed for all keys in it.
+        text: a problem of several keys instead, which names them.
     """
-    for what, fix in _problems(config):
-        raise UserError(what, where=where, fix=fix)
+    given = [override.partition("=")[0].strip() for override in overrides]
+    names = {name for one in given for name in (one, one.rpartition(".")[2])}
+    if key:
+        found = any(f"{one}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one}.") for one in given)
+    else:
+        found = any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) for name in names)
+    return COMMAND_LINE if found else where
 
 
-def _problems(config: Config) -> Iterator[Problem]:
+def problems(config: Config) -> Iterator[Problem]:
     """All contradictions between fields."""
     baseline = BASELINES[config.algo.baseline]
     if config.group_size == 1 and baseline.leave_one_out:
@@ -116,7 +128,7 @@ def _data(config: Config) -> Iterator[Problem]:
 def _checkpoints(config: Config) -> Iterator[Problem]:
     """checkpoint.resume exists; checkpoint.best_metric is measured."""
     resume, best = config.checkpoint.resume, config.checkpoint.best_metric
-    if resume not in ("none", "newest") and not Path(resume).is_dir():
+    if resume not in ("none", "newest") and not os.path.isdir(resume):
         what = f"checkpoint.resume {resume!r} is not a directory"
         yield what, 'give the directory of a checkpoint, "newest" or "none"'
     metrics = EVALUATED if config.evaluate.samples_per_prompt else EVALUATED[:1]

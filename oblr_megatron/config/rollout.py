@@ -22,8 +22,8 @@ class RolloutConfig(Section):
     max_response_tokens: int = Field(512, ge=1)
     """Longest response; longer ones are cut (finish_reason "length")."""
     servers: tuple[str, ...] = ()
-    """URLs of vLLM API servers to sample from instead of own engines, e.g. ["http://10.0.0.5:8000"]. Start them with
-    `oblr-megatron serve`."""
+    """URLs of vLLM API servers to sample from instead of own engines, e.g. ["http://10.0.0.5:8000"]. One URL may stand
+    without brackets. Start them with `oblr-megatron serve`."""
     api_key_env: str = "OBLR_API_KEY"
     """Environment variable with the API key of the servers."""
     num_engines: int | None = Field(None, ge=1)

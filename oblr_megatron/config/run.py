@@ -2,23 +2,27 @@
 
     config = load_config("examples/tiny_cpu/config.toml", ["optimizer.lr=1e-3", "algo.baseline=rloo"])
 
-An unknown key, a wrong type or a value out of bounds raises `UserError` with the key, the value and the fix.
+An unknown key, a wrong type or a value out of bounds raises `UserError` with the key, the value, the file or command
+line that it came from, and the fix.
 `checks/layout.py` checks what depends on the model or the number of ranks.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.config.checkpoint import CheckpointConfig
-from oblr_megatron.config.checks import apply_override, check_together
+from oblr_megatron.config.checks import apply_override, blamed, problems
 from oblr_megatron.config.data import DataConfig, EvaluateConfig
 from oblr_megatron.config.gradnorm import GradnormConfig
 from oblr_megatron.config.log import LogConfig
@@ -29,7 +33,9 @@ from oblr_megatron.config.refused_keys import REFUSED_KEYS
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.config.rollout import RolloutConfig, WeightsConfig
 from oblr_megatron.config.section import Section, section_in
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import Problem, UserError
+
+LONGEST_SHOWN = 200  # characters of a value in an error message
 
 
 class Config(Section):
@@ -70,7 +76,7 @@ class Config(Section):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, apply `section.key=value` overrides and validate.
+    """Read a TOML file or the config.json of a run, apply `section.key=value` overrides and validate.
 
     Relative paths in the file refer to the current directory, as on the command line.
 
@@ -79,33 +85,44 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise UserError(
             f"cannot read the config: {error.strerror}", where=str(path), fix="give an existing TOML file"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"not a TOML file: {error}", where=str(path), fix="correct that line") from error
+    except (ValueError, RecursionError) as error:
+        kind = path.suffix[1:].upper() or "TOML"
+        raise UserError(f"not a {kind} file: {error}", where=str(path), fix="correct that line") from error
+    if not isinstance(table, dict):
+        raise UserError("not a table of settings", where=str(path), fix="give the config.json of a run, or a TOML file")
     return parse_config(table, str(path), overrides)
 
 
 def parse_config(table: dict[str, Any], where: str = "config", overrides: Sequence[str] = ()) -> Config:
     """Validate a plain dict, e.g. the config.json of a finished run, after applying the overrides to it.
 
+    Args:
+        table: stays as it is.
+        where: its source, for errors. A problem with an override's key is one of the command line.
+        overrides: section.key=value strings.
+
     Raises:
         UserError: names the first wrong key, its value and the bound.
     """
+    changed = deepcopy(table)
     for override in overrides:
-        apply_override(table, override)
-    config = validated(Config, table, where)
-    check_together(config, where)
+        apply_override(changed, override)
+    config = validated(Config, changed, where, overrides)
+    for what, fix in problems(config):
+        raise UserError(what, where=blamed(where, overrides, text=what), fix=fix)
     return config
 
 
 S = TypeVar("S", bound=Section)
 
 
-def validated(section: type[S], table: dict[str, Any], where: str) -> S:
+def validated(section: type[S], table: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> S:
     """Validate a plain dict as any section.
 
     Raises:
@@ -114,20 +131,31 @@ def validated(section: type[S], table: dict[str, Any], where: str) -> S:
     try:
         return section.model_validate(table)
     except ValidationError as error:
-        raise _first_error(error, where, section) from None
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        what, fix = _explained(key, first, section)
+        raise UserError(what, where=blamed(where, overrides, key=key), fix=fix) from None
 
 
-def _first_error(error: ValidationError, where: str, root: type[Section]) -> UserError:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
+def _explained(key: str, first: ErrorDetails, root: type[Section]) -> Problem:
     if first["type"] == "extra_forbidden":
         if key in REFUSED_KEYS:
             reason, instead = REFUSED_KEYS[key]
-            return UserError(f"unknown key {key!r}: {reason}", where=where, fix=instead)
-        return UserError(f"unknown key {key!r}", where=where, fix=_nearest(first["loc"], root))
+            return f"unknown key {_shown(key)}: {reason}", instead
+        return f"unknown key {_shown(key)}", _nearest(first["loc"], root)
     if first["type"] == "missing":
-        return UserError(f"{key!r} is missing", where=where, fix="set it in the file or as an override")
-    return UserError(f"{key} = {first['input']!r}: {first['msg']}", where=where, fix="correct the value")
+        return f"{_shown(key)} is missing", "set it in the file or as an override"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{key} = {_shown(first['input'])}: {message}", "correct the value"
+
+
+def _shown(value: Any) -> str:
+    """A value in an error message, shortened."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "an integer of thousands of digits"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _nearest(location: tuple[int | str, ...], section: type[Section]) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard, get_args
+from datetime import date, time
+from pathlib import Path
+from typing import Any, TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+LARGEST = 2**63 - 1
+"""Largest integer: TOML's, and that of the engines' and the trainer's seeds."""
 
 
 class Section(BaseModel):
@@ -15,16 +20,33 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_silent_conversion(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse a quoted number, and a truth value in place of a number; pydantic would convert both."""
+        """Refuse a quoted number, and a truth value in place of a number; pydantic would convert both.
+
+        A list of plain values may be written as its only value.
+        """
         assert info.field_name is not None, "pydantic validates fields by name"
-        kinds = set(get_args(cls.model_fields[info.field_name].annotation)) or {
-            cls.model_fields[info.field_name].annotation
-        }
+        annotation = cls.model_fields[info.field_name].annotation
+        kinds = set(get_args(annotation)) or {annotation}
+        if get_origin(annotation) is tuple:
+            return _entries(value, annotation)
         if kinds & {int, float} and isinstance(value, (bool, str)):
             raise ValueError("give a number, without quotes")
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError("give a number below 2^63")
         if bool in kinds and not isinstance(value, bool):
             raise ValueError("give true or false")
+        if kinds & {str, Path} and isinstance(value, (int, float, date, time)):
+            raise ValueError("give text, in quotes")
         return value
+
+
+def _entries(value: Any, annotation: Any) -> Any:
+    """The entries of a list: "a" stands for ["a"]. Sections have their own short forms."""
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+        raise ValueError('quote the entries of a list: ["a", "b"]')
+    if section_in(annotation) or isinstance(value, (list, tuple)):
+        return value
+    return (value,)
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:

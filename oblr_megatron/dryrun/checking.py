@@ -1,4 +1,4 @@
-"""The checks of a run that need neither weights nor data nor the machines of its ranks.
+"""The checks of a dry run for machines that are not here.
 
 They call the same functions as `preflight`, which checks the rest when the run starts.
 """
@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir, check_hf_files
+from oblr_megatron.checkpoint.resume import find
 from oblr_megatron.checks.layout import check_layout
-from oblr_megatron.data.sources import convention_of
+from oblr_megatron.checks.run_dir import check_run_dir
+from oblr_megatron.data.sources import convention_of, kind_of
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
-from oblr_megatron.preflight import check_dealing, check_settings
+from oblr_megatron.preflight import check_dealing, check_settings, open_inputs
+from oblr_megatron.rollout.replay import check_replay
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
+    from oblr_megatron.config.data import SourceConfig
     from oblr_megatron.dryrun.device_memory import Device, RankMemory
 
 
@@ -126,13 +130,53 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB"
 
 
-def not_checked(config: Config) -> list[str]:
-    """One line for each thing that a dry run cannot check."""
-    sources = [*config.data.train, *config.evaluate.data.values()]
-    absent = [source.path for source in sources if not Path(source.path).exists()]
-    lines = ["not checked: rows of data; the run reads them before it starts any process"]
-    if absent:
-        lines.append(f"not on this machine: data {', '.join(dict.fromkeys(absent))}")
-    if config.rollout.servers:
-        lines.append(f"not contacted: servers {', '.join(config.rollout.servers)}")
+def check_files(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
+    """Check those files of a run on other machines that are on this one, as the run would.
+
+    Args:
+        config: the run.
+        hf_config: the model's config.json.
+
+    Returns:
+        What was not checked, with the reason; at least the machines themselves.
+
+    Raises:
+        UserError: the first problem.
+    """
+    path, rollout = config.model.path, config.rollout
+    lines = ["GPUs, packages and free space of the machines that will run it"]
+    model = check_hf_dir(path) if list(path.glob("*.safetensors")) else None
+    if model is None:
+        lines.append(f"the model's weights and tokenizer: {path} {_state(path)}")
+    if config.run_dir.parent.is_dir():
+        check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
+    else:
+        lines.append(f"run_dir: {config.run_dir.parent} is not on this machine")
+    if rollout.servers:
+        lines.append(f"the servers {', '.join(rollout.servers)}: a dry run for other machines contacts none")
+    if rollout.replay is not None and rollout.replay.is_dir():
+        check_replay(config, int(hf_config["vocab_size"]))
+    elif rollout.replay is not None:
+        lines.append(f"the saved samples: {rollout.replay} is not on this machine")
+    read = (*config.data.train, *config.data.exclude, *config.evaluate.data.values())
+    sources = read if rollout.replay is None else ()
+    absent = list(dict.fromkeys(source.path for source in sources if not _is_here(source)))
+    lines += [f"rows of {name}: not on this machine" for name in absent]
+    if model is not None and not absent:
+        open_inputs(config, model, None, find(config, model))
+    elif sources:
+        rest = [source.path for source in sources if source.path not in absent]
+        lines += [f"rows of {name}: they are read together with the model and all other data" for name in rest]
     return lines
+
+
+def _state(path: Path) -> str:
+    return "has no weights" if path.exists() else "is not on this machine"
+
+
+def _is_here(source: SourceConfig) -> bool:
+    """Whether a source is local; data sets on the hub are not."""
+    try:
+        return kind_of(source) != "hub"
+    except UserError:
+        return False

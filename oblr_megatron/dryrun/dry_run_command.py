@@ -1,19 +1,23 @@
-"""`oblr-megatron train CONFIG --dry-run [--nnodes N] [--nproc-per-node P] [--gpu-memory-gb X]`.
+"""`oblr-megatron train CONFIG --dry-run [--nproc-per-node P]`, with `--nnodes N` or `--gpu-memory-gb X` for elsewhere.
 
-Imports no torch at load.
+A dry run for this machine refuses what the run would refuse. A dry run for other machines checks the files that are
+here and names everything that it did not check. Imports no torch at load.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from oblr_megatron.errors import EXIT_OK, UserError
+from oblr_megatron.errors import EXIT_OK
+from oblr_megatron.runtime.arguments import amount, count
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.dryrun.device_memory import Device
+    from oblr_megatron.dryrun.examine import Found
 
 TABLE_WIDTH = 120  # minimum; a log file has no terminal width
 
@@ -23,40 +27,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check the run, its models and memory for all ranks without starting it"
     )
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="dry run: number of nodes")
     parser.add_argument(
-        "--gpu-memory-gb", type=float, metavar="X", help="dry run: assume GPUs with X GB (1e9 bytes), present or not"
+        "--nnodes", type=count, metavar="N", help="dry run for other machines: number of nodes (default: 1)"
+    )
+    parser.add_argument(
+        "--gpu-memory-gb", type=amount, metavar="X", help="dry run for other machines: GPUs with X GB (1e9 bytes)"
     )
 
 
-def dry_run(config: Config, *, nnodes: int, per_node: int, gpu_memory_gb: float | None) -> int:
-    """Check a run of nnodes * per_node ranks and print the result; writes nothing.
+def dry_run(config: Config, ranks: int) -> int:
+    """Check a run on this machine and print the result; writes nothing.
 
     Raises:
         UserError: the first problem.
     """
+    from oblr_megatron.dryrun.examine import examine
+    from oblr_megatron.preflight import preflight
+
+    preflight(config, ranks)
+    found = examine(config, ranks, ranks, device_of(config, ranks, None))
+    return _show(found, [])
+
+
+def dry_run_elsewhere(config: Config, nnodes: int, per_node: int, gpu_memory_gb: float | None) -> int:
+    """Check a run of nnodes * per_node ranks on other machines and print the result; writes nothing.
+
+    Raises:
+        UserError: the first problem.
+    """
+    from oblr_megatron.dryrun.checking import check_files
+    from oblr_megatron.dryrun.examine import examine
+
+    found = examine(config, nnodes * per_node, per_node, device_of(config, per_node, gpu_memory_gb))
+    return _show(found, check_files(config, found.hf_config))
+
+
+def _show(found: Found, unchecked: Sequence[str]) -> int:
+    """Print model, memory, and what was not checked; the last line is JSON."""
     from rich.console import Console
 
-    from oblr_megatron.dryrun.checking import check_fits, not_checked
-    from oblr_megatron.dryrun.examine import examine
+    from oblr_megatron.dryrun.checking import check_fits
     from oblr_megatron.dryrun.table import json_line, kinds_of, memory_table
 
-    for flag, value in (("--nnodes", nnodes), ("--nproc-per-node", per_node)):
-        if value < 1:
-            raise UserError(f"{flag} {value} is below 1", where=flag, fix="give 1 or more")
-    world_size, device = nnodes * per_node, device_of(config, per_node, gpu_memory_gb)
-    found = examine(config, world_size, per_node, device)
     models, memory = found.models, found.memory
     print(found.model)
-    print(f"{world_size} ranks, each on {device.text}; norms: {found.config.gradnorm.mode}")
+    print(f"{found.world_size} ranks, each on {found.device.text}; norms: {found.config.gradnorm.mode}")
     print(f"{models.total:,} parameters; models built: {len(models.holdings)}, with megatron-core's own layers")
-    for line in [*filter(None, [found.idle]), *not_checked(config)]:
-        print(line)
+    if found.idle:
+        print(found.idle)
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
-    console.print(memory_table(kinds_of(models, memory), device.num_bytes))
-    check_fits(memory, config, device)
-    print(json_line(models, memory, world_size))
+    console.print(memory_table(kinds_of(models, memory), found.device.num_bytes))
+    for line in unchecked or ["checked: everything that the run checks before it starts an engine"]:
+        print(f"not checked: {line}" if unchecked else line)
+    check_fits(memory, found.config, found.device)
+    print(json_line(models, memory, found.world_size, unchecked))
     return EXIT_OK
 
 

@@ -24,9 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Result of a dry run. Example: Found(Config(...), "models/Q: complete", None, Models(...), (RankMemory(...),))"""
+    """Result of a dry run.
+
+    Example: Found(Config(...), {...}, 8, Device(...), "models/Q: complete", None, Models(...), (RankMemory(...),))
+    """
 
     config: Config  # with its norm mode chosen
+    hf_config: Mapping[str, Any]
+    world_size: int
+    device: Device  # of each rank
     model: str  # a line that names the source of the model's configuration
     idle: str | None  # a warning if replicas wait for one another
     models: Models
@@ -56,7 +62,7 @@ def examine(config: Config, world_size: int, per_node: int, device: Device) -> F
     models = build_models(hf_config, decided, world_size)
     _check_counts(hf_config, decided, models)
     idle = idle_replicas(decided, Layout.of(hf_config, decided, world_size))
-    return Found(decided, line, idle, models, memory)
+    return Found(decided, hf_config, world_size, device, line, idle, models, memory)
 
 
 def _check_counts(hf_config: Mapping[str, Any], config: Config, models: Models) -> None:

@@ -92,8 +92,8 @@ def span(numbers: Sequence[int]) -> str:
     return ", ".join(texts if len(texts) <= 2 else [*texts[:2], f".. {texts[-1]}"])
 
 
-def json_line(models: Models, memory: Sequence[RankMemory], world_size: int) -> str:
-    """{"world_size":, "parameters_total":, "ranks": [one entry a rank], "max_bytes_per_rank":} without line breaks."""
+def json_line(models: Models, memory: Sequence[RankMemory], world_size: int, unchecked: Sequence[str]) -> str:
+    """world_size, parameters_total, ranks (one entry a rank), max_bytes_per_rank and not_checked, without breaks."""
     ranks: list[dict[str, int]] = [{} for _ in range(world_size)]
     for held in models.holdings:
         of_stage = memory[held.position.pp]
@@ -112,5 +112,6 @@ def json_line(models: Models, memory: Sequence[RankMemory], world_size: int) -> 
             "parameters_total": models.total,
             "ranks": ranks,
             "max_bytes_per_rank": max(memory[held.position.pp].peak for held in models.holdings),
+            "not_checked": list(unchecked),
         }
     )

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--k", type=int, metavar="K", help="sampled responses per prompt; by default the config's samples_per_prompt"
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="TOML file of a run: template, reward and sampling settings"
+        "--config", type=Path, metavar="FILE", help="TOML file or config.json of a run: template, reward, sampling"
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="save all responses here; the same command continues after a stop"

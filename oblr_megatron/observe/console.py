@@ -6,6 +6,8 @@
         display.step(step, record)
 
 Plain lines read
+    waiting for 1 engine to start, 10 s (log: run/logs/engine-0.log)
+    reward: mean reward of all responses sampled for the step | len: mean response length, ... | ...
     step 12/150  reward 0.53  len 6.1  lr 8.1e-4  shrink 0.42  crit 310  grad 0.31  diff 2e-6  2.1 s
     eval at step 50  sums accuracy 0.81  mean@k 0.79  pass@k 0.90
     finished 150 of 150 steps in 5 min 12 s  sums accuracy 0.45 -> 0.93
@@ -19,7 +21,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -27,13 +32,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from oblr_megatron.config import LogConfig
+from oblr_megatron.checks.lengths import max_model_len
+from oblr_megatron.checks.run_dir import CONFIG_FILE
 from oblr_megatron.formatting import duration, fixed, number, scientific
+from oblr_megatron.metrics import describe
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config, LogConfig
 
 Values = Mapping[str, float | None]
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY = 32  # steps in a sparkline
+FIRST_S, AGAIN_S = 10.0, 30.0  # of a wait until its first line, and between further ones
 EVAL_LABELS = {
     "mean_at_k": "mean@k",
     "pass_at_k": "pass@k",
@@ -65,6 +76,18 @@ SHOWN = (
 )
 
 
+def legend(values: Values, *, live: bool = False) -> str:
+    """One line with the meaning of each metric that the display shows of `values`.
+
+    Example: "reward: mean reward of all responses sampled for the step | lr: learning rate of the step"
+    """
+    return " | ".join(
+        f"{metric.long if live else metric.short}: {describe(metric.name).meaning}"
+        for metric in SHOWN
+        if metric.name in values
+    )
+
+
 def open_display(config: LogConfig, num_steps: int, *, rank: int = 0, console: Console | None = None) -> Display:
     """The display that log.console selects; a silent one on ranks other than 0.
 
@@ -91,11 +114,17 @@ class Display:
         self.first_evaluation: dict[str, float | None] = {}
         self.last_evaluation: dict[str, float | None] = {}
         self._phase: str | None = None
+        self._explained = False  # the legend was shown
         self._start = time.monotonic()
 
     def phase(self, name: str | None) -> None:
         """A phase begins (its name) or ends (None)."""
         self._phase = name or self._phase
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say what is waited for inside the block, and for how long; a block of seconds says nothing."""
+        yield
 
     def step(self, step: int, values: Values) -> None:
         """Show a finished step, or, if `values` holds only eval/ metrics, an evaluation between steps."""
@@ -135,6 +164,13 @@ class Display:
             phase = f"; last phase {self._phase}" if self._phase else ""
             self.message(f"stopped by {kind.__name__} after {self.summary()}{phase}")
 
+    def _explain(self, values: Values, *, live: bool = False) -> None:
+        """Show the legend before the first metrics."""
+        line = "" if self._explained else legend(values, live=live)
+        if line:
+            self.message(line)
+            self._explained = True
+
     def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
         """Show the step; a hook for subclasses."""
 
@@ -148,8 +184,14 @@ class PlainDisplay(Display):
     def message(self, text: str) -> None:
         print(text, flush=True)
 
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        with waiting(what, self.message):
+            yield
+
     def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
         if any(metric.name in values for metric in SHOWN):
+            self._explain(values)
             self.message(step_line(step, self.num_steps, values))
         if evaluation:
             self.message(evaluation_line(step, evaluation))
@@ -200,6 +242,7 @@ class LiveDisplay(Display):
             speed_estimate_period=1800,  # steps may take minutes; the default of 30 s would give no estimate
         )
         self._task = self._progress.add_task("steps", total=num_steps, phase="")
+        self._since: float | None = None  # begin of the current phase
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
 
     def __enter__(self) -> Display:
@@ -208,12 +251,26 @@ class LiveDisplay(Display):
 
     def phase(self, name: str | None) -> None:
         super().phase(name)
-        self._progress.update(self._task, phase=name or "")
+        self._since = time.monotonic() if name else None
 
     def message(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        if not self._live.is_started:
+            with waiting(what, self.message):
+                yield
+            return
+        before, self._since = (self._phase, self._since), time.monotonic()
+        self._phase = f"waiting for {what}"
+        try:
+            yield
+        finally:
+            self._phase, self._since = before
+
     def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
+        self._explain(values, live=True)
         for name, history in self._history.items():
             if name in values:
                 history.append(values[name])
@@ -226,6 +283,10 @@ class LiveDisplay(Display):
         self._live.stop()
 
     def _render(self) -> Group:
+        since, phase = self._since, self._phase or ""
+        seconds = 0 if since is None else int(time.monotonic() - since)
+        shown = "" if since is None else f"{phase} {seconds} s" if seconds else phase
+        self._progress.update(self._task, phase=shown)
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", min_width=26)
         table.add_column(justify="right", min_width=8)
@@ -267,6 +328,48 @@ def trend(values: Sequence[float | None]) -> str:
     if abs(change) <= max(0.5 * spread, 1e-6 * abs(mean)):  # rounding of a constant is no trend
         return "→"
     return "↑" if change > 0 else "↓"
+
+
+@contextmanager
+def waiting(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Say in a thread what is waited for inside the block: after FIRST_S seconds, then every AGAIN_S."""
+    over, start = Event(), time.monotonic()
+
+    def tell() -> None:
+        pause = FIRST_S
+        while not over.wait(pause):
+            say(f"waiting for {what}, {time.monotonic() - start:.0f} s")
+            pause = AGAIN_S
+
+    thread = Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def closing_lines(config: Config, report: Path | None) -> list[str]:
+    """Where the results of a finished run are, and the next commands.
+
+    Args:
+        config: of the run.
+        report: the file, if one was written.
+    """
+    run_dir = config.run_dir
+    model, samples = run_dir / "hf", run_dir / "rollouts"
+    places = [f"report {report}"] if report else []
+    if config.rollout.only:
+        return [", ".join([*places, f"samples {samples}"]), f"next: oblr-megatron train CONFIG.toml --replay {samples}"]
+    if not model.is_dir():
+        return places
+    sets = "" if config.evaluate.data else " --data SET"
+    return [
+        ", ".join([*places, f"model {model}"]),
+        f"next: oblr-megatron eval --model {model} --config {run_dir / CONFIG_FILE}{sets}",
+        f"  or: oblr-megatron serve --model {model} --max-model-len {max_model_len(config)}",
+    ]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oblr_megatron.errors import EXIT_OK, UserError
+from oblr_megatron.runtime.arguments import amount, count
 
 TABLE_WIDTH = 150
 DTYPES = ("bfloat16", "float32")
@@ -19,18 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", help="a published name (Qwen3-8B) or a directory with a config.json")
     what.add_argument("--calibrate", nargs="+", type=Path, metavar="RUN_DIR", help="fit constants to finished runs")
-    parser.add_argument("--gpus", type=int, help="GPUs on all nodes together")
-    parser.add_argument("--gpu-memory-gb", type=float, metavar="X", help="memory of a GPU (default: that of --gpu)")
-    parser.add_argument("--sequence-length", type=int, metavar="L", help="longest prompt and response together")
+    parser.add_argument("--gpus", type=count, metavar="N", help="GPUs on all nodes together")
+    parser.add_argument("--gpu-memory-gb", type=amount, metavar="X", help="memory of a GPU (default: that of --gpu)")
+    parser.add_argument("--sequence-length", type=count, metavar="L", help="longest prompt and response together")
     parser.add_argument("--gpu", default="h100", help="h100, h200, a100, b200, ... (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=128, help="prompts per step, Q (default: %(default)s)")
-    parser.add_argument("--group-size", type=int, default=8, help="responses per prompt, G (default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="longest prompt (default: an eighth of L)")
-    parser.add_argument("--mean-response-tokens", type=int, metavar="N", help="mean (default: half the longest)")
+    parser.add_argument("--prompts", type=count, default=128, help="prompts per step, Q (default: %(default)s)")
+    parser.add_argument("--group-size", type=count, default=8, help="responses per prompt, G (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=count, metavar="N", help="longest prompt (default: an eighth of L)")
+    parser.add_argument("--mean-response-tokens", type=count, metavar="N", help="mean (default: half the longest)")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="weights (default: %(default)s)")
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="read constants from a file of --calibrate")
     parser.add_argument("--config", type=Path, metavar="CONFIG.toml", help="take all other settings from this config")
-    parser.add_argument("--top", type=int, default=10, metavar="K", help="layouts to show (default: %(default)s)")
+    parser.add_argument("--top", type=count, default=10, metavar="K", help="layouts to show (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
     parser.add_argument("--write", type=Path, metavar="FILE.toml", help="write the config sections of the best layout")
     parser.add_argument("--out", type=Path, metavar="FILE", help="output file of --calibrate")
@@ -41,10 +42,10 @@ def run(options: argparse.Namespace) -> int:
     """Search and print the layouts, or calibrate."""
     if options.calibrate:
         return _calibrate(options)
+    request = request_of(options)  # before torch is imported
     from oblr_megatron.planner.search import search
     from oblr_megatron.planner.table import as_json, summary, table, write_toml
 
-    request = request_of(options)
     found = search(request)
     plans = found.plans[: options.top]
     if options.write:
@@ -95,14 +96,12 @@ def request_of(options: argparse.Namespace) -> Any:
 
 
 def _check(options: argparse.Namespace) -> None:
-    wanted = ("gpus",) if options.config else ("gpus", "sequence_length")
-    for name in wanted:
+    examples = (
+        {"gpus": "--gpus 64"} if options.config else {"gpus": "--gpus 64", "sequence_length": "--sequence-length 8192"}
+    )
+    for name, example in examples.items():
         if getattr(options, name) is None:
-            raise UserError(f"--{name.replace('_', '-')} is missing", where="plan", fix="add it, e.g. --gpus 64")
-    for name in ("gpus", "gpu_memory_gb", "sequence_length", "prompts", "group_size", "prompt_tokens", "top"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value} is too small", where="plan", fix="give 1 or more")
+            raise UserError(f"{example.split()[0]} is missing", where="plan", fix=f"add it, e.g. {example}")
     prompt = options.prompt_tokens
     if prompt is not None and options.sequence_length is not None and prompt >= options.sequence_length:
         raise UserError(

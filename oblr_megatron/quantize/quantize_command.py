@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oblr_megatron.errors import EXIT_OK, UserError
+from oblr_megatron.runtime.arguments import count
 
 if TYPE_CHECKING:
     from oblr_megatron.checkpoint.hf_dir import HFDir
@@ -23,13 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("source", type=Path, metavar="SRC", help="Hugging Face directory")
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write; must not exist")
-    parser.add_argument("--format", default="fp8", metavar="FORMAT", help=f"one of: {', '.join(FORMATS)}")
+    parser.add_argument("--format", default="fp8", choices=FORMATS, help="format of the weights (default: %(default)s)")
     parser.add_argument(
         "--calibration", metavar="[NAME=]PATH", help="calibration rows; by default the config's data.train"
     )
-    parser.add_argument("--num-samples", type=int, default=NUM_SAMPLES, metavar="N", help="number of calibration rows")
     parser.add_argument(
-        "--max-tokens", type=int, metavar="L", help="skip longer rows; by default data.max_prompt_tokens"
+        "--num-samples", type=count, default=NUM_SAMPLES, metavar="N", help="number of calibration rows"
+    )
+    parser.add_argument(
+        "--max-tokens", type=count, metavar="L", help="skip longer rows; by default data.max_prompt_tokens"
     )
     parser.add_argument(
         "--accuracy", nargs="+", default=[], metavar="[NAME=]PATH", help="sets to answer before and after"
@@ -37,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accuracy-engine", choices=ENGINES, default="auto", help="engine for --accuracy; auto: vLLM on a GPU with FP8"
     )
-    parser.add_argument("--config", type=Path, help="TOML file of a run, for template, reward and sampling settings")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file or config.json of a run: template, reward, sampling"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of config keys")
     parser.set_defaults(function=quantize)
 
@@ -61,11 +66,8 @@ def quantize(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> Task:
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 
-    if options.format not in FORMATS:
-        raise UserError(f"unknown format {options.format!r}", where="--format", fix=f"known: {', '.join(FORMATS)}")
-    for option, value in (("--num-samples", options.num_samples), ("--max-tokens", options.max_tokens)):
-        if value is not None and value < 1:
-            raise UserError(f"{value} is too small", where=option, fix="give 1 or more")
+    if options.calibration is None and options.config is None:
+        raise UserError("no calibration rows", where="--calibration", fix="give a data set, or a run's --config")
     source = check_hf_dir(options.source)
     if options.target.exists() or options.target.is_symlink():
         raise UserError(
@@ -87,16 +89,17 @@ def _check_modelopt() -> None:
 
 
 def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
+    import torch
+
     from oblr_megatron.checkpoint.store import check_space
     from oblr_megatron.checks.lengths import check_positions
+    from oblr_megatron.checks.machine import check_head_size
     from oblr_megatron.data.sources import named_source
     from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets
     from oblr_megatron.quantize.calibration import read_rows
     from oblr_megatron.quantize.pipeline import Task
     from oblr_megatron.rewards.registry import check_reward
 
-    if options.calibration is None and options.config is None:
-        raise UserError("no calibration rows", where="--calibration", fix="give a data set, or a run's --config")
     calibration = named_source(options.calibration)[1] if options.calibration else None
     config = config_of(options, source, {"data.train": calibration.path} if calibration else {})
     check_positions(config, source.config)
@@ -110,6 +113,8 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
         check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     check_space(options.target.parent, source.num_bytes)
     engine = _engine(options.accuracy_engine)
+    if sets and engine == "vllm":
+        check_head_size(source.config, options.source, on_gpu=torch.cuda.is_available())
     return Task(source, options.target, options.format, rows, config, tokenizer, sets, engine)
 
 

@@ -1,4 +1,6 @@
-"""Maps Megatron's parameter names to Hugging Face's, and defines how each parameter is cut. Uses torch alone.
+"""Maps Megatron's parameter names to Hugging Face's, and defines how each parameter is cut.
+
+Imports no torch at load, so that files are checked before it is there.
 
     table(shape)                   # every parameter of a model, in export order
     split(item, tensors, ...)      # one tensor-parallel shard; the tensors may be slices of files, read where needed
@@ -23,12 +25,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from oblr_megatron.checks.layout import num_experts
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Cut = Literal["replicated", "rows", "columns", "vocab", "gate_up", "qkv"]
 
@@ -233,6 +235,8 @@ def split(
         start, stop = _share(item.shapes[0][1], tp_rank, tp_size)
         return tensors[0][:, start:stop]
     if item.cut == "gate_up":
+        import torch
+
         start, stop = _share(item.shapes[0][0], tp_rank, tp_size)
         return torch.cat([tensor[start:stop] for tensor in tensors])
     if item.cut == "vocab":
@@ -242,6 +246,8 @@ def split(
 
 def merge(item: Entry, shards: Sequence[Tensor], shape: ModelShape) -> list[tuple[str, Tensor]]:
     """The whole Hugging Face tensors from all shards in rank order; the inverse of `split`."""
+    import torch
+
     stacked = shards[0][None] if len(shards) == 1 else torch.stack(list(shards))
     return [
         (name, view.reshape(size)) for (name, view), size in zip(views(item, stacked, shape), item.shapes, strict=True)
@@ -289,6 +295,8 @@ def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _split_vocab(tensor: Sliceable, shape: ModelShape, start: int, stop: int) -> Tensor:
+    import torch
+
     rows = tensor[min(start, shape.vocab) : min(stop, shape.vocab)]
     padding = rows.new_zeros(stop - start - rows.shape[0], shape.hidden)
     return torch.cat([rows, padding]) if len(padding) else rows
@@ -305,6 +313,8 @@ def _split_qkv(tensors: Sequence[Sliceable], shape: ModelShape, tp_rank: int, tp
     Example: 2 groups of 2 query heads, head_dim 4, so 16 rows a group. tp_size 2, rank 1: rows 16..32, group 1 alone.
     tp_size 4, rank 3: rows 24..32, the second half of group 1.
     """
+    import torch
+
     rows = _group_rows(shape)
     start, stop = _share(sum(rows) * shape.groups, tp_rank, tp_size)
     first, last = start // sum(rows), -(-stop // sum(rows))

@@ -6,6 +6,7 @@ Not covered: a machine with a GPU without --gpu-memory-gb.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,114 @@ def test_a_table_and_a_line_of_json(config_file: Path, capsys: pytest.CaptureFix
     fullest = max(max(rank["training_bytes"], rank["rollout_bytes"]) for rank in found["ranks"])
     assert found["max_bytes_per_rank"] == fullest < 80e9
     printed = "\n".join(text)
-    assert "published as Qwen3-0.6B" in printed and "not on this machine: data dapo" in printed
+    assert "published as Qwen3-0.6B" in printed
+    assert [line.removeprefix("not checked: ") for line in text if line.startswith("not checked: ")] == found[
+        "not_checked"
+    ]
+    for unchecked in ("GPUs", "models/Qwen3-0.6B-Base", "dapo"):
+        assert any(unchecked in line for line in found["not_checked"]), unchecked
     assert "GPU of 80 GB" in printed and "while sampling" in printed and "0-15" in printed
     assert list(config_file.parent.iterdir()) == [config_file]  # no run_dir
 
 
 def test_on_a_machine_without_gpus(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A complete model directory, and one engine that does not sleep."""
-    model = make_hf_dir(config_file.parent / "model")
-    short = ["rollout.max_response_tokens=64", "data.max_prompt_tokens=64", "evaluate.max_response_tokens=64"]
-    assert dry(config_file, "--nproc-per-node", "2", f"model.path={model}", "rollout.kv_cache_gib=0.1", *short) == 0
-    printed = capsys.readouterr().out
-    assert "each on a CPU" in printed and f"{model}: complete" in printed
+    assert dry(config_file, *complete(config_file.parent)) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    assert any("each on a CPU" in line for line in text)
+    assert f"{config_file.parent / 'model'}: complete" in text
+    assert json.loads(last)["not_checked"] == [] and not any(line.startswith("not checked") for line in text)
+    assert any(line.startswith("checked: ") for line in text)
+    assert not (config_file.parent / "run").exists()
+
+
+def complete(root: Path) -> list[str]:
+    """Arguments of a run that this machine can start; its model and rows are written below `root`."""
+    model = make_hf_dir(root / "model", head_dim=32)
+    (root / "rows.jsonl").write_text('{"question": "t2 t3", "answer": "t4"}\n')
+    keys = {
+        "model.path": model,
+        "model.dtype": "float32",
+        "data.train": root / "rows.jsonl",
+        "data.max_prompt_tokens": 16,
+        "rollout.max_response_tokens": 16,
+        "rollout.kv_cache_gib": 0.1,
+        "checkpoint.every_steps": 0,
+    }
+    return ["--nproc-per-node", "2", *(f"{key}={value}" for key, value in keys.items())]
+
+
+def _no_weights(root: Path) -> list[str]:
+    (root / "model" / "model.safetensors").unlink()
+    return []
+
+
+def _broken_tokenizer(root: Path) -> list[str]:
+    tokenizer = root / "model" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text()[:-100])
+    return []
+
+
+def _two_ropes(root: Path) -> list[str]:
+    """transformers reads rope_scaling."""
+    path = root / "model" / "config.json"
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": scaling}))
+    return []
+
+
+def _rows(text: str) -> Callable[[Path], list[str]]:
+    def write(root: Path) -> list[str]:
+        (root / "rows.jsonl").write_text(text)
+        return []
+
+    return write
+
+
+def _used(root: Path) -> list[str]:
+    (root / "run").mkdir()
+    (root / "run" / "metrics.jsonl").write_text("{}\n")
+    return []
+
+
+def _key(key: str) -> Callable[[Path], list[str]]:
+    return lambda root: [key.format(root=root)]
+
+
+REFUSED_HERE: dict[str, tuple[Callable[[Path], list[str]], str, bool]] = {
+    "data that are missing": (_key("data.train={root}/none.jsonl"), "none.jsonl", False),
+    "data without a row": (_rows(""), "rows.jsonl", True),
+    "bad rows alone": (_rows('{"question": "t2"}\nnone\n'), "rows.jsonl", True),
+    "held-out rows that are missing": (_key("evaluate.data.a={root}/none.jsonl"), "none.jsonl", False),
+    "saved samples that are missing": (_key("rollout.replay={root}/none"), "none", False),
+    "a server that is down": (_key("rollout.servers=http://127.0.0.1:1"), "http://127.0.0.1:1", False),
+    "no weights": (_no_weights, "model", False),
+    "a broken tokenizer": (_broken_tokenizer, "model", True),
+    "two kinds of positions": (_two_ropes, "model", True),
+    "a run_dir in use": (_used, "run", True),
+    "an unwritable run_dir": (_key("run_dir={root}/rows.jsonl/run"), "rows.jsonl", False),
+}
+"""What to break, what the error names, and whether a dry run for other machines refuses it, too."""
+
+
+@pytest.mark.parametrize("case", REFUSED_HERE)
+def test_a_dry_run_refuses_what_the_run_refuses(
+    case: str, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = config_file.parent
+    arguments = complete(root)
+    edit, named, elsewhere = REFUSED_HERE[case]
+    arguments += edit(root)
+    before = sorted(root.rglob("*"))
+    assert dry(config_file, *arguments) == 2
+    said = capsys.readouterr().err
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and named in errors[0], said
+    assert dry(config_file, *arguments, "--nnodes", "1") == (2 if elsewhere else 0)
+    if not elsewhere:
+        unchecked = json.loads(capsys.readouterr().out.splitlines()[-1])["not_checked"]
+        assert any(named in line for line in unchecked), unchecked
+    assert sorted(root.rglob("*")) == before
 
 
 REFUSED = {
@@ -85,7 +182,7 @@ REFUSED = {
         "KV cache holds 0 tokens",
     ),
     "a model of another name": (["model.path=models/Other-1B"], "no published Qwen3 model is named 'Other-1B'"),
-    "no ranks": (["--nproc-per-node", "0"], "--nproc-per-node 0"),
+    "no ranks": (["--nproc-per-node", "0"], "--nproc-per-node"),
 }
 
 

@@ -19,6 +19,7 @@ from oblr_megatron.observe.console import (
     LiveDisplay,
     PlainDisplay,
     evaluation_line,
+    legend,
     open_display,
     step_line,
     trend,
@@ -63,9 +64,10 @@ def test_plain_display_writes_steps_evaluations_and_a_summary(capsys):
         display.step(12, STEP)
         display.message("alarm: [bold]entropy[/bold]")
         display.step(150, {"reward/mean": 0.9, "eval/sums/accuracy": 0.93})
-    lines = capsys.readouterr().out.splitlines()
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "eval at step 0  sums accuracy 0.45"
     assert lines[:5] == [
-        "eval at step 0  sums accuracy 0.45",
+        legend(STEP),
         LINE,
         "alarm: [bold]entropy[/bold]",
         "step 150/150  reward 0.90",

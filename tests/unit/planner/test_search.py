@@ -139,7 +139,7 @@ def test_table_names_phases_and_what_bounds_them(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--gpus", "0"], "--gpus 0 is too small"),
+        (["--gpus", "0"], "argument --gpus: '0'"),
         (["--gpu", "abacus"], "unknown device 'abacus'"),
         (["--prompt-tokens", "4096"], "--sequence-length 2048"),
         (["--calibration", "/nowhere.json"], "/nowhere.json"),

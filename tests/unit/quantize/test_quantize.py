@@ -183,7 +183,7 @@ def test_bad_arguments_are_refused_in_one_line(tmp_path, source, capsys):
     out = tmp_path / "out"
     given = ["--calibration", rows]
     assert "does not exist" in refused(capsys, tmp_path / "no", out, *given)
-    assert "unknown format 'int4'" in refused(capsys, source, out, *given, "--format", "int4")
+    assert "argument --format: invalid choice: 'int4'" in refused(capsys, source, out, *given, "--format", "int4")
     assert "the target exists" in refused(capsys, source, tmp_path, *given)
     assert "--calibration" in refused(capsys, source, out)
     assert "cannot read the data set" in refused(capsys, source, out, "--calibration", tmp_path / "no.jsonl")

@@ -1,0 +1,189 @@
+"""`oblr-megatron init MODEL_DIR DATA_FILE [--out CONFIG.toml]`: writes a first config. Imports no torch at load.
+
+The values come from the model's config.json, its tokenizer and the rows. A run's own checks must pass before the file
+is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from oblr_megatron.errors import EXIT_OK, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from oblr_megatron.checkpoint.hf_dir import HFDir
+    from oblr_megatron.config.data import DataConfig
+
+QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input")
+ANSWERS = ("answer", "solution", "ground_truth", "gold", "target", "output", "response", "label")
+"""Columns that are looked for, in this order."""
+BOX = "\\boxed{}"
+TASK = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+MATHEMATICAL = re.compile(r"[-+]?[\d.,]+%?|[-+]?\d+\s*/\s*\d+|.*[\\^$].*", re.DOTALL)
+MOST = 0.8  # share of mathematical answers that makes "math" the reward
+KEPT = 0.99  # share of rows that data.max_prompt_tokens keeps
+RESPONSE_TOKENS = 512
+TINY, TINY_RATE, RATE = 50_000_000, 5e-4, 1e-6  # parameters, and learning rates below and above
+
+
+class Setting(NamedTuple):
+    """One key of the file. Example: Setting("", "num_steps", 100, "Optimizer steps.")"""
+
+    section: str
+    key: str
+    value: str | int | float
+    comment: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="Qwen3 directory in Hugging Face format")
+    parser.add_argument("data", metavar="DATA_FILE", help="training rows: JSON Lines, parquet, or as in docs/data.md")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("config.toml"),
+        metavar="CONFIG.toml",
+        help="file to write; must not exist (default: %(default)s)",
+    )
+    parser.add_argument("--question-column", metavar="NAME", help=f"default: the first of {', '.join(QUESTIONS)}")
+    parser.add_argument("--answer-column", metavar="NAME", help=f"default: the first of {', '.join(ANSWERS)}")
+    parser.set_defaults(function=init)
+
+
+def init(options: argparse.Namespace) -> int:
+    """Write the config and print the next commands.
+
+    Raises:
+        UserError: a run would refuse the config, or the file cannot be written; nothing was written.
+    """
+    from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+    from oblr_megatron.config import parse_config
+
+    out: Path = options.out
+    if out.exists() or not out.absolute().parent.is_dir():
+        raise _cannot_write(out, "the file exists" if out.exists() else "its directory does not exist")
+    model = check_hf_dir(options.model)
+    data = _data(options.data, options.question_column, options.answer_column)
+    text = document(settings(model, data, out))
+    config = parse_config(tomllib.loads(text), str(out))
+
+    from oblr_megatron.preflight import preflight
+
+    preflight(config, 1)
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise _cannot_write(out, error.strerror or "") from error
+    print(f"wrote {out}; read its comments first")
+    print(f"next: oblr-megatron train {out} --dry-run    # does it fit?")
+    print(f"      oblr-megatron train {out}")
+    return EXIT_OK
+
+
+def _cannot_write(out: Path, reason: str) -> UserError:
+    return UserError(f"cannot write the config: {reason}", where=str(out), fix="give another --out")
+
+
+def _data(path: str, question: str | None, answer: str | None) -> DataConfig:
+    """The section of a source, with columns that its first row has."""
+    from oblr_megatron.config.data import DataConfig, SourceConfig
+    from oblr_megatron.data.sources import convention_of, open_source
+
+    source = SourceConfig(path=path)
+    row = next((record.value for record in open_source(source) if isinstance(record.value, dict)), {})
+    if convention_of(source).answers:  # a known benchmark has its own columns
+        row = {}
+    columns = {
+        "question_column": question or next((name for name in QUESTIONS if name in row), QUESTIONS[0]),
+        "answer_column": answer or next((name for name in ANSWERS if name in row), ANSWERS[0]),
+    }
+    return DataConfig(train=(source,), **columns)
+
+
+def settings(model: HFDir, data: DataConfig, out: Path) -> list[Setting]:
+    """The keys of a first config.
+
+    Args:
+        model: to train.
+        data: source and columns.
+        out: the file to write; names the run.
+
+    Raises:
+        UserError: no row can be used.
+    """
+    from oblr_megatron.data.prompt_set import read_prompts
+    from oblr_megatron.observe.performance.flops import total_parameters
+
+    positions = int(model.config.get("max_position_embeddings", 4 * RESPONSE_TOKENS))
+    tokenizer = model.tokenizer()
+    reward, why, template = _reward(data, tokenizer)
+    chat = bool(getattr(tokenizer, "chat_template", None))
+    changes = {"template": template, "chat_template": chat, "max_prompt_tokens": max(1, positions // 2)}
+    data = data.model_copy(update=changes)
+    lengths = sorted(len(one.token_ids) for one in read_prompts(data.train[0], data, tokenizer, training=True))
+    longest = min(data.max_prompt_tokens, _power_above(lengths[int(KEPT * (len(lengths) - 1))]))
+    rate = TINY_RATE if total_parameters(model.config) < TINY else RATE
+    columns = [
+        Setting("data", f"{name}_column", value, f"Column of the {name}.")
+        for name, value in (("question", data.question_column), ("answer", data.answer_column))
+        if value != name
+    ]
+    return [
+        Setting("", "run_dir", f"run/{out.stem}", "Output: metrics, report, checkpoints, trained model. Must be new."),
+        Setting("", "num_steps", 100, "Optimizer steps."),
+        Setting("", "num_prompts", 32, "Prompts of a step, a multiple of algo.snr.num_folds (4)."),
+        Setting("", "group_size", 8, "Responses to each prompt."),
+        Setting("model", "path", str(model.path), "The Qwen3 to start from."),
+        Setting("data", "train", data.train[0].path, "Training rows."),
+        *columns,
+        Setting("data", "template", template, "The prompt around a row's question."),
+        *([Setting("data", "chat_template", chat, "The template is a user's turn for a chat model.")] if chat else []),
+        Setting("data", "max_prompt_tokens", longest, f"Tokens. Longer prompts are dropped; here up to {lengths[-1]}."),
+        Setting(
+            "rollout",
+            "max_response_tokens",
+            max(1, min(RESPONSE_TOKENS, positions - longest)),
+            f"Tokens. Longer responses are cut. Prompt and response share the model's {positions} positions.",
+        ),
+        Setting("reward", "name", reward, why),
+        Setting("optimizer", "lr", rate, f"Learning rate. Models of 0.6B and more take about {RATE:g}."),
+    ]
+
+
+def _reward(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
+    r"""(reward.name, comment, data.template): "math" for mathematical answers, if the model can write \boxed{}."""
+    from oblr_megatron.data.rows import read_rows
+
+    answers = [row.answer for row in read_rows(data.train[0], data, [], training=True)]
+    mathematical = sum(MATHEMATICAL.fullmatch(answer.strip()) is not None for answer in answers)
+    boxes = BOX in str(tokenizer.decode(tokenizer.encode(BOX, add_special_tokens=False)))
+    own = 'Or "package.module:function" of your own (docs/rewards.md).'
+    if boxes and answers and mathematical >= MOST * len(answers):
+        return "math", rf"1 if the last \boxed{{...}} equals the answer, else 0. {own}", TASK
+    return "exact_match", f"1 if the whole response is the answer, else 0. {own}", "{question}"
+
+
+def _power_above(length: int) -> int:
+    """The smallest power of two that is at least `length`, from 16 on."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def document(found: Sequence[Setting]) -> str:
+    """The TOML file: each key below its comment, keys of a section together."""
+    lines = ["# Written by `oblr-megatron init`. docs/config.md lists every key; paths start at the current directory."]
+    for section, keys in groupby(found, key=lambda one: one.section):
+        lines += ["", f"[{section}]"] if section else []
+        for one in keys:
+            lines += [f"# {one.comment}", f"{one.key} = {json.dumps(one.value, ensure_ascii=False)}"]
+    return "\n".join(lines) + "\n"

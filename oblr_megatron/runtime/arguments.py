@@ -1,0 +1,49 @@
+"""The parser of all commands: a mistake is a `UserError`, so it ends in one line. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import NoReturn
+
+from oblr_megatron.errors import UserError
+
+LARGEST = 2**31 - 1
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser without the usage text in front of an error; its subcommands are such parsers, too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the arguments.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(message, where="command line", fix=f"see `{self.prog} --help`")
+
+
+def count(text: str) -> int:
+    """An option's type: a whole number of 1 or more.
+
+    >>> count("8")
+    8
+    """
+    if not text.isdecimal() or not 1 <= int(text[:20]) <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """An option's type: a number above 0.
+
+    >>> amount("79.5")
+    79.5
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value

@@ -1,0 +1,139 @@
+"""The command line: common mistakes end before torch is imported, every option has help, versions are printed.
+
+The messages themselves are covered by the tests of config, hf_dir, layout and sources. Not covered: how long a refusal
+takes; what it imports decides that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.cli import main, make_parser
+from oblr_megatron.errors import EXIT_USER, UserError
+from tests.tiny import make_hf_dir
+
+CALL = """
+import contextlib, io, json, sys
+from oblr_megatron.cli import main
+found = []
+for arguments in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        status = main(arguments)
+    found.append([status, said.getvalue(), "torch" in sys.modules, "transformers" in sys.modules])
+print(json.dumps(found))
+"""
+ROWS = '{"question": "1+2=", "answer": "3"}\n'
+CONFIG = """
+run_dir = "run"
+num_prompts = 4
+[model]
+path = "model"
+[data]
+train = "rows.jsonl"
+max_prompt_tokens = 16
+[rollout]
+max_response_tokens = 16
+"""
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "no command": ([], "COMMAND"),
+    "unknown command": (["trian"], "trian"),
+    "unknown option": (["train", "c.toml", "--resum-e"], "--resum-e"),
+    "no config": (["train", "none.toml"], "none.toml"),
+    "unknown key": (["train", "c.toml", "algo.baselin=rloo"], "algo.baselin"),
+    "wrong type": (["train", "c.toml", "num_steps=abc"], "'abc'"),
+    "out of bounds": (["train", "c.toml", "optimizer.lr=-1"], "-1"),
+    "contradiction": (["train", "c.toml", "num_prompts=6"], "6"),
+    "no ranks": (["train", "c.toml", "--nproc-per-node", "0"], "--nproc-per-node"),
+    "ranks that are no number": (["train", "c.toml", "--nproc-per-node", "many"], "many"),
+    "nodes without a dry run": (["train", "c.toml", "--nnodes", "2"], "--nnodes"),
+    "memory that is none": (["train", "c.toml", "--dry-run", "--gpu-memory-gb", "nan"], "nan"),
+    "ranks that do not divide": (["train", "c.toml", "parallel.tensor_model_parallel_size=3"], "3"),
+    "no port": (["train", "c.toml", "--nproc-per-node", "2", "--master-port", "99999"], "99999"),
+    "no model": (["train", "c.toml", "model.path=none"], "none"),
+    "no model, dry": (["train", "c.toml", "model.path=none", "--dry-run"], "none"),
+    "no data": (["train", "c.toml", "data.train=none.jsonl"], "none.jsonl"),
+    "no file of a pattern": (["train", "c.toml", "data.train=none*.jsonl"], "none*.jsonl"),
+    "no held-out set": (["train", "c.toml", "evaluate.data.a=none.jsonl"], "none.jsonl"),
+    "run_dir in use": (["train", "c.toml", "run_dir=model"], "model"),
+    "plan without a length": (["plan", "--model", "Qwen3-8B", "--gpus", "8"], "--sequence-length 8192"),
+    "plan without GPUs": (["plan", "--model", "Qwen3-8B", "--gpus", "0"], "--gpus"),
+    "plan of no model": (["plan", "--model", "none", "--gpus", "8", "--sequence-length", "64"], "none"),
+    "eval of no model": (["eval", "--model", "none"], "none"),
+    "eval without data": (["eval", "--model", "model"], "--data"),
+    "eval of no data": (["eval", "--model", "model", "--data", "none.jsonl"], "none.jsonl"),
+    "eval with a wrong key": (
+        ["eval", "--model", "model", "--data", "rows.jsonl", "evaluate.top_p=2"],
+        "evaluate.top_p",
+    ),
+    "quantize without rows": (["quantize", "model", "fp8"], "--calibration"),
+    "quantize to no format": (["quantize", "model", "fp8", "--format", "fp3"], "fp3"),
+    "quantize of no model": (["quantize", "none", "fp8", "--calibration", "rows.jsonl"], "none"),
+    "convert of nothing": (["convert", "to-hf", "none", "out"], "none"),
+    "convert to what exists": (["convert", "to-megatron", "model", "model"], "model"),
+    "serve without a model": (["serve"], "--model"),
+    "serve no model": (["serve", "--model", "none"], "none"),
+    "serve on no port": (["serve", "--model", "model", "--port", "99999"], "99999"),
+    "init of no model": (["init", "none", "rows.jsonl"], "none"),
+    "init over a file": (["init", "model", "rows.jsonl", "--out", "c.toml"], "c.toml"),
+    "init of no data": (["init", "model", "none.jsonl"], "none.jsonl"),
+    "report of no run": (["report", "none"], "none"),
+    "no study": (["study", "none"], "none"),
+}
+
+
+def test_mistakes_end_in_one_line_before_torch_is_imported(tmp_path: Path) -> None:
+    """One process makes all of them, and checks after each whether torch was imported."""
+    make_hf_dir(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    (tmp_path / "c.toml").write_text(CONFIG)
+    before = sorted(tmp_path.rglob("*"))
+    calls = json.dumps([arguments for arguments, _ in MISTAKES.values()])
+    done = subprocess.run(
+        [sys.executable, "-c", CALL, calls], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for (name, (_, named)), (status, said, torch, transformers) in zip(
+        MISTAKES.items(), json.loads(done.stdout), strict=True
+    ):
+        assert status == EXIT_USER, f"{name}: {said}"
+        assert said.startswith("error: ") and said.count("\n") == 1 and named in said, f"{name}: {said}"
+        assert not torch and not transformers, f"{name} imported torch"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def options(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.Action]]:
+    """Every option and argument of a parser and its subcommands. Studies add theirs when they parse."""
+    with suppress(UserError):  # something is missing
+        parser.parse_known_args([])
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helped = {choice.dest for choice in action._choices_actions if choice.help}
+            assert helped == set(action.choices), f"{name}: a subcommand has no help"
+            for command, inner in action.choices.items():
+                yield from options(inner, f"{name} {command}")
+        else:
+            yield f"{name} {'/'.join(action.option_strings) or action.dest}", action
+
+
+def test_every_option_has_help() -> None:
+    found = dict(options(make_parser(), "oblr-megatron"))
+    assert len(found) > 120
+    assert [name for name, action in found.items() if not action.help] == []
+
+
+def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {name for name, _ in lines} == {"oblr-megatron", "megatron-core", "vllm", "torch"}
+    assert all(version[0].isdigit() for _, version in lines)
