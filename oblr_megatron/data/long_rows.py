@@ -38,9 +38,7 @@ class LongRows:
         """
         self._config, self._tokenizer = config, tokenizer
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
-        self._most = (
-            config.max_prompt_tokens + self._longest
-        )  # the cut at the end may break a token into its characters
+        self._most = config.max_prompt_tokens + self._longest  # the cut may break the last token into its characters
         self._counted = CHARACTERS_PER_TOKEN * self._most
 
     def exceeds(self, text: str) -> bool:
