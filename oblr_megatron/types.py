@@ -29,6 +29,7 @@ class Prompt:
     answer: str  # gold answer as the data set gives it
     source: str
     tolerance: str = ""  # "" the answer is exact; "0.1" or "1%" is how far off the benchmark lets a number be
+    columns: str = ""  # all columns of the row as a JSON object; "" without data.keep_columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,9 @@ class DataConfig(Section):
     """Column of the question: text, or a list of chat messages. "a.b" is field b of column a."""
     answer_column: str = "answer"
     """Column of the gold answer. "a.b" is field b of column a."""
+    keep_columns: bool = False
+    """Keep all columns of each row for a reward that takes them (docs/rewards.md). Such a reward sets this itself; set
+    it to save rollouts that such a reward will replay."""
     template: str = "{question}"
     """Prompt text; {question} is replaced. With chat_template, the text of the user turn."""
     chat_template: bool = False

@@ -16,6 +16,9 @@ class LogConfig(Section):
     """Write RUN_DIR/tensorboard."""
     console: Literal["auto", "live", "plain"] = "auto"
     """"live": a progress display; "plain": one line per step; "auto": live on a terminal."""
+    samples: int = Field(0, ge=0)
+    """Responses that the console shows after each step, with prompt, answer and reward: the best, the worst, and
+    others evenly spaced between them by reward."""
     peak_tflops: float | None = Field(None, gt=0)
     """Peak TFLOP/s of one device in the training precision, for perf/mfu. By default from
     observe/performance/hardware.py (bf16 or FP8); perf/mfu is left out for unknown devices."""

@@ -29,12 +29,17 @@ class RewardConfig(Section):
     timeout_s: float = Field(10.0, gt=0)
     """Deadline of one call, seconds: for a response, a batch, or an HTTP request with its retries. After it the samples
     score 0 and are counted."""
+    max_failed_steps: int = Field(3, ge=0)
+    """Steps in a row in which the reward fails for every response, after which the run ends with status 1. 0: the run
+    goes on."""
     num_workers: int = Field(2, ge=1)
     """Worker processes, or concurrent HTTP requests."""
     batch_size: int = Field(64, ge=1)
     """Responses per call of a batch function, an async function or a service, rounded up to whole groups."""
     retries: int = Field(3, ge=0)
     """Retries of a failed HTTP request."""
+    send_rows: bool = False
+    """Whether requests to a service contain "rows": the columns of each response's data row."""
     api_key_env: str = ""
     """Environment variable with the bearer token for the service. Empty: no token."""
     format_pattern: str = ""

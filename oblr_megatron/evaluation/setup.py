@@ -97,9 +97,12 @@ def load_sets(
         UserError: a source cannot be read or has no usable row.
     """
     from oblr_megatron.data.prompt_set import read_prompts
+    from oblr_megatron.rewards.registry import data_for
 
-    limit = config.evaluate.num_prompts
-    return {name: list(read_prompts(source, config.data, tokenizer, limit=limit)) for name, source in sources.items()}
+    if not sources:
+        return {}
+    limit, data = config.evaluate.num_prompts, data_for(config)
+    return {name: list(read_prompts(source, data, tokenizer, limit=limit)) for name, source in sources.items()}
 
 
 @contextmanager

@@ -33,7 +33,7 @@ BEYOND = 5.0  # standard errors between two means; large, because the test is re
 
 # Steps with equal lengths or equal rewards leave these undefined; that is no problem.
 MAY_BE_UNDEFINED = frozenset({"gradnorm/length_corr", "gradnorm/estimate_corr", "baseline/variance_ratio_vs_rloo"})
-COUNTED = ("gradnorm/nonfinite", "reward/failures")
+COUNTED = ("gradnorm/nonfinite", "reward/failures", "reward/timeouts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ class Window:
     resting: int = 0  # consecutive steps with the shrink factor at its floor
     lagging: int = 0  # consecutive steps with the same rank SLOWER than the median
     laggard: float = -1.0  # that rank
+    cause: str = ""  # first error of the reward
 
     def take(self, record: Record) -> None:
         """Add one record of metrics.jsonl."""
@@ -140,8 +141,15 @@ def _gradnorm(window: Window) -> str:
 
 
 def _failures(window: Window) -> str:
-    count = window.totals["reward/failures"]
-    text = f"Responses that could not be scored and count as 0: {count:,}; raise reward.timeout_s or check the reward."
+    count = window.totals["reward/failures"] - window.totals["reward/timeouts"]
+    cause = f": {window.cause}" if window.cause else " in the run's log"
+    text = f"Responses for which the reward failed and that count as 0: {count:,}; fix the error{cause}"
+    return text.rstrip(".") + "." if count > 0 else ""
+
+
+def _timeouts(window: Window) -> str:
+    count = window.totals["reward/timeouts"]
+    text = f"Responses that were not scored in time and count as 0: {count:,}; raise reward.timeout_s."
     return text if count else ""
 
 
@@ -229,6 +237,7 @@ CHECKS: dict[str, Callable[[Window], str]] = {
     "mismatch": _mismatch,
     "gradnorm": _gradnorm,
     "failures": _failures,
+    "timeouts": _timeouts,
     "reward": _reward,
     "rate": _rate,
     "spread": _spread,
@@ -265,8 +274,9 @@ class Watch:
         self._window = Window(floor)
         self._first: dict[str, Alarm] = {}  # by check, as first raised
 
-    def take(self, record: Record) -> list[Alarm]:
-        """The alarms that this record raises for the first time."""
+    def take(self, record: Record, cause: str = "") -> list[Alarm]:
+        """The alarms that this record raises for the first time; `cause` is an error of the step's reward."""
+        self._window.cause = self._window.cause or cause
         self._window.take(record)
         found = []
         for name, check in CHECKS.items():
@@ -307,9 +317,9 @@ class LiveAlarms:
             self._path.unlink(missing_ok=True)
         self._said = {alarm.name for record in past for alarm in self._watch.take(record)} | set(_names(self._path))
 
-    def take(self, record: Record) -> None:
-        """Check the record of a logged step."""
-        for alarm in self._watch.take(record):
+    def take(self, record: Record, cause: str = "") -> None:
+        """Check the record of a logged step; `cause` is an error of its reward."""
+        for alarm in self._watch.take(record, cause):
             if alarm.name not in self._said:
                 self._said.add(alarm.name)
                 self._say(f"alarm at step {alarm.step}: {alarm.text}")

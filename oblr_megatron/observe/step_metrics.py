@@ -14,7 +14,9 @@ from oblr_megatron.algo.baseline import baseline_values, mixed_groups, sanitize_
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.observe.performance.utilization import working_s
 from oblr_megatron.rewards.base import RewardResult
-from oblr_megatron.types import GradientStats, Sample, Scored
+from oblr_megatron.types import GradientStats, Prompt, Sample, Scored
+
+MAX_SHOWN = 200  # characters of a text on the console
 
 
 @dataclass(slots=True)
@@ -27,9 +29,38 @@ class StepRecord:
     done: int  # steps of the run that are done when this one ends; 0: the evaluation before the first step
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: list[RewardResult] = field(default_factory=list)  # of each batch that was scored
-    samples: Sequence[Sample] = ()  # N, those that the step trains on
+    prompts: Sequence[Prompt] = ()  # Q, those that the step trains on
+    samples: Sequence[Sample] = ()  # N, their responses
     scored: Scored | None = None  # their rewards
     stats: GradientStats | None = None  # None until the gradient is computed, and where nothing is trained
+
+
+def sample_lines(record: StepRecord, count: int) -> list[str]:
+    """One line for each of `count` samples of a step, evenly spaced from the highest reward to the lowest.
+
+    Example: "sample  reward 1.00  prompt '12+7='  answer '19'  response 'so it is 19'"
+    """
+    if not count or record.scored is None:
+        return []
+    rewards = record.scored.rewards.flatten()
+    order = rewards.argsort(descending=True, stable=True).tolist()
+    places = dict.fromkeys(round(place * (len(order) - 1) / max(count - 1, 1)) for place in range(count))
+    lines = []
+    for position in (order[place] for place in places):
+        sample = record.samples[position]
+        prompt = record.prompts[sample.group]
+        end = " (cut at the limit)" if sample.finish_reason == "length" else ""
+        lines.append(
+            f"sample  reward {float(rewards[position]):.2f}  prompt {quoted(prompt.text)}  "
+            f"answer {quoted(prompt.answer)}  response {quoted(sample.text)}{end}"
+        )
+    return lines
+
+
+def quoted(text: str) -> str:
+    """A text in quotes on one line, without its middle if it is long; control characters are escaped."""
+    half = MAX_SHOWN // 2
+    return repr(text if len(text) <= MAX_SHOWN else f"{text[:half]} ... {text[-half:]}")
 
 
 def of_baseline(algo: AlgoConfig, scored: Scored, norms_sq: Tensor, *, exact: bool = True) -> dict[str, float]:

@@ -13,6 +13,8 @@ from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
 
 Fault = Literal["failed", "late"]
+TRACEBACK = "Traceback (most recent call last):"
+MAX_CAUSE = 300  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,13 @@ class RewardResult:
     def timeouts(self) -> int:
         """Samples that exceeded the scoring deadline; they score 0."""
         return sum(fault == "late" for fault in self.faults.values())
+
+    @property
+    def cause(self) -> str:
+        """One line of `error`: the last of a traceback, after the name of a sum's term; empty without an error."""
+        lines = (self.error or "").splitlines() or [""]
+        term = lines[0].removesuffix(TRACEBACK) if lines[0].endswith(TRACEBACK) else ""
+        return (term + next((line for line in reversed(lines) if line[:1].strip()), ""))[:MAX_CAUSE]
 
     @property
     def main_rewards(self) -> list[float]:
@@ -90,9 +99,10 @@ def group_size(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> int:
     return len(samples) // max(len(prompts), 1)
 
 
-def texts(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
-    """(response, gold answer, prompt) of each sample: the arguments of a user's reward function."""
-    return [(sample.text, prompt.answer, prompt.text) for prompt, sample in pair(prompts, samples)]
+def texts(prompts: Sequence[Prompt], samples: Sequence[Sample], *, with_row: bool) -> list[tuple[str, ...]]:
+    """(response, gold answer, prompt) of each sample, and the row as JSON: the arguments of a user's function."""
+    found = [(sample.text, prompt.answer, prompt.text, prompt.columns) for prompt, sample in pair(prompts, samples)]
+    return [one if with_row else one[:3] for one in found]
 
 
 def whole_groups(batch_size: int, group: int) -> int:

@@ -1,9 +1,10 @@
 """The user's own reward function "package.module:function", called in worker processes.
 
     def score(response: str, answer: str, prompt: str) -> float: ...
+    def score(response: str, answer: str, prompt: str, row: dict[str, Any]) -> float: ...
 
-The function may be async, take lists (responses, answers, prompts), or both; see workers/calls.py. It is also imported
-in this process before the run starts, so that a wrong name is reported at once.
+The function may be async, take lists (responses, answers, prompts, rows), or both; see workers/calls.py. It is also
+imported in this process before the run starts, so that a wrong name is reported at once.
 """
 
 from __future__ import annotations
@@ -41,13 +42,18 @@ class FunctionReward(PooledReward):
         grace = GRACE_S if kind.awaited else 0.0
         pool = Pool(name, num_workers=num_workers, deadline_s=deadline_s, grace_s=grace)
         super().__init__(pool, together=batch_size if kind.takes_many else 1)
-        self._takes_many = kind.takes_many
+        self._kind = kind
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """The function's values; see `Reward.score`."""
         group = group_size(prompts, samples)
-        together = whole_groups(self.together, group) if self._takes_many else 1
-        return collect(self.pool.map(texts(prompts, samples), together))
+        together = whole_groups(self.together, group) if self._kind.takes_many else 1
+        return collect(self.pool.map(texts(prompts, samples, with_row=self._kind.takes_row), together))
+
+
+def takes_row(name: str) -> bool:
+    """Whether the function takes the row's other columns; `check_function` has accepted it."""
+    return kind_of(resolve(name)).takes_row
 
 
 def check_function(name: str, where: str) -> None:
@@ -74,7 +80,8 @@ def check_function(name: str, where: str) -> None:
 
 def _check_parameters(name: str, function: Callable[..., Any], where: str) -> None:
     """Check the number of parameters, and the order of those with reserved names: arguments are positional."""
-    wanted = BATCH if kind_of(function).batch else SINGLE
+    kind = kind_of(function)
+    every, wanted = BATCH if kind.batch else SINGLE, kind.parameters
     shape = f"function({', '.join(wanted)})"
     try:
         inspect.signature(function).bind(*wanted)
@@ -82,7 +89,7 @@ def _check_parameters(name: str, function: Callable[..., Any], where: str) -> No
         raise UserError(
             f"reward {name!r} cannot be called as {shape}: {error}",
             where=where,
-            fix=f"give it these three parameters, all {'lists of ' if wanted is BATCH else ''}strings",
+            fix=f"give it the parameters {', '.join(every[:-1])}, and {every[-1]} if it needs the row's other columns",
         ) from error
     except ValueError:
         return  # a builtin without a signature cannot be checked

@@ -14,6 +14,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult, collect, group_size, texts, whole_groups
 from oblr_megatron.rewards.http_client import Rows, Service
 from oblr_megatron.rewards.workers.calls import Score
+from oblr_megatron.rewards.workers.patience import Patience
 from oblr_megatron.runtime.http_loop import HttpLoop, open_session
 from oblr_megatron.types import Prompt, Sample
 
@@ -31,7 +32,15 @@ class HttpReward(Reward):
     """Posts batches of whole groups, with several requests in flight."""
 
     def __init__(
-        self, url: str, *, key: str, num_requests: int, deadline_s: float, batch_size: int, retries: int
+        self,
+        url: str,
+        *,
+        key: str,
+        num_requests: int,
+        deadline_s: float,
+        batch_size: int,
+        retries: int,
+        send_rows: bool,
     ) -> None:
         """Connections are opened with the first batch.
 
@@ -42,15 +51,18 @@ class HttpReward(Reward):
             deadline_s: for a request including its retries, not counting the wait for a free slot.
             batch_size: responses per request, rounded up to whole groups.
             retries: after a request that failed.
+            send_rows: whether requests contain the columns of the data rows.
         """
         self._url, self._key, self._retries = url, key, retries
         self._num_requests, self._deadline_s, self._batch_size = num_requests, deadline_s, batch_size
+        self._send_rows = send_rows
+        self._patience = Patience.of(num_requests)
         self._loop: HttpLoop | None = None
         self._session: aiohttp.ClientSession | None = None
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """The service's rewards; see `Reward.score`."""
-        rows = texts(prompts, samples)
+        rows = texts(prompts, samples, with_row=self._send_rows)
         size = whole_groups(self._batch_size, group_size(prompts, samples))
         self._loop = self._loop or HttpLoop()
         return collect(self._loop.run(self._score_batch([rows[at : at + size] for at in range(0, len(rows), size)])))
@@ -73,13 +85,20 @@ class HttpReward(Reward):
     async def _score_batch(self, batches: Sequence[Rows]) -> list[Score]:
         self._session = self._session or open_session()
         service = Service(self._url, self._session, key=self._key, deadline_s=self._deadline_s, retries=self._retries)
-        free = asyncio.Semaphore(self._num_requests)
+        scores: list[list[Score]] = [[] for _ in batches]
+        remaining = self._patience.begin(len(batches))
 
-        async def in_turn(rows: Rows) -> list[Score]:
-            async with free:
-                return await service.score_batch(rows)
+        async def dispatch() -> None:
+            for position in remaining:
+                rows = batches[position]
+                if self._patience.ended:
+                    scores[position] = [Score(timed_out=True)] * len(rows)
+                    continue
+                scores[position] = await service.score_batch(rows)
+                self._patience.take(scores[position])
 
-        return [score for part in await asyncio.gather(*map(in_turn, batches)) for score in part]
+        await asyncio.gather(*(dispatch() for _ in range(self._num_requests)))
+        return [score for part in scores for score in part]
 
 
 def bearer_key(variable: str) -> str:

@@ -3,6 +3,8 @@
     POST URL    {"responses": [...], "answers": [...], "prompts": [...]}    lists of equal length
     200         {"rewards": [...]}                                          finite numbers, of the same length
 
+With reward.send_rows the request also has "rows", the columns of each data row as an object.
+
 Failed and dropped connections, status 429 and 5xx are retried; other errors are permanent. The pause before a retry
 doubles each time. It is drawn from the upper half of [0, pause], so that ranks do not retry in lockstep, and is at
 least the service's Retry-After.
@@ -17,6 +19,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from typing import Any
 
 import aiohttp
 
@@ -28,7 +31,7 @@ ANSWER_BYTES = 2**20
 """Limit on the size of an answer, plus BYTES_A_REWARD for each reward."""
 BYTES_A_REWARD = 64
 
-Rows = Sequence[Sequence[str]]  # [n, 3] response, gold answer, prompt
+Rows = Sequence[Sequence[str]]  # [n, 3] response, gold answer, prompt; or [n, 4] with the data row as JSON
 
 
 class ServiceError(Exception):
@@ -53,8 +56,12 @@ class Service:
 
     async def score_batch(self, rows: Rows) -> list[Score]:
         """The score of each row. If the request fails, all rows get its error."""
-        columns = (list(column) for column in zip(*rows, strict=True))
-        body = json.dumps(dict(zip(BATCH, columns, strict=True))).encode()
+        columns: dict[str, list[Any]] = {
+            name: list(column) for name, column in zip(BATCH, zip(*rows, strict=True), strict=False)
+        }
+        if "rows" in columns:
+            columns["rows"] = [json.loads(row) for row in columns["rows"]]
+        body = json.dumps(columns).encode()
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await self._ask(body, len(rows))

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from oblr_megatron.config.reward import RewardConfig, RewardTermConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult, pair
 from oblr_megatron.rewards.combined import CombinedReward, Term
 from oblr_megatron.rewards.format import BoxFormatReward, PatternFormatReward, check_pattern
-from oblr_megatron.rewards.function import FunctionReward, check_function
+from oblr_megatron.rewards.function import FunctionReward, check_function, takes_row
 from oblr_megatron.rewards.http import HttpReward, bearer_key, check_service, is_url
 from oblr_megatron.rewards.math import MathReward
 from oblr_megatron.rewards.overlong import OverlongReward, check_overlong
 from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
 from oblr_megatron.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.config.data import DataConfig
 
 
 class ExactMatchReward(Reward):
@@ -93,6 +98,24 @@ def check_reward(config: RewardConfig, *, max_response_tokens: int) -> None:
         _check(name, config, max_response_tokens, where=f"config: reward.{'terms' if place else 'name'}")
 
 
+def takes_rows(config: RewardConfig) -> bool:
+    """Whether a configured reward takes the data row's other columns.
+
+    Raises:
+        UserError: see `check_function`.
+    """
+    names = [config.name, *(term.name for term in config.terms)]
+    functions = [name for name in names if ":" in name and name not in REWARDS and not is_url(name)]
+    for name in functions:
+        check_function(name, "config: reward")
+    return any(map(takes_row, functions)) or (config.send_rows and any(map(is_url, names)))
+
+
+def data_for(config: Config) -> DataConfig:
+    """Section [data], with the columns kept if the reward takes them."""
+    return config.data.model_copy(update={"keep_columns": config.data.keep_columns or takes_rows(config.reward)})
+
+
 def _build(name: str, config: RewardConfig, max_response_tokens: int) -> Reward:
     """One term that `_check` has accepted."""
     if make := REWARDS.get(name):
@@ -105,6 +128,7 @@ def _build(name: str, config: RewardConfig, max_response_tokens: int) -> Reward:
             deadline_s=config.timeout_s,
             batch_size=config.batch_size,
             retries=config.retries,
+            send_rows=config.send_rows,
         )
     return FunctionReward(
         name, num_workers=config.num_workers, deadline_s=config.timeout_s, batch_size=config.batch_size

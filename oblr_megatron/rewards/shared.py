@@ -1,4 +1,4 @@
-"""Divide the scoring of a batch among the replicas of a run."""
+"""Divide the scoring of a batch among the replicas of a run, and end a run whose reward always fails."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from oblr_megatron.config.reward import RewardConfig
+from oblr_megatron.errors import RunError
 from oblr_megatron.rewards.base import Reward, RewardResult, group_size, joined
 from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
 from oblr_megatron.types import Prompt, Sample
@@ -63,3 +65,34 @@ class SharedReward(Reward):
     def close(self) -> None:
         """Close this rank's reward."""
         self._reward.close()
+
+
+class NoRewardError(RunError):
+    """The reward has failed for every response of several steps, after it had worked."""
+
+
+class FailedSteps:
+    """Counts the steps in a row in which no response got a reward. The same on every rank."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._count = 0
+        self._has_worked = False
+
+    def take(self, results: Sequence[RewardResult]) -> None:
+        """Count a step, given the results of all its batches.
+
+        Raises:
+            NoRewardError: reward.max_failed_steps is reached; the steps before are worth saving.
+            RunError: it is reached, and no response ever got a reward.
+        """
+        if any(len(result.faults) < len(result.rewards) for result in results):
+            self._count, self._has_worked = 0, True
+            return
+        self._count += 1
+        if self._count != self._config.max_failed_steps:
+            return
+        cause = next((result.cause for result in results if result.error), "")
+        late = f"no call ended within reward.timeout_s, {self._config.timeout_s:g} s"
+        kind = NoRewardError if self._has_worked else RunError
+        raise kind(f"the reward failed for every response of the last {self._count} steps: {cause or late}")

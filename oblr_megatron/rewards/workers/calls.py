@@ -5,22 +5,25 @@
     def score(responses, answers, prompts) -> list[float]           all rows in one call
     async def score(responses, answers, prompts) -> list[float]     the same, awaited
 
-Batch functions are recognized by their parameter names. Awaitable return values are awaited, so that a plain function
-may wrap an async one.
+Batch functions are recognized by their parameter names. A fourth parameter named `row` (batch functions: `rows`) gets
+the columns of the data row as a dict. Awaitable return values are awaited, so that a plain function may wrap an async
+one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import numbers
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-SINGLE = ("response", "answer", "prompt")
-BATCH = ("responses", "answers", "prompts")
+SINGLE = ("response", "answer", "prompt", "row")  # the last is optional
+BATCH = ("responses", "answers", "prompts", "rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +52,29 @@ class Kind:
 
     batch: bool
     awaited: bool
+    takes_row: bool = False  # the columns of the data row
 
     @property
     def takes_many(self) -> bool:
         """Whether a request should contain many rows."""
         return self.batch or self.awaited
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names for the positional arguments. Example: ("response", "answer", "prompt", "row")."""
+        names = BATCH if self.batch else SINGLE
+        return names if self.takes_row else names[:-1]
+
 
 def kind_of(function: Callable[..., object]) -> Kind:
     """The kind of a function, from its signature; a builtin without a signature takes one row."""
     call = getattr(function, "__call__", None)  # noqa: B004  for a callable object, only this method is async
+    names = parameter_names(function)
+    batch = not set(BATCH).isdisjoint(names)
     return Kind(
-        batch=not set(BATCH).isdisjoint(parameter_names(function)),
+        batch=batch,
         awaited=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call),
+        takes_row=(BATCH if batch else SINGLE)[-1] in names,
     )
 
 
@@ -81,7 +94,7 @@ class Caller:
     """Answers requests with one function. Keeps one event loop for the lifetime of the worker.
 
     Args:
-        function: takes strings, or lists of strings.
+        function: takes strings, or lists of strings, and the data row or rows if it names them.
         deadline_s: for awaited calls; for other calls the parent enforces the deadline by killing the worker.
     """
 
@@ -90,14 +103,17 @@ class Caller:
         self._runner = asyncio.Runner()
 
     def answer(self, rows: Sequence[Sequence[str]]) -> Reply:
-        """Score all rows; raises nothing."""
+        """Score all rows, each the arguments of a call; a data row is JSON. Raises nothing."""
         try:
+            calls: list[list[Any]] = [list(row) for row in rows]
+            if self._kind.takes_row:
+                calls = [[*texts, json.loads(row)] for *texts, row in calls]
             if self._kind.batch:
-                columns = [list(column) for column in zip(*rows, strict=True)]
+                columns = [list(column) for column in zip(*calls, strict=True)]
                 return Reply(_batch_scores(self._result(self._function(*columns)), len(rows)))
             if self._kind.awaited:
-                return self._runner.run(self._concurrently(rows))
-            return Reply([score_of(self._result(self._function(*row))) for row in rows])
+                return self._runner.run(self._concurrently(calls))
+            return Reply([score_of(self._result(self._function(*call))) for call in calls])
         except BaseException as error:  # noqa: BLE001  a reward function may raise anything, SystemExit included
             return Reply([_failed(error)] * len(rows), leaving=_must_leave(error))
 
@@ -116,17 +132,17 @@ class Caller:
             raise LateError
         return task.result()
 
-    async def _concurrently(self, rows: Sequence[Sequence[str]]) -> Reply:
+    async def _concurrently(self, calls: Sequence[Sequence[Any]]) -> Reply:
         """Run all calls at once. Late calls stay in the event loop, so the worker must exit."""
-        tasks = [asyncio.ensure_future(self._attempt(row)) for row in rows]
+        tasks = [asyncio.ensure_future(self._attempt(call)) for call in calls]
         done, _ = await asyncio.wait(tasks, timeout=self._deadline_s)
         late = Reply([_failed(LateError())], leaving=True)
         replies = [task.result() if task in done else late for task in tasks]
         return Reply([score for reply in replies for score in reply.scores], any(reply.leaving for reply in replies))
 
-    async def _attempt(self, row: Sequence[str]) -> Reply:
+    async def _attempt(self, arguments: Sequence[Any]) -> Reply:
         try:
-            value = self._function(*row)
+            value = self._function(*arguments)
             return Reply([score_of(await value if inspect.isawaitable(value) else value)])
         except BaseException as error:  # noqa: BLE001  as in `answer`; the other calls must go on
             return Reply([_failed(error)], leaving=_must_leave(error))

@@ -7,9 +7,10 @@
 
 Threads cannot stop a computation that holds the interpreter lock, and SIGALRM works only in the main thread. So the
 caller waits on the worker's pipe until the deadline, then kills the worker. The fork server (fork_server.py) replaces a
-worker within milliseconds if it exceeds its deadline, memory limit or number of tasks. Callers get workers in the order
-of their calls: a single call does not wait for another caller's whole batch. A pool uses neither ports nor environment
-variables. It works in a torchrun rank, in any thread, and in a forked child of its process.
+worker within milliseconds if it exceeds its deadline, memory limit or number of tasks, and ends what the worker has
+started. Callers get workers in the order of their calls: a single call does not wait for another caller's whole batch.
+A pool uses neither ports nor environment variables. It works in a torchrun rank, in any thread, and in a forked child
+of its process.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from queue import SimpleQueue
 from oblr_megatron.errors import RunError
 from oblr_megatron.rewards.workers.calls import Score
 from oblr_megatron.rewards.workers.fork_client import ForkServer, Worker
+from oblr_megatron.rewards.workers.patience import Patience
 
 GIB = 2**30
 
@@ -44,6 +46,7 @@ class Pool:
     _lock: threading.Lock  # guards the slots and the queue
     _fork_server_lock: threading.Lock  # one request to the fork server at a time
     _fork_server: ForkServer | None
+    _patience: Patience
     _free: list[_Slot]
     _waiting: deque[SimpleQueue[_Slot | None]]
 
@@ -86,7 +89,7 @@ class Pool:
         return self._ask([arguments])[0]
 
     def map(self, batch: Sequence[Sequence[str]], together: int = 1) -> list[Score]:
-        """Call the function on all rows in parallel; scores are in the order of the batch.
+        """Call the function on all rows in parallel; scores are in the order of the batch. See also `Patience`.
 
         Args:
             batch: rows, each the arguments of the function.
@@ -99,12 +102,16 @@ class Pool:
         calls = [batch[first : first + together] for first in range(0, len(batch), together)]
         scores: list[list[Score]] = [[] for _ in calls]
         errors: list[BaseException] = []
-        remaining = iter(range(len(calls)))  # next() on an iterator is atomic
+        remaining = self._patience.begin(len(calls))  # next() on an iterator is atomic
 
         def dispatch() -> None:
             try:
                 for index in remaining:
+                    if self._patience.ended:
+                        scores[index] = [Score(timed_out=True)] * len(calls[index])
+                        continue
                     scores[index] = self._ask(calls[index])
+                    self._patience.take(scores[index])
             except BaseException as error:  # noqa: BLE001 - every error is raised again in the caller's thread
                 errors.append(error)
 
@@ -147,6 +154,7 @@ class Pool:
         self._lock = threading.Lock()
         self._fork_server_lock = threading.Lock()
         self._fork_server = None
+        self._patience = Patience.of(self.num_workers)
         self._free = [_Slot() for _ in range(self.num_workers)]
         self._waiting = deque()
 

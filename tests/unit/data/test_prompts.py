@@ -5,9 +5,13 @@ Not covered: the chat templates of real models, and the memory of a large set.
 
 from __future__ import annotations
 
+import json
 import logging
+from datetime import date
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -73,6 +77,24 @@ def test_skipped_rows_and_their_reasons(tokenizer: PreTrainedTokenizerFast, capl
     taken = prompts.take(3)
     assert [(prompt.row, prompt.answer) for prompt in taken] == [(0, "2"), (5, "6"), (12, "14")]
     assert [prompt.id for prompt in taken] == ["broken-0", "numbers-are-answers", "broken-12"]
+
+
+def test_the_columns_of_a_row_are_kept_on_demand(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    deep = '{"question": "1+1=", "answer": "2", "more": ' + "[" * 5000 + "]" * 5000 + "}\n"
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1+2=", "answer": 3, "level": 4, "tags": ["a", "\\ud800"]}\n' + deep)
+    assert [prompt.columns for prompt in held_out(tokenizer, path)][:1] == [""]
+    kept = held_out(tokenizer, path, keep_columns=True)
+    assert json.loads(kept[0].columns) == {"question": "1+2=", "answer": 3, "level": 4, "tags": ["a", "\ud800"]}
+    assert kept[0].columns.isascii(), "half of a surrogate pair stays escaped"
+    assert stream(tokenizer, path, keep_columns=True).take(1)[0].columns == kept[0].columns
+
+
+def test_columns_that_json_does_not_know_become_text(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    row = {"question": "1+1=", "answer": "2", "day": date(2026, 1, 31), "raw": b"x", "size": float("inf")}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    [prompt] = held_out(tokenizer, tmp_path / "rows.parquet", keep_columns=True)
+    assert json.loads(prompt.columns) == row | {"day": "2026-01-31", "raw": "b'x'"}
 
 
 def test_evaluation_keeps_rows_that_overlap_a_benchmark(tokenizer: PreTrainedTokenizerFast) -> None:

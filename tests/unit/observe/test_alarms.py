@@ -43,7 +43,8 @@ CASES: dict[str, tuple[str, Callable[[int], float | None], list[str]]] = {
     "nonfinite": ("grad_norm", lambda step: None if step == 9 else 1.0, ["grad_norm x1"]),
     "mismatch": ("rollout/logprob_abs_diff", lambda step: 2e-4 * 1.03**step, ["nats"]),
     "gradnorm": ("gradnorm/nonfinite", lambda step: int(step == 7), ["1", "optimizer.lr"]),
-    "failures": ("reward/failures", lambda step: 2 * int(step == 7), ["2", "reward.timeout_s"]),
+    "failures": ("reward/failures", lambda step: 2 * int(step == 7), ["2", "log"]),
+    "timeouts": ("reward/timeouts", lambda step: 2 * int(step == 7), ["2", "reward.timeout_s"]),
     "reward": ("reward/mean", rising(0.8, 0.5), ["0.8", "optimizer.lr"]),
     "rate": ("snr/shrink_ema", rising(0.4, FLOOR), ["0.1", "34", "num_prompts"]),
     "spread": ("baseline/spread", rising(0.2, 3.0), ["1.6", "rloo_prior"]),
@@ -67,7 +68,7 @@ def test_an_alarm_is_raised_once_with_number_and_remedy(name: str) -> None:
     assert [alarm.name for alarm in found] == [name]
     assert all(re.search(rf"(?<![\w.]){re.escape(part)}(?!\w)", found[0].text) for part in parts), found[0].text
     assert found[0].text.count(";") == 1 and "\n" not in found[0].text
-    at_once = {"nonfinite": 9, "gradnorm": 7, "failures": 7, "self_dependence": 1}
+    at_once = {"nonfinite": 9, "gradnorm": 7, "failures": 7, "timeouts": 7, "self_dependence": 1}
     if name in at_once:
         assert found[0].step == at_once[name]
     else:
@@ -79,6 +80,16 @@ def test_an_alarm_is_raised_once_with_number_and_remedy(name: str) -> None:
 def test_a_healthy_run_raises_none(seed: int, num_steps: int) -> None:
     """Reward, entropy, lengths and rates move as they do in training, with noise."""
     assert set_off(synthetic_records(num_steps, seed=seed)) == []
+
+
+def test_failures_and_timeouts_have_remedies_of_their_own() -> None:
+    watch = Watch(FLOOR)
+    late = watch.take({"step": 1, "reward/failures": 3, "reward/timeouts": 3})
+    both = watch.take({"step": 2, "reward/failures": 5, "reward/timeouts": 1}, "ValueError: no number in it")
+    assert [alarm.name for alarm in (*late, *both)] == ["timeouts", "failures"]
+    assert " 3;" in late[0].text and "reward.timeout_s" in late[0].text
+    assert " 4;" in both[0].text and "ValueError: no number in it" in both[0].text
+    assert "reward.timeout_s" not in both[0].text
 
 
 def test_a_long_run_with_a_flat_reward_raises_none() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 class Asked:
     """A received request."""
 
-    body: dict[str, list[str]]
+    body: dict[str, list[Any]]
     token: str | None
     at: float  # time.monotonic()
 

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -126,6 +127,32 @@ async def together(responses: Sequence[str], answers: Sequence[str], prompts: Se
         os._exit(1)
     await asyncio.sleep(0)
     return many(responses, answers, prompts)
+
+
+def by_level(response: str, answer: str, prompt: str, row: dict[str, Any]) -> float:
+    """Uses the row's other columns."""
+    assert row["answer"] == answer
+    row["answer"] = "changed"  # a row of its own for every call
+    return float(row["level"])
+
+
+async def by_level_async(response: str, answer: str, prompt: str, row: dict[str, Any]) -> float:
+    return by_level(response, answer, prompt, row)
+
+
+def by_levels(
+    responses: Sequence[str], answers: Sequence[str], prompts: Sequence[str], rows: Sequence[dict[str, Any]]
+) -> list[float]:
+    return list(map(by_level, responses, answers, prompts, rows))
+
+
+def row_first(row: dict[str, Any], response: str, answer: str, prompt: str) -> float:
+    return 0.0
+
+
+def with_an_option(response: str, answer: str, prompt: str, scale: float = 2.0) -> float:
+    """The fourth parameter is not the row."""
+    return scale
 
 
 def half_and_half(responses: Sequence[str], answer: str, prompt: str) -> float:

@@ -12,7 +12,7 @@ import pytest
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import RewardResult
-from oblr_megatron.rewards.registry import build_reward, check_reward
+from oblr_megatron.rewards.registry import build_reward, check_reward, takes_rows
 from oblr_megatron.rewards.workers.calls import Kind, kind_of
 from tests.unit.rewards import scorers, scorers_many
 from tests.unit.rewards.conftest import batch
@@ -35,6 +35,10 @@ def score_batch(name: str, *groups: list[str], **options: object) -> RewardResul
         (scorers_many.an_object, Kind(batch=False, awaited=True)),
         (scorers_many.sizes, Kind(batch=True, awaited=False)),
         (scorers_many.together, Kind(batch=True, awaited=True)),
+        (scorers_many.by_level, Kind(batch=False, awaited=False, takes_row=True)),
+        (scorers_many.by_level_async, Kind(batch=False, awaited=True, takes_row=True)),
+        (scorers_many.by_levels, Kind(batch=True, awaited=False, takes_row=True)),
+        (scorers_many.with_an_option, Kind(batch=False, awaited=False)),
         (min, Kind(batch=False, awaited=False)),
     ],
 )
@@ -52,6 +56,28 @@ def test_async_objects_and_wrapped_coroutines() -> None:
     assert score_batch("an_object", ["a", "b"]).rewards == [0.5, 0.5]
     assert score_batch("returns_a_coroutine", ["fine", "raise", "fine"]).rewards == [1, 0, 1]
     assert score_batch("returns_a_coroutine_of_many", ["fine", "fine"]).rewards == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["by_level", "by_level_async", "by_levels"])
+def test_a_function_may_take_the_columns_of_the_row(name: str) -> None:
+    result = score_batch(name, ["a", "b"], ["c", "d"], batch_size=2)
+    assert (result.rewards, result.error) == ([1, 1, 2, 2], None)
+
+
+def test_a_fourth_parameter_of_another_name_keeps_its_default() -> None:
+    assert score_batch("with_an_option", ["a"]).rewards == [2]
+
+
+def test_which_rewards_need_the_columns_of_the_rows() -> None:
+    def needs(name: str, **options: object) -> bool:
+        return takes_rows(RewardConfig.model_validate({"name": name, **options}))
+
+    assert needs(f"{MANY}:by_levels") and not needs(f"{MANY}:sizes") and not needs("math:gsm8k")
+    assert needs("math", terms=[{"name": f"{MANY}:by_level"}])
+    assert needs("http://localhost:1/", send_rows=True) and not needs("http://localhost:1/")
+    assert not needs("math", send_rows=True)
+    with pytest.raises(UserError):
+        needs("no_such_module:function")
 
 
 @pytest.mark.alone  # the other calls must end within half a second
@@ -156,6 +182,7 @@ def test_a_late_batch_affects_no_other_batch(name: str, response: str) -> None:
         ("half_and_half", "function(responses, answers, prompts)"),
         ("another_order", "function(response, answer, prompt)"),
         ("one_list", "function(responses, answers, prompts)"),
+        ("row_first", "function(response, answer, prompt, row)"),
     ],
 )
 def test_parameters_are_checked_before_the_run(name: str, named: str) -> None:

@@ -18,6 +18,7 @@ from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.registry import build_reward, check_reward
+from oblr_megatron.rewards.workers.patience import MIN_LATE
 from tests.unit.rewards.conftest import batch
 from tests.unit.rewards.http_service import (
     Asked,
@@ -60,6 +61,21 @@ def test_the_body_of_a_request() -> None:
         }
     ]
     assert asked[0].token is None
+
+
+def test_send_rows_adds_the_columns_of_the_rows() -> None:
+    _, asked = score(score_batch, send_rows=True)
+    first, second = {"answer": "4", "level": 1}, {"answer": "5", "level": 2}
+    assert asked[0].body["rows"] == [first, first, second, second]
+    assert asked[0].body["answers"] == ["4", "4", "5", "5"]
+
+
+def test_a_service_that_hangs_does_not_cost_a_deadline_for_every_request() -> None:
+    groups = [("4", ["a"])] * 40
+    with serving(hang) as service, build(service.url, batch_size=1, num_workers=4, timeout_s=0.3) as reward:
+        result = reward.score(*batch(groups))
+        assert result.timeouts == 40
+        assert MIN_LATE <= len(service.asked) < MIN_LATE + 4, "the last ones were under way"
 
 
 def test_batches_consist_of_whole_groups_and_values_stay_in_order() -> None:

@@ -1,0 +1,48 @@
+"""When to give up a batch, because the reward function or service hangs in every call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from oblr_megatron.rewards.workers.calls import Score
+
+MIN_LATE = 8  # calls
+
+
+@dataclass(slots=True)
+class Patience:
+    """Recognizes a function that always hangs, so that a batch does not wait for a deadline for each of its calls.
+
+    Patience ends for a batch when its first calls were late and no call of the run was ever answered. The first calls
+    are spread over the batch, because the responses to one prompt may all be slow. The next batch begins again.
+
+    Example: 512 calls of 10 s in 2 workers end after 40 s instead of 43 minutes.
+    """
+
+    limit: int  # late calls
+    late: int = 0  # calls of this batch
+    answered: bool = False  # in the whole run
+
+    @classmethod
+    def of(cls, at_once: int) -> Patience:
+        """For `at_once` calls at a time."""
+        return cls(max(MIN_LATE, 2 * at_once))
+
+    def begin(self, count: int) -> Iterator[int]:
+        """Positions of a new batch's calls, in the order in which to make them."""
+        self.late = 0
+        stride = max(1, count // self.limit)
+        return iter(sorted(range(count), key=lambda position: position % stride))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the remaining calls of the batch count as late without being made."""
+        return self.late >= self.limit and not self.answered
+
+    def take(self, scores: Sequence[Score]) -> None:
+        """Note the result of a call."""
+        if all(score.timed_out for score in scores):
+            self.late += 1
+        else:
+            self.answered = True

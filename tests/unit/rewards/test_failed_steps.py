@@ -1,0 +1,112 @@
+"""A reward that fails for every response ends the run after a few steps, and one that hangs wastes little time.
+
+Not covered: a whole run (tests/e2e/test_train.py), a service that hangs (test_http.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.config import RewardConfig
+from oblr_megatron.errors import RunError
+from oblr_megatron.rewards.base import RewardResult
+from oblr_megatron.rewards.combined import CombinedReward, Term
+from oblr_megatron.rewards.registry import build_reward
+from oblr_megatron.rewards.shared import FailedSteps, NoRewardError
+from oblr_megatron.rewards.workers.calls import Score
+from oblr_megatron.rewards.workers.patience import MIN_LATE, Patience
+from oblr_megatron.rewards.workers.pool import Pool
+from tests.unit.rewards.conftest import batch
+
+SCORERS = "tests.unit.rewards.scorers"
+ANSWERED, LATE = [Score(1.0)], [Score(timed_out=True)]
+FINE = RewardResult([1.0, 0.0])
+ONE_FAILED = RewardResult([1.0, 0.0], {1: "failed"}, error="ValueError: no number")
+ALL_FAILED = RewardResult([0.0, 0.0], {0: "failed", 1: "late"}, error="ValueError: no number")
+ALL_LATE = RewardResult([0.0, 0.0], {0: "late", 1: "late"})
+
+
+def steps(limit: int) -> FailedSteps:
+    return FailedSteps(RewardConfig(max_failed_steps=limit, timeout_s=2.5))
+
+
+@pytest.mark.parametrize(("result", "cause"), [(ALL_FAILED, "ValueError: no number"), (ALL_LATE, "reward.timeout_s")])
+def test_a_reward_that_never_worked_ends_the_run_with_the_cause(result: RewardResult, cause: str) -> None:
+    failed = steps(3)
+    failed.take([result])
+    failed.take([result, result])  # two batches of dynamic sampling
+    with pytest.raises(RunError) as caught:
+        failed.take([result])
+    assert not isinstance(caught.value, NoRewardError), "there is nothing to save"
+    assert cause in str(caught.value) and " 3 steps" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_one_response_with_a_reward_starts_the_count_again() -> None:
+    failed = steps(2)
+    for results in ([ALL_FAILED], [ONE_FAILED], [ALL_LATE], [ALL_FAILED, FINE], [ALL_FAILED]):
+        failed.take(results)
+    with pytest.raises(NoRewardError):
+        failed.take([ALL_LATE])
+
+
+def test_zero_never_ends_the_run() -> None:
+    failed = steps(0)
+    for _ in range(10):
+        failed.take([ALL_FAILED])
+
+
+def test_the_cause_is_the_last_line_of_a_traceback() -> None:
+    def cause(error: str | None) -> str:
+        return RewardResult([0.0], {0: "failed"}, error=error).cause
+
+    trace = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n    return 1 / 0\nZeroDivisionError: by 0'
+    assert cause(trace) == "ZeroDivisionError: by 0"
+    assert cause(f"judge:near: {trace}") == "judge:near: ZeroDivisionError: by 0"
+    assert cause("http://a/ answered with status 500: 'no'") == "http://a/ answered with status 500: 'no'"
+    assert cause(trace[40:]) == "ZeroDivisionError: by 0", "long tracebacks lose their beginning"
+    assert cause(None) == "" and len(cause("x" * 5000)) <= 300
+
+
+def test_the_cause_of_a_real_failure() -> None:
+    main = build_reward(RewardConfig(name=f"{SCORERS}:mixed", num_workers=1), max_response_tokens=16)
+    with CombinedReward([Term("mixed", 0.5, main)]) as reward:
+        assert reward.score(*batch([("", ["raise", "raise"])])).cause == "mixed: ValueError: no such answer"
+
+
+def test_patience_ends_when_nothing_was_ever_answered() -> None:
+    patience = Patience.of(at_once=2)
+    assert patience.limit == MIN_LATE == 8 and Patience.of(at_once=32).limit == 64
+    order = list(patience.begin(512))
+    assert sorted(order) == list(range(512)) and order[:8] == list(range(0, 512, 64)), "of eight different prompts"
+    for _ in range(8):
+        assert not patience.ended
+        patience.take(LATE)
+    assert patience.ended
+    assert list(patience.begin(3)) == [0, 1, 2] and not patience.ended, "the next batch begins again"
+
+
+def test_patience_does_not_end_after_an_answer() -> None:
+    patience = Patience.of(at_once=1)
+    list(patience.begin(100))
+    patience.take([*LATE, *ANSWERED])
+    for _ in range(50):
+        patience.take(LATE)
+    assert not patience.ended
+
+
+def test_a_function_that_hangs_is_called_a_few_times_in_a_batch(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with Pool(f"{SCORERS}:hangs", num_workers=4, deadline_s=0.5) as pool:
+        assert all(score.timed_out for score in pool.map([(str(told), "60")] * 100))
+        assert MIN_LATE <= len(told.read_text()) < MIN_LATE + 4, "the last ones were under way"
+        assert pool.ask(str(told), "0").value == 1
+
+
+def test_a_function_that_has_worked_gets_all_its_calls(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with Pool(f"{SCORERS}:hangs", num_workers=4, deadline_s=0.5) as pool:
+        assert pool.map([(str(told), "0")])[0].value == 1
+        assert sum(score.timed_out for score in pool.map([(str(told), "60")] * 12)) == 12
+        assert len(told.read_text()) == 13
