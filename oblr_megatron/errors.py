@@ -10,6 +10,7 @@ from __future__ import annotations
 EXIT_OK = 0
 EXIT_RUN = 1
 EXIT_USER = 2
+EXIT_SIGNAL = 128  # plus the signal number, as in a shell
 
 Problem = tuple[str, str]
 """What is wrong, and the fix; a check that knows no `where` returns it."""

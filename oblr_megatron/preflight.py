@@ -18,11 +18,16 @@ from oblr_megatron.algo.snr_estimators import check_estimator
 from oblr_megatron.checkpoint import resume
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.resume import Checkpoint
-from oblr_megatron.checkpoint.store import CHECKPOINTS, NoSpaceError, check_space, checkpoint_bytes
+from oblr_megatron.checkpoint.store import NoSpaceError, check_space, checkpoint_bytes
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.checks.lengths import check_positions
-from oblr_megatron.checks.machine import check_machine, check_pushable, transformer_engine_chosen
-from oblr_megatron.checks.run_dir import CONFIG_FILE, check_run_dir
+from oblr_megatron.checks.machine import (
+    check_head_size,
+    check_machine,
+    check_pushable,
+    transformer_engine_chosen,
+)
+from oblr_megatron.checks.run_dir import CHECKPOINTS, CONFIG_FILE, check_run_dir
 from oblr_megatron.data.packing import check_folds
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.errors import UserError
@@ -31,9 +36,9 @@ from oblr_megatron.memory.pass_plan import Layout, num_folds
 from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.observe.performance.profiler import check_profile
-from oblr_megatron.rewards.registry import check_reward
+from oblr_megatron.rewards.registry import check_reward, data_for
 from oblr_megatron.rollout.placement import place
-from oblr_megatron.rollout.replay import check_replay
+from oblr_megatron.rollout.replay import check_replay, check_replayed
 from oblr_megatron.rollout.server_checks import check_servers
 from oblr_megatron.runtime.stopping import end_of_job
 
@@ -70,6 +75,7 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     if owns_run_dir:
         check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     model = check_hf_dir(config.model.path)
+    model.hf_config()  # raises if transformers cannot read it
     check_layout(model.config, config, world_size)
     check_machine(config, model.config, this_machine())
     checkpoints = resume.find(config, model) if owns_run_dir else []
@@ -78,9 +84,9 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     if config.rollout.replay is None and config.rollout.servers:
         check_servers(config)
     if owns_run_dir:
-        check_replay(config, int(model.config["vocab_size"]))
+        check_replay(config, int(model.config["vocab_size"]), model.fingerprint)
         check_room(config, model)
-    return _open_inputs(config, model, norms, checkpoints)
+    return open_inputs(config, model, norms, checkpoints)
 
 
 def check_settings(hf_config: Mapping[str, Any], config: Config, world_size: int, *, on_gpu: bool) -> None:
@@ -99,6 +105,7 @@ def check_settings(hf_config: Mapping[str, Any], config: Config, world_size: int
         check_source(config.algo, config.num_steps)
         check_estimator(config.algo, norms=config.measures_norms)
     if config.rollout.own_engines:
+        check_head_size(hf_config, config.model.path, on_gpu=on_gpu)
         place(config, world_size, on_gpu=on_gpu)
     check_pushable(hf_config, config, on_gpu=on_gpu)
     check_profile(config.log, world_size, on_gpu=on_gpu)
@@ -166,12 +173,14 @@ def check_room(config: Config, model: HFDir) -> None:
         ) from error
 
 
-def _open_inputs(config: Config, model: HFDir, norms: ModeChoice | None, checkpoints: list[Checkpoint]) -> Inputs:
+def open_inputs(config: Config, model: HFDir, norms: ModeChoice | None, checkpoints: list[Checkpoint]) -> Inputs:
     """Tokenize the training and evaluation rows, which shows whether any of them can be used."""
     if config.rollout.replay is not None:
+        for checkpoint in checkpoints[:1]:
+            check_replayed(checkpoint.state["data"])
         return Inputs(model, norms, None, {}, checkpoints)
     tokenizer = model.tokenizer()
-    stream = PromptStream(config.data, tokenizer, seed=config.seed, held_out=config.evaluate.data)
+    stream = PromptStream(data_for(config), tokenizer, seed=config.seed, held_out=config.evaluate.data)
     for checkpoint in checkpoints[:1]:
         stream.load_state_dict(checkpoint.state["data"])  # raises if the data differ
     held_out = {} if config.rollout.only else load_sets(config.evaluate.data, config, tokenizer)

@@ -24,6 +24,7 @@ from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.model.reference import Reference
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.step_metrics import StepRecord
+from oblr_megatron.rewards.shared import NoRewardError
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.sampling import Sampling, open_sampling
 from oblr_megatron.weights.export import MegatronWeights
@@ -53,6 +54,7 @@ class Run:
     usual_norm: float = 0.0  # mean w of the steps so far
     facts: Facts = field(default_factory=dict)  # what a checkpoint records, as of the last step boundary
     logged: StepRecord = field(default_factory=lambda: StepRecord(done=0))  # of the step before that boundary
+    unsaved: str | None = None  # why the latest save failed
     updated: StepRecord | None = None  # of a step with an update that is not logged yet
 
     @property
@@ -184,25 +186,33 @@ class Run:
                 self._save(background=not (stops or last))
             saved = self.saver.wait() if stops or last else self.saver.report()
         self._tell(saved)
-        if stops and saved is not None and saved.failure is not None:
-            raise RunError(str(saved))
+        if saved is not None and saved.failure is not None:
+            self.unsaved = str(saved)
+            if stops:
+                raise RunError(self.unsaved)
+        elif saved is not None:
+            self.unsaved = None
         return stops
 
     def export(self) -> None:
         """Write RUN_DIR/hf, and RUN_DIR/hf_best from the best checkpoint, if the config asks for them.
 
         Afterwards the policy may hold the best weights instead of the last.
+
+        Raises:
+            RunError: the last checkpoint was not saved, so the run is not finished.
         """
-        if not self.config.checkpoint.export_hf:
-            return
-        self._export("hf")
-        best = self.saver.path_of_best()
-        if best is not None:
-            load_weights(self.policy, best)
-            self._export("hf_best")
+        if self.config.checkpoint.export_hf:
+            self._export("hf")
+            best = self.saver.path_of_best()
+            if best is not None:
+                load_weights(self.policy, best)
+                self._export("hf_best")
+        if self.unsaved is not None:
+            raise RunError(f"{self.unsaved}; a resumed run begins at an older step")
 
     def rescue(self) -> None:
-        """Save the state of a run that lost its engines for good. Collective.
+        """Save the state of a run that lost its engines, or its reward, for good. Collective.
 
         A loss before the update saves the state before the step. A loss after it saves the state after the step and
         logs the metrics so far. Before the first update there is nothing to save.
@@ -214,7 +224,7 @@ class Run:
         if self.facts.get("step", sampling.start) == sampling.start:
             return
         self._save(background=False)
-        sampling.display.message(f"the engines are lost; {self.saver.wait()}")
+        sampling.display.message(f"the run cannot go on; {self.saver.wait()}")
 
     def _save(self, *, background: bool) -> None:
         """Save the state at the last step boundary."""
@@ -247,8 +257,8 @@ class Run:
 def open_run(config: Config) -> Iterator[Run]:
     """Open a run that trains: `open_sampling`, the model, its optimizer and its schedule.
 
-    When the engines are lost for good or a push stays incomplete, the state is saved before the error goes on. Every
-    rank sees these two errors at the same point, and saving is collective.
+    When the engines are lost for good, a push stays incomplete, or a reward that worked fails for every response, the
+    state is saved before the error goes on. Every rank sees these errors at the same point, and saving is collective.
 
     Raises:
         UserError: bad input, found before the process group or any engine is started.
@@ -259,7 +269,11 @@ def open_run(config: Config) -> Iterator[Run]:
         resumed = sampling.resumed
         penalised = config.algo.kl_coefficient > 0
         if resumed is None or penalised:
-            load_hf_weights(policy, config.model.path)
+            sampling.collectives.together(
+                lambda: load_hf_weights(policy, config.model.path),
+                what="the weights of the model directory",
+                seconds=config.parallel.distributed_timeout_s,
+            )
         reference = Reference(policy) if penalised else None  # from the model path, not from the checkpoint
         optimizer, momentum = PolicyOptimizer(policy, config.optimizer), momentum_of(policy, config)
         schedule = build_schedule(
@@ -287,7 +301,7 @@ def open_run(config: Config) -> Iterator[Run]:
             sampling.version, run.usual_norm = resumed.step, resumed.state["usual_norm"]
         try:
             yield run
-        except (EngineLostError, DamagedError):
+        except (EngineLostError, DamagedError, NoRewardError):
             run.rescue()
             raise
         finally:

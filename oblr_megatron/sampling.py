@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 from oblr_megatron.checkpoint.resume import Checkpoint, changes, choose
 from oblr_megatron.checks.layout import check_port
+from oblr_megatron.checks.run_dir import check_run_dir
 from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest
 from oblr_megatron.evaluation.accuracy import metrics as accuracies
 from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.items import RunItems
 from oblr_megatron.memory.pass_plan import Layout, idle_replicas
 from oblr_megatron.memory.select_mode import ModeChoice, with_mode
-from oblr_megatron.metrics import MetricsWriter, Record, read_metrics
+from oblr_megatron.metrics import METRICS_FILE, MetricsWriter, Record, read_metrics
 from oblr_megatron.model import parallel as layout
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.alarms import LiveAlarms, floor_of
@@ -32,21 +33,26 @@ from oblr_megatron.observe.console import Display, open_display
 from oblr_megatron.observe.performance.profiler import Profiler, open_profiler
 from oblr_megatron.observe.performance.ranks import RankLog
 from oblr_megatron.observe.performance.utilization import Utilization
+from oblr_megatron.observe.status import recorded
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.preflight import Inputs, preflight, write_config
 from oblr_megatron.rewards.base import Reward
 from oblr_megatron.rewards.registry import build_reward
-from oblr_megatron.rewards.shared import SharedReward
+from oblr_megatron.rewards.shared import FailedSteps, SharedReward
 from oblr_megatron.rollout import open_engines
 from oblr_megatron.rollout.dynamic_sampling import Batch, call_seed, refill
 from oblr_megatron.rollout.replay import ReplayEngine
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
+from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
+from oblr_megatron.runtime.run_lock import run_lock
 from oblr_megatron.runtime.stopping import StopRequest
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import Scored
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch.distributed import ProcessGroup
 
     from oblr_megatron.checkpoint.hf_dir import HFDir
@@ -99,7 +105,9 @@ class Sampling:
     timer: PhaseTimer
     utilization: Utilization
     ranks: RankLog
+    failed_steps: FailedSteps
     stop: StopRequest
+    collectives: Collectives
     control_group: ProcessGroup  # of all ranks, on the CPU
     resumed: Checkpoint | None  # the checkpoint that the run continues from
     version: int = 0  # of the trainer's weights: updates so far
@@ -114,6 +122,7 @@ class Sampling:
 
     def begin_step(self, step: int) -> StepRecord:
         """Start the clock of a step, counted from 0; its record."""
+        self.stop.stepping = True
         self.timer.begin_step(step)
         return StepRecord(done=step + 1)
 
@@ -153,6 +162,9 @@ class Sampling:
 
         With rollout.dynamic_sampling, further groups replace those with equal rewards, and the metrics of rewards cover
         all groups that were sampled. A replay takes saved steps as they are.
+
+        Raises:
+            RunError: the reward has failed for every response of reward.max_failed_steps steps.
         """
         rollout = self.config.rollout
         if rollout.dynamic_sampling and rollout.replay is None:
@@ -166,7 +178,8 @@ class Sampling:
             refilled = refill(batch, draw, max_batches=rollout.dynamic_sampling_max_batches, seed=seed)
             record.metrics |= refilled.metrics() | step_metrics.of_rewards(refilled.rewards)
             batch = refilled.step
-        record.samples, record.scored = batch.samples, batch.scored
+        record.prompts, record.samples, record.scored = batch.prompts, batch.samples, batch.scored
+        self.failed_steps.take(record.rewards)
         return batch
 
     def save(self, batch: Batch, record: StepRecord) -> None:
@@ -213,13 +226,15 @@ class Sampling:
         record.metrics = found | record.metrics | self.engines.metrics()
         record.metrics |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
         self.write(record)
+        for line in step_metrics.sample_lines(record, self.config.log.samples):
+            self.display.message(line)
 
     def write(self, record: StepRecord) -> None:
         """Pass the metrics of a record to metrics.jsonl, console and alarms."""
         written = self.metrics.write(record.done, record.metrics)
         self.display.step(record.done, record.metrics)
         if self.alarms is not None:
-            self.alarms.take(written)
+            self.alarms.take(written, next((result.cause for result in record.rewards if result.error), ""))
         self.done = record.done
 
     def stopped(self, step: int) -> bool:
@@ -242,18 +257,19 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
     rank, world_size = layout.rank_from_environment()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(config.checkpoint))
-        inputs = preflight(config, world_size, owns_run_dir=rank == 0)
-        if rank == 0 and world_size > 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-            check_port(int(os.environ["MASTER_PORT"]))  # under torchrun the agent holds it already
-        parallel = layout.initialize(config.parallel, seed=config.seed)
+        own = attempt(lambda: _inputs(config, rank, world_size, stack))
+        if world_size == 1:
+            raise_first([own], own)
+        layout.join(config.parallel)
         stack.callback(layout.shutdown)
+        collectives = Collectives(rank)
+        collectives.settle(own, what="their checks", seconds=config.parallel.distributed_timeout_s)
+        inputs: Inputs = own.value
+        parallel = layout.initialize(config.parallel, seed=config.seed)
         resumed = choose(inputs.checkpoints, parallel.rank, world_size)
         norms = _of_first_rank(inputs.norms)
         if norms is not None:
             config = with_mode(config, norms.mode)
-        if parallel.rank == 0:
-            write_config(config)
-        dist.barrier()  # the run directory exists
         first = parallel.tp_rank == parallel.pp_rank == parallel.cp_rank == 0  # of the ranks of a replica
         share = parallel.dp_rank if first else None
         scoring = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
@@ -276,7 +292,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         past: list[Record] = []
         if resumed is not None:
             stream.load_state_dict(resumed.state["data"])
-            past = read_metrics(config.run_dir) if parallel.rank == 0 else []
+            past = _records_until(config.run_dir, resumed.step) if parallel.rank == 0 else []
             for record in past:
                 display.recall(record)
         floor = floor_of(config.algo)
@@ -297,10 +313,38 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             timer=_timer(display.phase, profiler),
             utilization=Utilization.of(inputs.model.config, config, world_size),
             ranks=RankLog(config.run_dir, control_group, _metrics_until(config, resumed)),
+            failed_steps=FailedSteps(config.reward),
             stop=stop,
+            collectives=collectives,
             control_group=control_group,
             resumed=resumed,
         )
+
+
+@contextmanager
+def started(sampling: Sampling) -> Iterator[None]:
+    """Record an open run in its directory, which stays as it was when opening was refused."""
+    if sampling.parallel.rank == 0:
+        write_config(sampling.config)
+    with recorded(sampling):
+        yield
+
+
+def _inputs(config: Config, rank: int, world_size: int, stack: ExitStack) -> Inputs:
+    """This rank's part of the checks; rank 0 also takes the lock of the run directory."""
+    if rank != 0:
+        return preflight(config, world_size, owns_run_dir=False)
+    if world_size > 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+        check_port(int(os.environ["MASTER_PORT"]))  # under torchrun the agent holds it already
+    check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
+    stack.enter_context(run_lock(config.run_dir))
+    return preflight(config, world_size)
+
+
+def _records_until(run_dir: Path, step: int) -> list[Record]:
+    """The records that a resumed run keeps; none in a new directory."""
+    records = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
+    return [record for record in records if (record["step"] or 0) <= step]
 
 
 def _metrics_until(config: Config, resumed: Checkpoint | None) -> int | None:

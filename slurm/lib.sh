@@ -209,7 +209,7 @@ oblr_checked() { # STATUS WHAT LOG
 # Start one task per node, which starts the node's ranks; the status is returned in train_status.
 oblr_train() {
     say "training: follow the logs with: tail -F $logs/node_*.log"
-    rm -f "$run_dir/status.json" # of the previous attempt
+    status_before="$(oblr_status)" # of the previous attempt
     train_status=0
     oblr_await oblr_srun "${all[@]}" --output="$logs/node_%n.log" -- \
         "$python" -m oblr_megatron.runtime.launch --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" --max-restarts 0 \
@@ -269,7 +269,14 @@ oblr_stop_servers() {
 
 # --- the end ---------------------------------------------------------------------------------------------------------
 
-oblr_field() { sed -n "s/^ *\"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" "$run_dir/status.json" 2>/dev/null || true; }
+oblr_status() { cat "$run_dir/status.json" 2>/dev/null || true; }
+
+# A field of status.json, once this attempt has written it.
+oblr_field() {
+    local status
+    status="$(oblr_status)"
+    [[ $status == "${status_before:-}" ]] || sed -n "s/^ *\"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" <<<"$status"
+}
 
 # Wait for status.json of a run that ended with status 0; a shared file system may show it a minute late.
 oblr_await_outcome() {

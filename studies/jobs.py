@@ -22,7 +22,7 @@ from typing import Any
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import write_whole
-from oblr_megatron.runtime.stopping import die_with
+from oblr_megatron.runtime.processes import die_with
 from studies.results import ASKED_FILE, Key, asked_of, first_difference, is_whole
 
 LOG_FILE = "log.txt"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oblr_megatron.errors import EXIT_OK, UserError
-from oblr_megatron.runtime.stopping import die_with
+from oblr_megatron.runtime.processes import die_with
 
 if TYPE_CHECKING:
     from studies.toy_trainer import ToyConfig

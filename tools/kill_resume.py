@@ -35,6 +35,7 @@ from soak import ROOT, Task, certain, directory, environment, metrics_of, prepar
 from soak_watch import leaked, shared_memory_names
 
 from oblr_megatron.checkpoint.store import CheckpointError, check_contents, checkpoints_of, read_manifest
+from oblr_megatron.metrics import METRICS_FILE
 
 PLAN = (WRITE, COMMIT, STEP, PRUNE, WRITE, COMMIT, STEP, WRITE, PRUNE, START)  # in turn
 KILLS_A_RUN = 10
@@ -124,6 +125,8 @@ def start(task: Task, run: Run, follow: Callable[[Attempt], Result]) -> Result:
     """Start or resume a run, follow it, and check that nothing is left behind."""
     run_dir = directory(task.out, run.name)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
+    if not checkpoints_of(run_dir):  # killed before the first one: a resume refuses to lose the steps done
+        (run_dir / METRICS_FILE).unlink(missing_ok=True)
     before, begin = shared_memory_names(), time.monotonic()
     with run_dir.with_suffix(".log").open("ab") as log:
         job = subprocess.Popen(

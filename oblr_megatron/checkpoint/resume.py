@@ -20,6 +20,7 @@ from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import flatten
+from oblr_megatron.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,14 +57,16 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
     """Checkpoints to resume from, first choice first; [] to start from step 0.
 
     Raises:
-        UserError: all checkpoints, or the requested one, are damaged, or belong to another run.
+        UserError: all checkpoints, or the requested one, are damaged, or belong to another run; or there is none, but
+            the run has done steps; or its metrics are damaged.
     """
     resume = config.checkpoint.resume
     if resume == "none":
         return []
     paths = store.checkpoints_of(config.run_dir)
-    if not paths and resume != NEWEST:
-        paths = [Path(resume)]
+    if not paths:
+        check_no_progress(config.run_dir)
+        paths = [] if resume == NEWEST else [Path(resume)]
     found, problems = [], []
     for path in paths:
         try:
@@ -72,11 +75,37 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
             problems.append(error)
     if problems and not found:
         raise problems[0]
+    if (config.run_dir / METRICS_FILE).exists():
+        read_metrics(config.run_dir)  # raises before anything starts
     for problem in problems:
         logger.warning("skipped a damaged checkpoint: %s", problem)
     for checkpoint in found[:1]:
         check_fits(checkpoint, config, model)
     return found
+
+
+def check_no_progress(run_dir: Path) -> None:
+    """Refuse to start a run again from step 0 over the results of its earlier steps.
+
+    Raises:
+        UserError: the run has done steps, or its metrics are damaged.
+    """
+    records = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
+    steps = max((record["step"] or 0 for record in records), default=0)
+    results = [name for name in ("hf", "hf_best") if (run_dir / name).exists()]
+    if not steps and not results:
+        return
+    done = f"done {steps} steps" if steps else f"written {' and '.join(results)}"
+    fix = "name a new run_dir to begin at step 0, "
+    if results:
+        fix += f"with model.path={run_dir / results[0]} to go on from these weights"
+    else:
+        fix += f"or give these steps up: rm {run_dir / METRICS_FILE}"
+    raise UserError(
+        f"the run has {done}, but it has no whole checkpoint to resume from",
+        where=str(run_dir),
+        fix=fix,
+    )
 
 
 def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:

@@ -35,7 +35,8 @@ import torch.distributed as dist
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.distributed import State, TorchDistWriter
 from oblr_megatron.checkpoint.hf_write import copy_description
-from oblr_megatron.checkpoint.store import CHECKPOINTS, FileEntry, Manifest
+from oblr_megatron.checkpoint.store import FileEntry, Manifest
+from oblr_megatron.checks.run_dir import CHECKPOINTS
 from oblr_megatron.errors import DeadlineError, RunError
 from oblr_megatron.formatting import duration, size
 

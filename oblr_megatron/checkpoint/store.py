@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from oblr_megatron.checks.run_dir import CHECKPOINTS
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from oblr_megatron.checkpoint.hf_dir import HFDir
     from oblr_megatron.config import Config
 
-CHECKPOINTS = "checkpoints"  # in the run directory
 MANIFEST = "checkpoint.json"
 FORMAT, VERSION = "oblr_megatron", 1
 BLOCK_BYTES = 8 * 2**20  # read at a time

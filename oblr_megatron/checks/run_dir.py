@@ -9,6 +9,12 @@ from oblr_megatron.errors import UserError
 
 CONFIG_FILE = "config.json"
 """The resolved configuration in a run directory; it marks the directory of a run."""
+CHECKPOINTS = "checkpoints"
+"""Folder in a run directory with its checkpoints."""
+LOCK_FILE = "lock.json"
+"""Lock of a run directory, see runtime/run_lock.py."""
+LOGS = "logs"
+"""Folder in a run directory with the output of engines and of torch's launcher."""
 
 
 def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
@@ -23,10 +29,14 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError("run_dir is a file", where=str(run_dir), fix="name a directory")
-    if run_dir.is_dir() and any(run_dir.iterdir()) and not (holds_run and (run_dir / CONFIG_FILE).exists()):
-        what = "run_dir holds something other than a run" if holds_run else "run_dir is not empty"
-        fix = "name a new directory, remove this one, or resume the run in it with --resume"
-        raise UserError(what, where=str(run_dir), fix=fix)
+    held = {path.name for path in run_dir.iterdir()} - {LOCK_FILE} if run_dir.is_dir() else set()
+    resumable = CONFIG_FILE in held or any((run_dir / CHECKPOINTS).glob("step_*"))
+    if held and not (holds_run and resumable):
+        raise UserError(
+            "run_dir holds a run" if resumable else "run_dir holds something other than a run",
+            where=str(run_dir),
+            fix="resume it with --resume, or name a new directory" if resumable else "name a new or an empty directory",
+        )
     present = next(place for place in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(place))
     if not present.is_dir() or not os.access(present, os.W_OK | os.X_OK):
         raise UserError(

@@ -36,7 +36,7 @@ def register() -> None:
 
 def die_with_server() -> None:
     """End a process that vLLM's API server or engine has started when its parent ends, even by SIGKILL."""
-    from oblr_megatron.runtime.stopping import die_with
+    from oblr_megatron.runtime.processes import die_with
 
     starter = multiprocessing.parent_process()
     if starter is not None and starter.pid is not None and starter.pid == os.getppid():

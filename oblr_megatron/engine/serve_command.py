@@ -17,12 +17,14 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from oblr_megatron.checks.machine import check_head_size
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.server_guard import KEY_VARIABLE, is_loopback
 from oblr_megatron.errors import UserError
+from oblr_megatron.runtime.arguments import amount, count
 
 MIN_KEY_LENGTH = 16
 PLUGIN = "oblr_megatron"
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any other than loopback needs a key")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--api-key-env", default="OBLR_API_KEY", metavar="NAME", help="environment variable that holds the API key"
     )
@@ -54,14 +56,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rounds the weights when they arrive, on GPUs; must equal the run's rollout.quantization",
     )
     parser.add_argument(
-        "--max-model-len", type=int, default=1536, help="most tokens of a prompt and its response together"
+        "--max-model-len",
+        type=count,
+        default=1536,
+        help="most tokens of a prompt and its response together (default: %(default)s)",
     )
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences decoded at once")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of the server")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--kv-cache-gib", type=float, default=0.5, help="KV cache size on a CPU")
-    parser.add_argument("--num-threads", type=int, help="threads on a CPU; default: all cores")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--max-num-seqs", type=count, default=256, help="sequences decoded at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size", type=count, default=1, help="GPUs of the server (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gpu-memory-utilization", type=_share, default=0.9, help="share of each GPU's memory (default: %(default)s)"
+    )
+    parser.add_argument("--kv-cache-gib", type=amount, default=0.5, help="KV cache on a CPU (default: %(default)s)")
+    parser.add_argument("--num-threads", type=count, help="threads on a CPU; default: all cores")
+    parser.add_argument("--seed", type=_seed, default=0, help="of requests without their own (default: %(default)s)")
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end together with the process that started the server"
     )
@@ -74,20 +85,23 @@ def serve(options: argparse.Namespace) -> int:
     Raises:
         UserError: an option is wrong, the port is taken, or others could reach the server without a key.
     """
-    import torch
-
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 
     key = os.environ.get(options.api_key_env, "")
     check_exposure(options.host, key, options.api_key_env)
-    check_hf_dir(options.model)
     check_address(options.host, options.port)
+    model = check_hf_dir(options.model)
     check_installation()
+
+    import torch
+
     spec = spec_of(options, "cuda" if torch.cuda.is_available() else "cpu")
     check_quantization(spec)
+    check_sizes(spec, model.config, torch.cuda.device_count())
+    model.tokenizer()  # raises if it does not fit the model
     environment = server_environment(os.environ, spec, key, own_key_variable=options.api_key_env)
     if options.die_with_parent:
-        from oblr_megatron.runtime.stopping import die_with
+        from oblr_megatron.runtime.processes import die_with
 
         die_with(os.getppid())
     sys.stdout.flush()
@@ -156,6 +170,56 @@ def check_quantization(spec: EngineSpec) -> None:
             where="--quantization",
             fix="add --dtype bfloat16",
         )
+
+
+def check_sizes(spec: EngineSpec, hf_config: Mapping[str, Any], devices: int) -> None:
+    """Refuse sizes that the model or the machine does not have.
+
+    Args:
+        spec: of the engine.
+        hf_config: the model's config.json.
+        devices: GPUs of this machine.
+
+    Raises:
+        UserError: names the option and the limit.
+    """
+    check_head_size(hf_config, spec.model, on_gpu=spec.device == "cuda")
+    positions, heads = (
+        int(hf_config.get("max_position_embeddings", spec.max_model_len)),
+        hf_config["num_attention_heads"],
+    )
+    cache = 2 * spec.max_model_len * hf_config["num_hidden_layers"] * hf_config["num_key_value_heads"]
+    cache *= hf_config["head_dim"] * (4 if spec.dtype == "float32" else 2)
+    parallel = spec.tensor_parallel_size
+    for wrong, option, what, fix in (
+        (
+            spec.max_model_len > positions,
+            "--max-model-len",
+            f"{spec.max_model_len} exceeds the model's max_position_embeddings {positions}",
+            f"give {positions} or less",
+        ),
+        (
+            parallel > max(devices, 1),
+            "--tensor-parallel-size",
+            f"{parallel} GPUs are needed, but this machine has {devices}",
+            f"give {max(devices, 1)} or less",
+        ),
+        (
+            heads % parallel,
+            "--tensor-parallel-size",
+            f"num_attention_heads {heads} is not a multiple of {parallel}",
+            f"give a divisor of {heads}",
+        ),
+        (
+            spec.device == "cpu" and cache > spec.kv_cache_bytes,
+            "--kv-cache-gib",
+            f"one sequence of {spec.max_model_len} tokens needs {cache / 2**30:.3g} GiB, not "
+            f"{spec.kv_cache_bytes / 2**30:.3g}",
+            "raise it, or lower --max-model-len",
+        ),
+    ):
+        if wrong:
+            raise UserError(what, where=option, fix=fix)
 
 
 def check_installation() -> None:
@@ -246,6 +310,30 @@ def command(spec: EngineSpec, host: str, port: int) -> list[str]:
     ]
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags]
+
+
+def _port(text: str) -> int:
+    """An option's type: a port."""
+    return _whole(text, 1, 2**16 - 1)
+
+
+def _seed(text: str) -> int:
+    """An option's type: a seed, within the range of numpy's generators."""
+    return _whole(text, 0, 2**32 - 1)
+
+
+def _whole(text: str, least: int, most: int) -> int:
+    if not text.isdecimal() or not least <= int(text[:20]) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    """An option's type: a share of a whole."""
+    value = amount(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than 1")
+    return value
 
 
 def _is_wildcard(host: str) -> bool:

@@ -19,7 +19,8 @@ from oblr_megatron.engine.channel import Call, Channel, PeerGone, Reply
 from oblr_megatron.engine.core import EngineServer
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.errors import DamagedError, RunError
-from oblr_megatron.runtime.stopping import SIGNALS, die_with
+from oblr_megatron.runtime.processes import die_with
+from oblr_megatron.runtime.stopping import SIGNALS
 
 PUSH_METHODS = ("init_transfer", "start_push", "update_weights", "finish_push", "abort_push")
 METHODS = ("generate", "read_back", "sleep", "wake", *PUSH_METHODS)

@@ -39,6 +39,8 @@ class MetricsWriter:
         with MetricsWriter(config.run_dir, config.log, rank=parallel.rank, world_size=parallel.world_size) as metrics:
             metrics.write(step, {"reward/mean": 0.53, ...})
 
+    The first write opens the files. So a run that is refused before it changes nothing.
+
     Args:
         run_dir: created if absent.
         config: `tensorboard` is read.
@@ -47,7 +49,7 @@ class MetricsWriter:
         resume_step: last step of the resumed checkpoint. Later records are dropped and the file is continued.
 
     Raises:
-        UserError: metrics.jsonl exists and resume_step is None.
+        UserError: metrics.jsonl exists and resume_step is None, or at the first write is damaged.
     """
 
     def __init__(
@@ -55,15 +57,14 @@ class MetricsWriter:
     ) -> None:
         self.num_nonfinite = 0  # values written as null so far
         self._last_step = -1 if resume_step is None else resume_step
-        self._sinks: list[_Sink] = []
-        if rank != 0:
-            return
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._sinks.append(_JsonLines(run_dir, resume_step))
-        if config.tensorboard:
-            self._sinks.append(_Tensorboard(run_dir / "tensorboard", resume_step))
-        if resume_step is None or not (run_dir / ENVIRONMENT_FILE).exists():
-            _write_environment(run_dir, world_size)
+        self._sinks: list[_Sink] | None = None if rank == 0 else []
+        self._run_dir, self._config, self._world_size, self._resume_step = run_dir, config, world_size, resume_step
+        if rank == 0 and resume_step is None and (run_dir / METRICS_FILE).exists():
+            raise UserError(
+                "the run directory already has metrics",
+                where=str(run_dir / METRICS_FILE),
+                fix="choose a new run_dir",
+            )
 
     def write(self, step: int, values: Mapping[str, float]) -> Record:
         """Log all metrics of one step, an evaluation's included, and return the record as logged.
@@ -77,9 +78,19 @@ class MetricsWriter:
         for name in in_table_order(values.keys() - {"step"}):
             record[name] = _finite_or_none(values[name])
         self.num_nonfinite += sum(value is None for value in record.values())
+        if self._sinks is None:
+            self._sinks = self._open()
         for sink in self._sinks:
             sink.write(step, record)
         return record
+
+    def _open(self) -> list[_Sink]:
+        run_dir, resume_step = self._run_dir, self._resume_step
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if resume_step is None or not (run_dir / ENVIRONMENT_FILE).exists():
+            _write_environment(run_dir, self._world_size)
+        sinks: list[_Sink] = [_JsonLines(run_dir, resume_step)]
+        return [*sinks, _Tensorboard(run_dir / "tensorboard", resume_step)] if self._config.tensorboard else sinks
 
     def close(self) -> None:
         """Close the files; may be called twice."""
@@ -114,8 +125,6 @@ class _JsonLines:
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         path = run_dir / METRICS_FILE
-        if path.exists() and resume_step is None:
-            raise UserError("the run directory already has metrics", where=str(path), fix="choose a new run_dir")
         if path.exists():
             kept = [record for record in read_metrics(run_dir) if (record["step"] or 0) <= (resume_step or 0)]
             write_whole(path, "".join(_line(record) for record in kept))

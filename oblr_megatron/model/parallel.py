@@ -132,6 +132,26 @@ def rank_from_environment() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def join(config: ParallelConfig, *, backend: str | None = None) -> None:
+    """Join the process group, or keep an existing one. The layout is not looked at.
+
+    Args:
+        config: its timeout is read.
+        backend: as for `initialize`.
+    """
+    cpu.install()
+    if dist.is_initialized():
+        return
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    timeout = timedelta(seconds=config.distributed_timeout_s)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "WORLD_SIZE" in os.environ:  # torchrun's rendezvous
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
 def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int = 0) -> Parallel:
     """Join the process group (or reuse an existing one) and create megatron-core's groups.
 
@@ -147,10 +167,8 @@ def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int 
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     check_world_size(config, dist.get_world_size() if dist.is_initialized() else rank_from_environment()[1])
-    cpu.install()
+    join(config, backend=backend)
     timeout = timedelta(seconds=config.distributed_timeout_s)
-    if not dist.is_initialized():
-        _join(backend or ("nccl" if torch.cuda.is_available() else "gloo"), timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -183,15 +201,6 @@ def shutdown(*, keep_process_group: bool = False) -> None:
     # megatron-core only forgets its groups. Each would keep its sockets and threads (about fifty under gloo).
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
-
-
-def _join(backend: str, timeout: timedelta) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if "WORLD_SIZE" in os.environ:  # torchrun's rendezvous
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:

@@ -1,42 +1,52 @@
-"""RUN_DIR/status.json: the state of a run, written by rank 0 when the run starts and when it ends.
+"""RUN_DIR/status.json: the state of a run, written by rank 0 when the run starts, every 10 s, and when it ends.
 
     {
       "state": "stopped",            running, stopped (before its last step, saved), finished or failed
       "step": 120,                   the last one done
       "num_steps": 500,
       "reason": "SIGUSR1",           why it stopped or failed; empty otherwise
-      "unix_time": 1764000000.0
+      "unix_time": 1764000000.0,     of this line; while the run goes on, its heartbeat
+      "pid": 4711,                   rank 0's process
+      "host": "node3",
+      "process": "5e1f...:4711:8123456"
     }
 
 One key a line in this order, so that a shell can read it with sed (slurm/lib.sh). The file is written under another
-name and renamed, so a reader sees the old file or the new one, never a part. A killed process leaves "running".
+name and renamed, so a reader sees the old file or the new one, never a part. A killed process leaves "running";
+`read_status` then says "lost", because the process is gone or its heartbeat is old.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from oblr_megatron.checks.run_dir import LOGS
+from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import write_whole
+from oblr_megatron.runtime.command_line import reason_of
+from oblr_megatron.runtime.run_lock import HEARTBEAT_S, Owner, repeated
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.runtime.stopping import StopRequest
 
 STATUS_FILE = "status.json"
-State = Literal["running", "stopped", "finished", "failed"]
+State = Literal["running", "stopped", "finished", "failed", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The content of status.json.
+    """The content of status.json; its state is "lost" only after `read_status`.
 
-    Example: Status(state="stopped", step=120, num_steps=500, reason="SIGUSR1", unix_time=1764000000.0)
+    Example: Status("stopped", 120, 500, "SIGUSR1", 1764000000.0, 4711, "node3", "5e1f...:4711:8123456")
     """
 
     state: State
@@ -44,6 +54,19 @@ class Status:
     num_steps: int
     reason: str
     unix_time: float
+    pid: int = 0
+    host: str = ""
+    process: str = ""
+
+    def __str__(self) -> str:
+        steps = f"step {self.step} of {self.num_steps}"
+        process = f"process {self.pid} on {self.host}"
+        ago = f"{max(time.time() - self.unix_time, 0):.0f} s ago"
+        if self.state == "running":
+            return f"running: {steps}, {process}, heartbeat {ago}"
+        if self.state == "lost":
+            return f"lost: {process} was last seen {ago} after {steps}; continue with --resume"
+        return f"{self.state}: {steps}" + (f", {self.reason}" if self.reason else "")
 
 
 def write_status(run_dir: Path, status: Status) -> None:
@@ -51,11 +74,39 @@ def write_status(run_dir: Path, status: Status) -> None:
     write_whole(run_dir / STATUS_FILE, json.dumps(asdict(status), indent=2) + "\n")
 
 
+def read_status(run_dir: Path) -> Status:
+    """The status of a run; "lost" for a run that was killed.
+
+    Raises:
+        UserError: there is no status.json, or it is damaged.
+    """
+    path = run_dir / STATUS_FILE
+    try:
+        status = Status(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError("no run has started here", where=str(path), fix="give the run_dir of a run") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"the status is damaged: {error}", where=str(path), fix="remove this file") from None
+    owner = Owner(status.pid, status.host, status.process, status.unix_time, status.unix_time)
+    return replace(status, state="lost") if status.state == "running" and not owner.is_alive() else status
+
+
+def finished(config: Config) -> Status | None:
+    """The status of a run that has done all of its steps and has its export, else None."""
+    with suppress(UserError):
+        status = read_status(config.run_dir)
+        exported = config.rollout.only or not config.checkpoint.export_hf or (config.run_dir / "hf").exists()
+        if status.state == "finished" and status.step >= config.num_steps and exported:
+            return status
+    return None
+
+
 class Observed(Protocol):
     """The parts of an open run that status.json reports."""
 
     config: Config
     parallel: Parallel
+    stop: StopRequest
     done: int  # steps that are done
     stopped_by: str | None  # why it stopped before its last step
 
@@ -67,18 +118,39 @@ class Observed(Protocol):
 
 @contextmanager
 def recorded(run: Observed) -> Iterator[None]:
-    """Keep status.json of an open run up to date; only rank 0 writes."""
+    """Keep status.json of an open run up to date; only rank 0 writes. Every rank logs the traceback of its failure."""
+    if run.parallel.rank != 0:
+        with _logged(run):
+            yield
+        return
+    me = Owner.me()
 
     def write(state: State, reason: str = "") -> None:
-        if run.parallel.rank == 0:
-            step = max(run.start, run.done)
-            with suppress(OSError):  # a full disk does not change how a run ends
-                write_status(run.config.run_dir, Status(state, step, run.config.num_steps, reason, time.time()))
+        step = max(run.start, run.done)
+        with suppress(OSError):  # a full disk does not change how a run ends
+            now = time.time()
+            status = Status(state, step, run.config.num_steps, reason, now, me.pid, me.host, me.process)
+            write_status(run.config.run_dir, status)
 
-    write("running")
+    run.stop.at_once = lambda reason: write("failed", reason)
     try:
-        yield
+        with repeated(lambda: write("running"), HEARTBEAT_S), _logged(run):
+            yield
     except BaseException as error:  # status.json names every kind of end, then the error goes on
-        write("failed", " ".join(f"{type(error).__name__}: {error}".split()))
+        write("failed", " ".join((reason_of(error) or f"{type(error).__name__}: {error}").split()))
         raise
     write("finished" if run.stopped_by is None else "stopped", run.stopped_by or "")
+
+
+@contextmanager
+def _logged(run: Observed) -> Iterator[None]:
+    """Append the traceback of a failure to RUN_DIR/logs/rank-R.log; the console gets one line."""
+    try:
+        yield
+    except Exception:
+        with suppress(OSError):  # a full disk
+            folder = run.config.run_dir / LOGS
+            folder.mkdir(exist_ok=True)
+            with (folder / f"rank-{run.parallel.rank}.log").open("a", encoding="utf-8") as file:
+                file.write(traceback.format_exc())
+        raise

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.engine.handle import Deadlines, VllmEngine
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.errors import DamagedError, EngineLostError
@@ -131,7 +132,7 @@ class ColocatedEngines(RecoveringEngines):
 
     def _launch(self, index: int, restart: int = 0) -> VllmEngine:
         spec = engine_spec(self._config, self._parallel, index, self._placement)
-        log = self._config.run_dir / "logs" / f"engine-{index}.log"
+        log = self._config.run_dir / LOGS / f"engine-{index}.log"
         owner = f"rank {self._parallel.rank}"
         return VllmEngine(spec, owner=owner, log=log, deadlines=self._deadlines, restart=restart)
 

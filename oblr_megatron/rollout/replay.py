@@ -10,7 +10,7 @@ responses are scored again, since the reward is part of the experiment; the rewa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.rewards.registry import takes_rows
 from oblr_megatron.rollout.staleness import StaleSampleError, staleness
 from oblr_megatron.rollout.step_file import FIX, SavedStep, read_step, step_path
 
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
+
+ROUNDING = 1e-3
+"""A log-prob may be this far above 0."""
+LOWEST_LOGPROB = -104.0
+"""The logarithm of the smallest float32 is -103.3: an engine never draws a token of a lower probability."""
 
 
 class ReplayEngine(RolloutEngine):
@@ -67,12 +73,7 @@ class ReplayEngine(RolloutEngine):
         Raises:
             UserError: the state is from a run that sampled.
         """
-        if "replayed" not in state:
-            raise UserError(
-                "the checkpoint is from a run that sampled, but this run replays",
-                where="rollout.replay",
-                fix="resume without --replay",
-            )
+        check_replayed(state)
         self._step = int(state["replayed"])
 
     def take(self, count: int) -> list[Prompt]:
@@ -112,12 +113,27 @@ class ReplayEngine(RolloutEngine):
         return outcome[0]
 
 
-def check_replay(config: Config, vocab_size: int) -> None:
+def check_replayed(state: Mapping[str, Any]) -> None:
+    """Refuse the data state of a checkpoint from a run that sampled.
+
+    Raises:
+        UserError: names the option.
+    """
+    if "replayed" not in state:
+        raise UserError(
+            "the checkpoint is from a run that sampled, but this run replays",
+            where="rollout.replay",
+            fix="resume without --replay",
+        )
+
+
+def check_replay(config: Config, vocab_size: int, fingerprint: Callable[[], str] | None = None) -> None:
     """Read every step that the run will take, and refuse samples that do not fit the run.
 
     Args:
         config: of the run; without `rollout.replay` nothing is checked.
         vocab_size: of the model.
+        fingerprint: returns that of the model's weights (`HFDir.fingerprint`); None if they are not on this machine.
 
     Raises:
         UserError: names the first file that is missing, damaged, or from a run that does not fit.
@@ -127,6 +143,7 @@ def check_replay(config: Config, vocab_size: int) -> None:
         return
     if not directory.is_dir():
         raise UserError("the directory of saved samples does not exist", where=str(directory), fix=FIX)
+    model = "" if fingerprint is None else fingerprint()
     for step in range(1, config.num_steps + 1):
         path = step_path(directory, step)
         if not path.exists() and step_path(directory, 1).exists():
@@ -135,10 +152,21 @@ def check_replay(config: Config, vocab_size: int) -> None:
                 where=str(path),
                 fix=f"set num_steps to {step - 1}, or save more steps",
             )
-        _check_step(read_step(path), config, vocab_size, path)
+        saved = read_step(path)
+        _check_step(saved, config, path)
+        _check_tokens(saved, config, vocab_size, path)
+        _check_samples(saved, path)
+        if model and saved.model not in ("", model):
+            raise UserError(
+                f"the samples were drawn from another model: its weights have the fingerprint {saved.model}, those of "
+                f"model.path have {model}",
+                where=str(path),
+                fix="set model.path to the model that the saved run started from",
+            )
 
 
-def _check_step(saved: SavedStep, config: Config, vocab_size: int, path: Path) -> None:
+def _check_step(saved: SavedStep, config: Config, path: Path) -> None:
+    """Refuse a step of other sizes or another temperature, or of weights of the wrong age."""
     for name, found, wanted in (
         ("num_prompts", len(saved.prompts), config.num_prompts),
         ("group_size", saved.group_size, config.group_size),
@@ -150,7 +178,12 @@ def _check_step(saved: SavedStep, config: Config, vocab_size: int, path: Path) -
                 where=str(path),
                 fix=f"set {name} to {found}",
             )
-    _check_tokens(saved, config, vocab_size, path)
+    if takes_rows(config.reward) and not all(prompt.columns for prompt in saved.prompts):
+        raise UserError(
+            "the reward takes the columns of the data rows, but the samples were saved without them",
+            where=str(path),
+            fix="save them with this reward or with data.keep_columns=true",
+        )
     try:
         staleness((sample.version for sample in saved.samples), saved.step - 1, config.rollout.max_staleness)
     except StaleSampleError as error:
@@ -179,3 +212,12 @@ def _check_tokens(saved: SavedStep, config: Config, vocab_size: int, path: Path)
             where=str(path),
             fix="use the model that the samples were drawn from, or one with the same tokenizer",
         )
+
+
+def _check_samples(saved: SavedStep, path: Path) -> None:
+    """Refuse samples without tokens, and log-probs that no engine computes."""
+    for number, sample in enumerate(saved.samples):
+        impossible = [value for value in sample.logprobs if not LOWEST_LOGPROB <= value <= ROUNDING]  # NaN, too
+        what = f"log-prob {impossible[0]:g}" if impossible else "no tokens"
+        if impossible or not (sample.prompt_ids and sample.response_ids):
+            raise UserError(f"saved sample {number} has {what}", where=str(path), fix=FIX)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, RunError
+from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, RunError, UserError
 
 Value = TypeVar("Value")
 
@@ -39,6 +39,7 @@ class Outcome(Generic[Value]):
     value: Any = None
     error: str | None = None
     kind: type[RunError] = RunError  # class of the error, one of _GRAVITY
+    mistake: tuple[str, str, str] | None = None  # what, where and fix of a UserError
     exception: BaseException | None = None  # only on the rank itself; not sent
 
 
@@ -49,6 +50,8 @@ def attempt(call: Callable[[], Value]) -> Outcome[Value]:
     except RunError as error:
         kind = next(kind for kind in reversed(_GRAVITY) if isinstance(error, kind))
         return Outcome(error=str(error), kind=kind, exception=error)
+    except UserError as error:
+        return Outcome(error=str(error), mistake=(error.what, error.where, error.fix), exception=error)
     except Exception as error:  # noqa: BLE001  a bug must not leave the other ranks waiting; raise_first raises it again
         return Outcome(error=f"{type(error).__name__}: {error}", exception=error)
 
@@ -57,12 +60,17 @@ def raise_first(outcomes: Sequence[Outcome[Any]], own: Outcome[Any]) -> None:
     """Raise the same error on all ranks if one failed.
 
     Raises:
-        RunError: the gravest failure; of equal ones that of the lowest rank. It is `EngineLostError` or `DamagedError`
-            only if no failure is graver. A rank with a failure of this kind raises its own exception.
+        UserError: a rank found a user's mistake.
+        RunError: else the gravest failure; of equal ones that of the lowest rank. It is `EngineLostError` or
+            `DamagedError` only if no failure is graver. A rank with a failure of this kind raises its own exception.
     """
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if not failed:
         return
+    mistake = next((outcome.mistake for outcome in failed if outcome.mistake is not None), None)
+    if mistake is not None:
+        what, where, fix = mistake
+        raise UserError(what, where=where, fix=fix)
     worst = min(failed, key=lambda outcome: _GRAVITY.index(outcome.kind))
     if own.exception is not None and own.kind is worst.kind:
         raise own.exception
@@ -80,6 +88,26 @@ class Collectives:
         """
         self._rank = rank
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if dist.is_initialized() else None
+
+    def together(self, call: Callable[[], Value], *, what: str, seconds: float) -> Value:
+        """Run a call on every rank; if it fails on one, all raise the same error. Values are not sent.
+
+        Args:
+            call: of this rank; it must not wait for other ranks.
+            what: as for `gather`.
+            seconds: as for `gather`.
+
+        Raises:
+            UserError, RunError: see `raise_first`.
+            DeadlineError: a rank missed the deadline.
+        """
+        own = attempt(call)
+        self.settle(own, what=what, seconds=seconds)
+        return own.value
+
+    def settle(self, own: Outcome[Any], *, what: str, seconds: float) -> None:
+        """`together` for a call that was attempted before."""
+        raise_first(self.gather(replace(own, value=None), what=what, seconds=seconds), own)
 
     def gather(self, own: Outcome[Value], *, what: str, seconds: float) -> list[Outcome[Value]]:
         """The outcomes of all ranks, by rank.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from oblr_megatron.errors import EXIT_RUN, EXIT_USER, RunError, UserError
+from oblr_megatron.errors import EXIT_RUN, EXIT_SIGNAL, EXIT_USER, RunError, UserError
+from oblr_megatron.runtime.processes import launched
+from oblr_megatron.runtime.temporary import own_tmpdir
 
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Messages of a lost peer; torch.distributed has no exception class for it. The lost rank itself says more."""
@@ -26,22 +29,37 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command. A user's mistake ends in one line and status 2, a failed run in one line and status 1."""
+    """Run a command. A user's mistake ends in one line and status 2, a failed run in one line and status 1.
+
+    Temporary files of the command are removed at its end.
+    """
     try:
-        return command()
+        with own_tmpdir():
+            return command()
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node find the same mistake; one prints it
             print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
-    except RunError as error:
-        print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
-        return EXIT_RUN
+    except KeyboardInterrupt:
+        if not launched():  # the launcher has a line of its own
+            print("error: ended by SIGINT", file=sys.stderr)
+        return EXIT_SIGNAL + signal.SIGINT
     except RuntimeError as error:
-        if not any(phrase in str(error) for phrase in PEER_LOST):
+        reason = reason_of(error)
+        if reason is None:
             raise
-        reason = str(error).splitlines()[0].split(". ")[0]
-        print(f"error: rank {os.environ.get('RANK', '0')}: lost another rank: {reason}", file=sys.stderr)
+        print(f"error: rank {os.environ.get('RANK', '0')}: {reason}", file=sys.stderr)
         return EXIT_RUN
+
+
+def reason_of(error: BaseException) -> str | None:
+    """Why a run failed, as one sentence; None for a bug, which needs its traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        return "SIGINT"
+    if isinstance(error, (UserError, RunError)):
+        return str(error)
+    lost = [phrase for phrase in PEER_LOST if isinstance(error, RuntimeError) and phrase in str(error)]
+    return f"lost another rank: {lost[0]}" if lost else None
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

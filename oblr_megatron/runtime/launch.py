@@ -2,13 +2,17 @@
 
     python -m oblr_megatron.runtime.launch [torchrun's options] -m oblr_megatron.train CONFIG.toml [KEY=VALUE ...]
 
-SIGTERM and SIGUSR1 are forwarded to the ranks of this node. They finish their step, save and end with status 0, and so
-does the launcher. torchrun alone would end its ranks on SIGTERM (after 30 s with SIGKILL) and die of SIGUSR1. A second
-SIGTERM, or a signal before the ranks exist, has torchrun's usual effect.
+SIGINT, SIGHUP, SIGTERM and SIGUSR1 are forwarded to the ranks of this node. They finish their step, save and end with
+status 0, and so does the launcher. torchrun alone would end its ranks (after 30 s with SIGKILL). A second SIGINT,
+SIGHUP or SIGTERM, or a signal before the ranks exist, ends everything at once.
+
+A failure prints one line. torch's own messages go to RUN_DIR/logs/launcher.log.
 """
 
 from __future__ import annotations
 
+import argparse
+import logging
 import os
 import signal
 import sys
@@ -17,68 +21,141 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
+from oblr_megatron.checks.run_dir import CONFIG_FILE, LOGS
+from oblr_megatron.config import load_config
+from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_SIGNAL, EXIT_USER, UserError
+from oblr_megatron.runtime.command_line import add_run_arguments, run_overrides
+from oblr_megatron.runtime.processes import LAUNCHER, children_of, identity
+from oblr_megatron.runtime.stopping import ENDING, KEY_REPEAT_S, REPEAT_S, SIGNALS
+from oblr_megatron.runtime.temporary import own_tmpdir
 
-from oblr_megatron.errors import EXIT_OK, EXIT_USER
-from oblr_megatron.runtime.stopping import REPEAT_S, SIGNALS
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 LATER_S = 2 * REPEAT_S  # longer than REPEAT_S, because ranks get the first SIGTERM a little later
-TORCHRUN_HANDLES = "SIGINT,SIGHUP,SIGQUIT"  # torchrun's own list without SIGTERM
-EXIT_SIGNAL = 128  # plus the signal number, as in a shell
+KEY_LATER_S = 2 * KEY_REPEAT_S
+RANK = "oblr_megatron.runtime.rank"
+TRAIN = "oblr_megatron.train"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run torchrun; returns the exit status, which is 2 if the ranks ended with 2 and printed the reason.
-
-    Raises:
-        ChildFailedError: torchrun's error, if a rank failed otherwise.
-    """
+    """Run torchrun; returns the exit status, which is 2 if a rank ended with 2 and printed the reason."""
     forward = Forward()
     for number in SIGNALS:
         signal.signal(number, forward)
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    os.environ[LAUNCHER] = identity(os.getpid())
+    with own_tmpdir():
+        return _torchrun(sys.argv[1:] if arguments is None else list(arguments), forward)
+
+
+def _torchrun(given: Sequence[str], forward: Forward) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    options = parse_args(["--signals-to-handle=SIGQUIT", *given])
+    log = _Log(_run_dir(options.training_script, options.training_script_args))
+    target = ["-m"] * options.module + [options.training_script]
+    options.training_script_args = [*target, *options.training_script_args]
+    options.training_script, options.module = RANK, True
+    forward.error = SignalException
     try:
-        torchrun([f"--signals-to-handle={TORCHRUN_HANDLES}", *given])
+        run(options)
     except SignalException as error:
         print(f"error: ended by {error.sigval.name}", file=sys.stderr)
         return EXIT_SIGNAL + error.sigval
     except ChildFailedError as error:
-        ended_with = {failure.exitcode for failure in error.failures.values()}
-        if ended_with - {-signal.SIGTERM} != {EXIT_USER}:  # torchrun ends the remaining ranks with SIGTERM
-            raise
-        return EXIT_USER
+        statuses = {failure.exitcode for failure in error.failures.values()}
+        if EXIT_USER in statuses:
+            return EXIT_USER
+        log.keep(str(error))
+        _print_failure(error, log)
+        return EXIT_RUN
     return EXIT_OK
+
+
+def _print_failure(error: ChildFailedError, log: _Log) -> None:
+    """A rank that was killed could not say so itself; other failed ranks have printed their own line."""
+    killed = [failure for failure in error.failures.values() if failure.exitcode < 0]
+    if killed:
+        first = min(killed, key=lambda failure: failure.timestamp)
+        name = signal.Signals(-first.exitcode).name
+        rank = next(rank for rank, failure in error.failures.items() if failure is first)
+        where = "" if log.path is None else f"; see {log.path}"
+        print(f"error: rank {rank} (process {first.pid}) was ended by {name}{where}", file=sys.stderr)
 
 
 class Forward:
     """Signal handler that forwards signals to the child processes.
 
     Raises:
-        SignalException: there are no children, or a SIGTERM comes more than LATER_S after the first. torchrun then ends
-            all ranks.
+        SystemExit: there are no children yet.
+        SignalException: one of ENDING comes again, LATER_S or more after the first. torchrun then ends all ranks.
     """
 
     def __init__(self) -> None:
-        self._terminated_at: float | None = None  # the first SIGTERM, monotonic clock
+        self.error: type[Exception] | None = None  # torchrun's SignalException, once it is imported
+        self._ending_at: float | None = None  # the first of ENDING, monotonic clock
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now, children = time.monotonic(), children_of(os.getpid())
-        again = number == signal.SIGTERM and self._terminated_at is not None and now - self._terminated_at > LATER_S
+        later = KEY_LATER_S if number == signal.SIGINT else LATER_S
+        again = number in ENDING and self._ending_at is not None and now - self._ending_at > later
         if again or not children:
-            raise SignalException(f"process {os.getpid()} got signal {number}", signal.Signals(number))
-        if number == signal.SIGTERM and self._terminated_at is None:
-            self._terminated_at = now
+            if self.error is not None:
+                raise self.error(f"process {os.getpid()} got signal {number}", signal.Signals(number))
+            print(f"error: ended by {signal.Signals(number).name}", file=sys.stderr)
+            raise SystemExit(EXIT_SIGNAL + number)
+        if number in ENDING and self._ending_at is None:
+            self._ending_at = now
         for child in children:
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(child, number)
 
 
-def children_of(pid: int) -> list[int]:
-    """Process ids of all children of a process, over all its threads, zombies included."""
-    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+class _Log(logging.Handler):
+    """Takes torch.distributed's log off the console, and writes it to a file when a run failed."""
+
+    def __init__(self, run_dir: Path | None) -> None:
+        super().__init__()
+        self.path = None if run_dir is None else run_dir / LOGS / "launcher.log"
+        self._lines: list[str] = []
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed."):
+                logging.getLogger(name).handlers.clear()
+        top = logging.getLogger("torch.distributed")
+        top.handlers, top.propagate = [self], False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(self.format(record))
+
+    def keep(self, text: str) -> None:
+        """Write the log and a text, if the run got as far as writing its directory."""
+        if self.path is None or not (self.path.parent.parent / CONFIG_FILE).exists():
+            self.path = None
+            print(text, *self._lines, sep="\n", file=sys.stderr)
+            return
+        with suppress(OSError):  # a full disk
+            self.path.parent.mkdir(exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in [*self._lines, text])
+
+
+def _run_dir(script: str, arguments: Sequence[str]) -> Path | None:
+    """The run directory of a training run; None for another script, or where its config is wrong."""
+    if script != TRAIN:
+        return None
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_run_arguments(parser)
+    try:
+        options, rest = parser.parse_known_args(list(arguments))
+        options.overrides += rest
+        return load_config(options.config, run_overrides(options)).run_dir
+    except (UserError, argparse.ArgumentError, SystemExit):  # the ranks report it
+        return None
 
 
 if __name__ == "__main__":

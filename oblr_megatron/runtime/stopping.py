@@ -2,44 +2,49 @@
 
     with StopRequest(config.checkpoint) as stop:
         for step in ...:
+            stop.stepping = True
             ...
             reason = stop.agreed(longest_step_s, group)  # at the step boundary; the same on every rank
-            if reason:                                   # "SIGUSR1", "SIGTERM" or "the time limit"
+            if reason:                                   # "SIGUSR1", "SIGINT", ... or "the time limit"
                 save and end
 
 SLURM's `--signal=USR1@120` and `scancel` may reach some or all ranks, and twice if the launcher forwards them
-(launch.py). The handler only notes the signal, and the current step is finished. Engines and reward workers ignore
-these signals, because the step needs them.
+(launch.py). A signal is only noted, and the current step is finished. Engines and reward workers ignore these signals,
+because the step needs them. Ctrl-C before the first step ends the run at once.
+
+A second signal ends the process at once, also while the main thread waits in a collective. Python runs signal handlers
+only in the main thread. So a thread reads the signal numbers from the pipe of `signal.set_wakeup_fd`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import EXIT_RUN, EXIT_SIGNAL, UserError
+from oblr_megatron.runtime.processes import launched, lost_rank, started_at
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from oblr_megatron.config.checkpoint import CheckpointConfig
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+"""Signals that end the process at once when one of them comes again."""
+SIGNALS = (*ENDING, signal.SIGUSR1)
 REPEAT_S = 1.0
-"""A SIGTERM within this time of the first counts as the same signal: SLURM sends it to the ranks and to the launcher,
+"""Signals within this time of the first count as the same one: SLURM sends SIGTERM to the ranks and to the launcher,
 which forwards it."""
+KEY_REPEAT_S = 0.2  # the same for SIGINT; a terminal sends it once
+LOST_RANK_S = 5.0  # for a rank to find out by itself that another one is lost
 SLURM_END = "SLURM_JOB_END_TIME"  # seconds since the epoch
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun for its ranks
 STDERR = 2
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-REASONS = (None, "the time limit", "SIGUSR1", "SIGTERM")  # ranks agree on the largest index
+REASONS = (None, "the time limit", "SIGUSR1", "SIGINT", "SIGHUP", "SIGTERM")  # ranks agree on the largest index
 
 
 class StopRequest:
@@ -47,31 +52,50 @@ class StopRequest:
 
     Args:
         options: section [checkpoint] of the run.
-        environment: holds SLURM's variables; by default the process's environment.
+        environment: holds SLURM's and torchrun's variables; by default the process's environment.
+
+    Attributes:
+        stepping: whether the run has reached its first step. Until then SIGINT raises KeyboardInterrupt.
+        at_once: called with the reason before a second signal ends the process.
 
     Raises:
         UserError: `exit_before_timeout_s` is set, but no time limit is known.
     """
 
     def __init__(self, options: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> None:
+        self.stepping = False
+        self.at_once: Callable[[str], None] = lambda reason: None
         self._margin_s = options.exit_before_timeout_s
         self._end = end_of_job(options, environment)
+        self._environment = environment
         self._speaks = environment.get("LOCAL_RANK", "0") == "0"
         self._received: signal.Signals | None = None
-        self._terminated_at: float | None = None  # the first SIGTERM, monotonic clock
+        self._ending_at: float | None = None  # arrival of the first of ENDING, monotonic clock
         self._former: dict[signal.Signals, Any] = {}
+        self._former_fd = -1
+        self._pipe: tuple[int, int] | None = None
+        self._lock = threading.RLock()  # a handler may interrupt a handler
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # only this thread may set handlers
-            self._former = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._pipe = os.pipe()
+            for end in self._pipe:
+                os.set_blocking(end, end == self._pipe[0])
+            self._former = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
+            self._former_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(self._pipe[0],), name="signals", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._pipe is None:
+            return
+        signal.set_wakeup_fd(self._former_fd)
         for number, handler in self._former.items():
             signal.signal(number, handler)
-        self._former = {}
+        os.close(self._pipe[1])  # ends the thread
+        self._former, self._pipe = {}, None
 
     def due(self, longest_step_s: float) -> str | None:
         """Reason for this rank to stop now, or None.
@@ -100,19 +124,48 @@ class StopRequest:
             dist.all_reduce(own, dist.ReduceOp.MAX, group)
         return REASONS[int(own)]
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal. A second SIGTERM more than REPEAT_S after the first ends the process at once."""
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread: note a signal in time for the next `due`."""
+        self._note(signal.Signals(number))
+        if number == signal.SIGINT and not self.stepping:
+            raise KeyboardInterrupt
+
+    def _listen(self, pipe: int) -> None:
+        """In a thread: act on a signal while the main thread cannot."""
+        while numbers := os.read(pipe, 64):
+            for number in numbers:
+                if number in SIGNALS:  # a library may handle others
+                    self._act(signal.Signals(number))
+        os.close(pipe)
+
+    def _act(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        if number == signal.SIGTERM:
-            if self._terminated_at is not None and now - self._terminated_at > REPEAT_S:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            self._terminated_at = self._terminated_at or now
-        if self._received is None and self._speaks:
-            line = f"{signal.Signals(number).name}: saving at the next step boundary\n"
-            os.write(STDERR, line.encode())  # print fails if the signal interrupted a print
-        if self._received != signal.SIGTERM:
-            self._received = signal.Signals(number)
+        if number == signal.SIGTERM and lost_rank(self._environment):
+            time.sleep(LOST_RANK_S)
+            os._exit(EXIT_RUN)
+        if number in ENDING:
+            within = KEY_REPEAT_S if number == signal.SIGINT else REPEAT_S
+            if self._ending_at is not None and now - self._ending_at > within:
+                self.at_once(f"{number.name}, twice")
+                if self._speaks and not launched(self._environment):  # the launcher has a line of its own
+                    _print(f"error: ended by {number.name}")
+                os._exit(EXIT_SIGNAL + number)
+            self._ending_at = self._ending_at or now
+        if self.stepping:
+            self._note(number)
+
+    def _note(self, number: signal.Signals) -> None:
+        with self._lock:
+            first = self._received is None
+            if self._received != signal.SIGTERM:
+                self._received = number
+        if first and self._speaks and not (number == signal.SIGTERM and lost_rank(self._environment)):
+            hint = "; press Ctrl-C again to end at once" if number == signal.SIGINT else ""
+            _print(f"{number.name}: saving at the next step boundary{hint}")
+
+
+def _print(line: str) -> None:
+    os.write(STDERR, f"{line}\n".encode())  # print fails if the signal interrupted a print
 
 
 def end_of_job(options: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> float | None:
@@ -124,7 +177,7 @@ def end_of_job(options: CheckpointConfig, environment: Mapping[str, str] = os.en
         UserError: `exit_before_timeout_s` is set, but no time limit is known.
     """
     if options.time_limit_s is not None:
-        return started_at(os.getppid() if TORCHRUN in environment else os.getpid()) + options.time_limit_s
+        return started_at(os.getppid() if launched(environment) else os.getpid()) + options.time_limit_s
     if environment.get(SLURM_END, "").isdecimal():
         return float(environment[SLURM_END])
     if options.exit_before_timeout_s:
@@ -134,31 +187,3 @@ def end_of_job(options: CheckpointConfig, environment: Mapping[str, str] = os.en
             fix="set checkpoint.time_limit_s to the job's time limit in seconds",
         )
     return None
-
-
-def started_at(pid: int) -> float:
-    """Start time of a process, seconds since the epoch."""
-    after_name = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
-    ticks = int(after_name.split()[19])  # field 22 of proc(5), since boot
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
-
-
-def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """End this rank when its torchrun launcher ends, however that happens.
-
-    Otherwise a surviving rank could write into the run directory while the resumed run does.
-    """
-    if TORCHRUN in environment:
-        die_with(os.getppid())
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends, and exit at once if it already has.
-
-    Args:
-        parent: process id of the parent.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)

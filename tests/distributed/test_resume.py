@@ -7,19 +7,25 @@ after SIGKILL (tests/e2e/test_resume.py, tools/kill_resume.py).
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from oblr_megatron import sampling
+from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.convert import to_megatron
 from oblr_megatron.checkpoint.store import checkpoints_of
 from oblr_megatron.config import Config
-from oblr_megatron.errors import EngineLostError
+from oblr_megatron.errors import EngineLostError, UserError
 from oblr_megatron.model.parallel import shutdown
+from oblr_megatron.preflight import Inputs, preflight
 from oblr_megatron.rollout.replay import ReplayEngine
+from oblr_megatron.runtime.run_lock import run_lock
 from tests.distributed.launch import run_ranks
 from tests.distributed.replayed import certain, config_of, exported, make_inputs, stored, train, train_here
 
@@ -142,7 +148,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     inputs: Path, unbroken: Path, tmp_path: Path, damage: Any
 ) -> None:
     parts = tmp_path / "parts"
-    shutil.copytree(unbroken, parts)
+    shutil.copytree(unbroken, parts, ignore=shutil.ignore_patterns("status.json"))  # which says that it is finished
     newest, older = checkpoints_of(parts)
     damage(newest / "__0_0.distcp")
     resume = config_of(inputs, parts, "checkpoint.resume=newest")
@@ -151,6 +157,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     assert certain(parts) == certain(unbroken)
     assert_equal(exported(parts), exported(unbroken))
 
+    (parts / "status.json").unlink()
     for path in checkpoints_of(parts):
         damage(path / "__0_0.distcp")
     metrics = (parts / "metrics.jsonl").read_bytes()
@@ -167,7 +174,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
         (("checkpoint.resume={run}/checkpoints/step_00000004", "optimizer.name=sgd"), "with optimizer.name 'adam'"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.schedule=cosine"), "with algo.schedule 'snr'"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "model.path={other}"), "model differs from"),
-        (("run_dir={run}",), "run_dir is not empty"),
+        (("run_dir={run}",), "run_dir holds a run"),
         (("checkpoint.resume={weights}",), "holds only weights"),
     ],
 )
@@ -205,14 +212,84 @@ def test_a_checkpoint_of_another_run_is_taken_by_its_path(inputs: Path, unbroken
     assert certain(run_dir)[0]["lr"] == 2 * certain(unbroken)[4]["lr"]
 
 
-def test_a_run_that_never_saved_begins_again(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
-    """A job script gives --resume every time, also the first time."""
-    run_dir = tmp_path / "run"
-    resume = "checkpoint.resume=newest"
-    train(config_of(inputs, run_dir, resume, "num_steps=2", "checkpoint.every_steps=0"))
+def state_of(run_dir: Path) -> dict[Path, bytes]:
+    """Every file of a run."""
+    return {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()}
+
+
+def refused(config: Config, ranks: int = 1) -> str:
+    """The one error line of a run that is refused and leaves its directory as it was."""
+    before = state_of(config.run_dir)
+    (error,) = (line for line in train(config, ranks, status=2).splitlines() if "error: " in line)
+    assert state_of(config.run_dir) == before
+    return error
+
+
+def test_steps_without_a_checkpoint_are_not_lost(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
+    """A job script gives --resume every time, also the first time. A finished run is not opened again."""
+    run_dir, resume = tmp_path / "run", "checkpoint.resume=newest"
+    short = ("num_steps=2", "checkpoint.every_steps=0")
+    train(config_of(inputs, run_dir, resume, *short))
     assert not checkpoints_of(run_dir)
+    before = state_of(run_dir)
+    said = train(config_of(inputs, run_dir, resume, *short, "optimizer.lr=5e-3"))
+    assert "finished: step 2 of 2" in said
+    changed = {path.name for path, content in state_of(run_dir).items() if before[path] != content}
+    assert changed == {"status.json"}, "its time"
+    error = refused(config_of(inputs, run_dir, resume))
+    assert "done 2 steps" in error and f"model.path={run_dir / 'hf'}" in error
+    at_four = f"checkpoint.resume={unbroken / 'checkpoints' / 'step_00000004'}"
+    assert "done 2 steps" in refused(config_of(inputs, run_dir, at_four))
+    shutil.rmtree(run_dir / "hf")
+    assert str(run_dir / "metrics.jsonl") in refused(config_of(inputs, run_dir, resume))
+    (run_dir / "metrics.jsonl").unlink()
     train(config_of(inputs, run_dir, resume))
     assert certain(run_dir) == certain(unbroken)
+
+
+def test_a_resume_that_is_refused_changes_nothing(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
+    """The newest checkpoint is of a run that sampled; the metrics are damaged; another run holds the lock."""
+    parts, resume = beginning_of(unbroken, tmp_path / "parts"), "checkpoint.resume=newest"
+    with run_lock(parts):
+        assert f"process {os.getpid()} on" in refused(config_of(inputs, parts, resume))
+    manifest = parts / "checkpoints" / "step_00000004" / "checkpoint.json"
+    good = manifest.read_text()
+    found = store.read_manifest(manifest.parent)
+    sampled = replace(found, state=found.state | {"data": {"fingerprint": "f", "seed": 0}})
+    manifest.write_bytes(store._render(sampled))
+    assert "rollout.replay" in refused(config_of(inputs, parts, resume))
+    manifest.write_text(good)
+    metrics = parts / "metrics.jsonl"
+    metrics.write_text("garbage\n" + metrics.read_text())
+    for ranks in (1, 2):
+        assert f"{metrics}:1" in refused(config_of(inputs, parts, resume), ranks)
+
+
+def test_a_checkpoint_is_found_without_the_config_of_its_run(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
+    parts = beginning_of(unbroken, tmp_path / "parts")
+    (parts / "config.json").unlink()
+    assert "--resume" in train(config_of(inputs, parts), status=2)
+    train(config_of(inputs, parts, "checkpoint.resume=newest"))
+    assert certain(parts) == certain(unbroken)
+
+
+def test_a_mistake_that_one_rank_finds_is_refused_by_all(inputs: Path, tmp_path: Path) -> None:
+    outcomes = run_ranks(bad_on_rank_1, 2, config_of(inputs, tmp_path / "run"))
+    assert [status for status, _ in outcomes] == [2, 2]
+    assert outcomes[0][1] == "error: found by rank 1 [there]. Fix: repair it\n" and outcomes[1][1] == ""
+    assert not (tmp_path / "run").exists()
+
+
+def bad_on_rank_1(config: Config) -> tuple[int, str]:
+    """A run with a check that fails on rank 1 alone."""
+
+    def check(*arguments: Any, owns_run_dir: bool = True) -> Inputs:
+        if not owns_run_dir:
+            raise UserError("found by rank 1", where="there", fix="repair it")
+        return preflight(*arguments)
+
+    sampling.preflight = check  # type: ignore[assignment]  # in the process of this rank
+    return train_here(config)
 
 
 def test_a_run_stops_in_time(inputs: Path, unbroken: Path, tmp_path: Path) -> None:

@@ -108,7 +108,8 @@ def test_other_ranks_write_nothing(tmp_path):
 
 
 def test_environment_is_recorded(tmp_path):
-    MetricsWriter(tmp_path, QUIET, world_size=4).close()
+    with MetricsWriter(tmp_path, QUIET, world_size=4) as writer:
+        writer.write(0, {"lr": 0.5})
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["world_size"] == 4
     assert environment["versions"]["torch"] == metadata.version("torch")
@@ -117,7 +118,9 @@ def test_environment_is_recorded(tmp_path):
 
 
 def test_a_directory_with_metrics_is_refused(tmp_path):
-    MetricsWriter(tmp_path, QUIET).close()
+    MetricsWriter(tmp_path, QUIET).close()  # a run that was refused before its first step wrote nothing
+    with MetricsWriter(tmp_path, QUIET) as writer:
+        writer.write(0, {"lr": 0.5})
     with pytest.raises(UserError) as error:
         MetricsWriter(tmp_path, QUIET)
     assert error.value.where == str(tmp_path / "metrics.jsonl")

@@ -134,16 +134,12 @@ class RankLog:
     Args:
         run_dir: of the run.
         group: CPU group of all ranks; its timeout bounds the gather.
-        keep_until: last step to keep from an existing file; None: start a new file.
+        keep_until: last step to keep from an existing file when the first step is written; None: start a new file.
     """
 
     def __init__(self, run_dir: Path, group: ProcessGroup, keep_until: int | None = None) -> None:
         self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
-        self._path = run_dir / RANKS_FILE
-        if self._rank == 0:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = "" if keep_until is None else _lines_until(self._path, keep_until)
-            self._path.write_text(kept, encoding="utf-8")
+        self._path, self._keep_until, self._opened = run_dir / RANKS_FILE, keep_until, False
 
     def take(self, step: int, timing: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
         """Gather a finished step; collective.
@@ -163,9 +159,18 @@ class RankLog:
         if rows is None:
             return {}
         table = RankTable.of(rows)
+        self._open()
         with self._path.open("a", encoding="utf-8") as file:
             file.write(table.line(step))
         return table.metrics()
+
+    def _open(self) -> None:
+        """Drop the steps that this run does again."""
+        if not self._opened:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            kept = "" if self._keep_until is None else _lines_until(self._path, self._keep_until)
+            self._path.write_text(kept, encoding="utf-8")
+            self._opened = True
 
 
 def _lines_until(path: Path, step: int) -> str:

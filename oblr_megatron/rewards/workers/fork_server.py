@@ -1,14 +1,23 @@
 """The fork server: a process that has done the workers' imports, so that forking a new worker takes milliseconds.
 
-It is a child of the trainer process, in its own session. It only forks and kills on request:
+The supervisor, a child of the trainer process in its own session, forks it and waits. The fork server only forks and
+kills on request:
 
     request                    answer
     FORK + a socket            8 bytes: process id of the new worker, which serves the socket
-    KILL + 8 bytes of pid      1 byte, after SIGKILL was sent
+    KILL + 8 bytes of pid      1 byte, when the worker and everything it started have ended
 
-Workers receive rows of strings as JSON and answer with a `Reply` (calls.py). The kernel kills them when the fork server
-dies. The fork server ends when its parent closes the socket or dies in any way. Both ignore the signals with which
-SLURM asks all processes of a job to stop, because the current step still needs them.
+Workers receive rows of strings as JSON and answer with a `Reply` (calls.py). Whatever a function starts ends with its
+call (children.py), because every level ends what the level below has left:
+
+    who has ended              who ends what is left
+    a call, with an answer     the worker, before it answers
+    a worker                   the fork server
+    the fork server            the kernel ends the workers, the supervisor their children
+    the supervisor             the fork server, which then ends itself
+    the trainer                the supervisor, within PARENT_CHECK_S
+
+All three ignore the signals with which SLURM asks all processes of a job to stop: the current step still needs them.
 """
 
 from __future__ import annotations
@@ -18,6 +27,7 @@ import importlib
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -26,14 +36,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from oblr_megatron.rewards.workers.calls import Caller
-from oblr_megatron.runtime.stopping import SIGNALS, die_with
+from oblr_megatron.rewards.workers.children import become_subreaper, end_children, has_ended
+from oblr_megatron.runtime.processes import children_of, die_with
+from oblr_megatron.runtime.stopping import SIGNALS
 
 FORK, KILL = b"F", b"K"
 PID_BYTES = 8
 PARENT_CHECK_S = 1.0
+STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 def main(
@@ -48,9 +61,11 @@ def main(
 ) -> None:
     """Import the target, report "R" (ready) or "E" with a traceback, and serve until the parent ends.
 
+    This process becomes the supervisor. It ends everything as soon as there is something to read on standard input.
+
     Args:
         descriptor: of this end of the socket pair.
-        parent: process id; the fork server exits within PARENT_CHECK_S after it.
+        parent: process id of the trainer; everything ends within PARENT_CHECK_S after it.
         target: "package.module:function", the reward function.
         prepare: "package.module:function", called once before the first fork; "" for none.
         deadline_s: for awaited calls.
@@ -59,6 +74,13 @@ def main(
     """
     for number in SIGNALS:
         signal.signal(number, _ignore)
+    become_subreaper()
+    supervisor, server = os.getpid(), os.fork()
+    if server:
+        os.close(descriptor)
+        _supervise(server, parent)
+    become_subreaper()
+    _discard(STDIN)
     control = socket.socket(fileno=descriptor)
     try:
         function = resolve(target)
@@ -67,10 +89,21 @@ def main(
     except BaseException:  # noqa: BLE001 - importing user code may raise anything; the parent reports it
         control.sendall(b"E" + traceback.format_exc().encode()[-4000:])
         return
-    _silence()
+    _discard(STDOUT, STDERR)  # response texts may cause libraries to print
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
     gc.freeze()  # keeps the memory of the imports shared between the workers
     control.sendall(b"R")
-    _serve(control, parent, lambda end: _work(end, Caller(function, deadline_s), memory_bytes, tasks_per_worker))
+    _serve(control, supervisor, lambda end: _work(end, Caller(function, deadline_s), memory_bytes, tasks_per_worker))
+
+
+def _supervise(server: int, parent: int) -> NoReturn:
+    """Wait for the end of the fork server, of the trainer, or of the pool; then end everything that is left."""
+    _discard(STDOUT, STDERR)
+    while os.getppid() == parent and not has_ended(server):
+        if select.select([STDIN], [], [], PARENT_CHECK_S)[0]:
+            break
+    end_children()
+    os._exit(0)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -90,11 +123,13 @@ def resolve(target: str) -> Any:
     return found
 
 
-def _serve(control: socket.socket, parent: int, work: Callable[[Connection], None]) -> None:
+def _serve(control: socket.socket, supervisor: int, work: Callable[[Connection], None]) -> NoReturn:
     control.settimeout(PARENT_CHECK_S)
-    children: set[int] = set()
-    while os.getppid() == parent:
-        _reap(children)
+    helpers = set(children_of(os.getpid()))  # started by the import; they stay until the end
+    workers: set[int] = set()
+    while os.getppid() == supervisor:
+        workers -= {pid for pid in workers if has_ended(pid)}
+        end_children(workers | helpers)  # of workers that have ended
         try:
             message, descriptors, _, _ = socket.recv_fds(control, 1 + PID_BYTES, 1)
         except TimeoutError:
@@ -108,30 +143,21 @@ def _serve(control: socket.socket, parent: int, work: Callable[[Connection], Non
             if pid == 0:
                 _become_worker(control, descriptors[0], work)
             os.close(descriptors[0])
-            children.add(pid)
+            workers.add(pid)
             control.sendall(pid.to_bytes(PID_BYTES, "little"))
         else:
-            _kill(int.from_bytes(message[1:], "little"), children)
+            workers.discard(int.from_bytes(message[1:], "little"))
+            end_children(workers | helpers)
             control.sendall(b"K")
+    end_children()
     os._exit(0)
 
 
-def _kill(pid: int, children: set[int]) -> None:
-    """Kill a worker; other process ids are ignored."""
-    if pid in children:
-        os.kill(pid, signal.SIGKILL)
-
-
-def _reap(children: set[int]) -> None:
-    for pid in list(children):
-        if os.waitpid(pid, os.WNOHANG)[0] == pid:
-            children.discard(pid)
-
-
-def _become_worker(control: socket.socket, descriptor: int, work: Callable[[Connection], None]) -> None:
-    """In the forked child: die with the fork server, serve the socket, never return."""
+def _become_worker(control: socket.socket, descriptor: int, work: Callable[[Connection], None]) -> NoReturn:
+    """In the forked child: die with the fork server, serve the socket."""
     try:
         die_with(os.getppid())
+        become_subreaper()
         control.close()
         work(Connection(descriptor))
     finally:
@@ -140,13 +166,17 @@ def _become_worker(control: socket.socket, descriptor: int, work: Callable[[Conn
 
 def _work(end: Connection, caller: Caller, memory_bytes: int, tasks: int) -> None:
     _limit_memory(memory_bytes)
+    worker = os.getpid()
     for count in range(1, tasks + 1):
         try:
             rows = json.loads(end.recv_bytes())
         except EOFError:
             return
         reply = caller.answer(rows)
-        reply.leaving |= count == tasks
+        if os.getpid() != worker:
+            return  # a fork that the function forgot to end
+        all_ended = end_children()
+        reply.leaving |= count == tasks or not all_ended
         end.send_bytes(json.dumps(asdict(reply)).encode())
         if reply.leaving:
             return
@@ -160,9 +190,8 @@ def _limit_memory(extra: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _silence() -> None:
-    """Discard all output: response texts may cause libraries to print."""
+def _discard(*descriptors: int) -> None:
+    """Connect standard streams to the null device."""
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
+    for descriptor in descriptors:
         os.dup2(nowhere, descriptor)
-    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest, NoSpaceError
+from oblr_megatron.checks.run_dir import CHECKPOINTS
 from oblr_megatron.errors import RunError
 
 FILES = {"common.pt": b"\x00\x01state", "__0_0.distcp": bytes(range(64)), "hf/config.json": b'{"a": 1}', "empty": b""}
@@ -29,7 +30,7 @@ STATE = {"seed": 7, "average": 0.1, "rng": [1, 2, 3], "name": "Zürich", "best":
 
 def save(run_dir: Path, step: int, state: dict | None = None) -> Path:
     """Commit a small checkpoint."""
-    target = run_dir / store.CHECKPOINTS / store.step_name(step)
+    target = run_dir / CHECKPOINTS / store.step_name(step)
     partial = store.begin(target)
     for name, content in FILES.items():
         (partial / name).parent.mkdir(exist_ok=True)
@@ -288,7 +289,7 @@ def test_a_kill_at_any_time_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
         "from oblr_megatron.checkpoint import store\nfrom tests.unit.checkpoint.test_store import save\n"
         "run = Path(sys.argv[1])\nprint('go', flush=True)\n"
         "for n in itertools.count():\n"
-        "    save(run, n // 2 + 1)\n    store.prune(run / store.CHECKPOINTS, 1, [])\n"
+        "    save(run, n // 2 + 1)\n    store.prune(run / CHECKPOINTS, 1, [])\n"
     )
     save(tmp_path, 0)
     for attempt in range(4):
@@ -301,5 +302,5 @@ def test_a_kill_at_any_time_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
         assert found
         for path in found:
             whole(path)
-        store.sweep(tmp_path / store.CHECKPOINTS)
-        assert not list((tmp_path / store.CHECKPOINTS).glob(".*"))
+        store.sweep(tmp_path / CHECKPOINTS)
+        assert not list((tmp_path / CHECKPOINTS).glob(".*"))

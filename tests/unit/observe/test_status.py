@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from oblr_megatron.errors import RunError
-from oblr_megatron.observe.status import STATUS_FILE, Status, recorded
+from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.observe import status
+from oblr_megatron.observe.status import STATUS_FILE, Status, finished, read_status, recorded, write_status
+from oblr_megatron.runtime.processes import identity
+from oblr_megatron.runtime.run_lock import STALE_S, Owner
 
 
 def run(directory: Path, rank: int = 0) -> Any:
     """What `recorded` looks at."""
     config = SimpleNamespace(run_dir=directory, num_steps=8)
-    return SimpleNamespace(parallel=SimpleNamespace(rank=rank), config=config, start=3, done=0, stopped_by=None)
+    parallel, stop = SimpleNamespace(rank=rank), SimpleNamespace()
+    return SimpleNamespace(parallel=parallel, config=config, stop=stop, start=3, done=0, stopped_by=None)
 
 
 def stands(directory: Path) -> tuple[str, int, int, str]:
@@ -37,8 +45,66 @@ def test_each_end_has_its_state(tmp_path: Path) -> None:
     assert stands(tmp_path) == ("finished", 8, 8, "")
     with pytest.raises(RunError), recorded(one):
         raise RunError("an engine\nis lost")
-    assert stands(tmp_path) == ("failed", 8, 8, "RunError: an engine is lost")
-    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+    assert stands(tmp_path) == ("failed", 8, 8, "an engine is lost")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "status.json"]
+    assert "RunError: an engine" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+def test_a_lost_peer_is_named_without_the_text_of_gloo(tmp_path: Path) -> None:
+    error = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711. GLHF!")
+    with pytest.raises(RuntimeError), recorded(run(tmp_path)):
+        raise error
+    assert stands(tmp_path)[3] == "lost another rank: Connection closed by peer"
+    assert "GLHF!" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+def test_the_status_of_a_run_that_goes_on_has_its_true_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "HEARTBEAT_S", 0.02)
+    one = run(tmp_path)
+    with recorded(one):
+        first, one.done = read_status(tmp_path), 6
+        end = time.monotonic() + 10
+        while read_status(tmp_path).step == 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        now = read_status(tmp_path)
+        assert (now.state, now.step, now.pid) == ("running", 6, os.getpid()) and now.unix_time > first.unix_time
+        one.stop.at_once("SIGINT, twice")
+        assert stands(tmp_path)[0] == "failed" and stands(tmp_path)[3] == "SIGINT, twice"
+
+
+def test_a_killed_run_is_lost(tmp_path: Path) -> None:
+    """Killed on this machine: its process is gone. On another machine: its heartbeat is old."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        me = Owner.me()
+        here = me.process.rsplit(":", 2)[0]
+        going = Status("running", 4, 9, "", time.time(), child.pid, me.host, f"{here}:{identity(child.pid)}")
+        write_status(tmp_path, going)
+        assert read_status(tmp_path) == going and str(going).startswith("running: step 4 of 9, process ")
+        child.kill()
+    assert read_status(tmp_path).state == "lost" and "--resume" in str(read_status(tmp_path))
+    for age, state in ((5.0, "running"), (STALE_S + 5.0, "lost")):
+        write_status(tmp_path, replace(going, process="another-boot:1:2:3", unix_time=time.time() - age))
+        assert read_status(tmp_path).state == state
+
+
+def test_a_finished_run_has_done_all_steps_and_its_export(tmp_path: Path) -> None:
+    def ask(num_steps: int, export_hf: bool = False) -> Status | None:
+        checkpoint, rollout = SimpleNamespace(export_hf=export_hf), SimpleNamespace(only=False)
+        fields = {"run_dir": tmp_path, "num_steps": num_steps, "checkpoint": checkpoint, "rollout": rollout}
+        return finished(SimpleNamespace(**fields))  # type: ignore[arg-type]
+
+    assert ask(8) is None
+    with pytest.raises(UserError) as caught:
+        read_status(tmp_path)
+    assert caught.value.where == str(tmp_path / STATUS_FILE)
+    one = run(tmp_path)
+    with recorded(one):
+        assert ask(3) is None, "it goes on"
+        one.done = 8
+    found = ask(8)
+    assert found is not None and found.step == 8 and ask(9) is None and ask(8, export_hf=True) is None
+    (tmp_path / "hf").mkdir()
+    assert ask(8, export_hf=True) == found
 
 
 def test_one_rank_writes(tmp_path: Path) -> None:

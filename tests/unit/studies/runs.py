@@ -18,7 +18,7 @@ WORKER = '''
 """Accuracy is best at lr = 1e-3. The file $ORDERS, if it exists, says at which step to fail, die or wait."""
 import json, math, os, signal, sys, time
 from pathlib import Path
-from oblr_megatron.runtime.stopping import die_with
+from oblr_megatron.runtime.processes import die_with
 
 die_with(os.getppid())
 config = json.loads(Path(sys.argv[1]).read_text())["config"]

@@ -1,0 +1,104 @@
+"""Identity and family of processes, read from /proc. Imports no torch.
+
+A process id alone does not identify a process, because the kernel reuses ids. An `identity` adds the start time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+LAUNCHER = "OBLR_MEGATRON_LAUNCHER"  # identity of the launcher, set for its ranks
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun for its ranks
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+INIT = 1
+
+
+def identity(pid: int) -> str:
+    """Process id and start time in clock ticks since boot. Example: "4711:8123456".
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    return f"{pid}:{_stat(pid)[19]}"  # field 22 of proc(5)
+
+
+def alive(of: str) -> bool:
+    """Whether the process with this identity runs. A zombie does not."""
+    with suppress(ProcessLookupError):
+        pid = int(of.partition(":")[0])
+        return identity(pid) == of and _stat(pid)[0] != "Z"
+    return False
+
+
+def started_at(pid: int) -> float:
+    """Start time of a process, seconds since the epoch."""
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(_stat(pid)[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of all children of a process, over all its threads, zombies included."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun started this process."""
+    return TORCHRUN in environment
+
+
+def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """End this rank when its launcher ends, however that happens, also if it has ended already.
+
+    Otherwise a surviving rank could write into the run directory while the resumed run does. Our launcher passes its
+    identity. A plain torchrun does not; then an adopted rank is recognised by init as its parent.
+    """
+    if not launched(environment):
+        return
+    parent = os.getppid()
+    given = environment.get(LAUNCHER)
+    if given is None and parent == INIT and b"torch" not in Path("/proc/1/cmdline").read_bytes():
+        os._exit(0)  # in a container, torchrun itself may be process 1
+    die_with(parent if given is None else int(given.partition(":")[0]))
+    if given is not None and not alive(given):
+        os._exit(0)
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the parent ends, and exit at once if it already has.
+
+    Args:
+        parent: process id of the parent.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def lost_rank(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether another rank of this node has ended: torchrun then sends SIGTERM to the remaining ones."""
+    if not launched(environment):
+        return False
+    marked = 0
+    for child in children_of(os.getppid()):
+        with suppress(OSError):  # it has just ended
+            marked += b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{child}/environ").read_bytes()  # empty for a zombie
+    return marked < int(environment.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name, from field 3 on."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except FileNotFoundError:
+        raise ProcessLookupError(f"there is no process {pid}") from None
+    return text.rpartition(")")[2].split()

@@ -1,0 +1,215 @@
+"""The lock of a run directory: one run at a time writes into it. Imports no torch.
+
+    with run_lock(config.run_dir):
+        ...                                 # another run here is refused, on this machine or on another
+
+RUN_DIR/lock.json names the process and holds its last heartbeat. On one machine the kernel's lock on the file decides
+(flock(2)), which ends with its process. A file system may not carry kernel locks to other machines. There a lock is
+stale when its heartbeat stands still.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from oblr_megatron.checks.run_dir import LOCK_FILE
+from oblr_megatron.errors import UserError
+from oblr_megatron.runtime.processes import alive, identity
+
+HEARTBEAT_S = 10.0
+STALE_S = 60.0  # a heartbeat older than this, by the clocks of two machines, is watched no longer
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of this machine since its start
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process of a run. Example: Owner(pid=4711, host="node3", process="5e1f...:4026531836:4711:8123", ...)"""
+
+    pid: int
+    host: str
+    process: str  # boot of the machine, namespace of process ids, process id, start time in ticks
+    since: float  # seconds since the epoch
+    heartbeat: float
+
+    @classmethod
+    def me(cls) -> Owner:
+        """This process."""
+        now = time.time()
+        return cls(os.getpid(), socket.gethostname(), f"{_boot()}:{_namespace()}:{identity(os.getpid())}", now, now)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it runs, or ran, under this kernel, maybe in another container."""
+        return self.process.startswith(f"{_boot()}:")
+
+    def is_alive(self) -> bool:
+        """Whether the process runs; in another container or machine, whether its heartbeat is recent."""
+        here = f"{_boot()}:{_namespace()}:"
+        if self.process.startswith(here):
+            return alive(self.process.removeprefix(here))
+        return time.time() - self.heartbeat < STALE_S
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {datetime.fromtimestamp(self.since):%Y-%m-%d %H:%M:%S}"
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of a run directory, which is created. An empty directory is removed at the end.
+
+    Raises:
+        UserError: another run holds the lock.
+    """
+    made = [place for place in (run_dir, *run_dir.parents) if not place.exists()]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / LOCK_FILE
+    try:
+        descriptor, owner = _take(path), Owner.me()
+        try:
+            with repeated(lambda: _write(descriptor, owner), HEARTBEAT_S):
+                yield
+        finally:
+            _release(path, descriptor)
+    finally:
+        for place in made:
+            with suppress(OSError):  # not empty: the run wrote into it
+                place.rmdir()
+
+
+def check_unlocked(run_dir: Path) -> None:
+    """Refuse a directory in which a run is training now; for the launcher, which holds no lock.
+
+    Raises:
+        UserError: names the run's process.
+    """
+    with suppress(FileNotFoundError):
+        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
+        try:
+            _lock(descriptor, fcntl.LOCK_SH)
+        except BlockingIOError:
+            raise _held(run_dir, _read(descriptor)) from None
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def repeated(action: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Call `action` now and every so many seconds, in a thread; a full disk does not stop it."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(seconds):
+            with suppress(OSError):
+                action()
+
+    with suppress(OSError):
+        action()
+    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _take(path: Path) -> int:
+    """The descriptor of the locked file."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(descriptor, fcntl.LOCK_EX)
+            before = _read(descriptor)
+            if before is not None and not before.is_local and _beats(descriptor, before):
+                raise BlockingIOError
+        except BlockingIOError:
+            error = _held(path.parent, _read(descriptor))
+            os.close(descriptor)
+            raise error from None
+        if _is_same(path, descriptor):
+            return descriptor
+        os.close(descriptor)  # its owner removed it just now
+
+
+def _lock(descriptor: int, kind: int) -> None:
+    """Take the kernel's lock, or do nothing where the file system has none.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        owner = _read(descriptor)
+        if owner is not None and owner.is_alive():
+            raise BlockingIOError from None
+
+
+def _beats(descriptor: int, owner: Owner) -> bool:
+    """Whether a run on another machine is alive: its heartbeat changes. Clocks of machines may differ by minutes."""
+    if time.time() - owner.heartbeat > 10 * STALE_S:
+        return False
+    print(f"waiting up to {3 * HEARTBEAT_S:.0f} s for a heartbeat of {owner}", flush=True)
+    end = time.monotonic() + 3 * HEARTBEAT_S
+    while time.monotonic() < end:
+        time.sleep(1.0)
+        if _read(descriptor) != owner:
+            return True
+    return False
+
+
+def _release(path: Path, descriptor: int) -> None:
+    with suppress(OSError):
+        if _is_same(path, descriptor):
+            path.unlink()
+    os.close(descriptor)
+
+
+def _is_same(path: Path, descriptor: int) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    return False
+
+
+def _write(descriptor: int, owner: Owner) -> None:
+    text = json.dumps(asdict(owner) | {"heartbeat": time.time()}, indent=2)
+    os.pwrite(descriptor, f"{text:<512}\n".encode(), 0)  # one write of equal length: readers see old or new
+
+
+def _read(descriptor: int) -> Owner | None:
+    try:
+        return Owner(**json.loads(os.pread(descriptor, 4096, 0)))
+    except (ValueError, TypeError):  # empty: its owner has just created it
+        return None
+
+
+def _held(run_dir: Path, owner: Owner | None) -> UserError:
+    return UserError(
+        f"another run writes into run_dir{'' if owner is None else f': {owner}'}",
+        where=str(run_dir),
+        fix="wait until it has ended, stop it, or name another run_dir",
+    )
+
+
+def _boot() -> str:
+    return BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino

@@ -1,0 +1,63 @@
+"""A temporary directory of the command, so that nothing of it or of its libraries stays in TMPDIR. Imports no torch.
+
+    with own_tmpdir():
+        ...            # tempfile, vLLM's sockets and torchrun's logs of this process and its children
+
+The name holds the identity of the process. A command that was ended by SIGKILL leaves its directory; the next command
+on the machine removes it.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from oblr_megatron.runtime.processes import alive, identity
+
+PREFIX = "oblr_megatron-"
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # a cache is kept between commands
+
+
+@contextmanager
+def own_tmpdir() -> Iterator[Path]:
+    """Make TMPDIR a directory of this process, and remove it at the end. A child keeps its parent's."""
+    outer = Path(tempfile.gettempdir())
+    own = PREFIX + identity(os.getpid()).replace(":", "-")
+    if outer.name.startswith(PREFIX) and outer.name != own:
+        yield outer
+        return
+    base = outer.parent if outer.name == own else outer  # `exec` keeps process and environment
+    _sweep(base)
+    directory = base / own
+    directory.mkdir(mode=0o700, exist_ok=True)
+    before = {name: os.environ.get(name) for name in ("TMPDIR", INDUCTOR_CACHE)}
+    os.environ.setdefault(INDUCTOR_CACHE, str(base / f"torchinductor_{_user()}"))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+    try:
+        yield directory
+    finally:
+        tempfile.tempdir = str(base)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _sweep(base: Path) -> None:
+    """Remove the directories of processes that have ended."""
+    for directory in base.glob(f"{PREFIX}*"):
+        pid, _, start = directory.name.removeprefix(PREFIX).partition("-")
+        with suppress(OSError):  # it belongs to another user, or has just been removed
+            if pid.isdecimal() and directory.stat().st_uid == os.getuid() and not alive(f"{pid}:{start}"):
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without a name for the user id
+        return str(os.getuid())

@@ -1,0 +1,57 @@
+"""The temporary directory of a command: used by libraries and children, removed at the end or by the next command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.runtime.temporary import PREFIX, own_tmpdir
+
+USE = "import tempfile\nfrom oblr_megatron.runtime.temporary import own_tmpdir\nwith own_tmpdir() as own:\n"
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def test_nothing_stays_and_the_environment_is_restored(base: Path) -> None:
+    before = dict(os.environ)
+    with own_tmpdir() as own:
+        inside = Path(tempfile.mkdtemp())
+        assert inside.parent == own and own.parent == base
+        child = [sys.executable, "-c", USE + "    print(tempfile.mkdtemp())\n"]
+        printed = subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip()
+        assert Path(printed).parent == own, "a child uses the directory of its parent"
+        assert Path(printed).exists(), "and leaves it to its parent"
+    assert dict(os.environ) == before and tempfile.gettempdir() == str(base) and not list(base.iterdir())
+
+
+def test_the_next_command_removes_what_a_killed_one_left(base: Path) -> None:
+    program = USE + "    tempfile.mkdtemp()\n    print('there', flush=True)\n    input()\n"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"there\n"
+        (left,) = base.glob(f"{PREFIX}*")
+        with own_tmpdir():
+            assert left.exists(), "its process runs"
+        child.kill()
+    with own_tmpdir():
+        assert not left.exists()
+    assert not list(base.iterdir())
+
+
+def test_exec_keeps_the_directory(base: Path) -> None:
+    again = USE + "    print(own)\n"
+    program = (
+        USE + f"    print(own, flush=True)\n    import os, sys; os.execv(sys.executable, ['python', '-c', {again!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second = done.stdout.split()
+    assert first == second and not list(base.iterdir())
