@@ -194,6 +194,7 @@ class Sampling:
                 prompts=batch.prompts,
                 samples=batch.samples,
                 rewards=batch.scored.rewards.flatten().tolist(),
+                model=self.model.fingerprint,
             )
             write_step(self.config.run_dir / "rollouts", saved)
 

@@ -155,7 +155,7 @@ def check_files(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
     if rollout.servers:
         lines.append(f"the servers {', '.join(rollout.servers)}: a dry run for other machines contacts none")
     if rollout.replay is not None and rollout.replay.is_dir():
-        check_replay(config, int(hf_config["vocab_size"]))
+        check_replay(config, int(hf_config["vocab_size"]), "" if model is None else model.fingerprint)
     elif rollout.replay is not None:
         lines.append(f"the saved samples: {rollout.replay} is not on this machine")
     read = (*config.data.train, *config.data.exclude, *config.evaluate.data.values())

@@ -10,7 +10,7 @@ responses are scored again, since the reward is part of the experiment; the rewa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,13 +127,13 @@ def check_replayed(state: Mapping[str, Any]) -> None:
         )
 
 
-def check_replay(config: Config, vocab_size: int, fingerprint: Callable[[], str] | None = None) -> None:
+def check_replay(config: Config, vocab_size: int, model: str = "") -> None:
     """Read every step that the run will take, and refuse samples that do not fit the run.
 
     Args:
         config: of the run; without `rollout.replay` nothing is checked.
         vocab_size: of the model.
-        fingerprint: returns that of the model's weights (`HFDir.fingerprint`); None if they are not on this machine.
+        model: fingerprint of the model's weights (`HFDir.fingerprint`); empty if they are not on this machine.
 
     Raises:
         UserError: names the first file that is missing, damaged, or from a run that does not fit.
@@ -143,7 +143,6 @@ def check_replay(config: Config, vocab_size: int, fingerprint: Callable[[], str]
         return
     if not directory.is_dir():
         raise UserError("the directory of saved samples does not exist", where=str(directory), fix=FIX)
-    model = "" if fingerprint is None else fingerprint()
     for step in range(1, config.num_steps + 1):
         path = step_path(directory, step)
         if not path.exists() and step_path(directory, 1).exists():

@@ -23,10 +23,10 @@ from oblr_megatron.types import Prompt, Sample
 
 KEY = b"oblr_rollouts"
 PROMPT_COLUMNS = {"prompt_row": "row", "prompt_id": "id", "prompt_text": "text"} | {
-    name: name for name in ("answer", "source", "tolerance")
+    name: name for name in ("answer", "source", "tolerance", "columns")
 }
-"""Column -> field of `Prompt`. Version 1 has no column "tolerance"."""
-SCHEMA_VERSION = 2
+"""Column -> field of `Prompt`. Older versions lack the columns "tolerance" and "columns"."""
+SCHEMA_VERSION = 3
 STEP_FACTS = ("step", "temperature", "epoch", "skipped")
 
 
@@ -46,6 +46,7 @@ SCHEMA = pa.schema(
             ("answer", pa.string()),
             ("source", pa.string()),
             ("tolerance", pa.string()),  # since version 2; the answers of version 1 are exact
+            ("columns", pa.string()),  # since version 3: the data row as JSON; empty without data.keep_columns
             ("response_ids", _list(pa.int32())),
             ("logprobs", _list(pa.float32())),  # vLLM computes them in float32: no digit is lost
             ("text", pa.string()),
@@ -55,7 +56,9 @@ SCHEMA = pa.schema(
         )
     ]
 )
-SCHEMAS = {1: SCHEMA.remove(SCHEMA.get_field_index("tolerance")), SCHEMA_VERSION: SCHEMA}  # versions that can be read
+_SECOND = SCHEMA.remove(SCHEMA.get_field_index("columns"))
+SCHEMAS = {1: _SECOND.remove(_SECOND.get_field_index("tolerance")), 2: _SECOND, SCHEMA_VERSION: SCHEMA}
+"""Of the versions that can be read."""
 FIX = "use the rollouts directory of a run with --save-rollouts; if a file is damaged, save the samples again"
 
 
@@ -73,6 +76,7 @@ class SavedStep:
     prompts: list[Prompt]  # Q
     samples: list[Sample]  # N = Q * G
     rewards: list[float]  # N, as the run scored them
+    model: str = ""  # fingerprint of the weights that the run started from; empty in files of old versions
 
     @property
     def group_size(self) -> int:
@@ -94,7 +98,7 @@ def write_step(directory: Path, saved: SavedStep) -> Path:
     path = step_path(directory, saved.step)
     partial = path.with_name(f".{path.name}.partial")
     facts = {"schema_version": SCHEMA_VERSION, "num_prompts": len(saved.prompts), "group_size": saved.group_size}
-    facts |= {name: getattr(saved, name) for name in STEP_FACTS}
+    facts |= {name: getattr(saved, name) for name in (*STEP_FACTS, "model")}
     rows = [_row(saved, position) for position in range(len(saved.samples))]
     table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({KEY: json.dumps(facts)}))
     try:
@@ -115,13 +119,16 @@ def read_step(path: Path) -> SavedStep:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
+        facts = _facts(table, path)
+        rows = table.to_pylist()
     except FileNotFoundError:
         raise UserError("saved samples are missing", where=str(path), fix=FIX) from None
-    except (OSError, ValueError, pa.ArrowException) as error:  # pyarrow raises any of them for a damaged file
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, LookupError, MemoryError, RecursionError, pa.ArrowException) as error:
+        # damaged files and damaged facts raise any of them
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"saved samples cannot be read: {reason}", where=str(path), fix=FIX) from error
-    facts = _facts(table, path)
-    rows = table.to_pylist()
+        raise UserError(f"saved samples cannot be read: {reason:.300}", where=str(path), fix=FIX) from error
     group_size = facts["group_size"]
     firsts = rows[::group_size]
     saved = SavedStep(
@@ -129,6 +136,7 @@ def read_step(path: Path) -> SavedStep:
         prompts=[_prompt(row) for row in firsts],
         samples=[_sample(row) for row in rows],
         rewards=[row["reward"] for row in rows],
+        model=facts.get("model", ""),
     )
     _check_consistent(saved, rows, facts, path)
     return saved
@@ -157,15 +165,19 @@ def _facts(table: pa.Table, path: Path) -> dict[str, Any]:
     if stored is None:
         raise UserError("the file has no saved samples", where=str(path), fix=FIX)
     facts: dict[str, Any] = json.loads(stored)
-    version = facts.get("schema_version")
+    version = facts["schema_version"]
     if version not in SCHEMAS:
         raise UserError(
-            f"the file has schema version {version}, but only {' and '.join(map(str, SCHEMAS))} can be read",
+            f"the file has schema version {version}, but only {', '.join(map(str, SCHEMAS))} can be read",
             where=str(path),
             fix="save and replay with the same version of oblr-megatron",
         )
     if not table.schema.equals(SCHEMAS[version]):
         raise UserError("the columns of the saved samples are not those of the schema", where=str(path), fix=FIX)
+    counts = [facts[name] for name in ("num_prompts", "group_size", "step", "epoch", "skipped")]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError(f"the sizes of the step are {counts}")
+    float(facts["temperature"])
     if not facts["num_prompts"] * facts["group_size"] == table.num_rows > 0:
         raise UserError(
             f"the file has {table.num_rows} samples instead of {facts['num_prompts']} x {facts['group_size']}",

@@ -281,13 +281,13 @@ def test_an_added_token_beyond_the_embedding(single: Path, tmp_path: Path) -> No
 
 
 def test_the_fingerprint_is_that_of_the_weights(single: Path, sharded: Path, tmp_path: Path) -> None:
-    own = check_hf_dir(single).fingerprint()
-    assert own == check_hf_dir(sharded).fingerprint(), "the files are divided otherwise"
-    assert own != check_hf_dir(make_hf_dir(tmp_path / "other", seed=1)).fingerprint()
+    own = check_hf_dir(single).fingerprint
+    assert own == check_hf_dir(sharded).fingerprint, "the files are divided otherwise"
+    assert own != check_hf_dir(make_hf_dir(tmp_path / "other", seed=1)).fingerprint
     path = copy(single, tmp_path)
     rewrite(path, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].mul_(1.001))
-    assert own != check_hf_dir(path).fingerprint()
+    assert own != check_hf_dir(path).fingerprint
     tied = make_hf_dir(tmp_path / "tied", tied=True)
-    before = check_hf_dir(tied).fingerprint()
+    before = check_hf_dir(tied).fingerprint
     rewrite(tied, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
-    assert check_hf_dir(tied).fingerprint() == before, "some copies store the tied output layer"
+    assert check_hf_dir(tied).fingerprint == before, "some copies store the tied output layer"

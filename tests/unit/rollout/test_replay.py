@@ -5,6 +5,7 @@ Not covered: a run saved and replayed as a whole, on one rank and on two (tests/
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,8 @@ def saved_step(step: int = 1, num_prompts: int = 2, group_size: int = 2, **chang
     """Log-probs as an engine returns them: fp32 values as Python floats."""
     draw = np.random.default_rng(step)
     prompts = [
-        Prompt(41 + q, f"gsm8k-{q}", f'"{q}" + π\n=', (5, 9, 2 + q), "½", "a,b", "1%") for q in range(num_prompts)
+        Prompt(41 + q, f"gsm8k-{q}", f'"{q}" + π\n=', (5, 9, 2 + q), "½", "a,b", "1%", f'{{"level": {q}}}')
+        for q in range(num_prompts)
     ]
     samples = []
     for n in range(num_prompts * group_size):
@@ -194,18 +196,84 @@ def test_other_columns_and_other_schema_versions(directory: Path) -> None:
     assert f"[{path}]" in refusal(directory)
     pq.write_table(table.slice(0, 3), path)
     assert "3 samples instead of 2 x 2" in refusal(directory)
-    facts = {b"oblr_rollouts": table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 2', b'sion": 3')}
+    facts = {b"oblr_rollouts": table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 3', b'sion": 4')}
     pq.write_table(table.replace_schema_metadata(facts), path)
-    assert "version 3, but only 1 and 2 " in refusal(directory)
+    assert "version 4, but only 1, 2, 3 " in refusal(directory)
 
 
-def test_files_of_version_1_have_exact_answers(directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"logprobs": (5.0,)}, "log-prob 5"),
+        ({"logprobs": (0.002,)}, "log-prob 0.002"),
+        ({"logprobs": (math.nan,)}, "log-prob nan"),
+        ({"logprobs": (-math.inf,)}, "log-prob -inf"),
+        ({"logprobs": (-1e30,)}, "log-prob -1e+30"),
+        ({"response_ids": (), "logprobs": ()}, "no tokens"),
+    ],
+)
+def test_samples_that_no_engine_draws(directory: Path, changes: dict[str, Any], named: str) -> None:
+    saved = saved_step(2)
+    samples = [*saved.samples[:3], replace(saved.samples[3], response_ids=(1,), logprobs=(-1.0,))]
+
+    def write(**last: Any) -> None:
+        write_step(directory, replace(saved, samples=[*samples[:3], replace(samples[3], **last)]))
+
+    write(**changes)
+    assert f"saved sample 3 has {named} " in refusal(directory)
+    for possible in (1e-6, -103.0):
+        write(logprobs=(possible,))
+        check_replay(config_of(directory), VOCAB)
+
+
+def test_samples_of_another_model(directory: Path) -> None:
+    write_step(directory, saved_step(2, model="3f0c7a"))
+    check_replay(config_of(directory), VOCAB, "3f0c7a")
+    check_replay(config_of(directory), VOCAB)  # the weights are not on this machine
+    with pytest.raises(UserError, match=r"3f0c7a.*9a1b22") as caught:
+        check_replay(config_of(directory), VOCAB, "9a1b22")
+    assert caught.value.where == str(step_path(directory, 2)) and "model.path" in caught.value.fix
+    check_replay(config_of(directory, "num_steps=1"), VOCAB, "9a1b22")  # saved by an old version
+
+
+@pytest.mark.parametrize(
+    "facts", [b"", b"[]", b'{"schema_version": 3}', b'{"schema_version": [2]}', b"\xff", b"[" * 100_000]
+)
+def test_damaged_facts(directory: Path, facts: bytes) -> None:
     path = step_path(directory, 1)
-    table = pq.read_table(path).drop_columns(["tolerance"])
-    facts = {b"oblr_rollouts": table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 2', b'sion": 1')}
-    pq.write_table(table.replace_schema_metadata(facts), path)
+    pq.write_table(pq.read_table(path).replace_schema_metadata({b"oblr_rollouts": facts}), path)
+    assert f"[{path}]" in refusal(directory)
+
+
+@pytest.mark.parametrize("fact", ["num_prompts", "group_size", "step", "temperature", "epoch", "skipped"])
+@pytest.mark.parametrize("value", ["null", '"x"', "[]", "1e999", "-1"])
+def test_facts_of_the_wrong_kind(directory: Path, fact: str, value: str) -> None:
+    path = step_path(directory, 1)
+    table = pq.read_table(path)
+    facts = json.loads(table.schema.metadata[b"oblr_rollouts"]) | {fact: "MARK"}
+    written = json.dumps(facts).replace('"MARK"', value)
+    pq.write_table(table.replace_schema_metadata({b"oblr_rollouts": written}), path)
+    assert f"[{path}]" in refusal(directory)
+
+
+@pytest.mark.parametrize(("version", "absent"), [(1, ["tolerance", "columns"]), (2, ["columns"])])
+def test_files_of_older_versions_lack_columns(directory: Path, version: int, absent: list[str]) -> None:
+    path = step_path(directory, 1)
+    table = pq.read_table(path).drop_columns(absent)
+    facts = table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 3', b'sion": %d' % version)
+    pq.write_table(table.replace_schema_metadata({b"oblr_rollouts": facts}), path)
     written = saved_step(1)
-    assert read_step(path) == replace(written, prompts=[replace(prompt, tolerance="") for prompt in written.prompts])
+    empty = dict.fromkeys(absent, "")
+    assert read_step(path) == replace(written, prompts=[replace(prompt, **empty) for prompt in written.prompts])
+
+
+def test_a_reward_that_takes_columns_needs_samples_that_have_them(directory: Path) -> None:
+    reward = "reward.name=tests.unit.rewards.scorers_many:by_level"
+    check_replay(config_of(directory, reward), VOCAB)
+    saved = saved_step(2)
+    write_step(directory, replace(saved, prompts=[replace(prompt, columns="") for prompt in saved.prompts]))
+    check_replay(config_of(directory), VOCAB)
+    assert "step_000002.parquet" in refusal(directory, reward) and "data.keep_columns" in refusal(directory, reward)
 
 
 def test_tokens_of_another_vocabulary_and_other_ages(directory: Path) -> None:
