@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from datetime import date, time
+from errno import ENAMETOOLONG
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_origin
 
@@ -31,12 +33,14 @@ class Section(BaseModel):
             return _entries(value, annotation)
         if kinds & {int, float} and isinstance(value, (bool, str)):
             raise ValueError("give a number, without quotes")
-        if isinstance(value, int) and abs(value) > LARGEST:
+        if _too_large(value):
             raise ValueError("give a number below 2^63")
         if bool in kinds and not isinstance(value, bool):
             raise ValueError("give true or false")
         if kinds & {str, Path} and isinstance(value, (int, float, date, time)):
             raise ValueError("give text, in quotes")
+        if Path in kinds and isinstance(value, str) and not _possible(value):
+            raise ValueError("no file can have this name")
         return value
 
 
@@ -47,6 +51,24 @@ def _entries(value: Any, annotation: Any) -> Any:
     if section_in(annotation) or isinstance(value, (list, tuple)):
         return value
     return (value,)
+
+
+def _too_large(value: Any) -> bool:
+    """Whether a value, or an entry of a table or list, is an integer that TOML and JSON cannot hold."""
+    if isinstance(value, (dict, list)):
+        return any(map(_too_large, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and abs(value) > LARGEST
+
+
+def _possible(path: str) -> bool:
+    """Whether the file system takes such a path; functions of `pathlib` raise an OSError for others."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return error.errno != ENAMETOOLONG
+    except ValueError:  # a null character, or half of a surrogate pair
+        return False
+    return True
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
