@@ -61,11 +61,11 @@ def overrides(tiny: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="session")
 def saved(overrides: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of three steps on one rank, with its samples in rollouts/. Tests only read it."""
+    """A finished run of three steps on one rank, with its samples and their rows in rollouts/. Tests only read it."""
     from tests.e2e.forked import forked
 
     run_dir = tmp_path_factory.mktemp("saved") / "run"
-    result = forked(1, [*overrides(run_dir, num_steps=3), "--save-rollouts"])
+    result = forked(1, [*overrides(run_dir, num_steps=3, data__keep_columns="true"), "--save-rollouts"])
     assert result.returncode == 0, result.stderr[-3000:]
     return run_dir
 

@@ -144,7 +144,7 @@ def test_a_run_that_loses_its_engine_saves_its_state(tmp_path: Path, overrides: 
     assert len(causes) == 2 and causes[0] == causes[1] and "SIGKILL" in causes[0], stderr[-2000:]
     assert "[rank0]:" not in stderr, "a traceback"
     steps = records(tmp_path / "run")
-    updates = int(stdout.split("the engines are lost; checkpoint of step ")[1].split(":")[0])
+    updates = int(stdout.split("the run cannot go on; checkpoint of step ")[1].split(":")[0])
     assert updates == len(steps), "the step in which the engine was lost counts, with a record, if its update was done"
     newest = checkpoints_of(tmp_path / "run")[0]
     manifest = read_manifest(newest)

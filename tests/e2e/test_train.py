@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from oblr_megatron.checkpoint.store import checkpoints_of
 from tests.e2e.conftest import ROOT, environment, records, run, torchrun, wait_for_lines
 from tests.e2e.forked import forked
 
@@ -87,14 +88,32 @@ def _check_export(first: Path, second: Path) -> None:
 
 
 def test_a_reward_that_raises_scores_zero(tmp_path: Path, overrides: Callable[..., list[str]], saved: Path) -> None:
-    """The run goes on; every sample is counted as a failure; the traceback is shown once."""
-    keys = overrides(tmp_path / "run", num_steps=2, reward__name="tests.e2e.rewards:always_raises")
+    """Every sample is counted as a failure, and the traceback is shown once. The third such step ends the run."""
+    keys = overrides(tmp_path / "run", num_steps=3, reward__name="tests.e2e.rewards:always_raises")
     result = forked(1, [*keys, "--replay", str(saved / "rollouts")])
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.returncode == 1, result.stderr[-3000:]
+    (error,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
+    assert " 3 steps" in error and "ZeroDivisionError: the reward has a bug" in error
+    assert len(records(tmp_path / "run")) == 2 and not (tmp_path / "run" / "checkpoints").exists()
+    (alarm,) = (line for line in result.stdout.splitlines() if line.startswith("alarm at step 1: "))
+    assert "ZeroDivisionError: the reward has a bug" in alarm
     for step in records(tmp_path / "run"):
         assert step["reward/failures"] == 8 * 4
         assert step["reward/mean"] == 0 and step["grad_norm"] == 0
-    assert result.stderr.count("ZeroDivisionError: the reward has a bug") == 1
+    assert result.stderr.count("ZeroDivisionError: the reward has a bug") == 2, "in the traceback and in the error"
+
+
+def test_a_reward_that_stops_working_saves_the_run(
+    tmp_path: Path, overrides: Callable[..., list[str]], saved: Path
+) -> None:
+    """It takes the columns of saved rows. The console shows samples of the steps that are done."""
+    keys = {"reward__name": "tests.e2e.rewards:works_for_one_step", "reward__max_failed_steps": 2, "log__samples": 2}
+    arguments = [*overrides(tmp_path / "run", num_steps=3, **keys), "--replay", str(saved / "rollouts")]
+    result = forked(1, arguments, CALLS=str(tmp_path / "calls"))
+    assert result.returncode == 1 and "the reward has stopped working" in result.stderr, result.stderr[-3000:]
+    assert [step["reward/failures"] for step in records(tmp_path / "run")] == [0, 32]
+    assert sum(line.startswith("sample  reward") for line in result.stdout.splitlines()) == 2 * 2
+    assert checkpoints_of(tmp_path / "run")[0].name.endswith("2"), "of the last step that was done"
 
 
 @pytest.mark.nightly
