@@ -1,4 +1,4 @@
-"""Client of the fork server (fork_server.py): start it, fork workers, kill workers."""
+"""Client of the fork server (fork_server.py): start it with its supervisor, fork workers, kill workers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from oblr_megatron.errors import DeadlineError, RunError
+from oblr_megatron.rewards.workers.children import END_S
 from oblr_megatron.rewards.workers.fork_server import FORK, KILL, PID_BYTES
 
 START_S = 120.0  # deadline for the fork server's imports
+CLOSE_S = END_S + 5.0  # deadline for the supervisor, which needs END_S at most
 
 _LAUNCH = "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path'); \
 from oblr_megatron.rewards.workers.fork_server import main; main(**given)"
@@ -40,10 +42,10 @@ class ForkServer:
         given = {**launch, "descriptor": theirs.fileno(), "parent": os.getpid(), "path": sys.path}
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         with theirs:
-            self._process = subprocess.Popen(
+            self._supervisor = subprocess.Popen(
                 [sys.executable, "-c", _LAUNCH, json.dumps(given)],
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 env=environment,
                 start_new_session=True,  # Ctrl-C then reaches only the trainer, which closes the pool
             )
@@ -70,7 +72,7 @@ class ForkServer:
         return Worker(int.from_bytes(answer, "little"), Connection(ours.detach()))
 
     def kill(self, pid: int) -> None:
-        """Kill a worker. If the fork server has ended, so have its workers."""
+        """Kill a worker and everything it started. If the fork server has ended, so have its workers."""
         try:
             self._socket.sendall(KILL + pid.to_bytes(PID_BYTES, "little"))
             self._receive(1)
@@ -78,10 +80,15 @@ class ForkServer:
             return
 
     def end(self) -> None:
-        """End the fork server and all its workers."""
+        """End the fork server, all its workers and everything they started."""
         self._socket.close()
-        self._process.kill()
-        self._process.wait()
+        if self._supervisor.poll() is not None:
+            return
+        try:
+            self._supervisor.communicate(b"end", CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()
+            self._supervisor.wait()
 
     def _receive(self, size: int) -> bytes:
         answer = self._socket.recv(size)

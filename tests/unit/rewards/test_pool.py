@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from oblr_megatron.errors import RunError
@@ -160,25 +161,25 @@ def test_the_error_for_a_target_that_cannot_be_imported() -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_workers_die_with_their_parent(busy: bool) -> None:
     script = f"""
-import os, threading, time
+import threading, time
 from oblr_megatron.rewards.workers.pool import Pool
 ids = Pool("{SCORERS}:process_id", num_workers=1, deadline_s=60)
 pool = Pool("{SCORERS}:mixed", num_workers=1, deadline_s=60)
-print(int(ids.ask("", "", "").value), flush=True)
+worker = int(ids.ask("", "", "").value)
 if {busy}:
     threading.Thread(target=pool.ask, args=("spin", "", ""), daemon=True).start()
     time.sleep(1)
-print(" ".join(open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read().split()), flush=True)
+print(worker, flush=True)
 time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     worker = int(parent.stdout.readline())
-    servers = [int(pid) for pid in parent.stdout.readline().split()]
-    workers = [worker, *(pid for server in servers for pid in children_of(server))]
+    family = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
+    assert worker in family and len(family) == (6 if busy else 3), "supervisor, fork server, worker"
     parent.kill()
     parent.wait()
-    for pid in (*servers, *workers):
+    for pid in family:
         wait_until_gone(pid)
 
 
@@ -186,18 +187,17 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def wait_until_gone(pid: int, limit_s: float = 10.0) -> None:
     """Wait until a process has no entry in /proc or is a zombie."""
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return
-        except (FileNotFoundError, ProcessLookupError):
-            return
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs"
         time.sleep(0.05)
-    raise AssertionError(f"process {pid} still runs")
