@@ -1,4 +1,4 @@
-"""The `oblr-megatron` command: init, train, eval, convert, serve, quantize, plan, study, doctor, report.
+"""The `oblr-megatron` command: init, train, eval, convert, serve, quantize, plan, study, doctor, status, report.
 
 Imports no torch at load, and none before the arguments, the config and the named files are checked.
 """
@@ -64,6 +64,9 @@ def make_parser() -> Parser:
     _add_study_arguments(commands.add_parser("study", help="run experiments on the algorithm with tiny models"))
     add_doctor_arguments(commands.add_parser("doctor", help="show what is installed and what a run uses because of it"))
 
+    status = commands.add_parser("status", help="print whether a run goes on, and its step")
+    status.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
+    status.set_defaults(function=_status)
     report = commands.add_parser("report", help="write one self-contained HTML file about a run")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, finished or not")
     report.set_defaults(function=_report)
@@ -108,6 +111,7 @@ def _no_studies(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from oblr_megatron.config import load_config
+    from oblr_megatron.observe.status import finished
 
     ranks, elsewhere = options.nproc_per_node, options.nnodes is not None or options.gpu_memory_gb is not None
     if elsewhere and not options.dry_run:
@@ -120,6 +124,8 @@ def _train(options: argparse.Namespace) -> int:
     config = load_config(options.config, overrides)
     if options.dry_run and elsewhere:
         return dry_run_elsewhere(config, options.nnodes or 1, ranks, options.gpu_memory_gb)
+    if not options.dry_run and finished(config):
+        return EXIT_OK
     _check_first(config, ranks, options.master_port)
     check_devices(ranks)
     if options.dry_run:
@@ -148,10 +154,12 @@ def _check_first(config: Config, ranks: int, port: int | None) -> None:
     from oblr_megatron.checks.layout import check_layout, check_port
     from oblr_megatron.checks.run_dir import check_run_dir
     from oblr_megatron.data.sources import kind_of
+    from oblr_megatron.runtime.run_lock import check_unlocked
 
     if port is not None:
         check_port(port)
     check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
+    check_unlocked(config.run_dir)
     check_layout(check_hf_dir(config.model.path).config, config, ranks)
     if config.rollout.replay is None:
         for source in (*config.data.train, *config.data.exclude, *config.evaluate.data.values()):
@@ -169,6 +177,13 @@ def check_devices(ranks: int) -> None:
     devices = torch.cuda.device_count()
     if torch.cuda.is_available() and ranks > devices:
         raise UserError(f"{ranks} ranks on {devices} GPUs", where="--nproc-per-node", fix=f"give {devices} or fewer")
+
+
+def _status(options: argparse.Namespace) -> int:
+    from oblr_megatron.observe.status import read_status
+
+    print(read_status(options.run_dir))
+    return EXIT_OK
 
 
 def _report(options: argparse.Namespace) -> int:

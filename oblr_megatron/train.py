@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from oblr_megatron.algo.advantage import AdvantageRule
-from oblr_megatron.checkpoint.resume import NEWEST
 from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_OK, RunError
 from oblr_megatron.metrics import METRICS_FILE
 from oblr_megatron.model.parallel import rank_from_environment
 from oblr_megatron.observe.report import write_report
-from oblr_megatron.observe.status import finished, write_status
+from oblr_megatron.observe.status import finished
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.run import Run, open_run
 from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
@@ -79,11 +76,7 @@ def sample(sampling: Sampling) -> None:
 
 def run_training(config: Config) -> int:
     """Open a run, train it (or only sample), close it; returns the exit status. A finished run is not opened again."""
-    before = finished(config) if config.checkpoint.resume == NEWEST else None
-    if before is not None:
-        if rank_from_environment()[0] == 0:
-            write_status(config.run_dir, replace(before, unix_time=time.time()))  # a job script waits for a new one
-            print(f"{config.run_dir}: {before}; nothing is left to do")
+    if finished(config, rank=rank_from_environment()[0]):
         return EXIT_OK
     try:
         if config.rollout.only:

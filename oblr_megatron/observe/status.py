@@ -91,14 +91,22 @@ def read_status(run_dir: Path) -> Status:
     return replace(status, state="lost") if status.state == "running" and not owner.is_alive() else status
 
 
-def finished(config: Config) -> Status | None:
-    """The status of a run that has done all of its steps and has its export, else None."""
+def finished(config: Config, *, rank: int = 0) -> bool:
+    """Whether a run to resume has done all of its steps and has its export; rank 0 then says so.
+
+    The time in status.json is renewed, because a job script waits for a status of its own attempt.
+    """
+    if config.checkpoint.resume != "newest":
+        return False
     with suppress(UserError):
         status = read_status(config.run_dir)
         exported = config.rollout.only or not config.checkpoint.export_hf or (config.run_dir / "hf").exists()
         if status.state == "finished" and status.step >= config.num_steps and exported:
-            return status
-    return None
+            if rank == 0:
+                write_status(config.run_dir, replace(status, unix_time=time.time()))
+                print(f"{config.run_dir}: {status}; nothing is left to do")
+            return True
+    return False
 
 
 class Observed(Protocol):

@@ -29,6 +29,7 @@ from oblr_megatron.runtime.processes import alive, identity
 
 HEARTBEAT_S = 10.0
 STALE_S = 60.0  # a heartbeat older than this, by the clocks of two machines, is watched no longer
+ASKED_S = 1.0  # `check_unlocked` of another command holds the lock for a moment
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of this machine since its start
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 
@@ -127,6 +128,7 @@ def repeated(action: Callable[[], None], seconds: float) -> Iterator[None]:
 
 def _take(path: Path) -> int:
     """The descriptor of the locked file."""
+    end = time.monotonic() + ASKED_S
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -137,7 +139,10 @@ def _take(path: Path) -> int:
         except BlockingIOError:
             error = _held(path.parent, _read(descriptor))
             os.close(descriptor)
-            raise error from None
+            if time.monotonic() > end:
+                raise error from None
+            time.sleep(0.1)
+            continue
         if _is_same(path, descriptor):
             return descriptor
         os.close(descriptor)  # its owner removed it just now

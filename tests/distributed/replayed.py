@@ -25,10 +25,10 @@ STEPS, PROMPTS, GROUP = 8, 4, 4
 TIMED = ("timing_s/", "perf/")  # what no two runs have in common
 
 
-def make_samples(directory: Path, worthless: int = 0) -> Path:
-    """`STEPS` saved steps of random tokens, on-policy by their version; the first `worthless` steps have no reward."""
+def make_samples(directory: Path, worthless: int = 0, steps: int = STEPS) -> Path:
+    """Saved steps of random tokens, on-policy by their version; the first `worthless` steps have no reward."""
     draw = np.random.default_rng(0)
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         prompts = [Prompt(q, f"row-{q}", "t2 t3", (2, 3, 4 + q), f"t{q}", "made") for q in range(PROMPTS)]
         samples = []
         for n in range(PROMPTS * GROUP):
@@ -41,10 +41,10 @@ def make_samples(directory: Path, worthless: int = 0) -> Path:
     return directory
 
 
-def make_inputs(directory: Path, *, worthless: int = 0, **model: Any) -> Path:
+def make_inputs(directory: Path, *, worthless: int = 0, steps: int = STEPS, **model: Any) -> Path:
     """model/ and rollouts/ of runs."""
     make_hf_dir(directory / "model", **model)
-    make_samples(directory / "rollouts", worthless)
+    make_samples(directory / "rollouts", worthless, steps)
     return directory
 
 

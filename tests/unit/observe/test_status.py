@@ -87,24 +87,26 @@ def test_a_killed_run_is_lost(tmp_path: Path) -> None:
         assert read_status(tmp_path).state == state
 
 
-def test_a_finished_run_has_done_all_steps_and_its_export(tmp_path: Path) -> None:
-    def ask(num_steps: int, export_hf: bool = False) -> Status | None:
-        checkpoint, rollout = SimpleNamespace(export_hf=export_hf), SimpleNamespace(only=False)
+def test_a_finished_run_has_done_all_steps_and_its_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ask(num_steps: int, *, export_hf: bool = False, resume: str = "newest") -> bool:
+        checkpoint, rollout = SimpleNamespace(export_hf=export_hf, resume=resume), SimpleNamespace(only=False)
         fields = {"run_dir": tmp_path, "num_steps": num_steps, "checkpoint": checkpoint, "rollout": rollout}
         return finished(SimpleNamespace(**fields))  # type: ignore[arg-type]
 
-    assert ask(8) is None
+    assert not ask(8)
     with pytest.raises(UserError) as caught:
         read_status(tmp_path)
     assert caught.value.where == str(tmp_path / STATUS_FILE)
     one = run(tmp_path)
     with recorded(one):
-        assert ask(3) is None, "it goes on"
+        assert not ask(3), "it goes on"
         one.done = 8
-    found = ask(8)
-    assert found is not None and found.step == 8 and ask(9) is None and ask(8, export_hf=True) is None
+    assert not ask(9) and not ask(8, export_hf=True) and not ask(8, resume="none")
+    assert capsys.readouterr().out == ""
     (tmp_path / "hf").mkdir()
-    assert ask(8, export_hf=True) == found
+    before = read_status(tmp_path)
+    assert ask(8) and ask(8, export_hf=True)
+    assert "step 8 of 8" in capsys.readouterr().out and read_status(tmp_path).unix_time > before.unix_time
 
 
 def test_one_rank_writes(tmp_path: Path) -> None:

@@ -1,0 +1,227 @@
+"""Whole runs on saved samples, ended in every way at random moments: nothing is lost and nothing is left behind.
+
+A run's processes carry a mark in their environment, by which those left behind are found, whoever adopted them.
+Not covered: runs with engines (test_kill_resume.py), a machine that loses power.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.checkpoint.store import checkpoints_of
+from oblr_megatron.observe.status import read_status
+from oblr_megatron.runtime.processes import children_of
+from tests.distributed.replayed import certain, config_of, exported, make_inputs
+from tests.e2e.conftest import ROOT, environment, wait_for
+
+STEPS = 40
+MARK = "OBLR_TEST_MARK"
+GONE_S = 60.0
+CLI = [sys.executable, "-m", "oblr_megatron.cli", "train"]
+TORCHRUN = [*[sys.executable, "-m", "torch.distributed.run", "--standalone"], *["--nproc-per-node", "2"]]
+COMMANDS = {
+    "one rank": (CLI, []),
+    "launcher": (CLI, ["--nproc-per-node", "2"]),
+    "torchrun": ([*TORCHRUN, "-m", "oblr_megatron.train"], []),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, saved samples of 40 steps, and a TOML file."""
+    directory = make_inputs(tmp_path_factory.mktemp("inputs"), steps=STEPS)
+    (directory / "config.toml").write_text(
+        f'num_steps = {STEPS}\nnum_prompts = 4\ngroup_size = 4\n[model]\npath = "{directory}/model"\n'
+        "make_vocab_size_divisible_by = 8\n[data]\ntrain = 'none'\nmax_prompt_tokens = 16\n[rollout]\n"
+        f'replay = "{directory}/rollouts"\nmax_response_tokens = 16\nimportance_sampling = "none"\n[reward]\n'
+        'name = "exact_match"\nnum_workers = 1\n[gradnorm]\nmode = "bookkeep"\n[algo.snr]\nnum_folds = 2\n'
+        "[optimizer]\nlr = 1e-2\n[checkpoint]\nevery_steps = 1\nexport_hf = true\n[log]\ntensorboard = false\n"
+    )
+    assert config_of(directory, directory / "run", f"num_steps={STEPS}").num_steps == STEPS
+    return directory
+
+
+@dataclass
+class Job:
+    """A started run and the directory that is its TMPDIR."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    run_dir: Path
+    tmp: Path
+
+    def ranks(self) -> list[int]:
+        return children_of(self.process.pid)
+
+    def family(self) -> list[int]:
+        """All processes with the mark."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdecimal() and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:  # it has just ended
+                continue
+        return found
+
+    def steps(self) -> int:
+        path = self.run_dir / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def start(kind: str, inputs: Path, run_dir: Path, tmp: Path, *arguments: str) -> Job:
+    tmp.mkdir(exist_ok=True)
+    command, ranks = COMMANDS[kind]
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [*command, str(inputs / "config.toml"), f"run_dir={run_dir}", *arguments, *ranks],
+        cwd=ROOT,
+        env=environment() | {MARK: mark, "TMPDIR": str(tmp)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return Job(process, mark, run_dir, tmp)
+
+
+def assert_gone(job: Job) -> None:
+    end = time.monotonic() + GONE_S
+    while (left := job.family()) and time.monotonic() < end:
+        time.sleep(0.1)
+    try:
+        assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+    finally:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The same run without a kill, for each command."""
+    done: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in done:
+            directory = tmp_path_factory.mktemp("unbroken")
+            job = start(kind, inputs, directory / "run", directory / "tmp")
+            assert job.process.wait(300) == 0
+            done[kind] = directory / "run"
+        return done[kind]
+
+    return make
+
+
+def test_ctrl_c_saves_and_leaves_nothing_in_tmpdir(inputs: Path, tmp_path: Path) -> None:
+    job = start("one rank", inputs, tmp_path / "run", tmp_path / "tmp", "checkpoint.every_steps=0")
+    wait_for(lambda: job.steps() >= 2, job.process)
+    assert read_status(job.run_dir).state == "running"
+    job.process.send_signal(signal.SIGINT)
+    out, err = job.process.communicate(timeout=60)
+    steps = job.steps()
+    assert (
+        job.process.returncode == 0 and f"stopped after step {steps} of {STEPS} (SIGINT)" in out and "--resume" in out
+    )
+    assert [line for line in err.splitlines() if "SIGINT" in line or "Traceback" in line] == err.splitlines(), err
+    assert len(err.splitlines()) == 1
+    status = read_status(job.run_dir)
+    assert (status.state, status.step, status.reason) == ("stopped", steps, "SIGINT")
+    assert [path.name for path in checkpoints_of(job.run_dir)] == [f"step_{steps:08}"]
+    assert not list(job.tmp.iterdir()) and not (job.run_dir / "lock.json").exists()
+
+
+def test_a_killed_rank_ends_the_job_with_one_line_of_ours(inputs: Path, tmp_path: Path) -> None:
+    job = start("launcher", inputs, tmp_path / "run", tmp_path / "tmp")
+    wait_for(lambda: job.steps() >= 1, job.process)
+    killed = job.ranks()[1]
+    os.kill(killed, signal.SIGKILL)
+    _, err = job.process.communicate(timeout=60)
+    assert job.process.returncode == 1
+    assert "Traceback" not in err and "GLHF" not in err and "ChildFailedError" not in err
+    assert f"rank 1 (process {killed}) was ended by SIGKILL; see {job.run_dir}/logs/launcher.log" in err
+    assert "exitcode" in (job.run_dir / "logs" / "launcher.log").read_text()
+    assert len(err.splitlines()) <= 2, err
+    assert_gone(job)
+    assert read_status(job.run_dir).state in ("failed", "lost") and not list(job.tmp.iterdir())
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.alone])])
+def test_a_launcher_killed_in_its_first_seconds_leaves_no_rank(inputs: Path, tmp_path: Path, kills: int) -> None:
+    """Ranks that import for seconds check their launcher first."""
+    draw = random.Random(kills)
+    moments = [draw.uniform(0, 15) for _ in range(kills)]
+
+    def kill(number: int) -> Job:
+        job = start("launcher", inputs, tmp_path / f"run{number}", tmp_path / "tmp")
+        with job.process:
+            time.sleep(moments[number])
+            job.process.kill()
+        return job
+
+    with ThreadPoolExecutor(2) as pool:
+        for job in pool.map(kill, range(kills)):
+            assert_gone(job)
+
+
+def moments(draw: random.Random) -> Iterator[tuple[signal.Signals, bool]]:
+    """Signals, and whether a single rank gets it instead of the process that was started."""
+    while True:
+        yield from draw.sample(
+            [
+                (signal.SIGKILL, False),
+                (signal.SIGKILL, True),
+                (signal.SIGINT, False),
+                (signal.SIGHUP, False),
+                (signal.SIGTERM, True),
+            ],
+            5,
+        )
+
+
+@pytest.mark.nightly
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_run_ended_many_times_is_the_unbroken_run(
+    kind: str, inputs: Path, tmp_path: Path, unbroken: Callable[[str], Path]
+) -> None:
+    """Metrics and weights are equal to the bit, and status.json is true after every end."""
+    draw, run_dir, ends = random.Random(kind), tmp_path / "run", 0
+    for number, at_rank in moments(draw):
+        if not checkpoints_of(run_dir):
+            (run_dir / "metrics.jsonl").unlink(missing_ok=True)  # the way out that the refusal names
+        job = start(kind, inputs, run_dir, tmp_path / "tmp", "--resume")
+        goal = job.steps() + draw.randrange(0, 8)
+        wait_s = draw.uniform(0, 12) if goal == job.steps() else 120
+        end = time.monotonic() + wait_s
+        while job.steps() < goal + (goal == 0) * STEPS and job.process.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        victims = [*job.ranks()[:2]] if at_rank and kind != "one rank" else []
+        victim = draw.choice(victims) if victims else job.process.pid
+        if job.process.poll() is None and ends < 8:
+            with suppress(ProcessLookupError):  # the rank has just ended
+                os.kill(victim, number)
+            ends += 1
+        job.process.communicate(timeout=120)
+        assert_gone(job)
+        if run_dir.exists() and (run_dir / "status.json").exists():
+            assert read_status(run_dir).state != "running", (number, at_rank)
+        if job.process.returncode == 0 and read_status(run_dir).state == "finished":
+            break
+    assert ends >= 6
+    other = unbroken(kind)
+    assert certain(run_dir) == certain(other)
+    mine, theirs = exported(run_dir), exported(other)
+    assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
