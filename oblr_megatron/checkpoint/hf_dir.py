@@ -101,24 +101,28 @@ class HFDir:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the weights: of all names and shapes, and of 4 KiB from the middle of 64 tensors.
+        """A digest of the weights: of all names, dtypes and shapes, and of 4 KiB from the middle of 64 tensors.
 
-        Copies have the same one, however their tensors are divided into files.
+        A training step changes nearly every weight, so it changes the digest. Copies have the same one, however their
+        tensors are divided into files.
         """
-        names = sorted(name for name in self.shapes if not (self.tied and name == "lm_head.weight"))
-        chosen = set(names[:: -(-len(names) // SAMPLED_TENSORS)])
-        pieces: dict[str, bytes] = {}
-        for file in (self.path / name for name in self.weight_files):
-            start, entries = read_header(file)
-            with file.open("rb") as stream:
-                for name in chosen & entries.keys():
-                    begin, end = entries[name]["data_offsets"]
-                    middle = (begin + end) // 2
-                    stream.seek(start + middle)
-                    pieces[name] = entries[name]["dtype"].encode() + stream.read(min(SAMPLED_BYTES, end - middle))
-        digest = hashlib.sha256(json.dumps([(name, self.shapes[name]) for name in names]).encode())
-        for name in sorted(pieces):
-            digest.update(pieces[name])
+        places = {
+            name: (file, start, entry)
+            for file in self.weight_files
+            for start, entries in [read_header(self.path / file)]
+            for name, entry in entries.items()
+            if not (self.tied and name == "lm_head.weight")  # some copies store a tied output layer
+        }
+        names = sorted(places)
+        digest = hashlib.sha256()
+        for name in names:
+            digest.update(json.dumps([name, places[name][2]["dtype"], places[name][2]["shape"]]).encode())
+        for name in names[:: -(-len(names) // SAMPLED_TENSORS)]:
+            file, start, entry = places[name]
+            begin, end = entry["data_offsets"]
+            with (self.path / file).open("rb") as stream:
+                stream.seek(start + (begin + end) // 2)
+                digest.update(stream.read(min(SAMPLED_BYTES, end - (begin + end) // 2)))
         return digest.hexdigest()[:16]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config, ModelConfig
 
 INSTALL = "install transformer-engine[pytorch] (docs/precision.md), or leave it out"
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""`CPUAttentionBackend.get_supported_head_sizes` of vLLM 0.32; the engine's first forward pass fails for others."""
 A2A_PACKED = "2.10"  # first Transformer Engine with cp_comm_type "a2a" for packed samples
 
 
@@ -114,6 +117,27 @@ def check_pushable(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool
             "weights.verify cannot read experts back, because vLLM keeps them in the layout of its GPU kernels",
             where="config: weights.verify",
             fix="set it to false",
+        )
+
+
+def check_head_size(hf_config: Mapping[str, Any], path: Path, *, on_gpu: bool) -> None:
+    """Refuse a model with a head size that vLLM's attention on a CPU does not have.
+
+    On GPUs vLLM falls back to kernels for any size.
+
+    Args:
+        hf_config: the model's config.json.
+        path: the model's directory.
+        on_gpu: whether the engine has a GPU.
+
+    Raises:
+        UserError: names the size and those that work.
+    """
+    if not on_gpu and hf_config["head_dim"] not in CPU_HEAD_SIZES:
+        raise UserError(
+            f"head_dim {hf_config['head_dim']} has no attention kernel in vLLM on a CPU",
+            where=str(path),
+            fix=f"use a model with head_dim {', '.join(map(str, CPU_HEAD_SIZES[:-1]))} or {CPU_HEAD_SIZES[-1]}",
         )
 
 

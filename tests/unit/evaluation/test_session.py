@@ -32,7 +32,7 @@ KEYS = ["reward.name=exact_match", "data.max_prompt_tokens=24", "rollout.max_res
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hf_dir(tmp_path_factory.mktemp("eval") / "model")
+    return make_hf_dir(tmp_path_factory.mktemp("eval") / "model", head_dim=32)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_the_error_for_a_damaged_evaluation_json(model: Path, rows: Path, tmp_pa
 def test_the_weights_digest_detects_a_training_step(model: Path, tmp_path: Path) -> None:
     """The digest changes if every weight changes a little, but not if the files are copied."""
     before = weights_digest(check_hf_dir(model))
-    copy = make_hf_dir(tmp_path / "copy")
+    copy = make_hf_dir(tmp_path / "copy", head_dim=32)
     assert weights_digest(check_hf_dir(copy)) == before
     file = copy / "model.safetensors"
     save_file({name: 1.0001 * value for name, value in load_file(file).items()}, file, metadata={"format": "pt"})

@@ -1,0 +1,45 @@
+"""Head sizes that an engine supports. Recipes and packages: unit/model/test_precision.py. Not covered: GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.checks.machine import CPU_HEAD_SIZES, check_head_size
+from oblr_megatron.config import parse_config
+from oblr_megatron.errors import UserError
+from oblr_megatron.model.published import published
+from oblr_megatron.preflight import check_settings
+
+
+@pytest.mark.parametrize("size", [16, 24, 33, 576])
+def test_a_head_size_without_a_kernel_is_refused(size: int) -> None:
+    with pytest.raises(UserError, match=f"head_dim {size} ") as caught:
+        check_head_size({"head_dim": size}, Path("models/own"), on_gpu=False)
+    assert caught.value.where == "models/own" and all(str(known) in caught.value.fix for known in CPU_HEAD_SIZES)
+    check_head_size({"head_dim": size}, Path("models/own"), on_gpu=True)
+
+
+@pytest.mark.slow  # imports vLLM
+def test_the_sizes_are_those_of_vllm() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    for size in CPU_HEAD_SIZES:
+        check_head_size({"head_dim": size}, Path("models/own"), on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [("seed=0", True), ("rollout.servers=['http://h:1']", False), ("rollout.replay='saved'", False)],
+)
+def test_only_a_run_with_its_own_engines_needs_it(override: str, refused: bool) -> None:
+    table = {"run_dir": "run", "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"name": "exact_match"}}
+    config = parse_config(table, overrides=[override])
+    small = dict(published("0.6B")) | {"head_dim": 16}
+    if refused:
+        with pytest.raises(UserError, match="head_dim 16"):
+            check_settings(small, config, 1, on_gpu=False)
+    else:
+        check_settings(small, config, 1, on_gpu=False)
