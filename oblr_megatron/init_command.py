@@ -85,7 +85,7 @@ def init(options: argparse.Namespace) -> int:
             file.write(text)
     except OSError as error:
         raise _cannot_write(out, error.strerror or "") from error
-    print(f"wrote {out}; read its comments first")
+    print(f"wrote {out}; its comments say what to change")
     print(f"next: oblr-megatron train {out} --dry-run    # does it fit?")
     print(f"      oblr-megatron train {out}")
     return EXIT_OK
@@ -157,7 +157,9 @@ def settings(model: HFDir, data: DataConfig, out: Path) -> list[Setting]:
             f"Tokens. Longer responses are cut. Prompt and response share the model's {positions} positions.",
         ),
         Setting("reward", "name", reward, why),
-        Setting("optimizer", "lr", rate, f"Learning rate. Models of 0.6B and more take about {RATE:g}."),
+        Setting(
+            "optimizer", "lr", rate, "Learning rate: 1e-6 for 0.6B parameters and more, up to 5e-4 for tiny models."
+        ),
     ]
 
 

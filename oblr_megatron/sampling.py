@@ -275,9 +275,10 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         share = parallel.dp_rank if first else None
         scoring = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
         reward = stack.enter_context(SharedReward(scoring, share, parallel.dp_size))
-        engines = open_engines(config, parallel)
+        display = open_display(config.log, config.num_steps, rank=parallel.rank)
+        engines = open_engines(config, parallel, display.waiting)
         stack.callback(engines.close)
-        display = stack.enter_context(open_display(config.log, config.num_steps, rank=parallel.rank))
+        stack.enter_context(display)
         for line in _opening_lines(config, inputs.model.config, world_size, norms, resumed):
             display.message(line)
         metrics = stack.enter_context(

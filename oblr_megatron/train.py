@@ -19,6 +19,7 @@ from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_OK, RunError
 from oblr_megatron.metrics import METRICS_FILE
 from oblr_megatron.model.parallel import rank_from_environment
+from oblr_megatron.observe.console import closing_lines
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.status import finished
 from oblr_megatron.rollout.dynamic_sampling import Batch
@@ -88,15 +89,18 @@ def run_training(config: Config) -> int:
     except (RunError, KeyboardInterrupt):
         _report(config)  # of the steps so far
         raise
-    _report(config)
+    _report(config, ended=True)
     return EXIT_OK
 
 
-def _report(config: Config) -> None:
-    """Rank 0 writes RUN_DIR/report.html, unless no step was logged."""
+def _report(config: Config, *, ended: bool = False) -> None:
+    """Rank 0 writes RUN_DIR/report.html, unless no step was logged; at the end it names the results."""
     metrics = config.run_dir / METRICS_FILE
-    if rank_from_environment()[0] == 0 and metrics.exists() and metrics.stat().st_size:
-        write_report(config.run_dir)
+    if rank_from_environment()[0] != 0:
+        return
+    report = write_report(config.run_dir) if metrics.exists() and metrics.stat().st_size else None
+    for line in closing_lines(config, report) if ended else []:
+        print(line, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -109,6 +111,7 @@ def load_sets(
 def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
     """A local vLLM engine with config.model.path, and the reward; both are closed at the end of the block."""
     from oblr_megatron.model import parallel as layout
+    from oblr_megatron.observe.console import waiting
     from oblr_megatron.rewards.registry import build_reward
     from oblr_megatron.rewards.shared import SharedReward
     from oblr_megatron.rollout.colocated import ColocatedEngines
@@ -120,7 +123,8 @@ def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
         stack.callback(layout.shutdown)
         scoring = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
         reward = stack.enter_context(SharedReward(scoring, share=0, shares=1))
-        engines = ColocatedEngines(config, parallel)
+        say = partial(print, file=sys.stderr, flush=True)
+        engines = ColocatedEngines(config, parallel, partial(waiting, say=say))
         stack.callback(engines.close)
         yield engines, reward
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.engine.protocol import RolloutEngine
     from oblr_megatron.model.parallel import Parallel
 
+Waiting = Callable[[str], AbstractContextManager[Any]]
+"""Shows what a block waits for. Example: with waiting("1 engine to start"): ..."""
 
-def open_engines(config: Config, parallel: Parallel) -> RolloutEngine:
+
+def open_engines(config: Config, parallel: Parallel, waiting: Waiting = nullcontext) -> RolloutEngine:
     """Saved samples (rollout.replay), API servers (rollout.servers), or engine processes of the run; collective.
 
     Each module is imported only if it is used: a replay loads no vllm.
+
+    Args:
+        config: of the run.
+        parallel: this rank's position.
+        waiting: a context that is entered with the name of what a start waits for.
 
     Raises:
         UserError: the engines do not fit the ranks.
@@ -29,4 +39,4 @@ def open_engines(config: Config, parallel: Parallel) -> RolloutEngine:
         return ServerEngines(config, parallel)
     from oblr_megatron.rollout.colocated import ColocatedEngines
 
-    return ColocatedEngines(config, parallel)
+    return ColocatedEngines(config, parallel, waiting)

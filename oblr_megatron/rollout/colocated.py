@@ -15,6 +15,7 @@ samples equal those of an unbroken run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,6 +34,7 @@ from oblr_megatron.runtime.collectives import Outcome, attempt, raise_first
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.rollout import Waiting
     from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
 
@@ -45,18 +47,23 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 class ColocatedEngines(RecoveringEngines):
     """All engine processes of a run; every rank calls every method with the same arguments."""
 
-    def __init__(self, config: Config, parallel: Parallel) -> None:
+    def __init__(self, config: Config, parallel: Parallel, waiting: Waiting = nullcontext) -> None:
         """Start the engine processes.
 
         On a CPU the first call waits until they are ready, so the ranks can build their models meanwhile. On GPUs this
         waits: vLLM measures the free memory, and nothing else may allocate while it does.
+
+        Args:
+            config: of the run.
+            parallel: this rank's position.
+            waiting: see `open_engines`.
 
         Raises:
             UserError: the engines do not fit the ranks.
             RunError: an engine did not start.
         """
         super().__init__(config, parallel.rank)
-        self._parallel = parallel
+        self._parallel, self._waiting = parallel, waiting
         self._on_gpu = parallel.device.type == "cuda"
         self._placement = place(config, parallel.world_size, on_gpu=self._on_gpu)
         limits = config.rollout
@@ -120,7 +127,11 @@ class ColocatedEngines(RecoveringEngines):
             return
         _free_cached_memory()  # on every rank: an engine may use the devices of several
         self._restarts += sum(self._on_owners(self._start_again, "the engines to be launched", seconds=0))
-        self._on_owners(lambda engine, _: engine.wait_ready(), "the engines to start", seconds=self._deadlines.start)
+        number, logs = len(self._placement.owners), self._config.run_dir / LOGS
+        with self._waiting(f"{number} engine{'s' if number > 1 else ''} to start (log: {logs}/engine-*.log)"):
+            self._on_owners(
+                lambda engine, _: engine.wait_ready(), "the engines to start", seconds=self._deadlines.start
+            )
         self._ready = True
 
     def _start_again(self, engine: VllmEngine, index: int) -> bool:

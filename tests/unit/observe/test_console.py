@@ -8,22 +8,27 @@ from __future__ import annotations
 import doctest
 import io
 import re
+from threading import Event
 
 import pytest
 from rich.console import Console
 
-from oblr_megatron.config import LogConfig
+from oblr_megatron.cli import make_parser
+from oblr_megatron.config import LogConfig, parse_config
 from oblr_megatron.observe import console as console_module
 from oblr_megatron.observe.console import (
     Display,
     LiveDisplay,
     PlainDisplay,
+    closing_lines,
     evaluation_line,
     legend,
     open_display,
     step_line,
     trend,
+    waiting,
 )
+from oblr_megatron.runtime.command_line import parse
 
 STEP = {
     "reward/mean": 0.5312,
@@ -76,8 +81,76 @@ def test_plain_display_writes_steps_evaluations_and_a_summary(capsys):
     assert re.fullmatch(r"finished 150 of 150 steps in \d+ m?s  sums accuracy 0\.45 -> 0\.93", lines[5])
 
 
+def test_the_legend_explains_every_column_once(capsys):
+    with open_display(LogConfig(console="plain"), 3) as display:
+        for step in (1, 2):
+            display.step(step, STEP)
+    lines = capsys.readouterr().out.splitlines()
+    columns = re.findall(r"  ([a-z]+) ", LINE)
+    assert [part.partition(": ")[0] for part in lines[0].split(" | ")] == columns
+    assert sum("lr: " in line for line in lines) == 1
+    assert legend(STEP, live=True).startswith("reward: ") and "learning rate: " in legend(STEP, live=True)
+    assert legend({"loss": 1.0}) == ""
+
+
+def test_a_long_wait_says_what_for(monkeypatch, capsys):
+    """Plain lines name the seconds; a wait that is over at once says nothing."""
+    monkeypatch.setattr(console_module, "FIRST_S", 0.01)
+    monkeypatch.setattr(console_module, "AGAIN_S", 0.01)
+    said: list[str] = []
+    done = Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 3:
+            done.set()
+
+    with waiting("1 engine to start", say):
+        assert done.wait(60)
+    assert all(re.fullmatch(r"waiting for 1 engine to start, \d+ s", line) for line in said)
+    monkeypatch.setattr(console_module, "FIRST_S", 60.0)
+    with open_display(LogConfig(console="plain"), 3).waiting("nothing"):
+        pass
+    assert capsys.readouterr().out == ""
+
+
+def test_the_live_display_shows_a_wait_as_its_phase(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: clock[0])
+    with open_display(LogConfig(console="live"), 9, console=terminal()) as display:
+        display.phase("push")
+        with display.waiting("1 engine to start"):
+            clock[0] = 12.7
+            assert "waiting for 1 engine to start 12 s" in rendered(display)
+        assert "push 12 s" in rendered(display) and "waiting" not in rendered(display)
+        display.phase(None)
+        assert "push" not in rendered(display)
+
+
+def rendered(display) -> str:
+    now = terminal()
+    now.print(display._render())
+    return now.export_text()
+
+
+def test_the_last_lines_name_the_results_and_commands_that_parse(tmp_path):
+    config = parse_config({"run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t.jsonl"}})
+    report = tmp_path / "report.html"
+    assert closing_lines(config, None) == []
+    assert closing_lines(config, report) == [f"report {report}"]
+    (tmp_path / "hf").mkdir()
+    first, *commands = closing_lines(config, report)
+    assert str(report) in first and str(tmp_path / "hf") in first
+    options = [parse(make_parser(), line.partition("oblr-megatron ")[2].split()) for line in commands]
+    assert [one.model for one in options] == [tmp_path / "hf"] * 2
+    assert options[0].data == ["SET"] and options[1].max_model_len == 1024 + 512
+    sampled = parse_config(config.model_dump(mode="json"), overrides=["rollout.only=true"])
+    *_, command = closing_lines(sampled, report)
+    assert parse(make_parser(), command.partition("oblr-megatron ")[2].split()).replay == tmp_path / "rollouts"
+
+
 def test_other_ranks_are_silent(capsys):
-    with open_display(LogConfig(console="live"), 10, rank=3) as display:
+    with open_display(LogConfig(console="live"), 10, rank=3) as display, display.waiting("nothing"):
         display.phase("rollout")
         display.step(1, STEP)
         display.message("hello")
