@@ -3,11 +3,13 @@
 vLLM's own key guards only some path prefixes, and vLLM serves other paths that can run any method in the engine. This
 middleware runs first, asks for the key on every path except /health, and refuses every path that is not listed here.
 Without a key (`engine.serve_command` allows that on loopback only) it refuses requests that a web page may have caused:
-those with an Origin header, or with a host name that is not this machine's.
+those with an Origin header, or with a host name that is not this machine's. It reads the bodies of the others, which
+must have a limited size and arrive within `BODY_SECONDS`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import os
@@ -22,6 +24,16 @@ KEY_VARIABLE = "OBLR_SERVER_KEY"
 HEALTH = "/health"
 OPEN_PATHS = frozenset({HEALTH})
 PATHS = OPEN_PATHS | {http.INFO, http.GENERATE, http.DIGESTS, *http.PUSH, "/metrics", "/version", "/v1/models"}
+
+BODY_BYTES = {
+    http.GENERATE: 2**24,  # 4 prompts (`rollout.balance`) of 500,000 token ids, 8 bytes each
+    http.PUSH_START: 2**26,  # 100,000 tensors, 600 bytes each; Qwen3-235B-A22B has 36,000 of 100 bytes
+    http.PUSH_UPDATE: 2**26,  # a bucket lists its tensors again
+}
+OTHER_BYTES = 2**20
+"""Most bytes of other bodies, which hold a few fields or nothing."""
+BODY_SECONDS = 60.0
+"""Most seconds until a whole body has arrived."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -42,11 +54,53 @@ class Guard:
             return
         refusal = refuse(scope, self._key)
         if refusal is None:
-            await self._app(scope, receive, send)
-        elif scope["type"] == "http":
-            await _answer(send, *refusal)
-        else:
+            body = await read_body(receive, BODY_BYTES.get(scope["path"], OTHER_BYTES))
+            if isinstance(body, bytes):
+                await self._app(scope, _received(body, receive), send)
+                return
+            refusal = body
+        if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
+        elif refusal is not None:
+            await _answer(send, *refusal)
+
+
+async def read_body(receive: Receive, most: int) -> bytes | tuple[int, str] | None:
+    """A request's body; or status and reason of a refusal; or None if the client has gone.
+
+    Args:
+        receive: the request's messages, as ASGI defines them.
+        most: bytes.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body += message.get("body", b"")
+                if len(body) > most:
+                    return too_large(most)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        return 408, f"the body did not arrive within {BODY_SECONDS:g} s"
+
+
+def too_large(most: int) -> tuple[int, str]:
+    """Status and reason of the refusal of a body with more than `most` bytes."""
+    return 413, f"the body has more than {most} bytes"
+
+
+def _received(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that returns the whole body first, and then the later messages: the client's end."""
+    first: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> MutableMapping[str, Any]:
+        return first.pop() if first else await receive()
+
+    return again
 
 
 def refuse(scope: Scope, key: str) -> tuple[int, str] | None:
@@ -65,6 +119,10 @@ def refuse(scope: Scope, key: str) -> tuple[int, str] | None:
             return 403, "without an API key this server answers only programs on its own machine"
     if scope["type"] != "http" or path not in PATHS:
         return 403, f"{path} is not served here"
+    most = BODY_BYTES.get(path, OTHER_BYTES)
+    announced = headers.get(b"content-length", b"0")
+    if not announced.isdigit() or len(announced) > len(str(most)) or int(announced) > most:
+        return too_large(most)
     return None
 
 
@@ -88,5 +146,6 @@ def _host(header: str) -> str:
 async def _answer(send: Send, status: int, reason: str) -> None:
     body = json.dumps({"error": reason}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers.append((b"connection", b"close"))  # the rest of a refused request is not read
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -52,7 +52,10 @@ class ServerRoutes:
         self._served: ServedModel | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Called by vLLM before the engine client exists."""
+        """Called by vLLM before it starts to listen."""
+        from oblr_megatron.engine import server_connection
+
+        server_connection.install()
         for path, kind, method in ROUTES:
             route = self._route(partial(self._call, kind, method))
             app.add_api_route(path, route, methods=["GET" if kind is None else "POST"])

@@ -6,8 +6,10 @@ Not covered: NCCL and tensor parallelism (GPUs only), servers on other machines,
 import json
 import os
 import signal
+import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,14 @@ def two(model_dir):
     finally:
         for server in servers:
             server.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def half_sent(two):
+    """A request without the end of its headers, sent before the first test."""
+    with socket.create_connection(("127.0.0.1", two[0].port), timeout=60) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        yield connection
 
 
 @pytest.fixture
@@ -223,6 +233,15 @@ def test_nothing_is_answered_without_the_key(two):
     ):
         assert server.call(path, b"{}")[0] == 403, path
     assert server.call(http.GENERATE, b"\x80\x04K\x01.")[0] == http.INVALID, "a pickle is not JSON"
+
+
+def test_headers_and_bodies_have_limits(two, half_sent):
+    with suppress(ConnectionResetError):
+        assert half_sent.recv(1) == b"", "closed without an answer"
+    head = f"POST {http.GENERATE} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {10**11}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", two[0].port), timeout=60) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(12) == b"HTTP/1.1 413"
 
 
 def test_bad_servers_are_found_before_the_run(two, config_of, model_dir, tmp_path, monkeypatch):

@@ -19,12 +19,15 @@ from oblr_megatron.engine.serve_command import (
     add_arguments,
     check_address,
     check_exposure,
+    check_sizes,
     command,
     server_environment,
     spec_of,
 )
 from oblr_megatron.engine.server_guard import KEY_VARIABLE, PATHS, Guard, is_loopback, refuse
 from oblr_megatron.errors import UserError
+from oblr_megatron.runtime.arguments import Parser
+from tests.tiny import SIZES
 
 KEY = "0123456789abcdef"
 
@@ -164,3 +167,48 @@ def test_shapes_tell_models_apart():
     shapes = {"a": (2, 3), "b": (4,)}
     assert http.shapes_digest(shapes) == http.shapes_digest(dict(reversed(shapes.items())))
     assert len({http.shapes_digest(one) for one in (shapes, {"a": (3, 2), "b": (4,)}, {"a": (2, 3)})}) == 3
+
+
+def serve_options(*arguments: str) -> argparse.Namespace:
+    parser = Parser()
+    add_arguments(parser)
+    return parser.parse_args(["--model", "m", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *[("--port", value) for value in ("99999", "0", "-1", "http", "8000.0", "", "1" * 5000)],
+        *[("--max-model-len", value) for value in ("0", "-5", "many")],
+        *[("--gpu-memory-utilization", value) for value in ("0", "1.5", "nan", "inf", "half")],
+        *[("--kv-cache-gib", value) for value in ("0", "-1", "nan", "inf", "x")],
+        ("--max-num-seqs", "0"),
+        ("--num-threads", "0"),
+        ("--tensor-parallel-size", "-2"),
+        ("--seed", "-1"),
+        ("--seed", str(2**32)),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_the_parser(option: str, value: str) -> None:
+    with pytest.raises(UserError) as error:
+        serve_options(f"{option}={value}")
+    assert option in error.value.what and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "where", "named"),
+    [
+        (["--max-model-len=200"], "cpu", "--max-model-len", "128"),
+        (["--max-model-len=64", "--kv-cache-gib=1e-6"], "cpu", "--kv-cache-gib", "64 tokens"),
+        (["--max-model-len=64", "--tensor-parallel-size=4"], "cuda", "--tensor-parallel-size", "has 3"),
+        (["--max-model-len=64", "--tensor-parallel-size=3"], "cuda", "--tensor-parallel-size", "4 is not a multiple"),
+        (["--max-model-len=64"], "cpu", "m", "head_dim 16"),
+    ],
+)
+def test_sizes_that_the_model_or_the_machine_lacks(arguments, device, where, named):
+    sizes = SIZES | {"head_dim": 16 if where == "m" else 32}
+    spec = spec_of(serve_options(*arguments), device)
+    with pytest.raises(UserError) as error:
+        check_sizes(spec, sizes, 3 if device == "cuda" else 0)
+    assert error.value.where.endswith(where) and named in error.value.what
+    check_sizes(spec_of(serve_options("--max-model-len=64"), device), SIZES | {"head_dim": 32}, 0)
