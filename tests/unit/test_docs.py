@@ -1,16 +1,26 @@
-"""Generated docs are up to date, and paths named in the docs exist. Not covered: whether the prose is true."""
+"""Generated docs are up to date, paths named in the docs exist, and the commands in them parse.
+
+tests/e2e/test_first_run.py runs the README's commands. Not covered: whether the prose is true.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from oblr_megatron.cli import make_parser
+from oblr_megatron.runtime.command_line import parse
+from tests.unit.config.test_config import keys
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*/README.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *EXAMPLES]
+KEYS = set(keys())
 
 
 def test_config_page_is_up_to_date() -> None:
@@ -30,3 +40,19 @@ def test_named_paths_exist(page: Path) -> None:
         assert (page.parent / path).exists(), f"{page.name} links to {path}"
     for path in named:
         assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The arguments of each `oblr-megatron` line in a page's blocks of code, with its continuation lines."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = re.findall(r"^ *oblr-megatron (.*)$", text, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_every_command_parses() -> None:
+    found = [(page.name, arguments) for page in PAGES for arguments in commands(page)]
+    assert len(found) > 50
+    for name, arguments in found:
+        options = parse(make_parser(), arguments)  # raises a UserError
+        for override in getattr(options, "overrides", []):
+            assert override.partition("=")[0] in KEYS, f"{name}: {override}"

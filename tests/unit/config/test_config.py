@@ -167,6 +167,15 @@ def fields(section: type[Section], path: str = "config") -> Iterator[tuple[type[
             yield section, path, name
 
 
+def keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
+    """Every key by its dotted name, e.g. "algo.snr.floor"."""
+    return [
+        key
+        for name, field in section.model_fields.items()
+        for key in (keys(field.annotation, f"{prefix}{name}.") if is_section(field.annotation) else [f"{prefix}{name}"])
+    ]
+
+
 def test_every_field_is_documented() -> None:
     undocumented = [(path, name) for owner, path, name in fields(Config) if not owner.model_fields[name].description]
     assert undocumented == []

@@ -17,13 +17,13 @@ from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.checks.run_dir import check_run_dir
-from oblr_megatron.config import Config, load_config, parse_config
+from oblr_megatron.config import load_config, parse_config
 from oblr_megatron.config.run import LONGEST_SHOWN
 from oblr_megatron.data.sources import kind_of
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.published import published
 from oblr_megatron.rewards.registry import REWARDS, check_reward
-from tests.unit.config.test_config import MINIMAL, fields
+from tests.unit.config.test_config import MINIMAL, keys
 
 HERE, COMMAND_LINE = "c.toml", "command line"
 BAD_FILE = {**MINIMAL, "num_steps": "abc", "optimizer": {"lr": -1}}
@@ -100,9 +100,9 @@ def test_the_config_of_a_run_is_read_again(tmp_path: Path) -> None:
     assert load_config(file) == config and load_config(file, ["seed=4"]).seed == 4
 
 
-KEYS = sorted({f"{path}.{name}".removeprefix("config.") for _, path, name in fields(Config)})
+KEYS = keys()
 SECTIONS = sorted({key.rpartition(".")[0] for key in KEYS} - {""})
-keys = st.one_of(
+names = st.one_of(
     st.sampled_from(KEYS),
     st.sampled_from(SECTIONS),
     st.tuples(st.sampled_from(KEYS), st.text(max_size=5)).map(".".join),
@@ -130,7 +130,7 @@ ODD = [
 ]
 plain = st.one_of(st.text(max_size=60), st.integers().map(str), st.floats().map(str), st.sampled_from(ODD))
 values = st.one_of(plain, plain.map(json.dumps), st.lists(plain, max_size=3).map(json.dumps))
-overrides = st.lists(st.tuples(keys, values).map("=".join) | st.text(max_size=20), min_size=1, max_size=4)
+overrides = st.lists(st.tuples(names, values).map("=".join) | st.text(max_size=20), min_size=1, max_size=4)
 
 
 def check(given_overrides: list[str]) -> None:
