@@ -37,6 +37,9 @@ class UserError(ValueError):
 class RunError(RuntimeError):
     """The run cannot continue. The message names what failed, or who waited for what."""
 
+    agreed = False
+    """Whether all ranks raise this error together; then one of them prints it."""
+
 
 class EngineLostError(RunError):
     """An engine died, hung or lost its connection. Restarting it may help."""

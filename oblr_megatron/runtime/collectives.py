@@ -72,9 +72,11 @@ def raise_first(outcomes: Sequence[Outcome[Any]], own: Outcome[Any]) -> None:
         what, where, fix = mistake
         raise UserError(what, where=where, fix=fix)
     worst = min(failed, key=lambda outcome: _GRAVITY.index(outcome.kind))
-    if own.exception is not None and own.kind is worst.kind:
-        raise own.exception
-    raise worst.kind(worst.error)
+    error = own.exception if own.kind is worst.kind else None
+    error = worst.kind(worst.error) if error is None else error
+    if isinstance(error, RunError):
+        error.agreed = True
+    raise error
 
 
 class Collectives:

@@ -48,7 +48,8 @@ def guarded(command: Callable[[], int]) -> int:
         reason = reason_of(error)
         if reason is None:
             raise
-        print(f"error: rank {os.environ.get('RANK', '0')}: {reason}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0" or not getattr(error, "agreed", False):
+            print(f"error: rank {os.environ.get('RANK', '0')}: {reason}", file=sys.stderr)
         return EXIT_RUN
 
 

@@ -18,7 +18,7 @@ from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, expected, make_samples, step_of
 from tests.tiny import make_hf_dir
 
-SEEDS = 24
+SEEDS, FEW_SEEDS = 24, 2  # for the mean over seeds; for the comparison of two modes seed by seed
 LAYOUTS: dict[int, list[dict[str, Any]]] = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, {}]}
 
 
@@ -36,9 +36,9 @@ def of_sources(path: str, layouts: list[dict[str, Any]]) -> list[dict[str, torch
                 source: step_of(path, parallel, config_of(path, {"source": source, "mode": "two_pass"}, 4))["norms"]
                 for source in ("logit", "length")
             }
-            for mode in ("two_pass", "bookkeep"):
+            for mode, seeds in (("two_pass", SEEDS), ("bookkeep", FEW_SEEDS)):
                 norms = []
-                for seed in range(SEEDS if not sizes else 2):
+                for seed in range(FEW_SEEDS if sizes else seeds):
                     config = config_of(path, {"source": "sketch", "mode": mode, "sketch_size": 8}, 4)
                     config = config.model_copy(update={"seed": seed})
                     norms.append(step_of(path, parallel, config)["norms"])
@@ -74,7 +74,7 @@ def test_sources(model: str, world_size: int) -> None:
     ):
         assert torch.equal(found["length"], lengths)
         torch.testing.assert_close(found["logit"], by_autograd, rtol=1e-10, atol=0)
-        torch.testing.assert_close(found["sketch bookkeep"], found["sketch two_pass"], rtol=1e-9, atol=0)
+        torch.testing.assert_close(found["sketch bookkeep"], found["sketch two_pass"][:FEW_SEEDS], rtol=1e-9, atol=0)
         draws = found["sketch two_pass"]
         assert not torch.equal(draws[0], draws[1])
         if len(draws) == SEEDS:

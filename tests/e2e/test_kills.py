@@ -157,7 +157,7 @@ def test_a_killed_rank_ends_the_job_with_one_line_of_ours(inputs: Path, tmp_path
     assert read_status(job.run_dir).state in ("failed", "lost") and not list(job.tmp.iterdir())
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.alone])])
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.alone])])
 def test_a_launcher_killed_in_its_first_seconds_leaves_no_rank(inputs: Path, tmp_path: Path, kills: int) -> None:
     """Ranks that import for seconds check their launcher first."""
     draw = random.Random(kills)

@@ -41,7 +41,10 @@ with StopRequest(CheckpointConfig()) as stop:
 """
 
 
-SIGNALS_ONCE = (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+SIGNALS_ONCE = (
+    signal.SIGUSR1,
+    *(pytest.param(one, marks=pytest.mark.nightly) for one in (signal.SIGINT, signal.SIGHUP)),
+)
 
 
 @contextmanager
@@ -106,7 +109,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGINT])
 def test_a_second_signal_ends_the_ranks_without_waiting(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path, "slow") as job:
         job.send_signal(number)

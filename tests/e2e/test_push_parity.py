@@ -36,7 +36,7 @@ PARITY = 2e-5  # 6e-6 seen, rounding of fp32
 CHANGE = 1.2  # of every weight
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_logprobs_of_pushed_weights_are_the_trainers(tied: bool, tmp_path: Path) -> None:
     path = make_hf_dir(tmp_path / "model", tied=tied, head_dim=32)
     ranks = run_ranks(push_from_all_layouts, 4, path, tmp_path / "run")

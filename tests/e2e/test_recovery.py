@@ -70,6 +70,7 @@ def test_killed_while_it_generates(rollout):
     assert largest_error(model, expected[:32]) < PARITY and {one.version for one in expected} == {1}
 
 
+@pytest.mark.nightly
 def test_killed_while_weights_arrive(rollout, monkeypatch):
     """Killed between two of many buckets; every rank iterates the whole source again for the new engine."""
     engines, model, _ = rollout
@@ -102,6 +103,7 @@ def test_a_bucket_that_is_damaged_once_is_sent_again(rollout, monkeypatch):
     assert largest_error(model, sample(engines, **SMALL)) < PARITY
 
 
+@pytest.mark.nightly
 def test_hung_while_idle(rollout):
     """A stopped process does not answer. It is killed at the deadline of the next call, and replaced."""
     engines, _, _ = rollout
@@ -113,6 +115,7 @@ def test_hung_while_idle(rollout):
     assert_replaced(engines, victim)
 
 
+@pytest.mark.nightly
 def test_one_loss_too_many(rollout):
     """The engine's model is gone, so the new one cannot start. The error has the number of restarts."""
     engines, _, path = rollout
@@ -148,6 +151,7 @@ def shared_memory():
     return sum("memfd:oblr-weights" in os.readlink(link) for link in links if os.path.lexists(link))
 
 
+@pytest.mark.nightly
 def test_two_ranks_recover_together(tmp_path):
     """Tensor parallel 2 with an engine each: one dies while idle, the other in the middle of a push."""
     path = make_hf_dir(tmp_path / "model", head_dim=32)

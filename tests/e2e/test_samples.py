@@ -124,6 +124,7 @@ def test_an_id_out_of_the_vocabulary_is_refused() -> None:
     assert to_sample(0, (2,), completion, 0, tokenizer, VOCAB + 1).response_ids == (VOCAB,)
 
 
+@pytest.mark.nightly
 def test_a_run_that_loses_its_engine_saves_its_state(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
     """SIGKILL of the engine without restarts: both ranks name the cause and keep a checkpoint and the report."""
     keys = overrides(tmp_path / "run", num_steps=100_000, rollout__max_restarts=0)

@@ -272,6 +272,7 @@ def test_an_unreachable_server_ends_the_command_with_status_2(tmp_path, tiny, ov
     assert "[config: rollout.servers]. Fix: " in result.stderr and "oblr-megatron serve" in result.stderr
 
 
+@pytest.mark.nightly
 def test_killed_servers_lose_and_double_nothing(two, engines_of, model):
     """One is killed while it samples, and the other takes over. Then that one is killed, and gets the weights again."""
     engines = engines_of(two, start_timeout_s=500)

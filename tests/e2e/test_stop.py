@@ -22,7 +22,7 @@ COMMAND = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cp
 LONG = 100_000  # steps
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly), signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_every_process_of_a_run_saves_it(
     tmp_path: Path, overrides: Callable[..., list[str]], number: signal.Signals
 ) -> None:
