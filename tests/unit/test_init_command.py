@@ -1,0 +1,124 @@
+"""`init`: the values that it derives from model and rows, and that a refusal writes nothing.
+
+tests/e2e/test_first_run.py trains on its output. Oracle: the config's own reader.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from oblr_megatron.cli import main
+from oblr_megatron.config import Config, load_config
+from oblr_megatron.errors import EXIT_OK, EXIT_USER
+from tests.tiny import make_hf_dir
+
+SUMS = [{"question": f"t{n} t{n + 1}", "answer": f"{2 * n + 1}"} for n in range(2, 12)]
+CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows 35 words."""
+    return make_hf_dir(tmp_path_factory.mktemp("words") / "model", head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a token for each byte, which can write \\boxed{}, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    path = tmp_path_factory.mktemp("bytes") / "model"
+    make_hf_dir(path, head_dim=32, vocab_size=len(alphabet), max_position_embeddings=2048)
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT).save_pretrained(path)
+    return path
+
+
+def written(path: Path, model: Path, rows: list[dict[str, Any]], *options: str) -> Config:
+    data, out = path / "rows.jsonl", path / "first.toml"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["init", str(model), str(data), "--out", str(out), *options]) == EXIT_OK
+    assert [file.name for file in path.iterdir()].count("first.toml") == 1 and len(list(path.iterdir())) == 2
+    return load_config(out)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_model_without_the_letters_of_a_box_is_scored_by_its_whole_response(tmp_path: Path, words: Path) -> None:
+    config = written(tmp_path, words, SUMS)
+    assert (config.reward.name, config.data.template, config.data.chat_template) == ("exact_match", "{question}", False)
+    assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (16, 112)  # of 128 positions
+    assert config.run_dir == Path("run/first") and config.optimizer.lr == 5e-4 and config.model.path == words
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward"),
+    [
+        (["12", "-3.5", "1/2", "1,000"], "math"),
+        (["\\frac{1}{2}", "x^2", "$3$", "7%"], "math"),
+        (["12", "Paris", "yes", "no"], "exact_match"),
+        (["a", "b"], "exact_match"),
+    ],
+)
+def test_mathematical_answers_are_compared_as_mathematics(
+    answers: list[str], reward: str, tmp_path: Path, bytes_model: Path
+) -> None:
+    rows = [{"question": f"What is {n}?", "answer": answer} for n, answer in enumerate(answers)]
+    config = written(tmp_path, bytes_model, rows)
+    assert config.reward.name == reward and config.data.chat_template
+    assert ("\\boxed{}" in config.data.template) == (reward == "math")
+
+
+def test_prompts_are_measured_with_their_template_and_a_few_long_ones_are_dropped(
+    tmp_path: Path, bytes_model: Path
+) -> None:
+    """200 bytes and "user: " need 256 tokens; 1 of 200 rows is longer."""
+    rows = [{"question": f"{n:03d}".rjust(200 if n else 900), "answer": "yes"} for n in range(200)]
+    config = written(tmp_path, bytes_model, rows)
+    assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (256, 512)
+    assert "here up to 906" in (tmp_path / "first.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "found"),
+    [
+        (("problem", "solution"), [], ("problem", "solution")),
+        (("prompt", "answer"), [], ("prompt", "answer")),
+        (("frage", "antwort"), ["--question-column", "frage", "--answer-column", "antwort"], ("frage", "antwort")),
+    ],
+)
+def test_columns(
+    columns: tuple[str, str], options: list[str], found: tuple[str, str], tmp_path: Path, words: Path
+) -> None:
+    rows = [dict(zip(columns, row.values(), strict=True)) for row in SUMS]
+    config = written(tmp_path, words, rows, *options)
+    assert (config.data.question_column, config.data.answer_column) == found
+
+
+@pytest.mark.parametrize("rows", ["", "{}\n", "[1]\n", '{"question": "t2"}\n', '{"a": "t2", "b": "3"}\n'])
+def test_rows_without_use_are_refused(
+    rows: str, tmp_path: Path, words: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(rows)
+    assert main(["init", str(words), "rows.jsonl"]) == EXIT_USER
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "rows.jsonl" in errors[0]
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_run_directory_in_use_is_refused(tmp_path: Path, words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(SUMS[0]) + "\n")
+    (tmp_path / "run" / "config").mkdir(parents=True)
+    (tmp_path / "run" / "config" / "thesis.txt").touch()
+    assert main(["init", str(words), "rows.jsonl"]) == EXIT_USER
+    assert "run/config" in capsys.readouterr().err and not (tmp_path / "config.toml").exists()
