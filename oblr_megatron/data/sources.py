@@ -8,9 +8,11 @@ without a copy in its cache.
 from __future__ import annotations
 
 import json
+import logging
 import os.path
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,6 +25,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz")
 _SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # written by Dataset.save_to_disk
 BATCH_ROWS = 1024  # rows per read
+_REPEATED = ("huggingface_hub.utils._http", "datasets.packaged_modules.parquet.parquet")
+"""Loggers of failed requests and damaged files. Our own error says the same once."""
 _CANNOT = "cannot read the data set"
 
 
@@ -226,7 +230,8 @@ def _records(file: str, data: Any, where: str) -> Iterator[Record]:
     tables = iter(data.with_format("arrow").iter(batch_size=BATCH_ROWS))
     while True:
         try:
-            rows = next(tables).to_pylist()
+            with _silent():
+                rows = next(tables).to_pylist()
         except StopIteration:
             return
         except Exception as error:  # on a damaged file, datasets, pyarrow and fsspec raise unrelated classes
@@ -241,9 +246,24 @@ def _load(where: str, loader: str, path: str, **options: Any) -> Any:
     import datasets
 
     try:
-        return getattr(datasets, loader)(path, **options)
+        with _silent():
+            return getattr(datasets, loader)(path, **options)
     except Exception as error:  # errors of the hub, files, splits and subsets share no base class
         raise _refusal(error, where) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep the loggers in _REPEATED off the console."""
+    loggers = [logging.getLogger(name) for name in _REPEATED]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def _refusal(error: Exception, where: str) -> UserError:

@@ -1,75 +1,14 @@
 """`oblr_server_shm`: a push through shared memory into an API server on the same machine.
 
-The server is not a child of the trainer, so it opens the trainer's anonymous memory through /proc/PID/fd/N. The memory
-has no name in /dev/shm and is freed when both sides have ended. The server opens nothing else: the descriptor must be a
-memfd with our name, and the machine, the PID namespace and the inode must be those that the trainer sent.
+The server is not a child of the trainer, so it finds the memory through `PeerMemory`.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
-
 from oblr_megatron.engine.transfer import ShmWeightTransferEngine, check_layers_read_parameters
-from oblr_megatron.errors import WeightError
-from oblr_megatron.weights.shm import SharedBuffer
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-MEMORY_NAME = "/memfd:oblr-weights"
-
-
-@dataclass
-class PeerMemory(WeightTransferInitInfo):
-    """Where the trainer holds the memory.
-
-    Example: PeerMemory(pid=4711, fd=9, inode=1043, boot_id="3f1c...", pid_namespace="pid:[4026531836]")
-    """
-
-    pid: int
-    fd: int
-    inode: int
-    boot_id: str
-    pid_namespace: str
-
-    @classmethod
-    def of(cls, buffer: SharedBuffer) -> PeerMemory:
-        """How another process finds a buffer of this process."""
-        inode = os.fstat(buffer.fd).st_ino
-        return cls(os.getpid(), buffer.fd, inode, BOOT_ID.read_text().strip(), _pid_namespace())
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as a dict, for `http_messages.OpenBody`."""
-        return asdict(self)
-
-    def open(self) -> SharedBuffer:
-        """Map the memory.
-
-        Raises:
-            WeightError: it cannot be opened; the message says why.
-        """
-        if BOOT_ID.read_text().strip() != self.boot_id or _pid_namespace() != self.pid_namespace:
-            raise WeightError(
-                "the trainer runs on another machine or in another container, and a server without GPUs takes weights "
-                "through shared memory. Fix: start the server where rank 0 of the trainer runs"
-            )
-        path = Path(f"/proc/{self.pid}/fd/{self.fd}")
-        try:
-            if not os.readlink(path).startswith(MEMORY_NAME):
-                raise WeightError(f"{path} is not the memory of a push")
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise WeightError(
-                f"cannot open the trainer's memory at {path}: {error.strerror}. Fix: run server and trainer as one user"
-            ) from error
-        buffer = SharedBuffer(descriptor)
-        if os.fstat(descriptor).st_ino != self.inode:
-            buffer.close()
-            raise WeightError(f"{path} is not the memory that the trainer sent")
-        return buffer
+from oblr_megatron.weights.peer_memory import PeerMemory
 
 
 class ServerShmWeightTransferEngine(ShmWeightTransferEngine):
@@ -95,7 +34,3 @@ class ServerShmWeightTransferEngine(ShmWeightTransferEngine):
         """Unmap the memory."""
         super().shutdown()
         self._peer = None
-
-
-def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")

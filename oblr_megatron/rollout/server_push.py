@@ -1,4 +1,5 @@
 """A push into several API servers at once. Rank 0 sends it; `push.push` gathers the tensors once for all servers.
+Imports no vllm.
 
 A server that is lost during a push does not delay the others; when it is back, it gets all weights again. A server that
 refuses a push ends the push for all: either the trainer is wrong, or a bucket was damaged on the way.
@@ -23,6 +24,7 @@ from oblr_megatron.rollout.push import LockstepReceiver, check_digests, read_sha
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer, reasons
 from oblr_megatron.runtime.http_loop import HttpLoop
 from oblr_megatron.weights.manifest import Manifest
+from oblr_megatron.weights.peer_memory import PeerMemory
 from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, bucket_capacity
 from oblr_megatron.weights.verify import Digests, expected_digests
 
@@ -78,8 +80,6 @@ class SharedMemoryTransport(Transport):
 
     async def connect(self, server: VllmServer, open_push: OpenPush) -> None:
         """Send the server the place of the memory."""
-        from oblr_megatron.engine.transfer_server import PeerMemory
-
         assert self._buffer is not None, "reserve comes first"
         await open_push(PeerMemory.of(self._buffer).as_dict())
 

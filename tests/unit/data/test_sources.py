@@ -5,12 +5,14 @@ Not covered: reading an existing hub data set.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from transformers import PreTrainedTokenizerFast
 
 from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.data.conventions import CONVENTIONS, PLAIN
@@ -187,3 +189,35 @@ def test_a_malformed_line_costs_only_that_line(tmp_path: Path, tokenizer) -> Non
     refusal(tmp_path)  # `datasets` refuses the whole file
     data = config(path)
     assert [prompt.text for prompt in read_prompts(data.train[0], data, tokenizer)] == ["1+1="]
+
+
+def test_other_libraries_do_not_repeat_the_error_on_the_console(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "damaged.parquet"
+    path.write_bytes(b"PAR1" + b"x" * 100 + b"PAR1")
+    refusal(path)
+    requests = logging.getLogger("huggingface_hub.utils._http")
+
+    def unreachable(path: str, **options: object) -> None:
+        requests.warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    assert "network" in refusal("openai/gsm8k").fix
+    assert capfd.readouterr().err == ""
+    assert not requests.disabled, "afterwards it speaks again"
+
+
+def test_the_tokenizer_does_not_warn_of_long_prompts(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", said.append)
+    monkeypatch.setattr(tokenizer, "model_max_length", 4)
+    monkeypatch.setattr(tokenizer, "deprecation_warnings", {})
+    data = config(sums(tmp_path / "sums.jsonl", 3))
+    assert len(read_prompts(data.train[0], data, tokenizer)) == 3
+    assert said == []
+    tokenizer("1 + 1 = 2")
+    assert len(said) == 1, "by default it warns"
