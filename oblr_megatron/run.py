@@ -24,9 +24,10 @@ from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.model.reference import Reference
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.step_metrics import StepRecord
+from oblr_megatron.opening import open_sampling
 from oblr_megatron.rewards.shared import NoRewardError
 from oblr_megatron.rollout.placement import engine_dtype
-from oblr_megatron.sampling import Sampling, open_sampling
+from oblr_megatron.sampling import Sampling
 from oblr_megatron.weights.export import MegatronWeights
 
 if TYPE_CHECKING:

@@ -22,11 +22,12 @@ from oblr_megatron.model.parallel import rank_from_environment
 from oblr_megatron.observe.console import closing_lines
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.status import finished
+from oblr_megatron.opening import open_sampling, started
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.run import Run, open_run
 from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
 from oblr_megatron.runtime.processes import die_with_launcher
-from oblr_megatron.sampling import Sampling, open_sampling, started
+from oblr_megatron.sampling import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from oblr_megatron import sampling
+from oblr_megatron import opening
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.convert import to_megatron
 from oblr_megatron.checkpoint.store import checkpoints_of
@@ -288,7 +288,7 @@ def bad_on_rank_1(config: Config) -> tuple[int, str]:
             raise UserError("found by rank 1", where="there", fix="repair it")
         return preflight(*arguments)
 
-    sampling.preflight = check  # type: ignore[assignment]  # in the process of this rank
+    opening.preflight = check  # type: ignore[assignment]  # in the process of this rank
     return train_here(config)
 
 

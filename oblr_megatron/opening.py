@@ -1,0 +1,206 @@
+"""Opens the sampling half of a run: checks, lock of the run directory, process group, engines, logs.
+
+Cheap failures come first. A mistake that one rank finds is raised on all ranks, before an engine is started. An opened
+run changes no file of its directory until `started`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from oblr_megatron.checkpoint.resume import Checkpoint, changes, choose
+from oblr_megatron.checks.layout import check_port
+from oblr_megatron.checks.run_dir import check_run_dir
+from oblr_megatron.engine.protocol import RolloutEngine
+from oblr_megatron.evaluation.items import RunItems
+from oblr_megatron.memory.pass_plan import Layout, idle_replicas
+from oblr_megatron.memory.select_mode import ModeChoice, with_mode
+from oblr_megatron.metrics import METRICS_FILE, MetricsWriter, Record, read_metrics
+from oblr_megatron.model import parallel as layout
+from oblr_megatron.observe.alarms import LiveAlarms, floor_of
+from oblr_megatron.observe.console import open_display
+from oblr_megatron.observe.performance.profiler import Profiler, open_profiler
+from oblr_megatron.observe.performance.ranks import RankLog
+from oblr_megatron.observe.performance.utilization import Utilization
+from oblr_megatron.observe.status import recorded
+from oblr_megatron.preflight import Inputs, preflight, write_config
+from oblr_megatron.rewards.registry import build_reward
+from oblr_megatron.rewards.shared import FailedSteps, SharedReward
+from oblr_megatron.rollout import open_engines
+from oblr_megatron.rollout.replay import ReplayEngine
+from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
+from oblr_megatron.runtime.run_lock import run_lock
+from oblr_megatron.runtime.stopping import StopRequest
+from oblr_megatron.sampling import PromptSource, Sampling
+from oblr_megatron.timing import PhaseTimer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from oblr_megatron.config import Config
+
+
+@contextmanager
+def open_sampling(config: Config) -> Iterator[Sampling]:
+    """Check, start and finally close everything that sampling needs; cheap failures come first.
+
+    Raises:
+        UserError: bad input, found before the process group or any engine is started.
+    """
+    rank, world_size = layout.rank_from_environment()
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest(config.checkpoint))
+        own = attempt(lambda: _inputs(config, rank, world_size, stack))
+        if world_size == 1:
+            raise_first([own], own)
+        layout.join(config.parallel)
+        stack.callback(layout.shutdown)
+        collectives = Collectives(rank)
+        collectives.settle(own, what="their checks", seconds=config.parallel.distributed_timeout_s)
+        inputs: Inputs = own.value
+        parallel = layout.initialize(config.parallel, seed=config.seed)
+        resumed = choose(inputs.checkpoints, parallel.rank, world_size)
+        norms = _of_first_rank(inputs.norms)
+        if norms is not None:
+            config = with_mode(config, norms.mode)
+        first = parallel.tp_rank == parallel.pp_rank == parallel.cp_rank == 0  # of the ranks of a replica
+        share = parallel.dp_rank if first else None
+        scoring = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+        reward = stack.enter_context(SharedReward(scoring, share, parallel.dp_size))
+        display = open_display(config.log, config.num_steps, rank=parallel.rank)
+        engines = open_engines(config, parallel, display.waiting)
+        stack.callback(engines.close)
+        stack.enter_context(display)
+        for line in _opening_lines(config, inputs.model.config, world_size, norms, resumed):
+            display.message(line)
+        metrics = stack.enter_context(
+            MetricsWriter(
+                config.run_dir,
+                config.log,
+                rank=parallel.rank,
+                world_size=world_size,
+                resume_step=_metrics_until(config, resumed),
+            )
+        )
+        stream = _prompt_source(inputs, engines)
+        past: list[Record] = []
+        if resumed is not None:
+            stream.load_state_dict(resumed.state["data"])
+            past = _records_until(config.run_dir, resumed.step) if parallel.rank == 0 else []
+            for record in past:
+                display.recall(record)
+        floor = floor_of(config.algo)
+        profiler = stack.enter_context(open_profiler(config, parallel.rank, display.message))
+        control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s))
+        yield Sampling(
+            config=config,
+            parallel=parallel,
+            model=inputs.model,
+            engines=engines,
+            reward=reward,
+            stream=stream,
+            held_out=inputs.held_out,
+            evaluations=RunItems(config.run_dir / "evaluations" if config.evaluate.save and rank == 0 else None),
+            metrics=metrics,
+            display=display,
+            alarms=LiveAlarms(config.run_dir, floor, display.message, past) if parallel.rank == 0 else None,
+            timer=_timer(display.phase, profiler),
+            utilization=Utilization.of(inputs.model.config, config, world_size),
+            ranks=RankLog(config.run_dir, control_group, _metrics_until(config, resumed)),
+            failed_steps=FailedSteps(config.reward),
+            stop=stop,
+            collectives=collectives,
+            control_group=control_group,
+            resumed=resumed,
+        )
+
+
+@contextmanager
+def started(sampling: Sampling) -> Iterator[None]:
+    """Record an open run in its directory, which stays as it was when opening was refused."""
+    if sampling.parallel.rank == 0:
+        write_config(sampling.config)
+    with recorded(sampling):
+        yield
+
+
+def _inputs(config: Config, rank: int, world_size: int, stack: ExitStack) -> Inputs:
+    """This rank's part of the checks; rank 0 also takes the lock of the run directory."""
+    if rank != 0:
+        return preflight(config, world_size, owns_run_dir=False)
+    if world_size > 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+        check_port(int(os.environ["MASTER_PORT"]))  # under torchrun the agent holds it already
+    check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
+    stack.enter_context(run_lock(config.run_dir))
+    return preflight(config, world_size)
+
+
+def _records_until(run_dir: Path, step: int) -> list[Record]:
+    """The records that a resumed run keeps; none in a new directory."""
+    records = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
+    return [record for record in records if (record["step"] or 0) <= step]
+
+
+def _metrics_until(config: Config, resumed: Checkpoint | None) -> int | None:
+    """Step up to which metrics.jsonl is kept; None for a new file. A run that never saved starts over."""
+    if resumed is not None:
+        return resumed.step
+    return None if config.checkpoint.resume == "none" else -1
+
+
+def _prompt_source(inputs: Inputs, engines: RolloutEngine) -> PromptSource:
+    if isinstance(engines, ReplayEngine):
+        return engines
+    assert inputs.stream is not None, "only a replay has no data stream"
+    return inputs.stream
+
+
+def _opening_lines(
+    config: Config, hf_config: Mapping[str, Any], world_size: int, norms: ModeChoice | None, resumed: Checkpoint | None
+) -> Iterator[str]:
+    """Messages at the start of a run: what it continues from, its recipe, how norms are computed, its memory."""
+    if resumed is not None:
+        yield f"continues after step {resumed.step}, from {resumed.path}"
+        yield from (f"changed: {change}" for change in changes(resumed, config))
+    elif config.checkpoint.resume != "none":
+        yield f"no checkpoint in {config.run_dir}: the run starts at step 0"
+    algo = config.algo
+    if algo.preset is not None:
+        yield f"recipe {algo.preset}: {algo.baseline} baseline, {algo.aggregation} loss, {algo.schedule} rate"
+    if norms is not None:
+        yield f"norms by {norms.mode}: {norms.reason}"
+        yield f"memory: {norms.estimate.table()}"
+    idle = None if config.rollout.only else idle_replicas(config, Layout.of(hf_config, config, world_size))
+    if idle is not None:
+        yield idle
+    if config.rollout.only:
+        yield f"rollout.only: samples {config.num_steps} batches from {config.model.path}, trains and evaluates nothing"
+    if config.rollout.replay is not None:
+        yield f"replay: samples come from {config.rollout.replay}; nothing is sampled or evaluated"
+
+
+def _of_first_rank(norms: ModeChoice | None) -> ModeChoice | None:
+    """The mode that rank 0 selected, on every rank: ranks may see different amounts of free memory."""
+    shared = [norms]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def _timer(on_phase: Callable[[str | None], None], profiler: Profiler) -> PhaseTimer:
+    """A timer of phases. On a CPU it also takes this thread's CPU time, which excludes waits for other ranks."""
+    own = None if torch.cuda.is_available() else time.thread_time
+    return PhaseTimer(on_phase, _synchronize, own_clock=own, observer=profiler)
+
+
+def _synchronize() -> None:
+    """Wait for the GPU at the end of a phase, so that its kernels are not counted in the next phase."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
