@@ -28,7 +28,7 @@ from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_SIGNAL, EXIT_USER, UserError
 from oblr_megatron.runtime.command_line import add_run_arguments, run_overrides
 from oblr_megatron.runtime.processes import LAUNCHER, children_of, identity
-from oblr_megatron.runtime.stopping import ENDING, KEY_REPEAT_S, REPEAT_S, SIGNALS
+from oblr_megatron.runtime.stopping import ENDING, KEY_REPEAT_S, REPEAT_S, handled
 from oblr_megatron.runtime.temporary import own_tmpdir
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ TRAIN = "oblr_megatron.train"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun; returns the exit status, which is 2 if a rank ended with 2 and printed the reason."""
     forward = Forward()
-    for number in SIGNALS:
+    for number in handled():
         signal.signal(number, forward)
     os.environ[LAUNCHER] = identity(os.getpid())
     with own_tmpdir():

@@ -81,7 +81,7 @@ class StopRequest:
             self._pipe = os.pipe()
             for end in self._pipe:
                 os.set_blocking(end, end == self._pipe[0])
-            self._former = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
+            self._former = {number: signal.signal(number, self._interrupt) for number in handled()}
             self._former_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             threading.Thread(target=self._listen, args=(self._pipe[0],), name="signals", daemon=True).start()
         return self
@@ -162,6 +162,11 @@ class StopRequest:
         if first and self._speaks and not (number == signal.SIGTERM and lost_rank(self._environment)):
             hint = "; press Ctrl-C again to end at once" if number == signal.SIGINT else ""
             _print(f"{number.name}: saving at the next step boundary{hint}")
+
+
+def handled() -> list[signal.Signals]:
+    """SIGNALS, without SIGHUP where `nohup` has made this process ignore it."""
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _print(line: str) -> None:

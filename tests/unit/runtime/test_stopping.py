@@ -49,6 +49,14 @@ def test_a_signal_is_noted_and_printed_once(number: signal.Signals, capfd: pytes
     assert former == {each: signal.getsignal(each) for each in former}
 
 
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequest(options(), {}) as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.due(0.0) is None
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+
+
 def test_ctrl_c_before_the_first_step_ends_the_run() -> None:
     with pytest.raises(KeyboardInterrupt), StopRequest(options(), {}):
         os.kill(os.getpid(), signal.SIGINT)
