@@ -24,7 +24,7 @@ class Section(BaseModel):
     def _no_silent_conversion(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse a quoted number, and a truth value in place of a number; pydantic would convert both.
 
-        A list of plain values may be written as its only value.
+        A list of texts may be written as its only text.
         """
         assert info.field_name is not None, "pydantic validates fields by name"
         annotation = cls.model_fields[info.field_name].annotation
@@ -48,9 +48,7 @@ def _entries(value: Any, annotation: Any) -> Any:
     """The entries of a list: "a" stands for ["a"]. Sections have their own short forms."""
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
         raise ValueError('quote the entries of a list: ["a", "b"]')
-    if section_in(annotation) or isinstance(value, (list, tuple)):
-        return value
-    return (value,)
+    return (value,) if isinstance(value, str) and not section_in(annotation) else value
 
 
 def _too_large(value: Any) -> bool:

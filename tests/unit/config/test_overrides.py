@@ -81,8 +81,8 @@ def test_what_an_error_says(override: str, named: str) -> None:
 
 
 def test_a_list_of_one_needs_no_brackets() -> None:
-    one = parse_config(MINIMAL, overrides=["rollout.servers=http://a:1", "log.profile_ranks=3"])
-    assert one.rollout.servers == ("http://a:1",) and one.log.profile_ranks == (3,)
+    one = parse_config(MINIMAL, overrides=["rollout.servers=http://a:1", "parallel.recompute_modules=mlp"])
+    assert one.rollout.servers == ("http://a:1",) and one.parallel.recompute_modules == ("mlp",)
 
 
 def test_a_second_line_of_an_override_is_part_of_its_value() -> None:
