@@ -55,6 +55,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
     Raises:
         UserError: bad input, found before the process group or any engine is started.
     """
+    layout.select_device()
     rank, world_size = layout.rank_from_environment()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(config.checkpoint))
@@ -62,7 +63,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         if world_size == 1:
             raise_first([own], own)
         layout.join(config.parallel)
-        stack.callback(layout.shutdown)
+        stack.push(layout.leave)
         collectives = Collectives(rank)
         collectives.settle(own, what="their checks", seconds=config.parallel.distributed_timeout_s)
         inputs: Inputs = own.value

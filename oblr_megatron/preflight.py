@@ -34,6 +34,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.setup import load_sets
 from oblr_megatron.memory.pass_plan import Layout, num_folds
 from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode
+from oblr_megatron.model.parallel import local_rank
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.observe.performance.profiler import check_profile
 from oblr_megatron.rewards.registry import check_reward, data_for
@@ -146,10 +147,15 @@ def select_mode(model: HFDir, config: Config, world_size: int) -> ModeChoice:
         model.config,
         config,
         world_size,
-        free_bytes=torch.cuda.mem_get_info()[1] if on_gpu else free_memory(local_ranks),
+        free_bytes=_device_bytes() if on_gpu else free_memory(local_ranks),
         on_gpu=on_gpu,
         transformer_engine=transformer_engine_chosen(config.model, this_machine()),
     )
+
+
+def _device_bytes() -> int:
+    """Total memory of this rank's GPU. This call creates no CUDA context, so the launcher may make it, too."""
+    return int(torch.cuda.get_device_properties(local_rank()).total_memory)
 
 
 def with_saved_mode(config: Config, checkpoints: Sequence[Checkpoint]) -> Config:

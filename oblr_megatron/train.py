@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from typing import TYPE_CHECKING
 
 from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_OK, RunError
 from oblr_megatron.metrics import METRICS_FILE
-from oblr_megatron.model.parallel import rank_from_environment
+from oblr_megatron.model.parallel import end_process, rank_from_environment
 from oblr_megatron.observe.console import closing_lines
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.status import finished
@@ -116,4 +115,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main)

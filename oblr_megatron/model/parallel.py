@@ -8,9 +8,12 @@ shutdown()
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,11 @@ from torch.distributed import ProcessGroup
 
 from oblr_megatron.checks.layout import check_world_size
 from oblr_megatron.config import ParallelConfig
+from oblr_megatron.errors import EXIT_RUN
 from oblr_megatron.model import cpu
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 RANK_ORDER = "tp-cp-ep-dp-pp"  # megatron-core's default: tp varies fastest, then cp
 
@@ -132,6 +139,21 @@ def rank_from_environment() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def select_device() -> None:
+    """Make this rank's GPU the current one, before any other CUDA call; does nothing without GPUs.
+
+    Many calls, such as `torch.cuda.mem_get_info`, create a context on the current device. By default that is GPU 0, so
+    every rank of a node would hold about 0.5 GiB there for the whole run.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank())
+
+
+def local_rank() -> int:
+    """This rank's number on its node, from torchrun's environment; 0 without torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def join(config: ParallelConfig, *, backend: str | None = None) -> None:
     """Join the process group, or keep an existing one. The layout is not looked at.
 
@@ -144,8 +166,7 @@ def join(config: ParallelConfig, *, backend: str | None = None) -> None:
         return
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     timeout = timedelta(seconds=config.distributed_timeout_s)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    select_device()
     if "WORLD_SIZE" in os.environ:  # torchrun's rendezvous
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -201,6 +222,35 @@ def shutdown(*, keep_process_group: bool = False) -> None:
     # megatron-core only forgets its groups. Each would keep its sockets and threads (about fifty under gloo).
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
+
+
+def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    """The end of a block that joined: `shutdown`, but after an exception a rank stays in NCCL's groups.
+
+    To destroy them, NCCL waits for ranks in the middle of a collective. They would wait for this rank, and the launcher
+    would see no rank end. `end_process` ends a rank that stayed.
+    """
+    if kind is None or not dist.is_initialized() or dist.get_backend() != "nccl":
+        shutdown()
+
+
+def end_process(main: Callable[[], int]) -> NoReturn:
+    """Run a rank's main function and exit with its status.
+
+    A rank that is still in a process group ends at once: Python's teardown would destroy the group, see `leave`.
+    """
+    try:
+        status = main()
+    except Exception:
+        if not dist.is_initialized():
+            raise
+        traceback.print_exc()
+        status = EXIT_RUN
+    if dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:

@@ -5,8 +5,11 @@ Not covered: NCCL, several nodes.
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 import time
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from oblr_megatron.config import ParallelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.model import cpu
-from oblr_megatron.model.parallel import initialize, rank_from_environment, shutdown
+from oblr_megatron.model.parallel import end_process, initialize, leave, rank_from_environment, shutdown
 from tests.distributed.launch import RankError, layout, run_ranks
 
 
@@ -73,6 +76,44 @@ def test_one_process_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu.uninstall()
     assert not dist.is_initialized()
     shutdown()  # a second time does nothing
+
+
+@pytest.mark.parametrize(
+    ("backend", "error", "destroyed"),
+    [("nccl", RuntimeError("out of memory"), 0), ("nccl", None, 1), ("gloo", RuntimeError("lost a rank"), 1)],
+)
+def test_a_rank_that_raised_does_not_wait_in_nccls_shutdown(
+    backend: str, error: RuntimeError | None, destroyed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(None))
+    with suppress(RuntimeError), ExitStack() as stack:
+        stack.push(leave)
+        if error is not None:
+            raise error
+    assert len(calls) == destroyed
+
+
+@pytest.mark.parametrize(("joined", "status"), [(True, 1), (False, 7)])
+def test_a_rank_in_a_group_ends_without_pythons_teardown(joined: bool, status: int) -> None:
+    assert run_ends(joined) == status
+
+
+def run_ends(joined: bool) -> int:
+    """Exit status of a forked rank. Its main function raises; its teardown would hang if it came."""
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.is_initialized = lambda: joined  # type: ignore[assignment]  # in this process
+            sys.stderr = io.StringIO()
+            end_process(lambda: 1 // 0)
+        except ZeroDivisionError:
+            os._exit(7)
+        except BaseException:  # noqa: BLE001  the test's own process must not go on twice
+            os._exit(8)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_ranks_that_do_not_fit_are_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
