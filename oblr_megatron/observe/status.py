@@ -1,4 +1,4 @@
-"""RUN_DIR/status.json: the state of a run, written by rank 0 when the run starts, every 10 s, and when it ends.
+"""RUN_DIR/status.json: the state of a run, written by rank 0 when the run starts, after steps, every 10 s, and when it ends.
 
     {
       "state": "stopped",            running, stopped (before its last step, saved), finished or failed
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from oblr_megatron.runtime.stopping import StopRequest
 
 STATUS_FILE = "status.json"
+LOOK_S = 1.0  # between two looks at the step of a run that goes on
 State = Literal["running", "stopped", "finished", "failed", "lost"]
 
 
@@ -140,9 +141,17 @@ def recorded(run: Observed) -> Iterator[None]:
             status = Status(state, step, run.config.num_steps, reason, now, me.pid, me.host, me.process)
             write_status(run.config.run_dir, status)
 
+    written: tuple[int, float] = (-1, 0.0)  # the step and the time of the last heartbeat
+
+    def beat() -> None:
+        nonlocal written
+        if run.done != written[0] or time.monotonic() - written[1] >= HEARTBEAT_S:
+            written = run.done, time.monotonic()
+            write("running")
+
     run.stop.at_once = lambda reason: write("failed", reason)
     try:
-        with repeated(lambda: write("running"), HEARTBEAT_S), _logged(run):
+        with repeated(beat, LOOK_S), _logged(run):
             yield
     except BaseException as error:  # status.json names every kind of end, then the error goes on
         write("failed", " ".join((reason_of(error) or f"{type(error).__name__}: {error}").split()))

@@ -20,7 +20,8 @@ from pathlib import Path
 from oblr_megatron.runtime.processes import alive, identity
 
 PREFIX = "oblr_megatron-"
-INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # a cache is kept between commands
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+GPU = Path("/dev/nvidiactl")
 
 
 @contextmanager
@@ -36,14 +37,15 @@ def own_tmpdir() -> Iterator[Path]:
     directory = base / own
     directory.mkdir(mode=0o700, exist_ok=True)
     before = {name: os.environ.get(name) for name in ("TMPDIR", INDUCTOR_CACHE)}
-    os.environ.setdefault(INDUCTOR_CACHE, str(base / f"torchinductor_{_user()}"))
+    if GPU.exists():  # kernels are compiled there, and their cache is kept between commands
+        os.environ.setdefault(INDUCTOR_CACHE, str(base / f"torchinductor_{_user()}"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
     try:
         yield directory
     finally:
         tempfile.tempdir = str(base)
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         shutil.rmtree(directory, ignore_errors=True)
 
 

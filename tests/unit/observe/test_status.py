@@ -59,7 +59,7 @@ def test_a_lost_peer_is_named_without_the_text_of_gloo(tmp_path: Path) -> None:
 
 
 def test_the_status_of_a_run_that_goes_on_has_its_true_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(status, "LOOK_S", 0.02)
     one = run(tmp_path)
     with recorded(one):
         first, one.done = read_status(tmp_path), 6
@@ -68,6 +68,10 @@ def test_the_status_of_a_run_that_goes_on_has_its_true_step(tmp_path: Path, monk
             time.sleep(0.01)
         now = read_status(tmp_path)
         assert (now.state, now.step, now.pid) == ("running", 6, os.getpid()) and now.unix_time > first.unix_time
+        monkeypatch.setattr(status, "HEARTBEAT_S", 0.02)
+        while read_status(tmp_path).unix_time == now.unix_time and time.monotonic() < end:
+            time.sleep(0.01)
+        assert read_status(tmp_path).unix_time > now.unix_time, "also within a step"
         one.stop.at_once("SIGINT, twice")
         assert stands(tmp_path)[0] == "failed" and stands(tmp_path)[3] == "SIGINT, twice"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from oblr_megatron.runtime import temporary
 from oblr_megatron.runtime.temporary import PREFIX, own_tmpdir
 
 USE = "import tempfile\nfrom oblr_megatron.runtime.temporary import own_tmpdir\nwith own_tmpdir() as own:\n"
@@ -55,3 +56,12 @@ def test_exec_keeps_the_directory(base: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     first, second = done.stdout.split()
     assert first == second and not list(base.iterdir())
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_cache_of_compiled_kernels_is_kept(base: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    monkeypatch.delenv(temporary.INDUCTOR_CACHE, raising=False)
+    monkeypatch.setattr(temporary, "GPU", base if on_gpu else base / "absent")
+    with own_tmpdir():
+        assert (Path(os.environ.get(temporary.INDUCTOR_CACHE, "/nowhere/x")).parent == base) == on_gpu
+    assert temporary.INDUCTOR_CACHE not in os.environ
