@@ -80,7 +80,8 @@ def _prepare(options: argparse.Namespace) -> None:
     if options.prompt is not None and not options.check:
         raise UserError("--prompt is given without --check", where="--prompt", fix="add --check, or remove --prompt")
     if not options.source.is_dir():
-        raise UserError("the source is not a directory", where=str(options.source), fix="give an existing one")
+        what = "the source is a file" if options.source.exists() else "the source does not exist"
+        raise UserError(what, where=str(options.source), fix="give an existing directory")
     if options.target.exists() or options.target.is_symlink():
         raise UserError("the target exists", where=str(options.target), fix="choose a new directory")
 

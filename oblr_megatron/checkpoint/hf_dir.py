@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -137,8 +138,8 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
         UserError: names the first problem, the file and the fix.
     """
     path = Path(path)
-    if not path.is_dir():
-        what = "the model path is a file" if path.exists() else "the model directory does not exist"
+    if not os.path.isdir(path):  # unlike Path.is_dir, for any name
+        what = "the model path is a file" if os.path.exists(path) else "the model directory does not exist"
         raise UserError(what, where=str(path), fix="give the directory of a Qwen3 checkpoint")
     config = check_hf_files(path)
     listed = _listed_tensors(path)
@@ -266,6 +267,8 @@ def _check_values(config: dict[str, Any], file: Path) -> None:
     numbers |= {"rope_parameters.rope_theta": rope.get("rope_theta", 1)} if isinstance(rope, dict) else {}
     wrong |= {name: value for name, value in numbers.items() if not _is_positive(value)}
     wrong |= {"num_experts": experts} if type(experts) is not int or experts < 0 else {}
+    tied = config.get("tie_word_embeddings", False)
+    wrong |= {} if isinstance(tied, bool) else {"tie_word_embeddings": tied}
     for name, value in wrong.items():
         raise UserError(
             f"{name} is {value!r:.60}", where=str(file), fix="use the config.json that came with the weights"
@@ -300,7 +303,7 @@ def _listed_tensors(path: Path) -> dict[str, set[str]]:
     listed: dict[str, set[str]] = {}
     for tensor, shard in weight_map.items():
         listed.setdefault(str(shard), set()).add(tensor)
-    absent = [shard for shard in sorted(listed) if not (path / shard).is_file()]
+    absent = [shard for shard in sorted(listed) if not os.path.isfile(path / shard)]
     if absent:
         raise UserError(
             f"{len(absent)} of {len(listed)} shards are missing, {absent[0]!r} first",

@@ -19,7 +19,7 @@ from oblr_megatron.errors import UserError
 if TYPE_CHECKING:
     from oblr_megatron.config import Config, ModelConfig
 
-INSTALL = "install transformer-engine[pytorch] (docs/precision.md), or leave it out"
+INSTALL = "build transformer-engine against this torch (docs/precision.md), or leave it out"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """`CPUAttentionBackend.get_supported_head_sizes` of vLLM 0.32; the engine's first forward pass fails for others."""
 A2A_PACKED = "2.10"  # first Transformer Engine with cp_comm_type "a2a" for packed samples
@@ -31,8 +31,9 @@ class Machine:
 
     capability: tuple[int, int] | None = None  # compute capability of the GPUs; None without GPUs
     cuda: str | None = None  # version that torch was built with
-    transformer_engine: str | None = None  # its version; None if not installed
+    transformer_engine: str | None = None  # its version; None if it cannot be imported
     apex_gradients: bool = False  # whether apex's kernels for gradient_accumulation_fusion are installed
+    engine_fault: str = ""  # why an installed Transformer Engine cannot be imported
 
     @property
     def has_layers(self) -> bool:
@@ -148,6 +149,12 @@ def transformer_engine_chosen(model: ModelConfig, machine: Machine) -> bool:
 
 def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> None:
     model, parallel = config.model, config.parallel
+    if machine.engine_fault and machine.capability is not None and model.transformer_impl != "local":
+        raise UserError(
+            f"Transformer Engine is installed but cannot be imported: {machine.engine_fault}",
+            where="config: model.transformer_impl",
+            fix='build transformer-engine against this torch (docs/precision.md), or set it to "local"',
+        )
     if model.transformer_impl == "transformer_engine" and not machine.has_layers:
         raise UserError(
             f'transformer_impl "transformer_engine", but {_absent(machine)}',
@@ -167,7 +174,7 @@ def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine
         raise UserError(
             "a mixture of experts on a GPU needs Transformer Engine's layers",
             where="config: model.transformer_impl",
-            fix='set it to "auto"' if machine.has_layers else "install transformer-engine[pytorch]",
+            fix='set it to "auto"' if machine.has_layers else INSTALL,
         )
     exchanges = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "a2a"
     if exchanges and parallel.packing == "packed" and transformer_engine_chosen(model, machine):

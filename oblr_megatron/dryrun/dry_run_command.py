@@ -7,7 +7,6 @@ here and names everything that it did not check. Imports no torch at load.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -94,12 +93,13 @@ def device_of(config: Config, per_node: int, gpu_memory_gb: float | None) -> Dev
 
     from oblr_megatron.dryrun.device_memory import Device
     from oblr_megatron.memory.select_mode import free_memory
+    from oblr_megatron.model.precision import this_machine
 
     wanted = config.model.transformer_impl != "local"
     here = torch.cuda.is_available()
     if gpu_memory_gb is None and not here:
         return Device(on_gpu=False, num_bytes=free_memory(per_node), transformer_engine=False)
-    installed = importlib.util.find_spec("transformer_engine") is not None
+    installed = this_machine().transformer_engine is not None
     if gpu_memory_gb is not None:
         return Device(True, int(gpu_memory_gb * 1e9), wanted and (installed or not here))
     return Device(True, torch.cuda.get_device_properties(0).total_memory, wanted and installed)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +21,11 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 def this_machine() -> Machine:
     """The GPU, CUDA and packages that this process finds."""
+    engine, fault = _transformer_engine()
     if not torch.cuda.is_available():
-        return Machine(transformer_engine=_transformer_engine())
+        return Machine(transformer_engine=engine, engine_fault=fault)
     apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    return Machine(torch.cuda.get_device_capability(), torch.version.cuda, _transformer_engine(), apex)
+    return Machine(torch.cuda.get_device_capability(), torch.version.cuda, engine, apex, fault)
 
 
 def uses_transformer_engine(config: ModelConfig, parallel: Parallel) -> bool:
@@ -65,7 +68,19 @@ def fp8_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _transformer_engine() -> str | None:
-    """Transformer Engine's version, if it can be imported."""
+@cache
+def _transformer_engine() -> tuple[str | None, str]:
+    """(Transformer Engine's version, ""), or (None, why its layers cannot be imported; "" if it is not installed).
+
+    An installed package says little. Without its torch part, or with one that was built for another torch, megatron-core
+    imports nothing of it and fails when a model is built.
+    """
     found = TRANSFORMER_ENGINE.found
-    return found[1] if found and importlib.util.find_spec("transformer_engine") is not None else None
+    if found is None:
+        return None, ""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # noqa: BLE001  a missing library, symbol, package or file: each has its own class
+        line = next(iter(str(error).strip().splitlines()), "")
+        return None, f"{found[0]} {found[1]}: {type(error).__name__}: {line}"
+    return found[1], ""

@@ -106,7 +106,7 @@ def install_te(
 
 def _kinds() -> tuple[type[nn.Module], ...]:
     """The base classes of megatron-core's `TELinear`, `TELayerNormColumnParallelLinear`, `TEGroupedLinear` etc."""
-    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
+    if not this_machine().has_layers:
         return ()
     from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear
 

@@ -1,4 +1,4 @@
-"""RUN_DIR/status.json: the state of a run, written by rank 0 when the run starts, after steps, every 10 s, and when it ends.
+"""RUN_DIR/status.json: the state of a run. Rank 0 writes it at the start, after steps, every 10 s, and at the end.
 
     {
       "state": "stopped",            running, stopped (before its last step, saved), finished or failed

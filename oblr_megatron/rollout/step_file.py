@@ -168,7 +168,7 @@ def _facts(table: pa.Table, path: Path) -> dict[str, Any]:
     version = facts["schema_version"]
     if version not in SCHEMAS:
         raise UserError(
-            f"the file has schema version {version}, but only {', '.join(map(str, SCHEMAS))} can be read",
+            f"the file has schema version {version!r:.40}, but only {', '.join(map(str, SCHEMAS))} can be read",
             where=str(path),
             fix="save and replay with the same version of oblr-megatron",
         )

@@ -211,7 +211,7 @@ TO_HF: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     ),
     "no config elsewhere either": (lambda copy: None, ["--hf-source", "{copy}"], "config.json is missing"),
     "a prompt without a check": (lambda copy: None, ["--prompt", "t1"], "--prompt is given without --check"),
-    "no size of a file": (lambda copy: None, ["--max-shard-bytes", "0"], "0 is too small"),
+    "no size of a file": (lambda copy: None, ["--max-shard-bytes", "0"], "'0' is not a whole number"),
 }
 NAMED = {
     "weights cut off": "__1_0.distcp",
@@ -266,7 +266,7 @@ def test_the_config_of_another_model_is_refused(root: Path, tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, "the model directory does not exist"),
+        (shutil.rmtree, "does not exist"),
         (lambda copy: cut(copy / "model.safetensors"), "the file is cut off"),
         (lambda copy: (copy / "config.json").unlink(), "config.json is missing"),
         (

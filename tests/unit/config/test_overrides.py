@@ -149,7 +149,7 @@ def check(given_overrides: list[str]) -> None:
         assert "\n" not in str(error)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(overrides)
 def test_any_override_is_taken_or_refused(given_overrides: list[str]) -> None:
     check(given_overrides)
