@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-FULL_INSTALL = "a GPU, and: pip install transformer-engine[pytorch]"
+FULL_INSTALL = "a GPU, and Transformer Engine (docs/precision.md)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,8 @@ def examine() -> Report:
     from oblr_megatron.model.precision import this_machine
 
     machine = this_machine()
+    if machine.engine_fault:
+        wrong.append(f"Transformer Engine cannot be imported: {machine.engine_fault}. Build it against this torch")
     return Report(packages, _platform() | _cuda_platform(), _gpus(), findings(machine, packages), wrong)
 
 
@@ -92,7 +94,7 @@ def findings(machine: Machine, packages: dict[str, str | None]) -> list[Finding]
         packages: versions by name, from `packages.installed`.
     """
     found = [_layers(machine), _attention(machine, packages), _norms(machine), _fp8(machine)]
-    if packages["megatron-core"] is not None:
+    if packages["megatron-core"] is not None and not machine.engine_fault:  # which may break megatron-core's import
         found.append(_optimizer())
     found += [_collectives(machine), _rollouts(machine, packages), _weights(machine), _rewards()]
     return [*found, _quantize(packages)]

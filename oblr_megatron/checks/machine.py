@@ -34,6 +34,7 @@ class Machine:
     transformer_engine: str | None = None  # its version; None if it cannot be imported
     apex_gradients: bool = False  # whether apex's kernels for gradient_accumulation_fusion are installed
     engine_fault: str = ""  # why an installed Transformer Engine cannot be imported
+    engine_breaks_megatron: bool = False  # megatron-core catches only an ImportError when it looks for it
 
     @property
     def has_layers(self) -> bool:
@@ -91,6 +92,7 @@ def check_machine(config: Config, hf_config: Mapping[str, Any], machine: Machine
     Raises:
         UserError: names what is missing.
     """
+    _check_engine_fault(config, machine)
     if not config.rollout.only:
         _check_layers(config, hf_config, machine)
         _check_kernels(config, machine)
@@ -147,14 +149,20 @@ def transformer_engine_chosen(model: ModelConfig, machine: Machine) -> bool:
     return machine.has_layers and model.transformer_impl != "local" and model.dtype != "float64"
 
 
-def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> None:
-    model, parallel = config.model, config.parallel
-    if machine.engine_fault and machine.capability is not None and model.transformer_impl != "local":
+def _check_engine_fault(config: Config, machine: Machine) -> None:
+    """Refuse a Transformer Engine that is installed, but cannot be imported: "auto" guesses nothing."""
+    wanted = machine.capability is not None and config.model.transformer_impl != "local" and not config.rollout.only
+    if machine.engine_fault and (wanted or machine.engine_breaks_megatron):
+        others = "uninstall it" if machine.engine_breaks_megatron else 'set it to "local"'
         raise UserError(
             f"Transformer Engine is installed but cannot be imported: {machine.engine_fault}",
             where="config: model.transformer_impl",
-            fix='build transformer-engine against this torch (docs/precision.md), or set it to "local"',
+            fix=f"build transformer-engine against this torch (docs/precision.md), or {others}",
         )
+
+
+def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> None:
+    model, parallel = config.model, config.parallel
     if model.transformer_impl == "transformer_engine" and not machine.has_layers:
         raise UserError(
             f'transformer_impl "transformer_engine", but {_absent(machine)}',

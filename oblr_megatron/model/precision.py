@@ -21,11 +21,11 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 def this_machine() -> Machine:
     """The GPU, CUDA and packages that this process finds."""
-    engine, fault = _transformer_engine()
+    engine, fault, breaks = _transformer_engine()
     if not torch.cuda.is_available():
-        return Machine(transformer_engine=engine, engine_fault=fault)
+        return Machine(transformer_engine=engine, engine_fault=fault, engine_breaks_megatron=breaks)
     apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    return Machine(torch.cuda.get_device_capability(), torch.version.cuda, engine, apex, fault)
+    return Machine(torch.cuda.get_device_capability(), torch.version.cuda, engine, apex, fault, breaks)
 
 
 def uses_transformer_engine(config: ModelConfig, parallel: Parallel) -> bool:
@@ -69,18 +69,19 @@ def fp8_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 @cache
-def _transformer_engine() -> tuple[str | None, str]:
-    """(Transformer Engine's version, ""), or (None, why its layers cannot be imported; "" if it is not installed).
+def _transformer_engine() -> tuple[str | None, str, bool]:
+    """Transformer Engine's version, why its layers cannot be imported, and whether megatron-core fails with them.
 
-    An installed package says little. Without its torch part, or with one that was built for another torch, megatron-core
-    imports nothing of it and fails when a model is built.
+    An installed package says little: its torch part may be absent, or built for another torch. Then megatron-core fails
+    when a model is built.
     """
     found = TRANSFORMER_ENGINE.found
     if found is None:
-        return None, ""
+        return None, "", False
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # noqa: BLE001  a missing library, symbol, package or file: each has its own class
         line = next(iter(str(error).strip().splitlines()), "")
-        return None, f"{found[0]} {found[1]}: {type(error).__name__}: {line}"
-    return found[1], ""
+        fault = f"{found[0]} {found[1]}: {type(error).__name__}: {line}"
+        return None, fault, not isinstance(error, ImportError)
+    return found[1], "", False

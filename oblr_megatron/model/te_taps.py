@@ -19,15 +19,14 @@ GPU.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
+from oblr_megatron.model.precision import this_machine
 from oblr_megatron.model.taps import AccumulateSink, Splits, SplitsFn, Tap
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def install_te(
 
 def _kinds() -> tuple[type[nn.Module], ...]:
     """The base classes of megatron-core's `TELinear`, `TELayerNormColumnParallelLinear`, `TEGroupedLinear` etc."""
-    if not this_machine().has_layers:
+    if this_machine().transformer_engine is None:
         return ()
     from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear
 

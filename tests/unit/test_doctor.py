@@ -14,6 +14,7 @@ from oblr_megatron import doctor
 from oblr_megatron.checks import packages
 from oblr_megatron.checks.machine import Machine
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
+from oblr_megatron.model import precision
 
 REPO = Path(__file__).parents[2]
 NOTHING = dict.fromkeys((package.name for package in packages.PACKAGES), None)
@@ -45,6 +46,14 @@ def test_missing_and_unaccepted_packages_are_named(
     ]
     assert doctor.run(argparse.Namespace(json=False)) == EXIT_USER
     assert "problem: megatron-core 0.20.0 is installed" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_broken_transformer_engine_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = "transformer-engine 2.11.0: ImportError: undefined symbol"
+    monkeypatch.setattr(precision, "this_machine", lambda: Machine(engine_fault=fault))
+    report = doctor.examine()
+    assert [line for line in report.problems if fault in line]
+    assert "optimizer" not in [finding.part for finding in report.findings]  # would import megatron-core
 
 
 def test_the_report_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,10 @@ Not covered: the kernels (tests/gpu).
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -17,6 +21,7 @@ from oblr_megatron.config import Config, ModelConfig, parse_config
 from oblr_megatron.config.precision_checks import norms_problem
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.select_mode import resolve
+from oblr_megatron.model import precision
 from oblr_megatron.model.precision import fp8_fields, precision_fields, this_machine
 from oblr_megatron.model.published import published
 
@@ -273,3 +278,42 @@ def test_selection_of_transformer_engine(fields: dict[str, Any], machine: Machin
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_this_machine() -> None:
     assert this_machine().capability is None and not this_machine().has_layers
+
+
+@pytest.mark.parametrize(
+    ("package", "torch_part", "reason"),
+    [
+        ("", "raise ImportError('undefined symbol: _ZN3c10')", "ImportError: undefined symbol: _ZN3c10"),
+        ("raise RuntimeError('found empty transformer-engine')", "", "RuntimeError: found empty transformer-engine"),
+        ("", None, "ModuleNotFoundError: No module named 'transformer_engine.pytorch'"),
+        ("", "", ""),
+    ],
+)
+def test_a_transformer_engine_that_cannot_be_imported_is_not_used(
+    package: str, torch_part: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, facts = tmp_path / "transformer_engine", tmp_path / "transformer_engine-2.11.0.dist-info"
+    folder.mkdir()
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.11.0\n")
+    (folder / "__init__.py").write_text(package)
+    if torch_part is not None:
+        (folder / "pytorch.py").write_text(torch_part)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    precision._transformer_engine.cache_clear()
+    try:
+        machine = replace(this_machine(), capability=(9, 0))
+    finally:
+        precision._transformer_engine.cache_clear()
+        for name in ("transformer_engine", "transformer_engine.pytorch"):
+            sys.modules.pop(name, None)
+    assert machine.transformer_engine == (None if reason else "2.11.0")
+    assert machine.engine_fault == (reason and f"transformer-engine 2.11.0: {reason}")
+    local = config_of("model.transformer_impl=local")
+    for config, refused in ((config_of(), bool(reason)), (local, reason.startswith("RuntimeError"))):
+        with pytest.raises(UserError) if refused else nullcontext() as caught:
+            check_machine(config, published("0.6B"), machine)
+        if caught is not None:
+            assert caught.value.where == "config: model.transformer_impl" and reason in caught.value.what
