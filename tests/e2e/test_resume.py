@@ -58,7 +58,9 @@ def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Callable[...
     assert 2 <= stopped < STEPS and [record["step"] for record in certain(parts)] == list(range(stopped + 1))
 
     resumed = forked_cli(["train", CONFIG, *keys, "--resume"])
-    summaries = [said.stdout.splitlines()[-1].partition("  ")[2] for said in (resumed, unbroken)]
+    summaries = [
+        said.stdout.partition("\nfinished ")[2].splitlines()[0].partition("  ")[2] for said in (resumed, unbroken)
+    ]
     assert summaries[0] == summaries[1], "accuracy before and after is that of the whole run"
     assert resumed.returncode == 0, resumed.stderr[-2000:]
     assert certain(parts) == certain(whole) and len(certain(whole)) == STEPS + 1
