@@ -206,8 +206,10 @@ def summary(skipped: Sequence[Skipped]) -> str:
 
 
 def _fix(skipped: Sequence[Skipped]) -> str:
-    """How to get usable rows, by the most frequent reason."""
+    """How to get usable rows, by the most frequent reason, or by the first line of an array."""
     [(reason, _)] = Counter(skip.reason for skip in skipped).most_common(1) or [("", 0)]
+    if any(skip.line == 1 and skip.reason == "not a JSON object" for skip in skipped):
+        reason = "not a JSON object"
     fixes = {
         "longer than": "raise data.max_prompt_tokens, or give shorter rows",
         "not a JSON object": "write one JSON object per line, instead of one array",

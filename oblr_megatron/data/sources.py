@@ -161,7 +161,7 @@ def _parse(line: bytes) -> dict[str, Any] | str:
     except UnicodeDecodeError:
         return "not UTF-8"
     except (ValueError, RecursionError):  # deep nesting ends in a RecursionError
-        return "not JSON"
+        return "not a JSON object" if line.strip() == b"[" else "not JSON"  # an array over several lines
     return record if isinstance(record, dict) else "not a JSON object"
 
 

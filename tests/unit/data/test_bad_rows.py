@@ -90,6 +90,7 @@ def test_a_tolerance_of_a_billion_digits_is_ignored(tmp_path: Path) -> None:
     ("line", "fix"),
     [
         ('[{"question": "1+1=", "answer": 2}]', "one JSON object per line"),
+        ('[\n  {\n    "question": "1+1=",\n    "answer": 2\n  }\n]', "one JSON object per line"),
         ('{"question": "1+1= and more", "answer": 2}', "data.max_prompt_tokens"),
         ('{"problem": "1+1=", "answer": 2}', "question and answer columns"),
     ],
