@@ -152,15 +152,20 @@ def _check_first(config: Config, ranks: int, port: int | None) -> None:
     """
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
     from oblr_megatron.checks.layout import check_layout, check_port
+    from oblr_megatron.checks.lengths import check_positions
     from oblr_megatron.checks.run_dir import check_run_dir
     from oblr_megatron.data.sources import kind_of
+    from oblr_megatron.rewards.registry import check_reward
     from oblr_megatron.runtime.run_lock import check_unlocked
 
     if port is not None:
         check_port(port)
     check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     check_unlocked(config.run_dir)
-    check_layout(check_hf_dir(config.model.path).config, config, ranks)
+    model = check_hf_dir(config.model.path)
+    check_layout(model.config, config, ranks)
+    check_positions(config, model.config)
+    check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     if config.rollout.replay is None:
         for source in (*config.data.train, *config.data.exclude, *config.evaluate.data.values()):
             kind_of(source)

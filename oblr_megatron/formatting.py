@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 MISSING = "–"  # noqa: RUF001 (an en dash is the typographic sign for "no value")
@@ -87,6 +89,15 @@ def quantity(value: float | None, unit: str) -> str:
     if unit == "s":
         return duration(value)
     return number(value)
+
+
+def searched_from(path: str | Path) -> str:
+    """The end of a fix for a path that is not there: the directory where a relative path starts.
+
+    >>> searched_from("/models/q")
+    ''
+    """
+    return "" if os.path.isabs(path) else f"; relative paths start at {os.getcwd()}"
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

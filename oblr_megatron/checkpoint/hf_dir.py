@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.errors import UserError
+from oblr_megatron.formatting import searched_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
@@ -140,7 +141,7 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
     path = Path(path)
     if not os.path.isdir(path):  # unlike Path.is_dir, for any name
         what = "the model path is a file" if os.path.exists(path) else "the model directory does not exist"
-        raise UserError(what, where=str(path), fix="give the directory of a Qwen3 checkpoint")
+        raise UserError(what, where=str(path), fix=f"give the directory of a Qwen3 checkpoint{searched_from(path)}")
     config = check_hf_files(path)
     listed = _listed_tensors(path)
     shapes, num_bytes = _check_weights(path, listed, DTYPE_BYTES | (FP8_BYTES if QUANTIZATION in config else {}))

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.data.conventions import CONVENTIONS, PLAIN, Convention
 from oblr_megatron.errors import UserError
+from oblr_megatron.formatting import searched_from
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz")
@@ -204,7 +205,8 @@ def _hub_name(source: SourceConfig) -> str:
         raise UserError(
             f"{_CANNOT}: no such file, directory or convention",
             where=source.path,
-            fix=f"give an existing path, OWNER/NAME of a hub data set, or one of {', '.join(CONVENTIONS)}",
+            fix=f"give an existing path, OWNER/NAME of a hub data set, or one of {', '.join(CONVENTIONS)}"
+            f"{searched_from(name)}",
         )
     return name
 

@@ -60,6 +60,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no port": (["train", "c.toml", "--nproc-per-node", "2", "--master-port", "99999"], "99999"),
     "no model": (["train", "c.toml", "model.path=none"], "none"),
     "no model, dry": (["train", "c.toml", "model.path=none", "--dry-run"], "none"),
+    "no reward": (["train", "c.toml", "reward.name=none"], "'none'"),
+    "responses that do not fit": (["train", "c.toml", "rollout.max_response_tokens=900"], "900"),
     "no data": (["train", "c.toml", "data.train=none.jsonl"], "none.jsonl"),
     "no file of a pattern": (["train", "c.toml", "data.train=none*.jsonl"], "none*.jsonl"),
     "no held-out set": (["train", "c.toml", "evaluate.data.a=none.jsonl"], "none.jsonl"),
