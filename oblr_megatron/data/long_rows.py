@@ -45,9 +45,12 @@ class LongRows:
         """Whether a beginning of the text already has too many tokens."""
         size = self._counted
         while size < len(text) and self._tokenizer.is_fast:
-            beginning = self._tokenizer(
-                text[:size], add_special_tokens=False, return_offsets_mapping=True, verbose=False
-            )
+            try:
+                beginning = self._tokenizer(
+                    text[:size], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+                )
+            except Exception:  # noqa: BLE001  `PromptSet` skips what a tokenizer refuses
+                return False
             words = beginning.word_ids()
             if sum(word != words[-1] for word in words) > self._most:  # the last word may go on
                 return True

@@ -12,7 +12,7 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from oblr_megatron.data.long_rows import LongRows, too_long
 from oblr_megatron.data.rows import Row, Skipped, read_rows
@@ -107,12 +107,13 @@ class PromptSet(Sequence[Prompt]):
         limit: int | None,
     ) -> None:
         """Tokenize rows with their texts, and keep those that fit."""
-        texts = [text for _, text in block]
-        encoded = tokenizer(texts, add_special_tokens=not config.chat_template, verbose=False)["input_ids"]
-        for (row, text), ids in zip(block, encoded, strict=True):
+        options = {"add_special_tokens": not config.chat_template, "verbose": False}
+        for (row, text), ids in zip(block, _encoded([text for _, text in block], tokenizer, options), strict=True):
             if len(self) == limit:
                 return
-            if 0 < len(ids) <= config.max_prompt_tokens:
+            if ids is None:
+                self._skip(row, "refused by the tokenizer")
+            elif 0 < len(ids) <= config.max_prompt_tokens:
                 self._rows.append(row._replace(question=""))  # `text` contains the question
                 self._texts.append(text)
                 self._tokens.extend(ids)
@@ -145,6 +146,14 @@ class PromptSet(Sequence[Prompt]):
         if not self._rows:
             what = f"no usable row ({summary(self.skipped)})" if self.skipped else "the data set is empty"
             raise UserError(what, where=self.path, fix=_fix(self.skipped))
+
+
+def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> list[list[int] | None]:
+    """The token ids of each text; None for one that the tokenizer refuses, e.g. for a character that it lacks."""
+    try:
+        return list(tokenizer(texts, **options)["input_ids"])
+    except Exception:  # noqa: BLE001  tokenizers raises plain Exceptions; one of them ends a whole batch
+        return [None] if len(texts) == 1 else [_encoded([text], tokenizer, options)[0] for text in texts]
 
 
 def _blocks(rows: Iterable[tuple[Row, str]]) -> Iterator[list[tuple[Row, str]]]:

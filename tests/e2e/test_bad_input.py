@@ -15,9 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.e2e.conftest import run
 from tests.e2e.forked import CONFIG, forked_cli
+from tests.tiny import make_hf_dir
 
 Edit = Callable[[Path, dict[str, object]], None]
 
@@ -81,6 +85,24 @@ def _truncated_tokenizer(root: Path, keys: dict[str, object]) -> None:
     tokenizer.write_text(tokenizer.read_text()[:-100])
 
 
+def _whole_numbers(root: Path, keys: dict[str, object]) -> None:
+    weights = root / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, weights, metadata={"format": "pt"})
+
+
+def _added_tokens(root: Path, keys: dict[str, object]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(root / "model")
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(root / "model")
+
+
+def _head_size(root: Path, keys: dict[str, object]) -> None:
+    shutil.rmtree(root / "model")
+    make_hf_dir(root / "model", head_dim=24)
+
+
 def _run_dir_below_a_file(root: Path, keys: dict[str, object]) -> None:
     keys["run_dir"] = root / "train.jsonl" / "run"
 
@@ -126,6 +148,9 @@ CASES: dict[str, tuple[Edit, str]] = {
     "no usable row": (_only_bad_rows, "train.jsonl"),
     "reward does not exist": (_missing_reward, "no_such_package"),
     "tokenizer truncated": (_truncated_tokenizer, "tokenizer"),
+    "weights in whole numbers": (_whole_numbers, "dtype I8"),
+    "tokens without an embedding": (_added_tokens, "'<think>' has id"),
+    "head size without a kernel": (_head_size, "head_dim 24"),
     "run directory below a file": (_run_dir_below_a_file, "train.jsonl"),
     "truth value for a number": (_truth_for_a_number, "num_steps"),
     "too many engines": (_engines, "engines"),

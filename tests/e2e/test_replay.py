@@ -68,6 +68,9 @@ def test_a_replay_repeats_a_run_to_the_last_bit_without_vllm(tmp_path: Path, ove
     same_metrics(a, b)
     same_weights(a, b)
     assert all(step["rollout/logprob_abs_diff"] <= 1e-3 for step in records(b)), "sampled with its weights"
+    keys = overrides(tmp_path / "c", num_steps=3, model__path=a / "hf")
+    result = forked_cli(["train", CONFIG, *keys, "--replay", str(a / "rollouts")])
+    assert result.returncode == 2 and "another model" in result.stderr and not (tmp_path / "c").exists()
 
 
 def test_dynamic_sampling_on_two_ranks_and_its_replay(tmp_path: Path, overrides: Overrides) -> None:

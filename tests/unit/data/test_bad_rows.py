@@ -144,6 +144,14 @@ PIECES = st.sampled_from(
 )
 
 
+def test_a_text_that_the_tokenizer_refuses(tmp_path: Path) -> None:
+    core = Tokenizer(models.WordLevel({"1+1=": 0}, unk_token="<unk>"))  # the unknown token itself is unknown
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    rows = [GOOD, GOOD | {"question": "2+2="}, GOOD | {"question": "3+3= " * 500}]
+    prompts = stream(PreTrainedTokenizerFast(tokenizer_object=core), write_rows(tmp_path / "rows.jsonl", rows))
+    assert skipped_of(prompts) == [(2, "refused by the tokenizer"), (3, "refused by the tokenizer")]
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(
     parts=st.lists(st.tuples(PIECES, st.integers(1, 400)), min_size=1, max_size=6),
