@@ -7,7 +7,6 @@ problem is a `UserError`: one line, exit status 2.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.setup import load_sets
 from oblr_megatron.memory.pass_plan import Layout, num_folds
 from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode
-from oblr_megatron.model.parallel import local_rank
+from oblr_megatron.model.parallel import local_rank, local_world_size
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.observe.performance.profiler import check_profile
 from oblr_megatron.rewards.registry import check_reward, data_for
@@ -81,7 +80,7 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     check_machine(config, model.config, this_machine())
     checkpoints = resume.find(config, model) if owns_run_dir else []
     norms = None if config.rollout.only else check_gradient(model, with_saved_mode(config, checkpoints), world_size)
-    check_settings(model.config, config, world_size, on_gpu=torch.cuda.is_available())
+    check_settings(model.config, config, world_size, local_world_size(world_size), on_gpu=torch.cuda.is_available())
     if config.rollout.replay is None and config.rollout.servers:
         check_servers(config)
     if owns_run_dir:
@@ -90,13 +89,16 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     return open_inputs(config, model, norms, checkpoints)
 
 
-def check_settings(hf_config: Mapping[str, Any], config: Config, world_size: int, *, on_gpu: bool) -> None:
+def check_settings(
+    hf_config: Mapping[str, Any], config: Config, world_size: int, per_node: int, *, on_gpu: bool
+) -> None:
     """The checks that need neither weights nor data nor the machines of the ranks; dry runs and the planner use them.
 
     Args:
         hf_config: the model's config.json.
         config: the run.
         world_size: its ranks.
+        per_node: ranks of one node.
         on_gpu: whether the ranks have GPUs.
 
     Raises:
@@ -107,11 +109,27 @@ def check_settings(hf_config: Mapping[str, Any], config: Config, world_size: int
         check_estimator(config.algo, norms=config.measures_norms)
     if config.rollout.own_engines:
         check_head_size(hf_config, config.model.path, on_gpu=on_gpu)
-        place(config, world_size, on_gpu=on_gpu)
+        place(config, world_size, per_node, on_gpu=on_gpu)
+        check_heads(hf_config, config)
     check_pushable(hf_config, config, on_gpu=on_gpu)
     check_profile(config.log, world_size, on_gpu=on_gpu)
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     check_positions(config, hf_config)
+
+
+def check_heads(hf_config: Mapping[str, Any], config: Config) -> None:
+    """An engine's heads divide among its devices.
+
+    Raises:
+        UserError: names both numbers.
+    """
+    heads, width = hf_config["num_attention_heads"], config.rollout.tensor_parallel_size
+    if heads % width:
+        raise UserError(
+            f"num_attention_heads {heads} is not a multiple of rollout.tensor_parallel_size {width}",
+            where="config: rollout",
+            fix=f"choose a divisor of {heads}",
+        )
 
 
 def check_gradient(model: HFDir, config: Config, world_size: int) -> ModeChoice:
@@ -142,12 +160,11 @@ def select_mode(model: HFDir, config: Config, world_size: int) -> ModeChoice:
         UserError: the mode is impossible in this layout or does not fit.
     """
     on_gpu = torch.cuda.is_available()
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # by torchrun; else all ranks run here
     return resolve(
         model.config,
         config,
         world_size,
-        free_bytes=_device_bytes() if on_gpu else free_memory(local_ranks),
+        free_bytes=_device_bytes() if on_gpu else free_memory(local_world_size(world_size)),
         on_gpu=on_gpu,
         transformer_engine=transformer_engine_chosen(config.model, this_machine()),
     )

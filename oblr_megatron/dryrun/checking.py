@@ -57,9 +57,7 @@ def check_run(hf_config: Mapping[str, Any], config: Config, world_size: int, per
     check_layout(hf_config, config, world_size)
     for source in (*config.data.train, *config.evaluate.data.values()):
         convention_of(source)
-    check_settings(hf_config, config, world_size, on_gpu=device.on_gpu)
-    if config.rollout.own_engines:
-        _check_engine(hf_config, config, per_node)
+    check_settings(hf_config, config, world_size, per_node, on_gpu=device.on_gpu)
     if config.rollout.only:  # nothing is trained
         return config
     choice = resolve(
@@ -73,24 +71,6 @@ def check_run(hf_config: Mapping[str, Any], config: Config, world_size: int, per
     decided = with_mode(config, choice.mode)
     check_dealing(hf_config, decided, world_size)
     return decided
-
-
-def _check_engine(hf_config: Mapping[str, Any], config: Config, per_node: int) -> None:
-    """The devices of an engine are on one node, and its heads divide among them."""
-    width = config.rollout.tensor_parallel_size
-    if per_node % width:
-        raise UserError(
-            f"rollout.tensor_parallel_size {width} does not divide the {per_node} ranks of a node",
-            where="config: rollout",
-            fix=f"choose a divisor of {per_node}; an engine's devices must be on one node",
-        )
-    heads = hf_config["num_attention_heads"]
-    if heads % width:
-        raise UserError(
-            f"num_attention_heads {heads} is not a multiple of rollout.tensor_parallel_size {width}",
-            where="config: rollout",
-            fix=f"choose a divisor of {heads}",
-        )
 
 
 def check_fits(memory: Sequence[RankMemory], config: Config, device: Device) -> None:

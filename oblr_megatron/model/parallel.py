@@ -154,6 +154,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_world_size(world_size: int) -> int:
+    """Ranks of this node, from torchrun's environment; without torchrun all ranks run here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
 def join(config: ParallelConfig, *, backend: str | None = None) -> None:
     """Join the process group, or keep an existing one. The layout is not looked at.
 

@@ -89,7 +89,8 @@ def search(request: Request) -> Found:
     Raises:
         UserError: the run or all its layouts are refused, or none fits; says by how much the smallest is too large.
     """
-    check_settings(request.hf_config, request.config({}), request.gpus, on_gpu=True)
+    per_node = min(request.machine.device.gpus_per_node, request.gpus)
+    check_settings(request.hf_config, request.config({}), request.gpus, per_node, on_gpu=True)
     tally = _Tally(request)
     plans = [plan for layout in layouts(request) for plan in tally.consider(layout)]
     plans.sort(key=lambda plan: (plan.prediction.seconds, plan.peak_bytes))

@@ -26,6 +26,7 @@ from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.engine.handle import Deadlines, VllmEngine
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.errors import DamagedError, EngineLostError
+from oblr_megatron.model.parallel import local_world_size
 from oblr_megatron.rollout.placement import engine_spec, place
 from oblr_megatron.rollout.push import Pusher
 from oblr_megatron.rollout.recovery import RecoveringEngines
@@ -65,7 +66,7 @@ class ColocatedEngines(RecoveringEngines):
         super().__init__(config, parallel.rank)
         self._parallel, self._waiting = parallel, waiting
         self._on_gpu = parallel.device.type == "cuda"
-        self._placement = place(config, parallel.world_size, on_gpu=self._on_gpu)
+        self._placement = place(config, parallel.world_size, local_world_size(parallel.world_size), on_gpu=self._on_gpu)
         limits = config.rollout
         self._deadlines = Deadlines(
             limits.start_timeout_s, limits.generate_timeout_s, limits.push_timeout_s, limits.sleep_timeout_s

@@ -37,11 +37,17 @@ class Placement:
         return slice(count * engine // engines, count * (engine + 1) // engines)
 
 
-def place(config: Config, world_size: int, *, on_gpu: bool) -> Placement:
+def place(config: Config, world_size: int, per_node: int, *, on_gpu: bool) -> Placement:
     """Spread the engines over the ranks.
 
+    Args:
+        config: the run.
+        world_size: its ranks.
+        per_node: ranks of a node; the devices of an engine must be on one node.
+        on_gpu: whether the ranks have GPUs.
+
     Raises:
-        UserError: there are too many engines, or they are too wide.
+        UserError: there are too many engines, they are too wide, or one crosses nodes.
     """
     rollout, where = config.rollout, "config: rollout"
     if not on_gpu and rollout.tensor_parallel_size > 1:
@@ -60,7 +66,16 @@ def place(config: Config, world_size: int, *, on_gpu: bool) -> Placement:
             where=where,
             fix=f"lower num_engines or tensor_parallel_size, or start {max(engines, 1) * width} ranks",
         )
-    return Placement(tuple(engine * width for engine in range(engines)), width)
+    owners = tuple(engine * width for engine in range(engines))
+    crossing = next((owner for owner in owners if owner % per_node + width > per_node), None)
+    if crossing is not None:
+        raise UserError(
+            f"rollout.tensor_parallel_size {width} puts an engine on ranks {crossing} to {crossing + width - 1}, but a "
+            f"node has {per_node} ranks",
+            where=where,
+            fix=f"choose a divisor of {per_node}; an engine's devices must be on one node",
+        )
+    return Placement(owners, width)
 
 
 def engine_spec(config: Config, parallel: Parallel, index: int, placement: Placement) -> EngineSpec:

@@ -40,6 +40,6 @@ def test_only_a_run_with_its_own_engines_needs_it(override: str, refused: bool) 
     small = dict(published("0.6B")) | {"head_dim": 16}
     if refused:
         with pytest.raises(UserError, match="head_dim 16"):
-            check_settings(small, config, 1, on_gpu=False)
+            check_settings(small, config, 1, 1, on_gpu=False)
     else:
-        check_settings(small, config, 1, on_gpu=False)
+        check_settings(small, config, 1, 1, on_gpu=False)

@@ -3,6 +3,7 @@
 Does not cover the processes themselves (tests/e2e).
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +45,7 @@ def config(**rollout):
     ],
 )
 def test_owners_are_the_first_ranks_of_their_blocks(rollout, ranks, on_gpu, owners):
-    placement = place(config(**rollout), ranks, on_gpu=on_gpu)
+    placement = place(config(**rollout), ranks, ranks, on_gpu=on_gpu)
     assert placement.owners == owners
     assert [placement.engine_of(owner) for owner in owners] == list(range(len(owners)))
     assert placement.engine_of(ranks) is None
@@ -60,8 +61,24 @@ def test_owners_are_the_first_ranks_of_their_blocks(rollout, ranks, on_gpu, owne
 )
 def test_engines_that_do_not_fit_are_refused(rollout, ranks, on_gpu, numbers):
     with pytest.raises(UserError, match=numbers) as error:
-        place(config(**rollout), ranks, on_gpu=on_gpu)
+        place(config(**rollout), ranks, ranks, on_gpu=on_gpu)
     assert error.value.where == "config: rollout"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "per_node", "crossing"),
+    [
+        ({"tensor_parallel_size": 16}, 8, "0 to 15"),
+        ({"tensor_parallel_size": 4}, 6, "4 to 7"),
+        ({"tensor_parallel_size": 4, "num_engines": 1}, 6, None),
+        ({"tensor_parallel_size": 3}, 6, None),
+        ({"tensor_parallel_size": 8}, 8, None),
+    ],
+)
+def test_an_engine_that_crosses_nodes_is_refused(rollout, per_node, crossing):
+    with pytest.raises(UserError, match=f"ranks {crossing}") if crossing else nullcontext() as error:
+        place(config(**rollout), 4 * per_node, per_node, on_gpu=True)
+    assert error is None or error.value.where == "config: rollout"
 
 
 @pytest.mark.parametrize("engines", [1, 2, 3, 7])
