@@ -233,7 +233,7 @@ def _records(file: str, data: Any, where: str) -> Iterator[Record]:
     while True:
         try:
             with _silent():
-                rows = next(tables).to_pylist()
+                rows = _rows(next(tables))
         except StopIteration:
             return
         except Exception as error:  # on a damaged file, datasets, pyarrow and fsspec raise unrelated classes
@@ -241,6 +241,16 @@ def _records(file: str, data: Any, where: str) -> Iterator[Record]:
         for row in rows:
             yield Record(file, number, row)
             number += 1
+
+
+def _rows(table: Any) -> list[dict[str, Any] | str]:
+    """The rows of an arrow table. Parquet files may hold strings that are not UTF-8, and arrow does not check them."""
+    try:
+        return list(table.to_pylist())
+    except UnicodeDecodeError:
+        if table.num_rows == 1:
+            return ["not UTF-8"]
+        return [row for number in range(table.num_rows) for row in _rows(table.slice(number, 1))]
 
 
 def _load(where: str, loader: str, path: str, **options: Any) -> Any:

@@ -57,6 +57,14 @@ def test_parquet(tmp_path: Path, tokenizer) -> None:
     assert [skip[1:3] for skip in prompts.skipped] == [(3, "no 'question'")]
 
 
+def test_a_text_of_parquet_that_is_not_utf_8_costs_its_row(tmp_path: Path, tokenizer) -> None:
+    questions = pa.array([b"1+1=", b"2\xff=", b"3+3="]).view(pa.string())
+    pq.write_table(pa.table({"question": questions, "answer": [2, 4, 6]}), tmp_path / "sums.parquet")
+    prompts = stream(tokenizer, tmp_path / "sums.parquet", shuffle=False)
+    assert [prompt.answer for prompt in prompts.take(2)] == ["2", "6"]
+    assert [skip[1:3] for skip in prompts.skipped] == [(2, "not UTF-8")]
+
+
 def test_a_lists_column_of_parquet_is_a_conversation(tmp_path: Path, chat_tokenizer) -> None:
     turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
     path = parquet(tmp_path / "verl.parquet", [{"prompt": turns, "reward_model": {"ground_truth": "2", "style": "x"}}])
