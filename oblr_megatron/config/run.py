@@ -45,7 +45,7 @@ class Config(Section):
     """Output directory; must be empty or absent, unless the run is resumed."""
     num_steps: int = Field(100, ge=1)
     """Optimizer steps."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**31)
     """Seed of data order and sampling."""
     num_prompts: int = Field(128, ge=1)
     """Q, prompts per step."""

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 LARGEST = 2**63 - 1
-"""Largest integer: TOML's, and that of the engines' and the trainer's seeds."""
+"""Largest integer of TOML."""
 
 
 class Section(BaseModel):
