@@ -17,8 +17,10 @@ ENTRIES_ELSEWHERE = ("exclude", "data")  # their entries are sources, documented
 HEADER = """\
 # Configuration
 
-A run is one TOML file; `section.key=value` on the command line overrides a key. Paths are taken from the current
-directory. Made by `python tools/config_doc.py` from `oblr_megatron/config*.py`.
+A run is one TOML file; `oblr-megatron init` writes a first one ([first run](first_run.md)). `section.key=value` on the
+command line overrides a key. The value is TOML; other text is taken as it is, so paths and names need no quotes, and a
+list of one text needs no brackets. An error about an override ends in `[command line]`. Paths are taken from the current
+directory. Made by `python tools/config_doc.py` from `oblr_megatron/config/`.
 """
 
 
