@@ -155,6 +155,7 @@ def _check_first(config: Config, ranks: int, port: int | None) -> None:
     from oblr_megatron.checks.lengths import check_positions
     from oblr_megatron.checks.run_dir import check_run_dir
     from oblr_megatron.data.sources import kind_of
+    from oblr_megatron.formatting import searched_from
     from oblr_megatron.rewards.registry import check_reward
     from oblr_megatron.runtime.run_lock import check_unlocked
 
@@ -166,7 +167,11 @@ def _check_first(config: Config, ranks: int, port: int | None) -> None:
     check_layout(model.config, config, ranks)
     check_positions(config, model.config)
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
-    if config.rollout.replay is None:
+    replay = config.rollout.replay
+    if replay is not None and not replay.is_dir():
+        fix = f"give the rollouts/ of a run with --save-rollouts{searched_from(replay)}"
+        raise UserError("the directory of saved samples does not exist", where=str(replay), fix=fix)
+    if replay is None:
         for source in (*config.data.train, *config.data.exclude, *config.evaluate.data.values()):
             kind_of(source)
 
