@@ -37,7 +37,8 @@ LOG_LINES = 15
 """Lines of the engine's log in an error message."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "OMP_NUM_THREADS")
-_TORCHRUN_PREFIXES = ("MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_", "VLLM_CPU_")
+_MEGATRON = ("CUDA_DEVICE_MAX_CONNECTIONS",)  # 1 orders megatron-core's kernels, but would serialise vLLM's streams
+_TORCHRUN_PREFIXES = ("MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "GROUP_", "ROLE_", "VLLM_CPU_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[
     kept = {
         name: value
         for name, value in environment.items()
-        if name not in _TORCHRUN and not name.startswith(_TORCHRUN_PREFIXES)
+        if name not in _TORCHRUN + _MEGATRON and not name.startswith(_TORCHRUN_PREFIXES)
     }
     kept |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

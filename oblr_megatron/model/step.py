@@ -96,9 +96,10 @@ def reduce_model_parallel_grads(policy: Policy) -> None:
     - Pipeline: a tied embedding, over the first and last stage.
     - Experts: over the ranks that have seen parts of the same sequences.
     """
-    for chunk in policy.chunks:
-        for buffer in chunk.buffers:
-            dist.all_reduce(buffer.grad_data, group=policy.parallel.cp_group)
+    if policy.parallel.cp_size > 1:  # else NCCL would make a communicator of one rank and read every buffer
+        for chunk in policy.chunks:
+            for buffer in chunk.buffers:
+                dist.all_reduce(buffer.grad_data, group=policy.parallel.cp_group)
     _reduce_partial_grads(policy)
     moe.sum_expert_grads(policy)
 
