@@ -7,6 +7,9 @@ FP8 matrix products need a multiple of 16 tokens, of 32 for MXFP8 (Transformer E
 `get_fp8_align_size`). With sequence parallelism each rank's part is gathered in FP8, so it must hold whole scaling
 blocks of 32 or 128 tokens (`assert_dim_for_all_gather`, Transformer Engine 2.8 to 2.12). megatron-core pads the tokens
 of experts itself.
+
+Attention of Transformer Engine builds a cuDNN plan for each new length of rows, which takes about 50 ms. Rows in
+multiples of 128 have few lengths. cuDNN's plans for packed samples have size classes of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ FP8_TOKENS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """The number of tokens in a matrix product is a multiple of this."""
 FP8_GATHERED_TOKENS = {"delayed": 1, "tensorwise": 1, "blockwise": 128, "mxfp8": 32}
 """With sequence parallelism, the tokens that each rank gathers from are a multiple of this."""
+PLANNED_TOKENS = 128
+"""Rows of Transformer Engine's layers are a multiple of this; see above. Not yet run on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,9 @@ class Padding:
     row: int = 1  # length of the microbatch's sequence, packed or in rows; a multiple of `sample`
 
     @classmethod
-    def of(cls, *, tp_size: int, cp_size: int, sequence_parallel: bool, recipe: str | None = None) -> Padding:
+    def of(
+        cls, *, tp_size: int, cp_size: int, sequence_parallel: bool, recipe: str | None = None, planned: bool = False
+    ) -> Padding:
         """The padding of a layout.
 
         Args:
@@ -43,6 +50,7 @@ class Padding:
             cp_size: context-parallel ranks; each gets two chunks of equal length of every sequence.
             sequence_parallel: whether tensor-parallel ranks split these chunks further.
             recipe: FP8 recipe; None without FP8.
+            planned: whether attention builds a plan for each length of the row.
         """
         sample = 1 if cp_size == 1 else 2 * cp_size
         split = tp_size if sequence_parallel else 1
@@ -50,7 +58,7 @@ class Padding:
         if recipe is not None:
             gathered = FP8_GATHERED_TOKENS[recipe] if split > 1 else 1
             of_rank = lcm(split * gathered, FP8_TOKENS[recipe])
-        return cls(sample, lcm(sample * split, cp_size * of_rank))
+        return cls(sample, lcm(sample * split, cp_size * of_rank, PLANNED_TOKENS if planned else 1))
 
     def rounded(self, length: int) -> int:
         """Padded length of a row of `length` tokens."""
@@ -67,16 +75,18 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def padding_of(model: ModelConfig, parallel: ParallelConfig) -> Padding:
-    """The padding of a run."""
-    return padding_of_layout(parallel, None if model.fp8 == "none" else model.fp8_recipe)
+def padding_of(model: ModelConfig, parallel: ParallelConfig, *, transformer_engine: bool = False) -> Padding:
+    """The padding of a run; `transformer_engine`: whether the layers are Transformer Engine's."""
+    recipe = None if model.fp8 == "none" else model.fp8_recipe
+    return padding_of_layout(parallel, recipe, planned=transformer_engine and parallel.packing == "rows")
 
 
-def padding_of_layout(parallel: ParallelConfig, recipe: str | None = None) -> Padding:
-    """The padding of a layout, with FP8 if a recipe is given."""
+def padding_of_layout(parallel: ParallelConfig, recipe: str | None = None, *, planned: bool = False) -> Padding:
+    """The padding of a layout, with FP8 if a recipe is given, and with attention by plans."""
     return Padding.of(
         tp_size=parallel.tensor_model_parallel_size,
         cp_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         recipe=recipe,
+        planned=planned,
     )

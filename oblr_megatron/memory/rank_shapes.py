@@ -117,7 +117,7 @@ class RankSizes:
             wide=max(element, 4),
             fused=on_gpu,
             transformer_engine=transformer_engine,
-            padding=padding_of(config.model, parallel),
+            padding=padding_of(config.model, parallel, transformer_engine=transformer_engine),
         )
 
     @property

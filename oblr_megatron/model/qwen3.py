@@ -124,7 +124,7 @@ def build_policy(
     if options.overlap_grad_reduce:  # megatron-core skips the reduction until the last microbatch
         syncs = [chunk.no_sync for chunk in chunks]
         transformer_config.no_sync_func = syncs if len(chunks) > 1 else syncs[0]
-    padding = padding_of(config, options)
+    padding = padding_of(config, options, transformer_engine=uses_transformer_engine(config, parallel))
     return Policy(chunks, transformer_config, hf_config, parallel, hf_config.vocab_size, padded, tap, padding)
 
 

@@ -1,4 +1,4 @@
-"""Padding to FP8's blocks of tokens changes no norm, gradient or metric of a whole step: fp64, 1e-10.
+"""Padding to blocks of tokens, or to few lengths of rows, changes no norm, gradient or metric of a step: fp64, 1e-10.
 
 The layers are megatron-core's own, which have no FP8; the padding of an FP8 config is applied all the same.
 
@@ -7,23 +7,28 @@ Not covered: Transformer Engine with padded tokens (tests/gpu); experts, which p
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from transformers import AutoConfig
 
-from oblr_megatron.config import Config
-from oblr_megatron.config.padding import FP8_TOKENS
+from oblr_megatron.config import Config, ModelConfig, ParallelConfig
+from oblr_megatron.config.padding import FP8_TOKENS, PLANNED_TOKENS, Padding, padding_of
+from oblr_megatron.model import qwen3
 from oblr_megatron.model.qwen3 import build_policy
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import RTOL, config_of, relative_difference, step_of
 from tests.tiny import make_hf_dir
 
+PLANNED = "none"  # no FP8, but the rows of Transformer Engine's attention
 CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any], str, str]]] = {  # layout, options, recipe, mode
     1: [
         ({}, {}, "tensorwise", "two_pass"),
         ({}, {"packing": "packed"}, "mxfp8", "bookkeep"),
+        ({}, {}, PLANNED, "bookkeep"),
     ],
     2: [
         ({"tp": 2, "sp": True}, {"packing": "packed"}, "blockwise", "two_pass"),
@@ -35,6 +40,8 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any], str, str]]] = {  # l
 
 def with_recipe(config: Config, recipe: str) -> Config:
     """FP8 in fp64, which the config checks would refuse."""
+    if recipe == PLANNED:
+        return config
     model = config.model.model_copy(update={"fp8": "hybrid", "fp8_recipe": recipe})
     return config.model_copy(update={"model": model})
 
@@ -45,10 +52,16 @@ def padded_and_not(path: str, cases: list[Any]) -> list[tuple[dict[str, Any], di
         with layout(**sizes) as parallel:
             config = config_of(path, {"mode": mode}, 2, **options)
             wide = with_recipe(config, recipe)
-            policy = build_policy(AutoConfig.from_pretrained(path), wide.model, parallel, wide.parallel)
-            assert policy.padding.row % FP8_TOKENS[recipe] == 0
-            found.append((step_of(path, parallel, config), step_of(path, parallel, wide)))
+            plain = step_of(path, parallel, config)
+            with patch.object(qwen3, "padding_of", partial(_padding, planned=recipe == PLANNED)):
+                policy = build_policy(AutoConfig.from_pretrained(path), wide.model, parallel, wide.parallel)
+                assert policy.padding.row % (PLANNED_TOKENS if recipe == PLANNED else FP8_TOKENS[recipe]) == 0
+                found.append((plain, step_of(path, parallel, wide)))
     return found
+
+
+def _padding(model: ModelConfig, parallel: ParallelConfig, *, planned: bool, **_: bool) -> Padding:
+    return padding_of(model, parallel, transformer_engine=planned)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -44,6 +44,14 @@ def test_every_rank_gets_whole_blocks(layout: tuple[int, int, bool], recipe: str
             assert of_rank // split % FP8_GATHERED_TOKENS[recipe] == 0
 
 
+def test_rows_of_transformer_engine_have_few_lengths() -> None:
+    rows, packed = ParallelConfig(packing="rows", context_parallel_size=3), ParallelConfig(packing="packed")
+    model = ModelConfig(path="model")
+    assert padding_of(model, rows, transformer_engine=True).row == 384
+    assert len({padding_of(model, ParallelConfig(), transformer_engine=True).rounded(n) for n in range(1, 9217)}) == 72
+    assert padding_of(model, rows).row == 6 and padding_of(model, packed, transformer_engine=True).row == 1
+
+
 @pytest.mark.parametrize(
     ("sizes", "recipe", "row"),
     [
