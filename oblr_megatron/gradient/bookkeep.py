@@ -91,8 +91,11 @@ class BookkeepSink(NormSink):
 
     @torch.no_grad()
     def add_gradient(self, coefficients: Tensor) -> None:
-        """main_grad += sum_i c_i grad_i, then free the factors: c [n] fp64, 0 leaves a sample out."""
-        coefficients = coefficients.to(self.accumulator.parallel.device)
+        """main_grad += sum_i c_i grad_i, then free the factors: c [n] fp64, 0 leaves a sample out.
+
+        The coefficients stay on the host: to look at one on a GPU would wait for the GPU, at every layer and sample.
+        """
+        coefficients = coefficients.cpu()
         while self._kept:  # pop, to free each factor as soon as it is used
             kept = self._kept.pop()
             if isinstance(kept, _Vectors):
@@ -107,8 +110,8 @@ class BookkeepSink(NormSink):
 
 
 def _add_vectors(kept: _Vectors, own: Tensor) -> None:
-    used = own != 0  # select instead of multiplying: 0 * NaN is NaN
-    total = torch.tensordot(own[used].to(kept.grads.dtype), kept.grads[used], dims=1)
+    used = own.nonzero().flatten()  # select instead of multiplying: 0 * NaN is NaN
+    total = torch.tensordot(own[used].to(kept.grads), kept.grads[used.to(kept.grads.device)], dims=1)
     main_grad(kept.weight).add_(total)
 
 
@@ -129,11 +132,12 @@ def _add_product(kept: _Product, own: Tensor) -> None:
 def _per_token(kept: _Product | _Rows, own: Tensor) -> Tensor:
     """[1, t]: the coefficient of each token of a packed row."""
     assert kept.segments.cu_seqlens is not None
-    return own.repeat_interleave(torch.tensor(kept.segments.cu_seqlens, device=own.device).diff())[None]
+    return own.repeat_interleave(torch.tensor(kept.segments.cu_seqlens).diff())[None]
 
 
 def _scaled(dy: Tensor, values: Tensor) -> Tensor:
     """dy [.., .., p] times values [.., ..]; exactly 0 for values of 0, even if dy is not finite."""
+    values = values.to(dy.device)
     return (dy * values[..., None].to(dy.dtype)).masked_fill_((values == 0)[..., None], 0.0)
 
 
@@ -142,4 +146,4 @@ def _without(x: Tensor, left_out: Tensor, dim: int) -> Tensor:
     if not bool(left_out.any()):
         return x
     shape = left_out.shape if dim == 0 else (1, *left_out.shape)
-    return x.masked_fill(left_out.view(*shape, *[1] * (x.dim() - len(shape))), 0.0)
+    return x.masked_fill(left_out.to(x.device).view(*shape, *[1] * (x.dim() - len(shape))), 0.0)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from oblr_megatron.memory.buffer_sizes import OFFLOADED_PIECE
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -58,15 +60,23 @@ def add_weighted(policy: Policy, gradients: Sequence[GradientBuffer], coefficien
     for index, chunk in enumerate(policy.chunks):
         for number, buffer in enumerate(megatron_buffers(chunk)):
             parts = [(gradient.flats[index][number], factor) for gradient, factor in used]
-            for span in _pieces(buffer.grad_data):
+            step = piece_size(buffer.grad_data.device, [flat.device for flat, _ in parts])
+            for span in _pieces(len(buffer.grad_data), step):
                 target = buffer.grad_data[span]
                 for flat, factor in parts:
                     target.add_(flat[span].to(target.device, non_blocking=True), alpha=factor)
 
 
-def _pieces(flat: Tensor) -> Iterator[slice]:
-    step = CACHED if flat.device.type == "cpu" else max(1, len(flat))
-    return (slice(start, start + step) for start in range(0, len(flat), step))
+def piece_size(target: torch.device, sources: Sequence[torch.device]) -> int | None:
+    """Elements that are added at a time; None for all. Offloaded gradients must not be copied whole to the GPU."""
+    if target.type == "cpu":
+        return CACHED
+    return OFFLOADED_PIECE if any(source.type == "cpu" for source in sources) else None
+
+
+def _pieces(size: int, step: int | None) -> Iterator[slice]:
+    step = step or max(1, size)
+    return (slice(start, start + step) for start in range(0, size, step))
 
 
 def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

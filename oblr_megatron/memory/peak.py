@@ -250,7 +250,7 @@ class PassOnRank:
         sizes, n, narrow = self.sizes, self.tokens.count, self.sizes.element < self.sizes.wide
         weight = outputs * inputs
         if self.run.kind == "gradient":
-            return weight * sizes.element if narrow else 0  # the product, before its addition in fp32
+            return weight * (sizes.wide if self.on_gpu else sizes.element) * narrow  # the product before its addition
         widened = n * (outputs + inputs) * sizes.wide if narrow and not self.on_gpu else 0
         if self.run.kind == "stash":
             return widened + (weight * sizes.wide if sizes.cp > 1 else 0)

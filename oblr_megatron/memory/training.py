@@ -211,7 +211,8 @@ def fp8_bytes(sizes: RankSizes, config: Config) -> int:
 def stash_bytes(sizes: RankSizes, config: Config, *, on_gpu: bool = False) -> int:
     """Bytes of the gradients that mode "stash" keeps, and of the working gradient if it rounds or offloads them.
 
-    Gradients that a GPU rank offloads to host memory do not count.
+    Gradients that a GPU rank offloads to host memory do not count. They come back in pieces of 256 MiB at the end of a
+    pass, when no activations are held.
     """
     options, count = config.gradnorm, stash_count(config)
     rounds = options.stash_dtype == "bfloat16" and sizes.element < 8

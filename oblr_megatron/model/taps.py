@@ -142,6 +142,8 @@ def add_product(target: Tensor, x: Tensor, dy: Tensor, factor: float = 1.0) -> N
     x, dy = x.flatten(0, -2), dy.flatten(0, -2)
     if target.dtype == x.dtype:
         target.addmm_(dy.t(), x, alpha=factor)
+    elif x.is_cuda:  # a product in half precision would be rounded before it is added
+        target.add_(torch.mm(dy.t(), x, out_dtype=target.dtype), alpha=factor)
     else:
         target.add_(dy.t() @ x, alpha=factor)
 
