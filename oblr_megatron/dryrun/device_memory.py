@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from oblr_megatron.config import Config
-from oblr_megatron.memory.engine import EngineMemory, engine_bytes
+from oblr_megatron.memory.engine import CONTEXT, EngineMemory, engine_bytes, push_bytes
 from oblr_megatron.memory.training import MemoryEstimate, estimate_stage, resident_bytes
-
-CONTEXT = 2 * 2**30  # CUDA context, NCCL and cuBLAS of a trainer rank; typical, not yet measured on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,7 @@ class RankMemory:
     engine: EngineMemory | None  # the engine on the same device
     sleep_level: int
     context: int  # CUDA context of the trainer process
+    push: int = 0  # buffers of a push to the engine on the same GPU
 
     @property
     def training(self) -> int:
@@ -50,8 +49,8 @@ class RankMemory:
 
     @property
     def rollout(self) -> int:
-        """Bytes during sampling: what the trainer keeps between steps, and the engine."""
-        return self.step.between_steps + self.context + (self.engine.total if self.engine else 0)
+        """Bytes during sampling and the first push: what the trainer keeps between steps, the engine, the buffers."""
+        return self.step.between_steps + self.context + self.push + (self.engine.total if self.engine else 0)
 
     @property
     def peak(self) -> int:
@@ -67,6 +66,7 @@ class RankMemory:
             found["kept between steps"] = self.step.between_steps
             found |= {"engine's weights": self.engine.weights, "engine's other": self.engine.other}
             found["KV cache"] = self.engine.kv_cache
+            found |= {"push buffers": self.push} if self.push else {}
         return found
 
 
@@ -97,6 +97,7 @@ def rank_memory(hf_config: Mapping[str, Any], config: Config, world_size: int, d
             engine,
             config.rollout.sleep_level if device.on_gpu else 0,
             CONTEXT if device.on_gpu else 0,
+            push_bytes(hf_config, config) if device.on_gpu and engine else 0,
         )
         for stage in range(config.parallel.pipeline_model_parallel_size)
     ]

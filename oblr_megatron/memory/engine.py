@@ -20,6 +20,7 @@ from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.rank_shapes import RankSizes
 
 VOCABULARY_MULTIPLE = 64  # padding of vLLM's embedding (`DEFAULT_VOCAB_PADDING_SIZE`)
+CONTEXT = 2 * 2**30  # CUDA context, NCCL and cuBLAS of a trainer rank; typical, not yet measured on a GPU
 RESIDENT = 2 * 2**30  # CUDA context, NCCL buffers, CUDA graphs: what a sleeping engine still holds
 LARGE_DEVICE = 70 * 2**30  # from this size on vLLM computes more tokens per step (`get_batch_defaults`)
 STEP_TOKENS = {False: 8192, True: 16384}
@@ -70,6 +71,23 @@ def engine_bytes(hf_config: Mapping[str, Any], config: Config, *, device_bytes: 
     other = RESIDENT + _work_bytes(sizes, config, STEP_TOKENS[device_bytes >= LARGE_DEVICE])
     share = int(device_bytes * config.rollout.gpu_memory_utilization)
     return EngineMemory(weights, max(0, share - weights - other), other, per_token)
+
+
+def beside_training(hf_config: Mapping[str, Any], config: Config, device_bytes: int) -> int:
+    """Bytes of a GPU that a training step cannot use: the rank's CUDA context and its sleeping engine."""
+    if not config.rollout.own_engines:
+        return CONTEXT
+    return CONTEXT + engine_bytes(hf_config, config, device_bytes=device_bytes).asleep(config.rollout.sleep_level)
+
+
+def push_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
+    """Bytes on a trainer's GPU during a push by CUDA IPC: vLLM's buffer, a gathered parameter, its contiguous copy.
+
+    The first push meets an engine that is wholly awake; later ones meet a sleeping KV cache.
+    """
+    sizes = engine_sizes(hf_config, config)
+    largest = max(hf_config["vocab_size"], 2 * hf_config["intermediate_size"]) * sizes.hidden * sizes.element
+    return max(config.weights.bucket_mib * 2**20, largest) + 2 * largest
 
 
 def engine_sizes(hf_config: Mapping[str, Any], config: Config) -> RankSizes:

@@ -25,6 +25,7 @@ from oblr_megatron.config import Config
 from oblr_megatron.config.precision_checks import norms_problem
 from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.formatting import size
+from oblr_megatron.memory.engine import beside_training
 from oblr_megatron.memory.pass_plan import Layout, longest_sample, passes_of, stash_count
 from oblr_megatron.memory.training import MemoryEstimate, estimate
 
@@ -61,7 +62,7 @@ def resolve(
         hf_config: the model's config.json, checked against the layout (`checks.layout.check_layout`).
         config: the run.
         world_size: its ranks.
-        free_bytes: memory that a rank may use; None: unknown, everything fits.
+        free_bytes: memory that a rank may use, on a GPU all of it; None: unknown, everything fits.
         on_gpu: whether ranks have GPUs.
         transformer_engine: whether the layers are Transformer Engine's.
 
@@ -69,6 +70,8 @@ def resolve(
         UserError: the configured mode is impossible in this layout or does not fit.
     """
     asked = config.gradnorm.mode
+    if on_gpu and free_bytes is not None:
+        free_bytes = max(0, free_bytes - beside_training(hf_config, config, free_bytes))
     found = {
         mode: estimate(
             hf_config, with_mode(config, mode), world_size, on_gpu=on_gpu, transformer_engine=transformer_engine

@@ -19,7 +19,7 @@ from oblr_megatron.checks.layout import check_layout, num_experts
 from oblr_megatron.config import Config, ParallelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import size
-from oblr_megatron.memory.engine import engine_bytes
+from oblr_megatron.memory.engine import engine_bytes, push_bytes
 from oblr_megatron.memory.pass_plan import Layout, longest_sample
 from oblr_megatron.memory.select_mode import resolve
 from oblr_megatron.memory.training import MemoryEstimate
@@ -223,11 +223,12 @@ class _Tally:
             tried = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
             engine = engine_bytes(hf, tried, device_bytes=request.memory_bytes)
             asleep = engine.asleep(config.rollout.sleep_level)
-            if held + engine.total > limit or training + asleep > limit:
+            sampling = held + engine.total + push_bytes(hf, tried)
+            if sampling > limit or training + asleep > limit:
                 continue
             if engine.kv_tokens < longest_sample(config):
                 return None
-            return tried, held + engine.total, training + asleep
+            return tried, sampling, training + asleep
         return None
 
     def setting(self, config: Config) -> Setting:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.dryrun.device_memory import Device, rank_memory
 from oblr_megatron.errors import UserError
+from oblr_megatron.memory.engine import beside_training
 from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve
 
 DENSE: dict[str, Any] = {
@@ -59,6 +61,21 @@ def test_auto_takes_a_mode_that_fits() -> None:
     choice = choose(config_of(), free_bytes=2**34)
     assert choice.mode == "two_pass"
     assert "8 stashed gradients" in choice.reason and "16 GiB are free" in choice.reason
+
+
+@pytest.mark.parametrize("rollout", [{}, {"sleep_level": 0}, {"servers": ["http://localhost:1"]}])
+def test_a_gpu_is_shared_with_a_context_and_a_sleeping_engine(rollout: dict[str, Any]) -> None:
+    """The bound is the one of the dry run: what a mode needs, the context and the sleeping engine."""
+    config = config_of(rollout={"max_response_tokens": 2000} | rollout, gradnorm={"mode": "stash"})
+    device = 10**11
+    free = device - beside_training(DENSE, config, device)
+    ranks = rank_memory(DENSE, config, 1, Device(on_gpu=True, num_bytes=device, transformer_engine=False))
+    needed = choose(config, on_gpu=True).estimate.total
+    assert ranks[0].training - device == needed - free
+    least = next(gb for gb in range(1, 999) if needed <= (size := gb * 10**9) - beside_training(DENSE, config, size))
+    assert choose(config, on_gpu=True, free_bytes=least * 10**9).mode == "stash"
+    with pytest.raises(UserError, match="mode 'stash'"):
+        choose(config, on_gpu=True, free_bytes=(least - 1) * 10**9)
 
 
 def test_auto_prefers_filled_pipelines() -> None:

@@ -11,9 +11,9 @@ import pytest
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.cli import main
 from oblr_megatron.config import parse_config
-from oblr_megatron.dryrun.device_memory import CONTEXT, Device, rank_memory
+from oblr_megatron.dryrun.device_memory import Device, rank_memory
 from oblr_megatron.errors import EXIT_USER, UserError
-from oblr_megatron.memory.engine import engine_bytes
+from oblr_megatron.memory.engine import CONTEXT, engine_bytes
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.hardware import device_named
