@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.checks.machine import RECIPES, Machine
+from oblr_megatron.checks.machine import RECIPES, Machine, compiler_problem, driver_problem
 from oblr_megatron.checks.packages import PACKAGES, TRANSFORMER_ENGINE, installed, problems
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
 
@@ -83,7 +83,12 @@ def examine() -> Report:
     machine = this_machine()
     if machine.engine_fault:
         wrong.append(f"Transformer Engine cannot be imported: {machine.engine_fault}. Build it against this torch")
-    return Report(packages, _platform() | _cuda_platform(), _gpus(), findings(machine, packages), wrong)
+    found = _cuda_platform()
+    on_gpu = machine.capability is not None  # forward compatibility works with an old driver
+    fault = compiler_problem() if on_gpu else driver_problem(found["driver"], found["CUDA of torch"])
+    if fault is not None:
+        wrong.append(f"{fault[0]}. Fix: {fault[1]}")
+    return Report(packages, _platform() | found, _gpus(), findings(machine, packages), wrong)
 
 
 def findings(machine: Machine, packages: dict[str, str | None]) -> list[Finding]:

@@ -21,6 +21,7 @@ from oblr_megatron.checkpoint.store import NoSpaceError, check_space, checkpoint
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.checks.machine import (
+    check_compiler,
     check_head_size,
     check_machine,
     check_pushable,
@@ -78,6 +79,8 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     model.hf_config()  # raises if transformers cannot read it
     check_layout(model.config, config, world_size)
     check_machine(config, model.config, this_machine())
+    if torch.cuda.is_available():
+        check_compiler()
     checkpoints = resume.find(config, model) if owns_run_dir else []
     norms = None if config.rollout.only else check_gradient(model, with_saved_mode(config, checkpoints), world_size)
     check_settings(model.config, config, world_size, local_world_size(world_size), on_gpu=torch.cuda.is_available())

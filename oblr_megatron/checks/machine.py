@@ -6,6 +6,9 @@ The requirements are those of Transformer Engine (`check_recipe_support`) and me
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from oblr_megatron.checks.layout import num_experts
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config, ModelConfig
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 INSTALL = "build transformer-engine against this torch (docs/precision.md), or leave it out"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """`CPUAttentionBackend.get_supported_head_sizes` of vLLM 0.32; the engine's first forward pass fails for others."""
+DRIVERS = {"12": 525, "13": 580}
+"""First driver branch for each major version of CUDA, without NVIDIA's forward compatibility package."""
 A2A_PACKED = "2.10"  # first Transformer Engine with cp_comm_type "a2a" for packed samples
 
 
@@ -102,6 +107,46 @@ def check_machine(config: Config, hf_config: Mapping[str, Any], machine: Machine
             where="config: rollout.quantization",
             fix='set it to "none"',
         )
+
+
+def driver_problem(driver: str | None, cuda: str | None) -> Problem | None:
+    """Why torch may see no GPU: a driver that is too old for its CUDA version; None if the driver is new enough.
+
+    Args:
+        driver: version, e.g. "570.86.15"; None if unknown.
+        cuda: version that torch was built with; None for a CPU build.
+    """
+    needed = DRIVERS.get((cuda or "").partition(".")[0])
+    if driver is None or needed is None or int(driver.partition(".")[0]) >= needed:
+        return None
+    return (
+        f"driver {driver} is too old for the CUDA {cuda} of torch, which needs {needed} or newer",
+        "install a newer driver, NVIDIA's forward compatibility package, or a torch for an older CUDA",
+    )
+
+
+def compiler_problem() -> Problem | None:
+    """Why the kernels of a GPU cannot be compiled at run time; None if they can.
+
+    torch.compile and vLLM build launchers for Triton's kernels, with a C compiler and Python's headers.
+    """
+    if os.environ.get("CC") is None and not any(map(shutil.which, ("gcc", "clang"))):
+        return "there is no C compiler, which kernels for GPUs need at run time", "install gcc, or set CC"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        return f"{header} is missing, which kernels for GPUs need at run time", "install Python's headers (python3-dev)"
+    return None
+
+
+def check_compiler() -> None:
+    """Refuse a run on GPUs without a C compiler.
+
+    Raises:
+        UserError: see `compiler_problem`.
+    """
+    problem = compiler_problem()
+    if problem is not None:
+        raise UserError(problem[0], where="this machine", fix=problem[1])
 
 
 def check_pushable(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool) -> None:

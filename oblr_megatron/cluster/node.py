@@ -19,6 +19,7 @@ import torch
 
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.checks.layout import check_port
+from oblr_megatron.checks.machine import compiler_problem, driver_problem
 from oblr_megatron.checks.packages import installed, problems
 from oblr_megatron.config import Config, load_config
 from oblr_megatron.errors import UserError
@@ -121,9 +122,12 @@ def _examine_gpus(report: Report, expected: int) -> None:
         for name, column in (("driver", 0), ("compute capability", 3), ("GPU kind", 4), ("GPU memory, MiB", 2))
     }
     if seen != expected:
-        report.problems.append(
-            Problem(f"torch sees {seen} GPUs, not {expected}", "drain the node, or set OBLR_GPUS_PER_NODE")
-        )
+        fault = driver_problem(rows[0][0], torch.version.cuda) if rows and not seen else None
+        what, fix = fault or (f"torch sees {seen} GPUs, not {expected}", "drain the node, or set OBLR_GPUS_PER_NODE")
+        report.problems.append(Problem(what, fix))
+    compiler = compiler_problem()
+    if compiler is not None:
+        report.problems.append(Problem(*compiler))
     busy = [index for index, row in enumerate(rows) if float(row[1]) * 2**20 > IDLE_BYTES]
     if busy:
         used = ", ".join(f"GPU {index}: {rows[index][1]} MiB" for index in busy)

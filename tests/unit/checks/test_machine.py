@@ -1,16 +1,41 @@
-"""Head sizes that an engine supports. Recipes and packages: unit/model/test_precision.py. Not covered: GPUs."""
+"""Head sizes of an engine, drivers, compilers. Recipes: unit/model/test_precision.py. Not covered: GPUs."""
 
 from __future__ import annotations
 
+import sysconfig
 from pathlib import Path
 
 import pytest
 
-from oblr_megatron.checks.machine import CPU_HEAD_SIZES, check_head_size
+from oblr_megatron.checks.machine import CPU_HEAD_SIZES, check_compiler, check_head_size, driver_problem
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.published import published
 from oblr_megatron.preflight import check_settings
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "needed"),
+    [("570.86.15", "13.0", "580"), ("580.65.06", "13.0", None), ("470.1", "12.9", "525"), ("535.1", "12.9", None)],
+)
+def test_a_driver_too_old_for_torch(driver: str, cuda: str, needed: str | None) -> None:
+    found = driver_problem(driver, cuda)
+    assert (found is None) == (needed is None) and (found is None or needed in found[0])
+    assert driver_problem(None, cuda) is driver_problem(driver, None) is None
+
+
+def test_kernels_need_a_compiler_and_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setenv("CC", "cc")
+    with pytest.raises(UserError, match=r"Python\.h") as missing:
+        check_compiler()
+    assert missing.value.where == "this machine"
+    (tmp_path / "Python.h").touch()
+    check_compiler()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="C compiler"):
+        check_compiler()
 
 
 @pytest.mark.parametrize("size", [16, 24, 33, 576])

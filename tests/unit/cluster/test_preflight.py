@@ -85,6 +85,18 @@ def test_gpus_that_are_missing_or_in_use(tmp_path: Path, monkeypatch: pytest.Mon
     assert found.same["GPU kind"] == "NVIDIA H100 80GB HBM3"
 
 
+def test_an_old_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
+    said = [problem.what for problem in found.problems]
+    assert [what for what in said if "570.86.15" in what and "580" in what and "13.0" in what]
+    assert not [what for what in said if "torch sees" in what]
+
+
 def test_no_driver_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
