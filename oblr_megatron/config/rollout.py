@@ -96,6 +96,7 @@ class WeightsConfig(Section):
     """Size of each of the two buckets, MiB. Shared memory splits larger tensors over several buckets; CUDA IPC sends
     whole tensors, in buckets as large as the largest."""
     checksum: bool = True
-    """Check the bytes of every bucket on arrival (xxh3; cost in docs/benchmarks.md)."""
+    """Check the bytes of every bucket on arrival (xxh3; cost in docs/benchmarks.md). CUDA IPC, to engines on the
+    trainer's GPUs, has none: the bytes are not copied on the way."""
     verify: bool = False
     """After every push, read the weights back from the engine and compare them. Slow; for debugging."""
