@@ -46,10 +46,10 @@ class Section(BaseModel):
 
 def _entries(value: Any, annotation: Any) -> Any:
     """The entries of a list: "a" stands for ["a"] in a list of texts. Sections have their own short forms."""
-    if section_in(annotation) or {int, float} & set(get_args(annotation)):
-        return value
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
         raise ValueError('quote the entries of a list: ["a", "b"]')
+    if section_in(annotation) or {int, float} & set(get_args(annotation)):
+        return value
     return (value,) if isinstance(value, str) else value
 
 
