@@ -1,6 +1,6 @@
 """A signal stops a real training run: it finishes and saves the current step and can be resumed.
 
-Not covered: bit-equality after a resume (test_kill_resume.py), signals from a real SLURM.
+Not covered: bit-equality after a resume (test_resume.py, test_kill_resume.py), signals from a real SLURM.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ COMMAND = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cp
 LONG = 100_000  # steps
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_every_process_of_a_run_saves_it(
     tmp_path: Path, overrides: Callable[..., list[str]], number: signal.Signals

@@ -10,8 +10,6 @@ Not covered: whether a run learns, KL terms (TRL's RLOO puts its own into the re
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from studies.policy import Drawn
 from studies.start import load, prepare
 from studies.tasks import TASKS, Row
 from studies.toy_trainer import ToyConfig, prompt_order, run_toy
-from studies.trl_trainer import VLLM_LEVEL, open_trainer, trainer_arguments
+from studies.trl_trainer import VLLM_LEVEL, import_trl, open_trainer, trainer_arguments
 
 TASK, Q, G, TEMPERATURE = TASKS["chain"], 6, 4, 0.8
 TRL_STD_EPS = 1e-4
@@ -47,12 +45,11 @@ def start(tmp_path_factory) -> Path:
     return prepare(TASK.name, "high", tmp_path_factory.mktemp("start"), steps=150)
 
 
-def test_the_import_leaves_vllms_log_level_alone():
-    """In a process of its own: TRL sets the level when it is first imported."""
-    program = "import os, studies.trl_trainer as one; one.import_trl(); print(os.environ.get(one.VLLM_LEVEL))"
-    environment = {name: value for name, value in os.environ.items() if name != VLLM_LEVEL}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["None"]
+def test_the_import_leaves_vllms_log_level_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL sets it when it is first imported; engines that start later inherit the environment."""
+    monkeypatch.delenv(VLLM_LEVEL, raising=False)
+    import_trl()
+    assert VLLM_LEVEL not in os.environ
 
 
 @pytest.fixture(scope="module")
