@@ -6,7 +6,7 @@
         display.step(step, record)
 
 Plain lines read
-    waiting for 1 engine to start, 10 s (log: run/logs/engine-0.log)
+    starting 1 engine (log: run/logs/engine-*.log), 10 s
     reward: mean reward of all responses sampled for the step | len: mean response length, ... | ...
     step 12/150  reward 0.53  len 6.1  lr 8.1e-4  shrink 0.42  crit 310  grad 0.31  diff 2e-6  2.1 s
     eval at step 50  sums accuracy 0.81  mean@k 0.79  pass@k 0.90
@@ -263,7 +263,7 @@ class LiveDisplay(Display):
                 yield
             return
         before, self._since = (self._phase, self._since), time.monotonic()
-        self._phase = f"waiting for {what}"
+        self._phase = what.partition(" (")[0]  # the line is narrow
         try:
             yield
         finally:
@@ -338,7 +338,7 @@ def waiting(what: str, say: Callable[[str], None]) -> Iterator[None]:
     def tell() -> None:
         pause = FIRST_S
         while not over.wait(pause):
-            say(f"waiting for {what}, {time.monotonic() - start:.0f} s")
+            say(f"{what}, {time.monotonic() - start:.0f} s")
             pause = AGAIN_S
 
     thread = Thread(target=tell, daemon=True)

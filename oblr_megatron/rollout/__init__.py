@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel
 
 Waiting = Callable[[str], AbstractContextManager[Any]]
-"""Shows what a block waits for. Example: with waiting("1 engine to start"): ..."""
+"""Shows what a block waits for. Example: with waiting("starting 1 engine"): ..."""
 
 
 def open_engines(config: Config, parallel: Parallel, waiting: Waiting = nullcontext) -> RolloutEngine:
@@ -23,7 +23,7 @@ def open_engines(config: Config, parallel: Parallel, waiting: Waiting = nullcont
     Args:
         config: of the run.
         parallel: this rank's position.
-        waiting: a context that is entered with the name of what a start waits for.
+        waiting: a context that is entered with what a start waits for.
 
     Raises:
         UserError: the engines do not fit the ranks.

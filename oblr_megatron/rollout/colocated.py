@@ -129,7 +129,7 @@ class ColocatedEngines(RecoveringEngines):
         _free_cached_memory()  # on every rank: an engine may use the devices of several
         self._restarts += sum(self._on_owners(self._start_again, "the engines to be launched", seconds=0))
         number, logs = len(self._placement.owners), self._config.run_dir / LOGS
-        with self._waiting(f"{number} engine{'s' if number > 1 else ''} to start (log: {logs}/engine-*.log)"):
+        with self._waiting(f"starting {number} engine{'s' if number > 1 else ''} (log: {logs}/engine-*.log)"):
             self._on_owners(
                 lambda engine, _: engine.wait_ready(), "the engines to start", seconds=self._deadlines.start
             )

@@ -105,9 +105,9 @@ def test_a_long_wait_says_what_for(monkeypatch, capsys):
         if len(said) == 3:
             done.set()
 
-    with waiting("1 engine to start", say):
+    with waiting("starting 1 engine", say):
         assert done.wait(60)
-    assert all(re.fullmatch(r"waiting for 1 engine to start, \d+ s", line) for line in said)
+    assert all(re.fullmatch(r"starting 1 engine, \d+ s", line) for line in said)
     monkeypatch.setattr(console_module, "FIRST_S", 60.0)
     with open_display(LogConfig(console="plain"), 3).waiting("nothing"):
         pass
@@ -119,10 +119,10 @@ def test_the_live_display_shows_a_wait_as_its_phase(monkeypatch):
     monkeypatch.setattr(console_module.time, "monotonic", lambda: clock[0])
     with open_display(LogConfig(console="live"), 9, console=terminal()) as display:
         display.phase("push")
-        with display.waiting("1 engine to start"):
+        with display.waiting("starting 1 engine (log: here)"):
             clock[0] = 12.7
-            assert "waiting for 1 engine to start 12 s" in rendered(display)
-        assert "push 12 s" in rendered(display) and "waiting" not in rendered(display)
+            assert "starting 1 engine 12 s" in rendered(display)
+        assert "push 12 s" in rendered(display) and "starting" not in rendered(display)
         display.phase(None)
         assert "push" not in rendered(display)
 
