@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from oblr_megatron.model.sequence import chunks_of
+from oblr_megatron.model.sequence import PackedRows, chunks_of
 
 if TYPE_CHECKING:
     from oblr_megatron.model.taps import Tap
@@ -98,7 +97,7 @@ class SdpaAttention(nn.Module):
         *,
         attn_mask_type: AttnMaskType,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedRows | None = None,
     ) -> Tensor:
         """Returns [t, b, heads / tp * head_dim], packed [t, heads / tp * head_dim]."""
         assert attention_mask is None and attention_bias is None, "causal mask only"
@@ -113,10 +112,10 @@ class SdpaAttention(nn.Module):
             parts.append(self._attend(part, keys, values).flatten(0, 1))
         return _joined(parts, dim=0).flatten(1)
 
-    def _runs(self, packed: PackedSeqParams) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, packed: PackedRows) -> Iterator[tuple[int, int, int]]:
         """Runs of neighbouring samples of equal length: (start, stop) in this rank's tokens, and number of samples."""
         start = 0
-        for length, run in groupby(packed.cu_seqlens_q.diff().tolist()):
+        for length, run in groupby(packed.lengths):
             samples = len(list(run))
             stop = start + samples * length // self.cp_group.size()
             yield start, stop, samples

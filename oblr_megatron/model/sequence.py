@@ -11,6 +11,7 @@ Packed samples are each cut this way. Sequence parallelism splits a rank's token
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,13 @@ from oblr_megatron.types import MicroBatch
 
 if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """megatron-core's parameters of packed samples, with their lengths on the host: no layer has to wait for a GPU."""
+
+    lengths: tuple[int, ...] = ()  # of whole samples, before the cut over context-parallel ranks
 
 
 def chunks_of(cp_rank: int, cp_size: int) -> tuple[int, ...]:
@@ -68,7 +76,7 @@ def local_part(parallel: Parallel, batch: MicroBatch, padding: Padding | None = 
     )
 
 
-def packed_params(parallel: Parallel, batch: MicroBatch) -> PackedSeqParams | None:
+def packed_params(parallel: Parallel, batch: MicroBatch) -> PackedRows | None:
     """megatron-core's parameters of a packed microbatch from `local_part`; None for rows.
 
     Lengths are those of whole samples, before the cut over context-parallel ranks. They include a sample's padding: it
@@ -77,8 +85,9 @@ def packed_params(parallel: Parallel, batch: MicroBatch) -> PackedSeqParams | No
     if batch.cu_seqlens is None:
         return None
     bounds = batch.cu_seqlens * parallel.cp_size
-    longest = int(bounds.diff().max())
-    return PackedSeqParams(
+    lengths = tuple(bounds.diff().tolist())
+    longest = max(lengths)
+    return PackedRows(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
@@ -86,6 +95,7 @@ def packed_params(parallel: Parallel, batch: MicroBatch) -> PackedSeqParams | No
         cu_seqlens_kv_padded=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        lengths=lengths,
     )
 
 

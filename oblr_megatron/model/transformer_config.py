@@ -48,7 +48,7 @@ def transformer_config_of(
         defer_embedding_wgrad_compute=options.defer_embedding_wgrad_compute,
         **_recompute(options),
         **precision_fields(config, transformer_engine=by_transformer_engine),
-        **_kernels(parallel.device),
+        **_kernels(parallel.device, transformer_engine=by_transformer_engine),
         **moe.moe_fields(hf_config, parallel, DTYPES[config.dtype], transformer_engine=by_transformer_engine),
         # megatron-core must not divide the loss: run_schedule's loss function returns (loss, 1, metrics).
         calculate_per_token_loss=True,
@@ -94,14 +94,18 @@ def _recompute(options: ParallelConfig) -> dict[str, Any]:
     }
 
 
-def _kernels(device: torch.device) -> dict[str, Any]:
-    """Fused kernels only with CUDA: otherwise megatron-core would compile them with a C++ compiler, or fail."""
+def _kernels(device: torch.device, *, transformer_engine: bool) -> dict[str, Any]:
+    """Fused kernels only with CUDA: otherwise megatron-core would compile them with a C++ compiler, or fail.
+
+    megatron-core's own rotary embedding of packed samples waits for the GPU, for q and for k in each layer. Transformer
+    Engine's kernel does not (not yet run on a GPU).
+    """
     fused = device.type == "cuda"
     return {
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
         "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
+        "apply_rope_fusion": transformer_engine,
         "persist_layer_norm": False,
     }
 
