@@ -62,9 +62,7 @@ LINES = (
 )
 
 
-@settings(
-    max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lines=st.lists(LINES.map(lambda line: line.replace(b"\n", b" ")), max_size=4),
     convention=st.sampled_from(["", *CONVENTIONS]),
@@ -104,9 +102,7 @@ def check(prompts: PromptSet, written: bytes) -> None:
     prompts.fingerprint()
 
 
-@settings(
-    max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=TEXTS | st.sampled_from(["a" * 300, "~", "*", "[a", "**/x", "a/b", "gsm8k/", "a=b"]), convention=TEXTS)
 def test_a_path_is_refused_or_read(tmp_path: Path, text: str, convention: str) -> None:
     try:

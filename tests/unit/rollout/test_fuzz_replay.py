@@ -21,7 +21,7 @@ from oblr_megatron.rollout.replay import check_replay
 from oblr_megatron.rollout.step_file import KEY, read_step, step_path, write_step
 from tests.unit.rollout.test_replay import VOCAB, config_of, saved_step
 
-EXAMPLES = settings(max_examples=30, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=30)
 NUMBERS = st.integers(-2, 50) | st.sampled_from([-(2**31), 2**31 - 1])
 FLOATS = st.floats(width=32)
 CELLS: dict[str, st.SearchStrategy[Any]] = {
