@@ -19,8 +19,8 @@ HEADER = """\
 
 A run is one TOML file; `oblr-megatron init` writes a first one ([first run](first_run.md)). `section.key=value` on the
 command line overrides a key. The value is TOML; other text is taken as it is, so paths and names need no quotes, and a
-list of one text needs no brackets. An error about an override ends in `[command line]`. Paths are taken from the current
-directory. Made by `python tools/config_doc.py` from `oblr_megatron/config/`.
+list of one text needs no brackets. An error about an override ends in `[command line]`. Paths are taken from the
+current directory. Made by `python tools/config_doc.py` from `oblr_megatron/config/`.
 """
 
 

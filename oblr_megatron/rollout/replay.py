@@ -157,8 +157,8 @@ def check_replay(config: Config, vocab_size: int, model: str = "") -> None:
         _check_samples(saved, path)
         if model and saved.model not in ("", model):
             raise UserError(
-                f"the samples were drawn from another model: its weights have the fingerprint {saved.model!r:.40}, those of "
-                f"model.path have {model!r}",
+                f"the samples were drawn from another model: its weights have the fingerprint {saved.model!r:.40}, "
+                f"those of model.path have {model!r}",
                 where=str(path),
                 fix="set model.path to the model that the saved run started from",
             )
