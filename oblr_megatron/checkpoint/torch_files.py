@@ -8,19 +8,20 @@ save_common(common, directory)
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.serialization import get_crc32_options, set_crc32_options
 
 BACKEND, VERSION = "torch_dist", 1  # megatron-core's name for the format
+COMMON, DESCRIPTION = "common.pt", "metadata.json"
 
 
 class TensorFiles(dcp.FileSystemWriter):
@@ -45,12 +46,21 @@ def plain_files() -> Iterator[None]:
 def save_common(common: dict[str, Any], directory: Path) -> None:
     """Write the non-tensor state and megatron-core's format description; `store.commit` syncs both files.
 
+    The files are those of megatron-core 0.16, and every later version to 0.19 reads them. Its own writers differ: 0.17
+    moved the first one, 0.19 deprecates it, and 0.19 leaves the common backend out of the description.
+
     Raises:
         OSError: writing failed.
     """
+    description = {
+        "sharded_backend": BACKEND,
+        "sharded_backend_version": VERSION,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
     try:
-        get_default_save_common_strategy().save_common(common, str(directory))
-        save_config(CheckpointingConfig(BACKEND, VERSION), str(directory))
+        torch.save(common, directory / COMMON)
+        (directory / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
     except RuntimeError as error:  # torch's type for a failed write
         raise OSError(str(error)) from error
 

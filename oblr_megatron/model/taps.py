@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
-    LinearWithGradAccumulationAndAsyncCommunication,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -35,6 +34,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from oblr_megatron.model.attention import RMSNorm
+from oblr_megatron.model.megatron_versions import linear_forward
 
 if TYPE_CHECKING:
     from oblr_megatron.types import MicroBatch
@@ -191,9 +191,7 @@ class _TappedLinear(torch.autograd.Function):
         sequence_parallel: bool,
         group: Any,
     ) -> Tensor:
-        output = LinearWithGradAccumulationAndAsyncCommunication.forward(
-            ctx, input, weight, None, False, allreduce_dgrad, sequence_parallel, None, None, group
-        )
+        output = linear_forward(ctx, input, weight, allreduce_dgrad, sequence_parallel, group)
         ctx.weight, ctx.tap = weight, tap  # the parameter itself: backward may see another object in saved_tensors
         ctx.splits = splits
         return output
