@@ -148,7 +148,9 @@ class TorchDistWriter:
         self._strategy.base_strategy.copy = copy
         sharded, common = save_preprocess(state, not self._validated)
         self._validated = True
-        request = self._strategy.async_save(sharded, directory)
+        # Not its async_save: from 0.17 on megatron-core passes an argument there that earlier versions do not have.
+        self._strategy.apply_saving_parallelization(sharded)
+        request = self._strategy.base_strategy.async_save(sharded, directory)
         return partial(self._write, request, deepcopy(common), directory)
 
     def _write(self, request: AsyncRequest, common: State, directory: Path) -> None:

@@ -1,6 +1,6 @@
 """Differences between the accepted versions of megatron-core (0.16.1 to 0.19). No other module asks for the version.
 
-Checkpoints need nothing here: `checkpoint/torch_files.py` writes the same two files under every version.
+Checkpoints need nothing but silence here: `checkpoint/torch_files.py` writes the same two files under every version.
 """
 
 from __future__ import annotations
@@ -9,10 +9,19 @@ import logging
 from inspect import signature
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
+
+# 0.19 logs these at each model and each load. Both work as before, and a user can do nothing: see docs/architecture.md.
+_DEPRECATED = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
+}
+for _logger, _start in _DEPRECATED.items():
+    logging.getLogger(_logger).addFilter(lambda record, start=_start: not str(record.msg).startswith(start))
 
 _linear = LinearWithGradAccumulationAndAsyncCommunication
 # 0.19 shards weights over a group of its own if `gtp_remat_size` is above 1, and wants the argument from every caller.
@@ -31,3 +40,9 @@ def linear_forward(
     return _linear.forward(
         ctx, input, weight, None, False, allreduce_dgrad, sequence_parallel, None, None, group, *_LAST_ARGUMENTS
     )
+
+
+def moe_submodules(layer: ModuleSpec) -> MoESubmodules:
+    """The parts of the mixture of experts in the spec of a transformer layer."""
+    mlp = layer.submodules.mlp
+    return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # a partial from 0.18 on
