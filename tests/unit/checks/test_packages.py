@@ -1,0 +1,49 @@
+"""What pip installs is what the program accepts: setup.py and the lock against checks/packages.py.
+
+Not covered: whether the accepted versions work. CONTRIBUTING.md says how the suite runs on another megatron-core.
+"""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from oblr_megatron.checks.packages import PACKAGES, Package
+
+ROOT = Path(__file__).resolve().parents[3]
+BOUNDED = [package for package in PACKAGES if package.accepted and package.name != "transformer-engine"]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, SpecifierSet]:
+    """The versions that setup.py asks for, over all its extras."""
+    arguments: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **given: arguments.update(given))
+    runpy.run_path(str(ROOT / "setup.py"))
+    found = [Requirement(text) for extra in arguments["extras_require"].values() for text in extra]
+    return {requirement.name: requirement.specifier for requirement in found}
+
+
+@pytest.mark.parametrize("package", BOUNDED, ids=lambda package: package.name)
+def test_setup_asks_for_what_is_accepted(package: Package, asked: dict[str, SpecifierSet]) -> None:
+    assert asked[package.name] == SpecifierSet(package.accepted)
+
+
+def test_the_locks_versions_are_accepted() -> None:
+    lines = (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split()[0].split("==") for line in lines if "==" in line and not line.startswith(("#", " ")))
+    locked = [(p, pins[name]) for p in PACKAGES for name in p.distributions if name in pins]
+    assert {"torch", "megatron-core", "vllm", "transformers"} <= {package.name for package, _ in locked}
+    assert [(package.name, version) for package, version in locked if not package.accepts(version)] == []
+
+
+def test_megatron_core_is_accepted_from_the_oldest_to_the_newest_version_that_the_suite_ran_on() -> None:
+    (megatron,) = (package for package in PACKAGES if package.name == "megatron-core")
+    ran = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+    assert [version for version in ("0.16.0", *ran, "0.20.0") if megatron.accepts(version)] == list(ran)
