@@ -102,7 +102,7 @@ def _replace_device() -> None:
 
     _SHIM.replace(torch.cuda, "current_device", lambda: _CPU)
     _SHIM.replace(torch.cuda, "synchronize", lambda device=None: None)
-    _SHIM.replace(torch.cuda, "current_stream", lambda device=None: None)  # from 0.19 on asked for before each reduction
+    _SHIM.replace(torch.cuda, "current_stream", lambda device=None: None)  # 0.19 asks before each reduction
     _SHIM.replace(torch.Tensor, "cuda", lambda tensor, *_args, **_kwargs: tensor)
     for module in (megatron_optimizer, megatron_rope, megatron_schedules, megatron_utils):
         _SHIM.replace(module, "torch", _TorchOnCpu())

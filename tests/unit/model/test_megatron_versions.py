@@ -1,0 +1,42 @@
+"""What differs between versions of megatron-core, under the installed one. Not covered: the versions not installed."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from oblr_megatron.model.megatron_versions import linear_forward, moe_submodules
+
+GPT_MODEL = "megatron.core.models.gpt.gpt_model"
+
+
+def test_the_linear_layers_forward_is_the_product() -> None:
+    saved: list[torch.Tensor] = []
+    context: Any = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
+    x, weight = torch.randn(3, 2, 4), torch.nn.Parameter(torch.randn(5, 4))
+    output = linear_forward(context, x, weight, False, False, None)  # type: ignore[arg-type]  # one rank, no group
+    assert torch.equal(output, x @ weight.t())
+    assert saved[0] is x and saved[1] is weight
+    assert (context.allreduce_dgrad, context.sequence_parallel, context.tp_group) == (False, False, None)
+
+
+@pytest.mark.parametrize("make", [ModuleSpec, partial], ids=["to 0.17", "from 0.18"])
+def test_a_mixtures_parts_are_found_in_both_kinds_of_spec(make: Any) -> None:
+    parts = MoESubmodules(experts=None)
+    mlp = make(module=MoELayer, submodules=parts) if make is ModuleSpec else make(MoELayer, submodules=parts)
+    layer: Any = SimpleNamespace(submodules=SimpleNamespace(mlp=mlp))
+    assert moe_submodules(layer) is parts
+
+
+def test_only_the_notice_of_deprecation_is_kept_off_the_console(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger(GPT_MODEL)
+    logger.warning("GPTModel IS DEPRECATED. GPTModel is only accepting critical bug fixes")
+    logger.warning("another warning of the model")
+    assert caplog.messages == ["another warning of the model"]
