@@ -6,6 +6,7 @@ Checkpoints need nothing but silence here: `checkpoint/torch_files.py` writes th
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -20,8 +21,15 @@ _DEPRECATED = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
 }
+
+
+def _without(start: str) -> Callable[[logging.LogRecord], bool]:
+    """A filter that drops the messages with this beginning."""
+    return lambda record: not str(record.msg).startswith(start)
+
+
 for _logger, _start in _DEPRECATED.items():
-    logging.getLogger(_logger).addFilter(lambda record, start=_start: not str(record.msg).startswith(start))
+    logging.getLogger(_logger).addFilter(_without(_start))
 
 _linear = LinearWithGradAccumulationAndAsyncCommunication
 # 0.19 shards weights over a group of its own if `gtp_remat_size` is above 1, and wants the argument from every caller.

@@ -39,7 +39,7 @@ def test_the_installed_megatron_core_reads_both(tmp_path: Path, caplog: pytest.L
     save_common(STATE, tmp_path)
     config = maybe_load_config(str(tmp_path))
     assert config is not None and (config.sharded_backend, config.sharded_backend_version) == ("torch_dist", 1)
-    assert load_common_state_dict(tmp_path) == STATE
+    assert load_common_state_dict(str(tmp_path)) == STATE
     assert caplog.messages == []
 
 
