@@ -11,6 +11,7 @@ from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -54,3 +55,15 @@ def moe_submodules(layer: ModuleSpec) -> MoESubmodules:
     """The parts of the mixture of experts in the spec of a transformer layer."""
     mlp = layer.submodules.mlp
     return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # a partial from 0.18 on
+
+
+def take_rates(stored: list[dict[str, Any]], current: list[dict[str, Any]]) -> None:
+    """Give stored parameter groups the rates of the run's own groups, which are the same in each of them.
+
+    From 0.19 on megatron-core finds a stored group by its rates too. A run that resumes with another `optimizer.lr`
+    would find none. The rate of a step is set before the step, see `PolicyOptimizer.step`.
+    """
+    keys = {"max_lr", "min_lr", "start_wd", "end_wd"}.intersection(param_group_identifier_keys)
+    rates = {key: group[key] for group in current for key in keys & group.keys()}
+    for group in stored:
+        group.update(rates)

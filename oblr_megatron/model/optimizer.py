@@ -29,6 +29,7 @@ from torch import nn
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.errors import RunError
 from oblr_megatron.model import cpu, moe
+from oblr_megatron.model.megatron_versions import take_rates
 from oblr_megatron.model.qwen3 import Policy
 from oblr_megatron.model.sharded_optimizer import load_sharded_state, sharded_state
 from oblr_megatron.model.shards import held, is_sharded
@@ -173,6 +174,8 @@ class PolicyOptimizer:
         if isinstance(parts[0], DistributedOptimizer):
             load_sharded_state(parts, state)
         else:
+            for part, own in zip(parts, [state] if len(parts) == 1 else state.values(), strict=True):
+                take_rates(own.get("optimizer", own)["param_groups"], part.param_groups)
             self._optimizer.load_state_dict(state)
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from oblr_megatron.model.megatron_versions import linear_forward, moe_submodules
+from oblr_megatron.model.megatron_versions import linear_forward, moe_submodules, take_rates
 
 GPT_MODEL = "megatron.core.models.gpt.gpt_model"
 
@@ -40,3 +41,13 @@ def test_only_the_notice_of_deprecation_is_kept_off_the_console(caplog: pytest.L
     logger.warning("GPTModel IS DEPRECATED. GPTModel is only accepting critical bug fixes")
     logger.warning("another warning of the model")
     assert caplog.messages == ["another warning of the model"]
+
+
+def test_groups_that_were_stored_at_another_rate_are_found() -> None:
+    flags = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    own, saved = (
+        [{"wd_mult": m, "max_lr": lr, "min_lr": 0.0, "params": [], **flags} for m in (1.0, 0.0)] for lr in (2, 1)
+    )
+    take_rates(saved, own)
+    found = MegatronOptimizer._filter_and_reorder_param_groups(own, saved)
+    assert [group["wd_mult"] for group in found] == [1.0, 0.0]
