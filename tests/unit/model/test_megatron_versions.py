@@ -45,9 +45,11 @@ def test_only_the_notice_of_deprecation_is_kept_off_the_console(caplog: pytest.L
 
 def test_groups_that_were_stored_at_another_rate_are_found() -> None:
     flags = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-    own, saved = (
-        [{"wd_mult": m, "max_lr": lr, "min_lr": 0.0, "params": [], **flags} for m in (1.0, 0.0)] for lr in (2, 1)
-    )
+
+    def groups(lr: float) -> list[dict[str, Any]]:
+        return [{"wd_mult": decays, "max_lr": lr, "min_lr": 0.0, "params": [], **flags} for decays in (1.0, 0.0)]
+
+    own, saved = groups(2.0), groups(1.0)
     take_rates(saved, own)
     found = MegatronOptimizer._filter_and_reorder_param_groups(own, saved)
     assert [group["wd_mult"] for group in found] == [1.0, 0.0]
