@@ -142,6 +142,7 @@ def test_ctrl_c_saves_and_leaves_nothing_in_tmpdir(inputs: Path, tmp_path: Path)
     assert not list(job.tmp.iterdir()) and not (job.run_dir / "lock.json").exists()
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_ends_the_job_with_one_line_of_ours(inputs: Path, tmp_path: Path) -> None:
     job = start("launcher", inputs, tmp_path / "run", tmp_path / "tmp")
     wait_for(lambda: job.steps() >= 1, job.process)

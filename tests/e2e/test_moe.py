@@ -75,6 +75,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.nightly
 def test_a_run_with_experts_on_two_ranks(mixture: Path, tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
     options = {
         "model__path": mixture / "model",

@@ -238,6 +238,7 @@ def test_the_console_is_clean(made: Made):
     assert made.said.count("1 not JSON (line 41)") == len(KINDS) + 1
 
 
+@pytest.mark.nightly
 def test_vllm_loads_it_and_computes_with_the_measured_weights(made: Made, tmp_path: Path):
     out = tmp_path / "vllm.json"
     command = [sys.executable, "tests/e2e/quantize_vllm.py", *(str(made.target(kind)) for kind in ("tied", "moe"))]

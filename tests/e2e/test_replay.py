@@ -73,6 +73,7 @@ def test_a_replay_repeats_a_run_to_the_last_bit_without_vllm(tmp_path: Path, ove
     assert result.returncode == 2 and "another model" in result.stderr and not (tmp_path / "c").exists()
 
 
+@pytest.mark.nightly
 def test_dynamic_sampling_on_two_ranks_and_its_replay(tmp_path: Path, overrides: Overrides) -> None:
     """The ranks agree on every refill, or the step would not end; the saved steps are the trained ones."""
     a, b = tmp_path / "a", tmp_path / "b"
@@ -95,6 +96,7 @@ def test_dynamic_sampling_on_two_ranks_and_its_replay(tmp_path: Path, overrides:
     same_weights(a, b)
 
 
+@pytest.mark.nightly
 def test_samples_first_training_later(tmp_path: Path, overrides: Overrides) -> None:
     """`--rollout-only` builds no model. Its second batch is stale for a trainer, unless max_staleness allows it."""
     a, b = tmp_path / "a", tmp_path / "b"

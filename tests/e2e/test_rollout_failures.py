@@ -141,6 +141,7 @@ def assert_gone(engines, pid, reason):
     assert time.monotonic() - begin < 1
 
 
+@pytest.mark.nightly
 def test_a_model_vllm_cannot_run_fails_the_start_with_its_reason(tmp_path):
     engines = start(make_hf_dir(tmp_path / "model", head_dim=16), tmp_path / "run")
     with pytest.raises(RunError, match=r"(?s)rank 0 waited for engine 0 to start.*head_dim=16"):
@@ -182,7 +183,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("when", ["at once", "while vllm starts"])
+@pytest.mark.parametrize("when", ["at once", pytest.param("while vllm starts", marks=pytest.mark.nightly)])
 def test_an_engine_does_not_outlive_its_trainer(model, tmp_path, when):
     command = [sys.executable, "-c", TRAINER, str(model), str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:

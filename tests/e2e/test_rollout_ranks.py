@@ -8,6 +8,7 @@ import os
 import signal
 import time
 
+import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -24,6 +25,7 @@ from tests.tiny import make_hf_dir
 PROMPTS, GROUP = 7, 3
 
 
+@pytest.mark.nightly
 def test_two_ranks_with_an_engine_each(tmp_path):
     path = make_hf_dir(tmp_path / "model", head_dim=32)
     first, second = run_ranks(one_rank, 2, path, tmp_path / "run")

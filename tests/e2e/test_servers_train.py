@@ -30,6 +30,7 @@ def server(tiny: Path) -> Iterator[ApiServer]:
         one.close()
 
 
+@pytest.mark.nightly
 def test_a_server_takes_the_place_of_the_runs_own_engines(
     server: ApiServer, tmp_path: Path, overrides: Callable[..., list[str]]
 ) -> None:

@@ -360,6 +360,7 @@ def test_agreement_in_numbers() -> None:
     assert not agreement_of(expected * torch.nan, expected).holds
 
 
+@pytest.mark.nightly
 def test_the_clusters_command_does_the_same(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
