@@ -15,10 +15,12 @@ LOCK_FILE = "lock.json"
 """Lock of a run directory, see runtime/run_lock.py."""
 LOGS = "logs"
 """Folder in a run directory with the output of engines and of torch's launcher."""
+UNSTARTED = {LOCK_FILE, LOGS}
+"""What a run leaves that ended while it was opened, for example while its engine started."""
 
 
 def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
-    """Refuse a directory that is not empty or not writable.
+    """Refuse a directory that holds something, or is not writable. A run that never started left nothing of value.
 
     Args:
         run_dir: directory, absent or empty.
@@ -29,7 +31,7 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError("run_dir is a file", where=str(run_dir), fix="name a directory")
-    held = {path.name for path in run_dir.iterdir()} - {LOCK_FILE} if run_dir.is_dir() else set()
+    held = {path.name for path in run_dir.iterdir()} - UNSTARTED if run_dir.is_dir() else set()
     resumable = CONFIG_FILE in held or any((run_dir / CHECKPOINTS).glob("step_*"))
     if held and not (holds_run and resumable):
         raise UserError(

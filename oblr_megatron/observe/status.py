@@ -8,7 +8,7 @@
       "unix_time": 1764000000.0,     of this line; while the run goes on, its heartbeat
       "pid": 4711,                   rank 0's process
       "host": "node3",
-      "process": "5e1f...:4711:8123456"
+      "process": "5e1f...:4026531836:4711:8123456"      boot, namespace, process id, start: see Owner
     }
 
 One key a line in this order, so that a shell can read it with sed (slurm/lib.sh). The file is written under another
@@ -47,7 +47,7 @@ State = Literal["running", "stopped", "finished", "failed", "lost"]
 class Status:
     """The content of status.json; its state is "lost" only after `read_status`.
 
-    Example: Status("stopped", 120, 500, "SIGUSR1", 1764000000.0, 4711, "node3", "5e1f...:4711:8123456")
+    Example: Status("stopped", 120, 500, "SIGUSR1", 1764000000.0, 4711, "node3", "5e1f...:4026531836:4711:8123")
     """
 
     state: State

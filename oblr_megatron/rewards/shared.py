@@ -1,4 +1,4 @@
-"""Divide the scoring of a batch among the replicas of a run, and end a run whose reward always fails."""
+"""Divide the scoring of a batch among the replicas of a run, and end the run if its reward always fails."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from oblr_megatron.checks.run_dir import CONFIG_FILE, LOGS
+from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_SIGNAL, EXIT_USER, UserError
 from oblr_megatron.runtime.command_line import add_run_arguments, run_overrides
@@ -133,10 +133,12 @@ class _Log(logging.Handler):
         self._lines.append(self.format(record))
 
     def keep(self, text: str) -> None:
-        """Write the log and a text, if the run got as far as writing its directory."""
-        if self.path is None or not (self.path.parent.parent / CONFIG_FILE).exists():
-            self.path = None
+        """Write the log and a text into the run directory; print them where the target is not a run."""
+        if self.path is None:
             print(text, *self._lines, sep="\n", file=sys.stderr)
+            return
+        if not self.path.parent.parent.is_dir():
+            self.path = None  # the failed run made no directory
             return
         with suppress(OSError):  # a full disk
             self.path.parent.mkdir(exist_ok=True)

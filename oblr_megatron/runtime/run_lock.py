@@ -28,7 +28,8 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.runtime.processes import alive, identity
 
 HEARTBEAT_S = 10.0
-STALE_S = 60.0  # a heartbeat older than this, by the clocks of two machines, is watched no longer
+STALE_S = 60.0  # a run on another machine is lost when its heartbeat is older than this
+UNWATCHED_S = 600.0  # such a lock is stale without a watch; clocks of machines differ by less
 ASKED_S = 1.0  # `check_unlocked` of another command holds the lock for a moment
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of this machine since its start
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
@@ -167,8 +168,8 @@ def _lock(descriptor: int, kind: int) -> None:
 
 
 def _beats(descriptor: int, owner: Owner) -> bool:
-    """Whether a run on another machine is alive: its heartbeat changes. Clocks of machines may differ by minutes."""
-    if time.time() - owner.heartbeat > 10 * STALE_S:
+    """Whether a run on another machine is alive: its heartbeat changes."""
+    if time.time() - owner.heartbeat > UNWATCHED_S:
         return False
     print(f"waiting up to {3 * HEARTBEAT_S:.0f} s for a heartbeat of {owner}", flush=True)
     end = time.monotonic() + 3 * HEARTBEAT_S

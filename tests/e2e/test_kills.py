@@ -162,12 +162,12 @@ def test_a_killed_rank_ends_the_job_with_one_line_of_ours(inputs: Path, tmp_path
 def test_a_launcher_killed_in_its_first_seconds_leaves_no_rank(inputs: Path, tmp_path: Path, kills: int) -> None:
     """Ranks that import for seconds check their launcher first."""
     draw = random.Random(kills)
-    moments = [draw.uniform(0, 15) for _ in range(kills)]
+    delays = [draw.uniform(0, 15) for _ in range(kills)]
 
     def kill(number: int) -> Job:
         job = start("launcher", inputs, tmp_path / f"run{number}", tmp_path / "tmp")
         with job.process:
-            time.sleep(moments[number])
+            time.sleep(delays[number])
             job.process.kill()
         return job
 

@@ -1,6 +1,6 @@
 """Random rows: whatever a line holds, it costs itself alone, and the good row next to it is kept.
 
-Not covered: parquet and hub data sets, whose values have types.
+Not covered: parquet and hub data sets. Their values have types.
 """
 
 from __future__ import annotations
