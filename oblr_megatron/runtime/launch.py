@@ -60,8 +60,10 @@ def _torchrun(given: Sequence[str], forward: Forward) -> int:
     target = ["-m"] * options.module + [options.training_script]
     options.training_script_args = [*target, *options.training_script_args]
     options.training_script, options.module = RANK, True
-    forward.error = SignalException
     try:
+        forward.error = SignalException
+        if forward.early is not None:
+            raise SignalException("a signal before torchrun was imported", forward.early)
         run(options)
     except SignalException as error:
         print(f"error: ended by {error.sigval.name}", file=sys.stderr)
@@ -90,13 +92,18 @@ def _print_failure(error: ChildFailedError, log: _Log) -> None:
 class Forward:
     """Signal handler that forwards signals to the child processes.
 
+    Before torchrun is imported, a first signal is kept in `early`: an exception in the middle of torch's import can end
+    the process with another status.
+
     Raises:
-        SystemExit: there are no children yet.
-        SignalException: one of ENDING comes again, LATER_S or more after the first. torchrun then ends all ranks.
+        SystemExit: a second signal comes before torchrun is imported.
+        SignalException: there are no children yet, or one of ENDING comes again, LATER_S or more after the first.
+            torchrun then ends all ranks.
     """
 
     def __init__(self) -> None:
         self.error: type[Exception] | None = None  # torchrun's SignalException, once it is imported
+        self.early: signal.Signals | None = None
         self._ending_at: float | None = None  # the first of ENDING, monotonic clock
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -106,8 +113,10 @@ class Forward:
         if again or not children:
             if self.error is not None:
                 raise self.error(f"process {os.getpid()} got signal {number}", signal.Signals(number))
-            print(f"error: ended by {signal.Signals(number).name}", file=sys.stderr)
-            raise SystemExit(EXIT_SIGNAL + number)
+            if self.early is not None:
+                raise SystemExit(EXIT_SIGNAL + number)
+            self.early = signal.Signals(number)
+            return
         if number in ENDING and self._ending_at is None:
             self._ending_at = now
         for child in children:

@@ -162,5 +162,5 @@ def test_a_signal_before_there_are_ranks_ends_the_launcher(tmp_path: Path) -> No
         time.sleep(2)  # it listens by then
         job.send_signal(signal.SIGTERM)
         _, stderr = job.communicate(timeout=60)
-        assert job.returncode == 128 + signal.SIGTERM, stderr
+        assert job.returncode == 128 + signal.SIGTERM, (job.returncode, stderr)
         assert "error: ended by SIGTERM" in stderr
