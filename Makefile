@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env demo check test test-all lint format smoke bench lock clean
+.PHONY: env demo check test test-all test-slurm lint format smoke bench lock clean
 
 env: $(VENV)/.ready
 
@@ -39,11 +39,15 @@ test: lint
 test-all: lint
 	$(BIN)/python tools/run_tests.py all
 
+# The job scripts under a real SLURM on this machine: needs root; on Debian it is installed if it is missing.
+test-slurm: env
+	tests/slurm/cluster.sh $(BIN)/python -m pytest -v tests/e2e/test_slurm.py
+
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck -x .ci/run slurm/*.sh tests/slurm/bin/*
+	$(BIN)/shellcheck -x .ci/run slurm/*.sh tests/slurm/*.sh
 
 format: env
 	$(BIN)/ruff check --fix .

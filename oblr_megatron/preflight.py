@@ -41,7 +41,7 @@ from oblr_megatron.rewards.registry import check_reward, data_for
 from oblr_megatron.rollout.placement import place
 from oblr_megatron.rollout.replay import check_replay, check_replayed
 from oblr_megatron.rollout.server_checks import check_servers
-from oblr_megatron.runtime.stopping import end_of_job
+from oblr_megatron.runtime.stopping import check_time_left
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     Raises:
         UserError: the first problem.
     """
-    end_of_job(config.checkpoint)
+    check_time_left(config.checkpoint)
     if owns_run_dir:
         check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     model = check_hf_dir(config.model.path)

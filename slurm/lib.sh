@@ -21,10 +21,13 @@
 set -euo pipefail
 
 readonly EXIT_RUN=1 EXIT_USER=2
+readonly LOOK_S=30 # SLURM looks this often for jobs that are due for their signal
 stopping=""   # name of the signal that asked this script to stop
 child=""      # process id of the srun that receives forwarded signals
 servers=""    # process id of the srun that runs the servers
 signalled=0
+margin=0      # seconds of --signal, if the job may be too short for it
+at_once=0     # 1: it is, because SLURM sent the signal when it first looked at the job
 
 say() { printf 'oblr: %s\n' "$*"; }
 
@@ -69,6 +72,8 @@ oblr_begin() {
     logs="$(cd "$log_root/attempt_$attempt" && pwd)"
     oblr_overrides "$@"
     oblr_time
+    oblr_margin
+    oblr_cpu_bind
     oblr_python
     oblr_environment
     oblr_ports
@@ -89,13 +94,33 @@ oblr_overrides() {
     overrides+=("run_dir=$run_dir")
 }
 
-# End time of the job, for checkpoint.exit_before_timeout_s. Slurm before 22.05 does not set it.
+# End time of the job, for checkpoint.exit_before_timeout_s. SLURM 22.05 does not set it.
 oblr_time() {
     local ends
     [[ -z ${SLURM_JOB_END_TIME:-} ]] || return 0
     ends="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p' | head -n 1)"
     SLURM_JOB_END_TIME="$(date -d "$ends" +%s 2>/dev/null)" || return 0 # "Unknown": the job has no time limit
     export SLURM_JOB_END_TIME
+}
+
+# Warn where SLURM would send the signal of --signal at once. sbatch's own --signal cannot be seen from here.
+oblr_margin() {
+    local seconds left
+    seconds="$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "$0" 2>/dev/null | head -n 1)"
+    [[ ! ${SBATCH_SIGNAL:-} =~ @([0-9]+) ]] || seconds="${BASH_REMATCH[1]}"
+    [[ $seconds =~ ^[0-9]+$ && -n ${SLURM_JOB_END_TIME:-} ]] || return 0
+    left=$((SLURM_JOB_END_TIME - $(date +%s)))
+    ((left <= seconds + 60)) || return 0
+    margin=$seconds
+    say "warning: the job ends in $left s, and the script's --signal asks for a signal $margin s before the end." \
+        "Without another --signal on sbatch's command line the run stops at once. Fix: a longer --time"
+}
+
+# Without --cpu-bind=none a task on an exclusive node may be bound to one core. A cluster without task plugin binds no
+# task, and srun says so in every step that has the option.
+oblr_cpu_bind() {
+    cpu_bind=(--cpu-bind=none)
+    if scontrol show config 2>/dev/null | grep -E '^TaskPlugin +=.*(none|null)' >/dev/null; then cpu_bind=(); fi
 }
 
 # The interpreter of every task, and srun's container options.
@@ -148,8 +173,7 @@ oblr_srun() {
     done
     shift
     ((gpus == 0)) || options+=(--gpus-per-node="$gpus" --gpu-bind=none)
-    # Without these options a task on an exclusive node may be bound to one core.
-    options+=(--cpu-bind=none ${SLURM_CPUS_ON_NODE:+"--cpus-per-task=$SLURM_CPUS_ON_NODE"})
+    options+=("${cpu_bind[@]}" ${SLURM_CPUS_ON_NODE:+"--cpus-per-task=$SLURM_CPUS_ON_NODE"})
     exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 --unbuffered --input=none "${options[@]}" "${container[@]}" "$@"
 }
 
@@ -172,6 +196,7 @@ oblr_await() {
 # SIGUSR1 is forwarded instead of SIGTERM: SLURM sends SIGTERM to the ranks itself, and a second one would end them.
 oblr_signal() {
     signalled=1
+    if [[ $1 == USR1 ]] && ((margin > 0 && SECONDS < LOOK_S)); then at_once=1; fi
     [[ $stopping == TERM ]] || stopping="$1"
     say "SIG$1: asking the run to save and stop"
     [[ -z $child ]] || kill -USR1 "$child" 2>/dev/null || true
@@ -239,7 +264,7 @@ oblr_start_servers() {
     local status=0 options=()
     options=(--het-group=1 --nodes="${#server_nodes[@]}" --ntasks-per-node="$servers_each" --kill-on-bad-exit=0 --input=none)
     ((gpus == 0)) || options+=(--gpus-per-node="$gpus" --gpu-bind=none)
-    options+=(--cpu-bind=none --output="$logs/server_%t.log" "${container[@]}")
+    options+=("${cpu_bind[@]}" --output="$logs/server_%t.log" "${container[@]}")
     say "servers: ${urls[*]}; $logs/server_K.log"
     srun "${options[@]}" "$python" -m oblr_megatron.cluster.servers start "$OBLR_CONFIG" "${overrides[@]}" \
         --port $((port + 2)) --tensor-parallel-size "$server_tp" &
@@ -336,13 +361,18 @@ oblr_tell_errors() {
     grep -h -a -m 5 -E '^error:|Error:|exitcode' "$logs"/node_*.log >&2 || true
 }
 
-# Requeue the job, except if no step was saved since the last requeue, because that could repeat forever.
+# Requeue the job, except if no step was saved since the last requeue, because that could repeat forever; or if every
+# attempt would get its signal at once.
 oblr_requeue() { # WHY STATUS_IF_NOT_REQUEUED
     local step before=""
     step="$(oblr_saved_step)"
     if [[ ${OBLR_REQUEUE:-1} == 0 ]]; then
         say "$1, step $step is saved; resume with: sbatch ... run_dir=$run_dir"
         exit "$2"
+    fi
+    if ((at_once)); then
+        say "$1, step $step is saved; not requeued, because every attempt would get its signal at once"
+        die "$EXIT_USER" "--time is not longer than the margin of --signal ($margin s). Fix: sbatch --time=... run_dir=$run_dir"
     fi
     [[ ! -e $log_root/requeues ]] || before="$(tail -n 1 "$log_root/requeues")"
     if [[ $before == "$step" ]]; then

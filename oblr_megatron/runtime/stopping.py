@@ -18,6 +18,7 @@ only in the main thread. So a thread reads the signal numbers from the pipe of `
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -171,6 +172,22 @@ def handled() -> list[signal.Signals]:
 
 def _print(line: str) -> None:
     os.write(STDERR, f"{line}\n".encode())  # print fails if the signal interrupted a print
+
+
+def check_time_left(options: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse a run that would stop after its first step, because the time limit is not above the margin.
+
+    Raises:
+        UserError: names both; or no time limit is known.
+    """
+    end, margin = end_of_job(options, environment), options.exit_before_timeout_s
+    left = math.inf if end is None else options.time_limit_s or end - time.time()
+    if margin and left <= margin:
+        raise UserError(
+            f"the time limit is in {left:.0f} s, so the run would stop after its first step",
+            where=f"config: checkpoint.exit_before_timeout_s = {margin:g}",
+            fix="allow the job more time, or shorten checkpoint.exit_before_timeout_s",
+        )
 
 
 def end_of_job(options: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> float | None:

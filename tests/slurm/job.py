@@ -1,10 +1,8 @@
-"""Jobs under the SLURM stand-in: the real scripts on two nodes with one CPU rank each, with replayed samples."""
+"""Jobs of the scripts in slurm/ under the SLURM of cluster.sh: two nodes with one CPU rank each."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
+import re
 import subprocess
 import sys
 import time
@@ -12,28 +10,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from oblr_megatron.observe.status import Status, read_status
 from tests.e2e.conftest import ROOT, environment
+from tests.slurm.rewards import HELD_AFTER, HOLD, last_step
 
-SCRIPT = "slurm/oblr_qwen3_0.6b.sh"
-NODES = "127.0.0.[1-2]"
-JOB_ID = 4711
-LIMIT_S = 300.0
+NODES = ("127.0.0.1", "127.0.0.2")
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"}
+LIMIT_S = 1200.0  # of each wait; a loaded machine needs minutes for one start
+
+
+def slurm(*command: str) -> str:
+    """Output of a SLURM command, which must succeed."""
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
 
 
 @dataclass
 class Job:
-    """A job in its own directory, with its settings and its results."""
+    """A job with its own directory. `arguments` follow the script; `options` are sbatch's, before the script."""
 
     directory: Path
-    config: Path
-    script: str = SCRIPT
-    arguments: list[str] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
+    arguments: list[str]
+    script: str = "slurm/oblr_qwen3_14b.sh"  # its header asks for two nodes
+    options: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
+    holds: bool = False  # see `hold`
+    id: str = ""
 
     @property
     def run_dir(self) -> Path:
@@ -43,75 +47,110 @@ class Job:
     def logs(self) -> Path:
         return self.directory / "logs"
 
+    @property
+    def hold(self) -> Path:
+        """While this file exists, `tests.slurm.rewards:held` holds the run."""
+        return self.directory / "hold"
+
     def output(self) -> str:
-        """The job's output file; sbatch(1) appends to it with --open-mode=append."""
-        return (self.directory / "job.out").read_text()
+        """The job's output file, of all attempts."""
+        path = self.directory / "job.out"
+        return path.read_text() if path.exists() else ""
 
     def log(self, name: str, attempt: int = 0) -> str:
         return (self.logs / f"attempt_{attempt}" / name).read_text()
 
-    def status(self) -> dict[str, Any]:
-        return json.loads((self.run_dir / "status.json").read_text())
+    def status(self) -> Status:
+        return read_status(self.run_dir)
+
+    def submit(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        own = {
+            "OBLR_CONFIG": str(ROOT / "examples/tiny_cpu/config.toml"),
+            "OBLR_GPUS_PER_NODE": "0",
+            "OBLR_RANKS_PER_NODE": "1",
+            "OBLR_VENV": sys.prefix,
+            "OBLR_LOGS": str(self.logs),
+            "OBLR_PREFLIGHT_S": str(LIMIT_S),
+            "OBLR_SERVERS_S": str(LIMIT_S),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(ROOT),
+            HOLD: str(self.hold),
+        }
+        if self.holds:
+            self.hold.touch()
+        command = ["sbatch", "--parsable", f"--output={self.directory / 'job.out'}", *self.options, self.script]
+        done = subprocess.run(
+            [*command, *self.arguments, f"run_dir={self.run_dir}"],
+            cwd=ROOT,
+            env=environment() | own | self.variables,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        self.id = done.stdout.strip().partition(";")[0]
 
     @contextmanager
-    def submitted(self) -> Iterator[subprocess.Popen[str]]:
-        """The running job; all its processes are ended after the block."""
-        self.directory.mkdir(exist_ok=True)
-        given = {"job_id": JOB_ID, "nodes": NODES} | self.settings
-        (self.directory / "settings.json").write_text(json.dumps(given))
-        bin_dir = ROOT / "tests" / "slurm" / "bin"
-        own = {
-            "STANDIN": str(self.directory),
-            "STANDIN_PYTHON": sys.executable,
-            "PATH": f"{bin_dir}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "OBLR_VENV": sys.prefix,
-            "OBLR_CONFIG": str(self.config),
-            "OBLR_GPUS_PER_NODE": "0",
-            "OBLR_LOGS": str(self.logs),
-            "OBLR_DRY_RUN": "0",
-            "OBLR_PREFLIGHT_S": "120",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        command = [str(bin_dir / "sbatch"), self.script, *self.arguments, f"run_dir={self.run_dir}"]
-        job = subprocess.Popen(
-            command, cwd=ROOT, env=environment() | own | self.variables, stderr=subprocess.PIPE, text=True
-        )
+    def submitted(self) -> Iterator[None]:
+        """The job in the queue; after the block it is cancelled, and none of its processes may be left."""
+        self.submit()
         try:
-            yield job
-            _, alive = psutil.wait_procs(self._alive(), timeout=20)
-            assert not alive, [process.cmdline() for process in alive]
+            yield
         finally:
-            for process in self._alive():
-                process.kill()
-            if job.poll() is None:
-                job.kill()
-            job.communicate()
+            self.hold.unlink(missing_ok=True)
+            slurm("scancel", self.id)
+            self.wait_end()
+        _, alive = psutil.wait_procs(self.processes(), timeout=LIMIT_S)
+        assert not alive, [process.cmdline() for process in alive]
 
     def run(self) -> int:
-        """Run the job to its end; return its status."""
-        with self.submitted() as job:
-            job.communicate(timeout=LIMIT_S)
-        return job.returncode
+        """Run the job to its end, requeues included; returns the script's exit status."""
+        with self.submitted():
+            return self.wait_end()
 
-    def signal(self, number: signal.Signals) -> None:
-        """Signal only the batch script, as --signal=B: does."""
-        os.kill(int((self.directory / "job.pid").read_text()), number)
+    def wait_end(self) -> int:
+        """Wait until SLURM has ended the job; returns the script's exit status."""
+        self.wait_for(lambda: self.state() in ENDED)
+        return int(self.shown("ExitCode").partition(":")[0])
 
-    def wait_for(self, condition: Callable[[], bool], job: subprocess.Popen[str]) -> None:
-        end = time.monotonic() + LIMIT_S
+    def wait_held(self) -> None:
+        """Wait until the reward holds the run in the step after HELD_AFTER, and status.json tells the step before."""
+        self.wait_for(lambda: last_step(self.run_dir) == HELD_AFTER == self.status().step, alive=True)
+
+    def wait_for(self, condition: Callable[[], bool], *, alive: bool = False) -> None:
+        """Poll until the condition holds; with `alive`, the job must not end before."""
+        until = time.monotonic() + LIMIT_S
         while not condition():
-            assert job.poll() is None, self.output()[-3000:]
-            assert time.monotonic() < end, self.output()[-3000:]
-            time.sleep(0.02)
+            assert not alive or self.state() not in ENDED, f"the job has ended: {self.output()[-5000:]}"
+            assert time.monotonic() < until, f"{self.shown()}\n{self.output()[-5000:]}"
+            time.sleep(0.2)
 
-    def _alive(self) -> list[psutil.Process]:
-        """Processes with this job's directory in their environment, including sbatch."""
+    def state(self) -> str:
+        """SLURM's word for the job's state, as COMPLETED."""
+        return self.shown("JobState")
+
+    def shown(self, name: str = "") -> str:
+        """A field of `scontrol show job`, of the first component; or all fields."""
+        said = slurm("scontrol", "show", "job", self.id)
+        if not name:
+            return said
+        found = re.search(rf"\b{name}=(\S*)", said)
+        assert found is not None, said
+        return found[1]
+
+    def update(self, **fields: str) -> None:
+        slurm("scontrol", "update", f"JobId={self.id}", *(f"{name}={value}" for name, value in fields.items()))
+
+    def processes(self, node: str = "", module: str = "") -> list[psutil.Process]:
+        """Living processes of the job: of one node, and with a module's name as argument."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("STANDIN") == str(self.directory):
-                    found.append(process)
-            except psutil.Error:  # the process is another user's or has ended
+                variables, words = process.environ(), process.cmdline()
+            except psutil.Error:  # the process has ended
                 continue
+            mine = variables.get("OBLR_LOGS") == str(self.logs)
+            if mine and node in ("", variables.get("SLURMD_NODENAME")) and (not module or module in words):
+                found.append(process)
         return found

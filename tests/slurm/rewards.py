@@ -1,12 +1,29 @@
-"""A slow reward, so that a run lasts long enough to be stopped."""
+"""A reward that holds a run, so that a test can act on it between two known steps."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from pathlib import Path
 
-SECONDS = 0.04
+from tests.e2e.rewards import matching_characters
+
+HOLD = "OBLR_TEST_HOLD"  # environment variable: a file in the job's directory, next to run/
+HELD_AFTER = 2  # steps
 
 
-def slow_match(response: str, answer: str, prompt: str) -> float:
-    time.sleep(SECONDS)
-    return float(response == answer)
+def held(response: str, answer: str, prompt: str) -> float:
+    """`matching_characters`. While the file of HOLD exists, the step after HELD_AFTER waits."""
+    hold = Path(os.environ[HOLD])
+    while hold.exists() and last_step(hold.parent / "run") >= HELD_AFTER:
+        time.sleep(0.1)
+    return matching_characters(response, answer, prompt)
+
+
+def last_step(run_dir: Path) -> int:
+    """Last step in metrics.jsonl; 0 if there is none."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    whole = [line for line in lines if line.endswith("\n")]
+    return int(json.loads(whole[-1])["step"]) if whole else 0

@@ -5,10 +5,8 @@ tests/e2e/test_slurm.py covers the runs and signals that lead to these outcomes.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,8 +17,12 @@ from oblr_megatron.observe.status import State, Status, write_status
 ROOT = Path(__file__).resolve().parents[3]
 END = """
 source slurm/lib.sh
-run_dir="$1/run" log_root="$1/logs" logs="$1/logs/attempt_0" stopping="$2"
+run_dir="$1/run" log_root="$1/logs" logs="$1/logs/attempt_0" stopping="$2" margin="$4" SECONDS="$5"
+if [[ $stopping ]]; then oblr_signal "$stopping"; fi
 oblr_end "$3"
+"""
+SCONTROL = """#!/usr/bin/env bash
+[[ $* == "requeue 5" ]] && touch "$(dirname "$0")/requeue"
 """
 
 
@@ -33,6 +35,8 @@ def ended(
     stopping: str = "",
     saved: tuple[int, ...] = (),
     before: int | None = None,
+    margin: int = 0,
+    seconds: int = 100,
     **settings: str,
 ) -> tuple[int, bool, str]:
     """(the script's status, whether it asked for a requeue, its output) after an attempt.
@@ -45,6 +49,8 @@ def ended(
         stopping: name of the signal that the script received.
         saved: steps of the existing checkpoints.
         before: the step saved at the last requeue.
+        margin: of --signal, if the job's time is not longer; 0 otherwise.
+        seconds: since the start of the script when the signal comes.
         settings: environment variables.
     """
     (directory / "run").mkdir()
@@ -55,14 +61,14 @@ def ended(
         write_status(directory / "run", Status(state, 7, 9, reason, 0.0))
     if before is not None:
         (directory / "logs" / "requeues").write_text(f"{before}\n")
-    (directory / "settings.json").write_text(json.dumps({"job_id": 5}))
-    own = {"STANDIN": str(directory), "STANDIN_PYTHON": sys.executable, "SLURM_JOB_ID": "5"}
+    (directory / "scontrol").write_text(SCONTROL)
+    (directory / "scontrol").chmod(0o755)
+    own = {"SLURM_JOB_ID": "5", "PATH": f"{directory}:{os.environ['PATH']}"}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OBLR_"))}
-    path = {"PATH": f"{ROOT / 'tests/slurm/bin'}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", END, "job", str(directory), stopping, str(status)],
+        ["bash", "-c", END, "job", str(directory), stopping, str(status), str(margin), str(seconds)],
         cwd=ROOT,
-        env=kept | own | path | settings,
+        env=kept | own | settings,
         capture_output=True,
         text=True,
         check=False,
@@ -99,6 +105,21 @@ def test_a_job_with_wrong_input_is_never_requeued(tmp_path: Path) -> None:
 
 def test_a_signal_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
     assert ended(tmp_path, 138, None, stopping="USR1")[:2] == (0, True)
+
+
+def test_a_job_that_gets_its_signal_at_once_is_not_requeued(tmp_path: Path) -> None:
+    """Its time is not longer than the margin of --signal, so every attempt would do one step at most."""
+    for name, margin, seconds, expected in (
+        ("at once", 600, 20, (2, False)),
+        ("later", 600, 50, (0, True)),  # sbatch was given a shorter margin than the script's header
+        ("long", 0, 20, (0, True)),  # preempted
+    ):
+        (tmp_path / name).mkdir()
+        ending = ended(
+            tmp_path / name, 0, "stopped", "SIGUSR1", stopping="USR1", saved=(1,), margin=margin, seconds=seconds
+        )
+        assert ending[:2] == expected, ending
+        assert ("Fix: sbatch --time" in ending[2]) == (expected[0] == 2)
 
 
 def test_a_failed_run_is_requeued_only_on_request(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The job scripts as text: equal except for settings, with headers that fit the configs.
 
-tests/e2e/test_slurm.py executes them.
+tests/e2e/test_slurm.py executes them under a real SLURM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from oblr_megatron.config import Config, load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b_a3b", "235b_a22b")
-BASH = [*sorted((ROOT / "slurm").glob("*.sh")), *sorted((ROOT / "tests/slurm/bin").iterdir())]
+BASH = [*sorted((ROOT / "slurm").glob("*.sh")), *sorted((ROOT / "tests/slurm").glob("*.sh"))]
 OWN = re.compile(r"#SBATCH --(job-name|nodes|time|signal)=|# Qwen3-|OBLR_CONFIG=")  # lines that differ by size
 
 

@@ -1,6 +1,6 @@
 """Early stops: the handler only notes signals, and the time limit counts from the right start.
 
-tests/e2e/test_launch.py covers signals through the launcher. Not covered: signals sent by SLURM.
+tests/e2e/test_launch.py covers signals through the launcher. tests/e2e/test_slurm.py covers signals sent by SLURM.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from oblr_megatron.runtime.stopping import (
     SIGNALS,
     SLURM_END,
     StopRequest,
+    check_time_left,
     end_of_job,
 )
 from tests.distributed.launch import run_ranks
@@ -128,6 +130,30 @@ def test_a_stop_is_due_if_the_next_step_may_not_fit(
 ) -> None:
     soon = str(int(time.time() + left))
     assert StopRequest(options(exit_before_timeout_s=margin), {SLURM_END: soon}).due(longest) == reason
+
+
+@pytest.mark.parametrize(
+    ("margin", "limit", "left", "refused"),
+    [
+        (900, None, 300, True),
+        (900, None, 3600, False),
+        (900, 900, 10, True),
+        (900, 1000, 10, False),
+        (0, None, 1, False),
+    ],
+)
+def test_a_job_without_time_for_a_second_step_is_refused(
+    margin: float, limit: float | None, left: float, refused: bool
+) -> None:
+    given = (
+        options(exit_before_timeout_s=margin)
+        if limit is None
+        else options(exit_before_timeout_s=margin, time_limit_s=limit)
+    )
+    environment = {SLURM_END: str(int(time.time() + left))}
+    with pytest.raises(UserError) if refused else nullcontext() as caught:
+        check_time_left(given, environment)
+    assert caught is None or str(margin) in caught.value.where
 
 
 def test_a_configured_limit_counts_from_the_start_of_the_process() -> None:

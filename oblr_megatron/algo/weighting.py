@@ -1,0 +1,42 @@
+"""Weighted means of a group's rewards: over the whole group, and over the others of each response."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+TINY_WEIGHT = 1e-6  # weights that sum to less than this share of the mean weight carry no information
+
+
+def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """The group's weighted mean, own entry included: [Q, G] -> [Q, G]; the plain mean if the weights sum to 0."""
+    weights = torch.where(weights.sum(-1, keepdim=True) > 0, weights, torch.ones_like(weights))
+    mean = (weights * values).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
+    low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    return mean.clamp(low, high).expand_as(values)  # despite rounding, equal values give exactly that value
+
+
+def mean_of_others(values: Tensor, weights: Tensor) -> Tensor:
+    """m_i = sum_{j != i} w_j v_j / sum_{j != i} w_j: [Q, G] -> [Q, G], min v <= m_i <= max v over j != i.
+
+    Sums run over the others directly: S0 - w_i would lose all digits if w_i dominates. m_i is the others' plain mean if
+    their weights sum to at most TINY_WEIGHT times the mean weight of the batch. That mean also leaves o_i out, so that
+    m_i depends on neither v_i nor w_i.
+    """
+    rows, size = values.shape
+    total = sum_of_others(weights)
+    batch = total + sum_of_others(weights.sum(-1))[:, None]
+    weighted = total > TINY_WEIGHT * batch / (rows * size - 1)
+    mean = torch.where(weighted, sum_of_others(weights * values) / total, sum_of_others(values) / (size - 1))
+    own = torch.eye(size, dtype=torch.bool, device=values.device)
+    spread = values[:, None, :].expand(rows, size, size)  # row i holds v_j
+    low, high = spread.masked_fill(own, torch.inf).amin(-1), spread.masked_fill(own, -torch.inf).amax(-1)
+    return mean.clamp(low, high)  # as in weighted_mean
+
+
+def sum_of_others(values: Tensor) -> Tensor:
+    """sum_{j != i} v_j along the last dimension: the sum before i plus the sum after i."""
+    before = pad(values, (1, 0))[..., :-1].cumsum(-1)
+    after = pad(values.flip(-1), (1, 0))[..., :-1].cumsum(-1).flip(-1)
+    return before + after

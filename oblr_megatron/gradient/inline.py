@@ -1,0 +1,162 @@
+"""Mode `inline`: norms inside the one gradient pass, for coefficients that are known before it.
+
+Backward runs with c = 1, so that its factors are those of the score. The sink squares each sample's weight gradient
+and adds c times it to `main_grad` at once: nothing is kept. A microbatch of one long sample forms each weight gradient
+once, in tiles, for both. Otherwise the norm takes its own arithmetic, which is small for short samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from oblr_megatron.data.packing import microbatches, one_per_microbatch
+from oblr_megatron.gradient.bookkeep import add_sample_products, add_sample_rows, add_sample_vectors
+from oblr_megatron.gradient.loss_fn import PassMetrics, score_loss
+from oblr_megatron.gradient.one_pass import untapped_aside, weighted
+from oblr_megatron.gradient.two_pass import pipeline_runs, rules_need_single_samples
+from oblr_megatron.gradnorm.accumulate import NormAccumulator
+from oblr_megatron.gradnorm.norm_sink import NormSink
+from oblr_megatron.gradnorm.products import product, sum_dtype, tile_rows, wants_product
+from oblr_megatron.gradnorm.reduce import Reducer
+from oblr_megatron.gradnorm.rules import Rule, classify
+from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
+from oblr_megatron.model.sq_norms import sq_norm
+from oblr_megatron.model.step import run_schedule
+from oblr_megatron.model.taps import main_grad
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
+    from oblr_megatron.config import Config
+    from oblr_megatron.gradient.one_pass import Work
+    from oblr_megatron.gradnorm.sketch import Sketches
+    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.taps import Splits
+    from oblr_megatron.types import MicroBatch
+
+
+class InlineSink(NormSink):
+    """Measures the norms and adds every sample's gradient, times its coefficient, to `main_grad`.
+
+    Args:
+        rules: one for every parameter of this rank.
+        accumulator: has a slot for each sample of this pipeline run.
+        coefficients: c [n] fp64 on the CPU, one a slot; a sample with c = 0 is measured only.
+        sketches: as in `NormSink`.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        accumulator: NormAccumulator,
+        coefficients: Tensor,
+        sketches: Sketches | None = None,
+    ) -> None:
+        super().__init__(rules, accumulator, sketches)
+        self._coefficients = coefficients
+        self._sums = [torch.zeros_like(rule.grad) for rule in self.untapped]
+
+    def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
+        """Measure and add a linear layer's gradient; form it once if a product for the norm is needed anyway."""
+        rule = self.rules[id(weight)]
+        if not self._forms_product(rule, x, dy):
+            super().linear(weight, x, dy, splits)
+            add_sample_products(weight, x, dy, self.segments, self._own)
+            return
+        factor, rows = float(self._own[0]), x.flatten(0, -2)
+        target, columns = main_grad(weight), dy.flatten(0, -2)
+        height = tile_rows(rows)
+        tile = torch.empty(min(height, columns.shape[1]), rows.shape[1], dtype=sum_dtype(x), device=x.device)
+        for start in range(0, columns.shape[1], height):
+            part = columns[:, start : start + height]
+            grad = tile[: part.shape[1]]
+            product(rows, part, grad)
+            if factor:
+                target[start : start + height].add_(grad, alpha=factor)
+            if self.accumulator.counts(rule):
+                self.accumulator.own[self.slot] += sq_norm(self.accumulator.reducer.complete(rule, grad))
+        if rule.tied:
+            self._head_rows(x, dy)
+
+    def embedding(self, weight: Parameter, rows: Tensor, dy: Tensor) -> None:
+        """Measure the embedding's rows and add them."""
+        super().embedding(weight, rows, dy)
+        add_sample_rows(weight, rows, dy, self.segments, self._own)
+
+    def vector(self, rule: Rule, grads: Tensor) -> None:
+        """Measure a norm's weight and add its gradient."""
+        super().vector(rule, grads)
+        add_sample_vectors(rule.param, grads, self._own)
+
+    def end(self, position: int, chunk: int) -> None:
+        """Measure the untapped parameters, and keep their weighted sum aside."""
+        factor = float(self._own[0])
+        for rule, total in zip(self.untapped, self._sums, strict=True):
+            if rule.chunk == chunk and factor:
+                total.add_(rule.grad, alpha=factor)
+        super().end(position, chunk)
+
+    def add_untapped(self) -> None:
+        """Add the weighted gradients of the untapped parameters to `main_grad`."""
+        for rule, total in zip(self.untapped, self._sums, strict=True):
+            rule.grad.add_(total)
+
+    @property
+    def _own(self) -> Tensor:
+        """Coefficients of the microbatch's samples."""
+        return self._coefficients[self.slot : self.slot + self.segments.num_samples]
+
+    def _forms_product(self, rule: Rule, x: Tensor, dy: Tensor) -> bool:
+        """Whether one product serves the norm and the gradient: the microbatch's only sample is long enough."""
+        if rule.expert or self.segments.num_samples != 1 or (self.sketches is not None and self.sketches.covers(rule)):
+            return False
+        summed = self.accumulator.reducer.sum_group(rule) is not None  # the norm then needs the product itself
+        return summed or wants_product(x[..., 0].numel(), x.shape[-1], dy.shape[-1], x)
+
+
+class InlinePass:
+    """Mode `inline`: microbatches as in plain training; of one sample if a parameter cannot tell samples apart."""
+
+    def __init__(self, policy: Policy, config: Config, sketches: Sketches | None = None) -> None:
+        self._policy, self._config, self._sketches = policy, config, sketches
+        self._rules = classify(policy)
+        self._reducer = Reducer(policy.parallel)
+
+    def add(self, work: Work, indices: Sequence[int]) -> None:
+        """Leave the gradient of these samples in main_grad, which is zero before; whole prompts in prompt-major order.
+
+        If a norm is not finite, its sample has already spoilt main_grad. The pass is then repeated without that sample.
+        """
+        coefficients = torch.zeros_like(work.norms_sq)
+        coefficients[list(indices)] = weighted(work, indices, self._config.group_size)
+        metrics = self._add(work, indices, coefficients)
+        broken = ~work.norms_sq.isfinite()
+        if bool(broken[list(indices)].any()):
+            coefficients[broken] = 0.0
+            self._policy.zero_grad()
+            metrics = self._add(work, indices, coefficients)
+        work.metrics.include(metrics)
+
+    def _add(self, work: Work, indices: Sequence[int], coefficients: Tensor) -> PassMetrics:
+        metrics = PassMetrics()
+        loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
+        for batches in pipeline_runs(self._policy, self._batches(work, indices), self._rules, KEPT_BYTES):
+            order = torch.cat([batch.sample_index for batch in batches]).cpu()
+            accumulator = NormAccumulator(self._rules, batches, self._reducer)
+            sink = InlineSink(self._rules, accumulator, coefficients[order], self._sketches)
+            with untapped_aside(self._rules):
+                records = run_schedule(self._policy, batches, loss_of, sink=sink)
+            sink.add_untapped()
+            work.norms_sq[order] = self._reducer.finish(accumulator).cpu()
+            metrics.add(records, coefficients[order])
+        return metrics
+
+    def _batches(self, work: Work, indices: Sequence[int]) -> list[MicroBatch]:
+        device = self._policy.parallel.device
+        if rules_need_single_samples(self._rules):
+            return one_per_microbatch(work.samples, indices, device=device)
+        return microbatches(work.samples, indices, self._config.parallel, self._policy.padding, device=device)
