@@ -40,6 +40,7 @@ from steps import MODES, PLAIN, build_candidates
 
 from oblr_megatron.config import ParallelConfig
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
+from oblr_megatron.model.precision import DTYPES
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,6 +78,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--minutes", type=float, default=7, help=f"start no round later, except the first {MIN_ROUNDS}; 0: no limit"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights; not of PyTorch's own steps")
+    parser.add_argument("--layers-of", default="auto", choices=("auto", "local", "transformer_engine"))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, help="besides plain")
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: ignore other processes' load")
     parser.add_argument("--profile", choices=MODES, metavar="MODE", help="profile one step at the first shape")
@@ -99,7 +102,9 @@ def measure_all(options: argparse.Namespace, parallel: Parallel) -> list[Row]:
 def grid(options: argparse.Namespace) -> list[Cell]:
     """Every shape at every length."""
     return [
-        Cell(shape, options.layers, tokens, options.samples) for shape in options.shapes for tokens in options.tokens
+        Cell(shape, options.layers, tokens, options.samples, options.dtype, options.layers_of)
+        for shape in options.shapes
+        for tokens in options.tokens
     ]
 
 

@@ -8,6 +8,7 @@ Each case takes two steps of two layers with Qwen3-0.6B's sizes, in fp32, one sa
 peak resident memory of the fullest rank, including imports. glibc keeps freed blocks of up to 32 MB and rarely reuses
 them, so a CPU process takes up to a third more than its tensors. By default the ranks therefore set
 MALLOC_MMAP_THRESHOLD_: freed memory returns to the system (which costs time), and the peak is that of the tensors.
+On a GPU `measured` is the peak of torch's allocator, and `tp` times `pp` GPUs are needed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.memory.training import estimate, resident_bytes
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import initialize, shutdown
+from oblr_megatron.model.precision import uses_transformer_engine
 from oblr_megatron.model.qwen3 import build_policy
 from oblr_megatron.types import Sample
 
@@ -60,6 +62,8 @@ class Case:
     tp: int = 1
     sp: int = 0
     pp: int = 1
+    offload: int = 0  # stashed gradients in host memory
+    layers_of: str = "auto"  # model.transformer_impl
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -97,11 +101,11 @@ class Case:
                 "run_dir": "unused",
                 "num_prompts": self.prompts,
                 "group_size": self.samples,
-                "model": {"path": "unused", "dtype": self.dtype},
+                "model": {"path": "unused", "dtype": self.dtype, "transformer_impl": self.layers_of},
                 "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
                 "algo": {"baseline": "optimal", "snr": {"num_folds": self.prompts}},
                 "rollout": {"max_response_tokens": self.tokens - PROMPT_TOKENS},
-                "gradnorm": {"mode": self.mode},
+                "gradnorm": {"mode": self.mode, "stash_offload": bool(self.offload)},
                 "checkpoint": {"every_steps": 0},
                 "parallel": {
                     "micro_batch_tokens": 1,
@@ -176,23 +180,39 @@ def measure(case: Case) -> None:
     """Estimate, build, take two steps (the first creates the optimizer's state); rank 0 prints the row."""
     config, hf_config = case.config(), case.hf_config()
     parallel = initialize(config.parallel)
-    found = estimate(hf_config.to_dict(), config, case.ranks, fixed_bytes=resident_bytes())
+    on_gpu = parallel.device.type == "cuda"
+    found = estimate(
+        hf_config.to_dict(),
+        config,
+        case.ranks,
+        on_gpu=on_gpu,
+        transformer_engine=uses_transformer_engine(config.model, parallel),
+        fixed_bytes=0 if on_gpu else resident_bytes(),
+    )
     policy = build_policy(hf_config, config.model, parallel, config.parallel)
     randomize(policy.named_parameters())
     optimizer, gradients = PolicyOptimizer(policy, config.optimizer), TrainingGradient(policy, config)
     samples, active = case.random_samples(), torch.ones(case.prompts, dtype=torch.bool)
     coefficients = torch.linspace(-1, 1, len(samples), dtype=torch.float64).view(case.prompts, -1)
-    reset_resident_peak()
+    reset_peak(on_gpu)
     for _ in range(2):
         step = gradients(samples, lambda prompts, _: coefficients[list(prompts)], active)
         optimizer.clip(step.stats.sq_norm)
         optimizer.step(1e-6)
-    peak = torch.tensor(resident_peak())
+    peak = torch.tensor(torch.cuda.max_memory_allocated() if on_gpu else resident_peak(), device=parallel.device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     if parallel.rank == 0:
         metrics = {"estimated": found.total, "measured": int(peak), "ratio": found.total / int(peak)}
         print(json.dumps(asdict(case) | metrics | {"moment": found.moment, "parts": dict(found.rows())}), flush=True)
     shutdown()
+
+
+def reset_peak(on_gpu: bool) -> None:
+    """Forget the peak of what came before the steps."""
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_resident_peak()
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import torch
 from meter import Meter, Step
 from rich.console import Console
 from rich.table import Table
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 BYTES = 4  # per element, fp32
@@ -51,16 +52,31 @@ class Rates:
         return max(times, key=lambda name: times[name]) if any(times.values()) else ""
 
 
+def events_of(step: Step, device: torch.device) -> Any:
+    """Profile one step; returns torch's averages by name and input shapes."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities, record_shapes=True) as recorded:
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return recorded.key_averages(group_by_input_shape=True)
+
+
+def busy_seconds(step: Step, device: torch.device) -> float:
+    """Profile one step; returns the seconds of all kernels of a GPU, or of all operators of a CPU."""
+    events = events_of(step, device)
+    if device.type == "cuda":
+        return sum(event.self_device_time_total for event in events if event.device_type == DeviceType.CUDA) * 1e-6
+    return sum(event.self_cpu_time_total for event in events) * 1e-6
+
+
 def operators_of(step: Step, device: torch.device) -> list[Operator]:
     """Profile one step; returns its operators, longest first."""
     cuda = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities, record_shapes=True) as recorded:
-        step()
-        if cuda:
-            torch.cuda.synchronize()
     totals: dict[str, list[float]] = {}
-    for event in recorded.key_averages(group_by_input_shape=True):
+    for event in events_of(step, device):
+        if event.device_type == DeviceType.CUDA:
+            continue  # a kernel, which counts as its operator's
         seconds = (event.self_device_time_total if cuda else event.self_cpu_time_total) * 1e-6
         read = BYTES * event.count * sum(math.prod(shape) for shape in _tensors(event.input_shapes))
         total = totals.setdefault(event.key, [0, 0.0, 0.0, 0.0])

@@ -21,7 +21,7 @@ class Row:
     """Results of one mode on one cell.
 
     Example: Row(mode="stash", detail="", shape="qwen3-0.6b", layers=2, parameters=35655936, tokens=512, samples=4,
-                 steps=10, seconds=6.9, ratio_to_plain=1.18, norm_seconds=1.05, extra_bytes=570490000)
+                 dtype="float32", steps=10, seconds=6.9, ratio_to_plain=1.18, norm_seconds=1.05, extra_bytes=570490000)
     """
 
     mode: str
@@ -31,6 +31,7 @@ class Row:
     parameters: int
     tokens: int
     samples: int
+    dtype: str
     steps: int  # measured rounds
     seconds: float  # per step, median
     ratio_to_plain: float  # median over rounds
@@ -71,6 +72,7 @@ def measure(cell: Cell, candidates: Sequence[Candidate], meter: Meter, rounds: i
             parameters=cell.parameters,
             tokens=cell.tokens,
             samples=cell.samples,
+            dtype=cell.dtype,
             steps=len(times[mode]),
             seconds=statistics.median(times[mode]),
             ratio_to_plain=ratios[mode],

@@ -45,6 +45,8 @@ class Cell:
     layers: int
     tokens: int  # T, per response
     samples: int  # G
+    dtype: str = "float32"
+    layers_of: str = "auto"  # model.transformer_impl
 
     @property
     def parameters(self) -> int:
@@ -75,7 +77,7 @@ class Cell:
             "run_dir": "unused",
             "num_prompts": 1,
             "group_size": self.samples,
-            "model": {"path": "unused"},
+            "model": {"path": "unused", "dtype": self.dtype, "transformer_impl": self.layers_of},
             "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
             "algo": {"baseline": baseline, "snr": {"num_folds": 1}},
             "gradnorm": gradnorm,

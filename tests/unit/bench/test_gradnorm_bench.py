@@ -64,8 +64,8 @@ def test_samples_have_the_length_asked_for_and_weights_that_count() -> None:
 
 
 def test_sweep_changes_one_size_at_a_time() -> None:
-    base = {"shape": "tiny", "layers": 2, "tokens": 64, "samples": 4}
-    options = argparse.Namespace(shapes=["tiny", "qwen3-0.6b"], layers=2, tokens=[64, 128], samples=4)
+    base = {"shape": "tiny", "layers": 2, "tokens": 64, "samples": 4, "dtype": "bfloat16", "layers_of": "local"}
+    options = argparse.Namespace(**base | {"shapes": ["tiny", "qwen3-0.6b"], "tokens": [64, 128]})
     first, *others = gradnorm.sweep(options)
     assert first == Cell(**base)
     for cell in others:

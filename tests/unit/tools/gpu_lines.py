@@ -1,0 +1,41 @@
+"""Measurements that end in every way, for the tests of the runner. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from tools.gpu_test.report import Report
+
+NOTHING_IS_ENDLESS_S = 600
+
+
+def fine(report: Report, value: float = 1.0) -> None:
+    report.put("value", value)
+    report.put("value", value + 1)
+    report.put("text", "some")
+
+
+def raises(report: Report) -> None:
+    report.put("value", 1.0)
+    raise LookupError("nothing\nhere")
+
+
+def crashes(report: Report) -> None:
+    report.put("value", 1.0)
+    os.abort()
+
+
+def hangs(report: Report) -> None:
+    """With a process in a session of its own, as torchrun's ranks are."""
+    sleep = f"import time; time.sleep({NOTHING_IS_ENDLESS_S})"
+    child = subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True)
+    report.put("child", str(child.pid))
+    time.sleep(NOTHING_IS_ENDLESS_S)
+
+
+def probe(report: Report, missing: str = "") -> None:
+    report.put("machine", "a machine")
+    report.put("CUDA", missing)

@@ -1,0 +1,33 @@
+"""A rank of a run; the last rank raises in its second gradient. `-m tools.gpu_test.raising CONFIG.toml ...`"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from oblr_megatron import train
+from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.model.parallel import end_process, rank_from_environment
+
+RAISED = "raised at"
+
+
+def main() -> int:
+    """The run, with a gradient that fails."""
+    rank, world_size = rank_from_environment()
+    calls, plain = 0, TrainingGradient.__call__
+
+    def gradient(self: TrainingGradient, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and rank == world_size - 1:
+            print(f"{RAISED} {time.time()}", flush=True)
+            raise RuntimeError("raised on purpose")
+        return plain(self, *arguments, **options)
+
+    TrainingGradient.__call__ = gradient  # type: ignore[method-assign]
+    return train.main()
+
+
+if __name__ == "__main__":
+    end_process(main)
