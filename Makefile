@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env demo check test test-all test-slurm lint format smoke bench lock clean
+.PHONY: env gpu-test demo check test test-all test-slurm lint format smoke bench lock clean
 
 env: $(VENV)/.ready
 
@@ -58,6 +58,10 @@ smoke: env
 
 bench: env
 	$(BIN)/python tools/bench/gradnorm.py --json run/bench/gradnorm.json
+
+# What a CPU cannot tell, measured on this machine's GPUs (docs/gpu.md). ARGS: --lines 1 4b, --out DIR, --rehearse, --list.
+gpu-test:
+	$(firstword $(foreach v,$(GPU_VENV) $(VENV),$(if $(wildcard $(v)/.ready),$(v)/bin/python)) python3) -m tools.gpu_test $(ARGS)
 
 # Resolve cpu.in in a scratch environment and write the complete lock.
 lock:
