@@ -1,4 +1,7 @@
-"""`oblr-megatron doctor [--json]`: what is installed and what a run uses because of it. Imports no torch at load."""
+"""`oblr-megatron doctor [--json] [--lock FILE ...]`: what is installed, and what a run uses because of it.
+
+With a lock it also names each package that differs from it. Imports no torch at load.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ import json
 import os
 import platform
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oblr_megatron.checks.lock import differences, pins
 from oblr_megatron.checks.machine import RECIPES, Machine, compiler_problem, driver_problem
 from oblr_megatron.checks.packages import PACKAGES, TRANSFORMER_ENGINE, installed, problems
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
@@ -53,17 +58,21 @@ class Report:
     gpus: list[Gpu]
     findings: list[Finding]
     problems: list[str] = field(default_factory=list)
+    locks: dict[str, str] = field(default_factory=dict)  # file of a lock -> how many of its packages are installed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument(
+        "--lock", type=Path, nargs="+", default=[], metavar="FILE", help="compare what is installed with these locks"
+    )
     parser.set_defaults(function=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; returns 2 if a needed package is missing or has a version that is not accepted."""
-    report = examine()
+    """Print the report; returns 2 if it names a problem, such as a needed package that is missing."""
+    report = examine(options.lock)
     if options.json:
         print(json.dumps(asdict(report), indent=2))
     else:
@@ -73,22 +82,35 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_USER if report.problems else EXIT_OK
 
 
-def examine() -> Report:
-    """Examine this machine; imports the installed packages."""
+def examine(locks: Sequence[Path] = ()) -> Report:
+    """Examine this machine; imports the installed packages.
+
+    Args:
+        locks: files of pins; each package that differs from one is a problem.
+
+    Raises:
+        UserError: a lock cannot be read.
+    """
     packages, wrong = installed(), problems()
+    compared: dict[str, str] = {}
+    for lock in locks:
+        found = differences(lock)
+        wrong += [f"{line} [{lock}]" for line in found]
+        total = len(pins(lock))
+        compared[str(lock)] = f"{total - len(found)} of {total} packages are installed as locked"
     if packages["torch"] is None:
-        return Report(packages, _platform(), [], [], wrong)
+        return Report(packages, _platform(), [], [], wrong, compared)
     from oblr_megatron.model.precision import this_machine
 
     machine = this_machine()
     if machine.engine_fault:
         wrong.append(f"Transformer Engine cannot be imported: {machine.engine_fault}. Build it against this torch")
-    found = _cuda_platform()
+    around = _platform() | _cuda_platform()
     on_gpu = machine.capability is not None  # forward compatibility works with an old driver
-    fault = compiler_problem() if on_gpu else driver_problem(found["driver"], found["CUDA of torch"])
+    fault = compiler_problem() if on_gpu else driver_problem(around["driver"], around["CUDA of torch"])
     if fault is not None:
         wrong.append(f"{fault[0]}. Fix: {fault[1]}")
-    return Report(packages, _platform() | found, _gpus(), findings(machine, packages), wrong)
+    return Report(packages, around, _gpus(), findings(machine, packages), wrong, compared)
 
 
 def findings(machine: Machine, packages: dict[str, str | None]) -> list[Finding]:
@@ -112,7 +134,7 @@ def _layers(machine: Machine) -> Finding:
     version = machine.transformer_engine or ""
     known = TRANSFORMER_ENGINE.accepts(version)
     means = "fused norms, grouped experts, FP8 on request"
-    doubt = "" if known else f"megatron-core 0.16 was written for {TRANSFORMER_ENGINE.accepted}"
+    doubt = "" if known else f"megatron-core 0.16 to 0.19 were written for {TRANSFORMER_ENGINE.accepted}"
     return Finding("layers", f"Transformer Engine {version}", means, doubt)
 
 
@@ -240,6 +262,8 @@ def show(report: Report, console: Console) -> None:
     _table(console, "Machine", ("what", "found"), machine)
     parts = [(one.part, one.used, one.means, one.more) for one in report.findings]
     _table(console, "Used", ("part", "used here", "meaning", "more with"), parts)
+    for lock, compared in report.locks.items():
+        console.print(f"{lock}: {compared}", highlight=False, markup=False)
     for problem in report.problems:
         console.print(f"problem: {problem}", style="red", highlight=False, markup=False)
 

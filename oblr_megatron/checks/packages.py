@@ -35,9 +35,10 @@ class Package:
 
 
 TRANSFORMER_ENGINE = Package("transformer-engine", ("transformer-engine", "transformer-engine-torch"), ">=2.9,<2.18")
-"""Accepted: from 2.9, the lowest of megatron-core 0.16, to 2.17, which megatron-core's branch core_r0.19.0 pins.
+"""Accepted: from 2.9, the lowest of megatron-core 0.16, to 2.17, the one that its branch core_r0.19.0 pins.
 
-`model/te_taps.py` was written against the sources of 2.3 to 2.20.
+From 2.17 on it can be imported only where there is a driver. `model/te_taps.py` was written against the sources of 2.3
+to 2.20.
 """
 
 PACKAGES: tuple[Package, ...] = (

@@ -1,0 +1,72 @@
+"""The locks in requirements/ agree with the versions that the package accepts, and with each other.
+
+Not covered: whether a lock is complete (`make env` and `make gpu-env` install them without resolving anything).
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from oblr_megatron.checks.lock import pins
+from oblr_megatron.checks.packages import PACKAGES, Package
+
+REPO = Path(__file__).parents[2]
+REQUIREMENTS = REPO / "requirements"
+GPU, TE = REQUIREMENTS / "gpu.txt", REQUIREMENTS / "te.txt"
+OWN = "oblr-megatron"  # installed from the checkout
+
+
+def extra(name: str) -> list[Requirement]:
+    """The requirements of an extra in setup.py, which is read and not executed."""
+    tree = ast.parse((REPO / "setup.py").read_text(encoding="utf-8"))
+    (common,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "COMMON")
+    (given,) = (node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "extras_require")
+    (listed,) = (value for key, value in zip(given.keys, given.values, strict=True) if key.value == name)
+    parts = [common.elts if isinstance(item, ast.Starred) else [item] for item in listed.elts]  # *COMMON
+    return [Requirement(ast.literal_eval(item)) for part in parts for item in part]
+
+
+@pytest.mark.parametrize("package", [package for package in PACKAGES if package.needed and package.name != OWN])
+def test_the_gpu_lock_has_what_a_run_needs(package: Package) -> None:
+    (version,) = [version for name, version in pins(GPU).items() if name in package.distributions]
+    assert package.accepts(str(version))
+
+
+@pytest.mark.parametrize("package", [package for package in PACKAGES if not package.needed])
+def test_optional_packages_in_the_gpu_lock_are_accepted(package: Package) -> None:
+    locked = pins(GPU) | pins(TE)
+    for version in (locked[name] for name in package.distributions if name in locked):
+        assert package.accepts(str(version))
+
+
+@pytest.mark.parametrize("name", ["gpu", "quantize", "study"])
+def test_the_gpu_lock_satisfies_the_extra(name: str) -> None:
+    locked = pins(GPU)
+    for requirement in extra(name):
+        if requirement.marker is None or requirement.marker.evaluate({"python_version": "3.12"}):
+            assert requirement.specifier.contains(locked[requirement.name], prereleases=True), requirement
+
+
+def test_direct_requirements_of_the_gpu_lock_are_in_it() -> None:
+    locked = pins(GPU)
+    lines = (line.partition("#")[0].strip() for line in (REQUIREMENTS / "gpu.in").read_text().splitlines())
+    for requirement in map(Requirement, filter(None, lines)):
+        assert requirement.specifier.contains(locked[requirement.name], prereleases=True), requirement
+
+
+def test_the_parts_of_transformer_engine_have_one_version() -> None:
+    locked = pins(GPU) | pins(TE)
+    parts = {name: version for name, version in locked.items() if name.startswith("transformer-engine")}
+    assert parts.keys() == {"transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"}
+    assert len(set(parts.values())) == 1
+    assert pins(TE).keys().isdisjoint(pins(GPU))  # what is built is not installed with the rest
+
+
+def test_cuda_libraries_have_one_major_version() -> None:
+    """torch and Transformer Engine load them by name; the resolver once took CUDA 12 and 13 together."""
+    locked = pins(GPU)
+    assert locked["cuda-python"].major == locked["cuda-bindings"].major == locked["nvidia-cuda-runtime"].major == 13
