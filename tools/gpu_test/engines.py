@@ -21,7 +21,6 @@ from oblr_megatron.model.parallel import initialize
 from oblr_megatron.model.qwen3 import build_policy
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.weights.export import MegatronWeights
-from tests.e2e.tiny_rollout import sample
 from tests.tiny import make_hf_dir
 from tools.gpu_test.report import Report
 from tools.make_smoke_model import SAMPLE_TEXTS, make_model
@@ -105,6 +104,8 @@ def sleeping(
 
 def _cycles(report: Report, engines: ColocatedEngines, source: Any, level: int, cycles: int, others: int) -> None:
     """Sleep, push and sample `cycles` times at one level; the largest of each figure."""
+    from tests.e2e.tiny_rollout import sample  # needs psutil, which only comes with vLLM
+
     wanted = [one.response_ids for one in sample(engines)]
     report.put("GiB of the engine awake", (used_bytes() - others - _reserved()) / GIB)
     different, asleep, sleep_s, wake_s, speed = 0, 0, 0.0, 0.0, 0.0
@@ -114,7 +115,7 @@ def _cycles(report: Report, engines: ColocatedEngines, source: Any, level: int, 
         sleep_s = max(sleep_s, time.perf_counter() - begin)
         asleep = max(asleep, used_bytes() - others - _reserved())
         begin = time.perf_counter()
-        stats = engines.push(source, version=cycle + 2)
+        stats = engines.push(source, version=level * cycles + cycle + 2)  # always a higher one
         engines.wake()
         wake_s = max(wake_s, time.perf_counter() - begin)
         speed = max(speed, stats.bytes / stats.seconds / 1e9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -139,6 +140,7 @@ def gaps(
     parallel = initialize(ParallelConfig())
     meter = Meter(parallel.device)
     for length in tokens:
+        gc.collect()  # frees the model before: hooks and policy refer to each other
         for candidate in build_candidates(Cell(shape, layers, length, 8, dtype, layers_of), modes, parallel):
             step = candidate.make()
             seconds = _median(meter, step)

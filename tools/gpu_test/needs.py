@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from oblr_megatron.checks.machine import RECIPES, compiler_problem
+from oblr_megatron.checks.machine import compiler_problem
 from oblr_megatron.checks.packages import installed, installed_version
 from oblr_megatron.doctor import DRIVER_FILE, driver_version
 from oblr_megatron.model.precision import this_machine
@@ -57,12 +57,6 @@ def transformer_engine() -> str:
     return f"Transformer Engine ({machine.engine_fault})" if machine.engine_fault else "Transformer Engine"
 
 
-def fp8() -> str:
-    """A GPU with FP8's matrix products."""
-    missing = RECIPES["tensorwise"].missing(this_machine())
-    return "" if missing is None else f"FP8: {missing}"
-
-
 def vllm() -> str:
     """vLLM's build for CUDA."""
     if installed_version("vllm"):
@@ -94,6 +88,5 @@ NEEDS: dict[str, Callable[[], str]] = {
     "compiler": compiler,
     "8 cores": eight_cores,
     "vLLM": vllm,
-    "Transformer Engine": transformer_engine,  # the last ones import it
-    "FP8": fp8,
+    "Transformer Engine": transformer_engine,  # the last, because it is imported
 }

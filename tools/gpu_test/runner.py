@@ -15,12 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from oblr_megatron.runtime.processes import children_of, identity
+from oblr_megatron.runtime.processes import alive, children_of, identity
 from tools.gpu_test.line import Line
 from tools.gpu_test.report import ROOT, read
 
 GRACE_S = 15.0
 """Time between SIGTERM and SIGKILL, in which launchers and engines end their own processes."""
+KILLED_S = 60.0
+"""A killed process ends when its driver has freed its memory."""
+REHEARSAL_MINUTES = 25.0
+"""A line's own limit is for a GPU, and a CPU may be busy."""
 POLL_S = 0.2
 
 
@@ -43,6 +47,7 @@ def run(line: Line, log: Path, *, rehearse: bool = False, beat: Callable[[], Non
         beat: called while it runs, e.g. to draw the progress.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    minutes = REHEARSAL_MINUTES if rehearse else line.minutes
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     if rehearse:
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -61,12 +66,12 @@ def run(line: Line, log: Path, *, rehearse: bool = False, beat: Callable[[], Non
             start_new_session=True,
         )
         try:
-            ended = _wait(child, begin + 60 * line.minutes, beat)
+            ended = _wait(child, begin + 60 * minutes, beat)
         finally:
             _end(child)
         figures, seconds = read(report), time.monotonic() - begin
     if not ended:
-        return Run(figures, seconds, f"ended at its limit of {line.minutes:g} minutes")
+        return Run(figures, seconds, f"ended at its limit of {minutes:g} minutes")
     return Run(figures, seconds, _failure(child.returncode, log))
 
 
@@ -89,12 +94,13 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait(GRACE_S)
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    for one in family:
-        pid = int(one.partition(":")[0])
+    for one in filter(alive, family):
         with suppress(ProcessLookupError):
-            if identity(pid) == one:
-                os.kill(pid, signal.SIGKILL)
+            os.kill(int(one.partition(":")[0]), signal.SIGKILL)
     child.wait()
+    deadline = time.monotonic() + KILLED_S
+    while any(map(alive, family)) and time.monotonic() < deadline:  # its memory would disturb the next line
+        time.sleep(POLL_S)
 
 
 def _family(pid: int) -> list[str]:
