@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.algo.advantage import AdvantageRule, usual
+from oblr_megatron.algo.pools import NO_HISTORY, History, Pools, pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
@@ -26,6 +27,7 @@ from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.opening import open_sampling
 from oblr_megatron.rewards.shared import NoRewardError
+from oblr_megatron.rollout.dynamic_sampling import call_seed
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.sampling import Sampling
 from oblr_megatron.weights.export import MegatronWeights
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.config import Config
-    from oblr_megatron.types import GradientStats, Sample
+    from oblr_megatron.types import GradientStats, Prompt, Sample
 
 MAX_NONFINITE = 3  # norms of a step; more of them mean a broken model, and the run stops
 
@@ -51,6 +53,7 @@ class Run:
     schedule: Schedule
     gradients: TrainingGradient
     saver: Saver
+    pools: Pools | None = None  # rewards of earlier steps, for the baselines that read them
     momentum: GradientMomentum | None = None  # of the estimator with this name
     usual_norm: float = 0.0  # mean w of the steps so far
     facts: Facts = field(default_factory=dict)  # what a checkpoint records, as of the last step boundary
@@ -97,6 +100,7 @@ class Run:
             advantage,
             active,
             norms_wanted=config.uses_norms,
+            measured=self._measured(len(active), record.done),
             token_coefficients_of=advantage.of_tokens,
             timer=self.sampling.timer,
         )
@@ -118,6 +122,15 @@ class Run:
             with self.sampling.timer("gradient"):
                 stats = replace(stats, momentum_dot=self.momentum.take(stats.sq_norm))
         return stats
+
+    def _measured(self, num_prompts: int, step: int) -> Tensor | None:
+        """The prompts of a step that norms are measured of, at random; None for all."""
+        fraction = self.config.gradnorm.sample_fraction
+        if fraction == 1:
+            return None
+        generator = torch.Generator().manual_seed(call_seed(self.config.seed, step))
+        chosen = torch.randperm(num_prompts, generator=generator)[: max(1, round(fraction * num_prompts))]
+        return torch.zeros(num_prompts, dtype=torch.bool).index_fill_(0, chosen, True)
 
     def _check(self, samples: list[Sample], active: Tensor, step: int) -> Tensor | None:
         """Exact norms [Q, G] of a few prompts when estimates are due for a comparison; computed before the gradient."""
@@ -151,8 +164,16 @@ class Run:
         self.schedule.observe(stats)
         if config.uses_norms:
             self.usual_norm = usual(norms_sq, self.usual_norm)
-        record.metrics |= step_metrics.of_baseline(config.algo, scored, norms_sq, exact=config.measures_norms)
+        history = self.history(record.prompts)
+        record.metrics |= step_metrics.of_baseline(config.algo, scored, norms_sq, history, exact=config.measures_norms)
         record.metrics |= self.schedule.metrics()
+        if self.pools is not None:
+            self.pools.observe(record.prompts, scored, norms_sq, history)
+            record.metrics |= self.pools.metrics()
+
+    def history(self, prompts: Sequence[Prompt]) -> History:
+        """What earlier steps tell about the prompts of a step; nothing unless the baseline reads it."""
+        return NO_HISTORY if self.pools is None else self.pools.history(prompts)
 
     def update(self, stats: GradientStats, lr: float, record: StepRecord) -> None:
         """Clip the gradient and step the optimizer; a gradient of zero changes nothing."""
@@ -245,6 +266,7 @@ class Run:
             "data": self.sampling.stream.state_dict(),
             "schedule": self.schedule.state_dict(),
             "usual_norm": self.usual_norm,
+            "pools": None if self.pools is None else self.pools.state_dict(),
         }
 
     def _export(self, name: str) -> None:
@@ -297,9 +319,12 @@ def open_run(config: Config) -> Iterator[Run]:
             gradients=TrainingGradient(policy, config, reference),
             saver=Saver(config, sampling.parallel, sampling.model, best),
             momentum=momentum,
+            pools=pools_of(config.algo),
         )
         if resumed is not None:
             sampling.version, run.usual_norm = resumed.step, resumed.state["usual_norm"]
+            if run.pools is not None and resumed.state.get("pools"):  # absent before the run had such a baseline
+                run.pools.load_state_dict(resumed.state["pools"])
         try:
             yield run
         except (EngineLostError, DamagedError, NoRewardError):

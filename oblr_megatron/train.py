@@ -42,7 +42,8 @@ def train(run: Run) -> None:
     for step in range(sampling.start, config.num_steps):
         batch, record = sample_step(sampling, step)  # Q prompts, N = Q * G responses, rewards r [Q, G]
         sampling.release()  # engines on the trainer's GPUs free their memory until the push
-        advantage = AdvantageRule(batch.scored, config, run.usual_norm)  # w [k, G] -> A = r - b(w)          Theorem 7
+        history = run.history(batch.prompts)  # b_t of earlier steps, for pooled baselines
+        advantage = AdvantageRule(batch.scored, config, run.usual_norm, history)  # w -> A = r - b(w)       Theorem 7
         stats, norms_sq = run.policy_gradient(batch.samples, advantage, record)  # w; g in main_grad
         lr = run.schedule.rate(step)  # from earlier steps only                                              Theorem 4
         run.update(stats, lr, record)  # clip, optimizer step

@@ -15,6 +15,7 @@ import torch
 
 from oblr_megatron.algo.baseline import active_groups, advantages
 from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.algo.pools import NO_HISTORY, History
 from oblr_megatron.algo.token_baseline import token_advantages
 
 if TYPE_CHECKING:
@@ -35,10 +36,16 @@ class AdvantageRule:
         config: baseline and aggregation are read.
         usual_norm: mean w of earlier steps, used as the norm of the prompts that a call leaves out. A baseline reads it
             only to decide whether a group's norms are negligible. It depends on no sample of this step.
+        history: what earlier steps tell about the step's prompts, for baselines with a `pool`.
     """
 
-    def __init__(self, scored: Scored, config: Config, usual_norm: float) -> None:
-        self._scored, self._config, self._usual = scored, config, usual_norm
+    def __init__(self, scored: Scored, config: Config, usual_norm: float, history: History = NO_HISTORY) -> None:
+        self._scored, self._config, self._usual, self._history = scored, config, usual_norm, history
+
+    @property
+    def history(self) -> History:
+        """What earlier steps tell about the step's prompts."""
+        return self._history
 
     @property
     def active(self) -> Tensor:
@@ -59,7 +66,7 @@ class AdvantageRule:
         chosen = list(prompts)
         norms = torch.full_like(rewards, self._usual)
         norms[chosen] = norms_sq
-        values = advantages(config.algo.baseline, rewards, norms, lengths, config.algo)
+        values = advantages(config.algo.baseline, rewards, norms, lengths, config.algo, self._history)
         values = values.masked_fill(~norms.isfinite(), 0.0)
         coefficients = sample_coefficients(
             values.flatten(), lengths.flatten(), len(rewards), rewards.shape[1], config.algo.aggregation

@@ -14,7 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.formulas import FORMULAS, mean_of_others
+from oblr_megatron.algo.formulas import FORMULAS
+from oblr_megatron.algo.pools import NO_HISTORY, History
+from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, BaselineName
 from oblr_megatron.errors import UserError
@@ -23,7 +25,12 @@ STD_EPS = 1e-6  # added to the standard deviation that divides A
 
 
 def baseline_values(
-    name: BaselineName, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig
+    name: BaselineName,
+    rewards: Tensor,
+    norms_sq: Tensor,
+    lengths: Tensor,
+    options: AlgoConfig,
+    history: History = NO_HISTORY,
 ) -> Tensor:
     """b [Q, G] fp64 of the named baseline. Checks the inputs and replaces norms that are not finite.
 
@@ -33,6 +40,7 @@ def baseline_values(
         norms_sq: [Q, G] squared score norms w; read only by baselines with `needs_norms`.
         lengths: [Q, G] response tokens.
         options: prior_strength and length_exponent are read.
+        history: of these prompts, for baselines with a `pool`.
 
     Raises:
         UserError: a reward is not finite, or a leave-one-out baseline has G = 1.
@@ -49,13 +57,20 @@ def baseline_values(
             fix='set group_size to 2 or more, or algo.baseline to "none"',
         )
     weights, _ = sanitize_norms(norms_sq)
-    return FORMULAS[name](rewards, weights, lengths, options)
+    return FORMULAS[name](rewards, weights, lengths, options, history)
 
 
-def advantages(name: BaselineName, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig) -> Tensor:
+def advantages(
+    name: BaselineName,
+    rewards: Tensor,
+    norms_sq: Tensor,
+    lengths: Tensor,
+    options: AlgoConfig,
+    history: History = NO_HISTORY,
+) -> Tensor:
     """A = (r - b) / divisor [Q, G] fp64. Arguments and errors as in `baseline_values`."""
     rewards = rewards.to(torch.float64)
-    centred = rewards - baseline_values(name, rewards, norms_sq, lengths, options)
+    centred = rewards - baseline_values(name, rewards, norms_sq, lengths, options, history)
     match BASELINES[name].divisor:
         case "group_std":
             spread = rewards  # [Q, G]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from oblr_megatron.algo.baseline import baseline_values
 from oblr_megatron.algo.formulas import FORMULAS
+from oblr_megatron.algo.pools import NO_HISTORY, History
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, BaselineName
 
@@ -23,7 +24,9 @@ PANEL = tuple(
 """
 
 
-def variance_ratios(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig) -> dict[str, float]:
+def variance_ratios(
+    rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig, history: History = NO_HISTORY
+) -> dict[str, float]:
     """sum A_i^2 w_i relative to rloo's, for each baseline of the PANEL. Below 1 the baseline beats rloo.
 
     This estimates the ratio of E||A s||^2, the second moment of one response's term of the gradient (see
@@ -36,6 +39,7 @@ def variance_ratios(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options:
         norms_sq: w, finite; a row of zeros marks a group that was not measured.
         lengths: response tokens, fp64.
         options: prior_strength and length_exponent are read.
+        history: of the prompts.
 
     Returns:
         name -> ratio; {} if G = 1, no norm is known, or rloo's sum is 0 (every measured group has equal rewards).
@@ -44,12 +48,20 @@ def variance_ratios(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options:
         return {}
 
     def second_moment(name: BaselineName) -> float:
-        centred = rewards - FORMULAS[name](rewards, norms_sq, lengths, options)
+        centred = rewards - FORMULAS[name](rewards, norms_sq, lengths, options, history)
         return float((centred.square() * norms_sq).sum()) / (1 - own_share(name, rewards)) ** 2
 
     rloo = second_moment("rloo")
-    defined = [name for name in PANEL if rewards.shape[0] > 1 or not BASELINES[name].prior]
+    defined = [name for name in PANEL if _defined(name, len(rewards), options.baseline)]
     return {name: second_moment(name) / rloo for name in defined} if rloo > 0 else {}
+
+
+def _defined(name: BaselineName, num_prompts: int, of_run: BaselineName) -> bool:
+    """Whether this batch, with the history of the run's own baseline, tells the values of another baseline."""
+    facts = BASELINES[name]
+    if not facts.pool:
+        return num_prompts > 1 or not facts.prior
+    return name == of_run or (facts.pool == BASELINES[of_run].pool and facts.over == "nothing")
 
 
 def own_share(name: BaselineName, rewards: Tensor) -> float:
@@ -69,7 +81,13 @@ def spread(baseline: Tensor) -> float:
 
 
 def self_dependence(
-    name: BaselineName, baseline: Tensor, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig
+    name: BaselineName,
+    baseline: Tensor,
+    rewards: Tensor,
+    norms_sq: Tensor,
+    lengths: Tensor,
+    options: AlgoConfig,
+    history: History = NO_HISTORY,
 ) -> float:
     """|change of b_i| if r_i changes by 1; 0 for a leave-one-out baseline.
 
@@ -83,9 +101,10 @@ def self_dependence(
         norms_sq: w, finite; zeros if not measured.
         lengths: response tokens.
         options: as for the baseline.
+        history: as for the baseline.
     """
     probe = int((norms_sq if norms_sq.any() else lengths).argmax())
     changed = rewards.clone()
     changed.view(-1)[probe] += 1.0
-    after = baseline_values(name, changed, norms_sq, lengths, options)
+    after = baseline_values(name, changed, norms_sq, lengths, options, history)
     return abs(float(after.reshape(-1)[probe] - baseline.reshape(-1)[probe]))

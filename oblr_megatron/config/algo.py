@@ -70,10 +70,13 @@ class AlgoConfig(Section):
     """A published recipe. Sets baseline, aggregation, schedule and snr; other keys given here win."""
     baseline: BaselineName = "optimal_prior"
     """Subtracted from the reward. "optimal" is OBLR-PO's leave-one-out estimate (Theorem 7); "optimal_prior" adds a
-    prior from the other prompts."""
+    prior from the other prompts. "pooled" is the norm-weighted mean reward of earlier steps, "pooled_mean" the plain
+    one; "optimal_pooled" pulls "optimal" towards "pooled"."""
     prior_strength: float = Field(1.0, ge=0)
     """lambda of optimal_prior and rloo_prior: weight of the other prompts' mean reward, in units of the group's mean
     norm."""
+    pool_decay: float = Field(0.9, ge=0, lt=1)
+    """rho of pooled, pooled_mean and optimal_pooled: weight of the earlier steps' sums when a step is added."""
     length_exponent: float = Field(1.0, ge=0)
     """p of length_loo: weights are response length ** p."""
     aggregation: Literal["constant", "token_mean", "sample_mean"] = "constant"

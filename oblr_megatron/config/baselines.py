@@ -22,6 +22,9 @@ BaselineName = Literal[
     "otb",
     "optimal",
     "optimal_prior",
+    "pooled_mean",
+    "pooled",
+    "optimal_pooled",
 ]
 
 
@@ -30,9 +33,11 @@ class Baseline:
     """What a baseline b_i reads and how it enters the advantage A_i = (r_i - b_i) / divisor."""
 
     over: Literal["nothing", "others", "group", "batch"]
-    """The responses that b_i averages. "others" leaves response i out, so that the gradient stays unbiased."""
+    """The responses of its own step that b_i averages. "others" leaves response i out, which keeps g unbiased."""
     needs_norms: bool = False
-    """Whether b_i reads the squared gradient norms w."""
+    """Whether b_i reads the squared gradient norms w of its own step, so that they are needed before the gradient."""
+    pool: Literal["", "plain", "norms"] = ""
+    """Weights of the rewards of earlier steps that b_i averages: all equal, or w. "": b_i reads no earlier step."""
     prior: bool = False
     """Whether a part of b_i comes from the other prompts of the batch, so that it needs two prompts."""
     token_wise: bool = False
@@ -48,7 +53,7 @@ class Baseline:
     @property
     def zero_on_equal(self) -> bool:
         """Whether A is exactly 0 in a group of equal rewards, so that its passes may be skipped."""
-        return self.over in ("others", "group") and not self.prior
+        return self.over in ("others", "group") and not (self.prior or self.pool)
 
 
 BASELINES: dict[BaselineName, Baseline] = {
@@ -65,5 +70,8 @@ BASELINES: dict[BaselineName, Baseline] = {
     "otb": Baseline("group", token_wise=True),
     "optimal": Baseline("others", needs_norms=True),
     "optimal_prior": Baseline("others", needs_norms=True, prior=True),
+    "pooled_mean": Baseline("nothing", pool="plain"),
+    "pooled": Baseline("nothing", pool="norms"),
+    "optimal_pooled": Baseline("others", needs_norms=True, pool="norms"),
 }
 """The facts of each baseline by name."""

@@ -104,8 +104,13 @@ def _coefficients(config: Config) -> Iterator[Problem]:
         what = f"algo.kl_coefficient {config.algo.kl_coefficient:g} adds a gradient without an advantage"
     elif config.model.router_losses:
         what = "a router loss (model.moe_aux_loss_coeff, moe_z_loss_coeff) adds a gradient of no single sample"
-    if what and mode in ("stash", "bookkeep"):
+    if what and mode in ("inline", "stash", "bookkeep"):
         yield f"{what}, which gradnorm.mode {mode!r} does not support", 'set gradnorm.mode to "two_pass" or "auto"'
+    if config.gradnorm.sample_fraction < 1 and config.norms_come_first:
+        yield (
+            f"gradnorm.sample_fraction is below 1, but baseline {config.algo.baseline!r} reads every norm of its step",
+            'set algo.baseline to "pooled", or gradnorm.sample_fraction to 1',
+        )
     if config.algo.token_wise and config.algo.snr.estimator == "samples":
         yield (
             f"algo.snr.estimator 'samples' needs one advantage per response, but baseline {config.algo.baseline!r} has "

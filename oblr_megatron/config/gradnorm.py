@@ -15,9 +15,12 @@ class GradnormConfig(Section):
     source: Literal["exact", "sketch", "logit", "length"] = "exact"
     """How w is obtained: the exact norm, or an estimate. "sketch": unbiased random projections. "logit": energy of the
     score function at the logits, forward pass only. "length": response tokens. The gradient stays unbiased with all."""
-    mode: Literal["auto", "two_pass", "stash", "bookkeep"] = "auto"
-    """How norms are computed. "two_pass": a separate pass. "stash": one pass that keeps the gradient of each response
-    of a prompt. "bookkeep": one pass that keeps the factors of the weight gradients. "auto" chooses and logs why."""
+    mode: Literal["auto", "inline", "two_pass", "stash", "bookkeep"] = "auto"
+    """How norms are computed. "inline": in the one gradient pass, if the baseline reads no norms of its own step.
+    "two_pass": a separate pass. "stash": one pass that keeps the gradient of each response of a prompt. "bookkeep": one
+    pass that keeps the factors of the weight gradients. "auto" chooses and logs why."""
+    sample_fraction: float = Field(1.0, gt=0, le=1)
+    """Share of a step's prompts that norms are measured of, at random. Below 1 only for norms that later steps read."""
     stash_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the stashed gradients (float64 runs keep float64). Norms are computed before rounding."""
     stash_offload: bool = False

@@ -66,9 +66,9 @@ def norms_problem(config: Config, mode: str) -> Problem | None:
         return None
     if config.gradnorm.source == "sketch":
         return "a sketch projects factors, but FP8 layers expose none", 'set gradnorm.source to "exact"'
-    if mode == "bookkeep":
+    if mode in ("bookkeep", "inline"):
         return (
-            "FP8 layers expose no factors, so bookkeep would keep a whole gradient per response",
+            f"FP8 layers expose no factors, so {mode} would keep whole gradients",
             'set gradnorm.mode to "two_pass" or "stash"',
         )
     if mode == "two_pass" and model.fp8_recipe == "delayed":

@@ -66,8 +66,14 @@ class Config(Section):
 
     @property
     def uses_norms(self) -> bool:
-        """Whether a step needs w, exact or estimated: for the baseline or because of gradnorm.always."""
-        return BASELINES[self.algo.baseline].needs_norms or self.gradnorm.always
+        """Whether a step needs w, exact or estimated: for a baseline, of this or later steps, or for the metrics."""
+        facts = BASELINES[self.algo.baseline]
+        return facts.needs_norms or facts.pool == "norms" or self.gradnorm.always
+
+    @property
+    def norms_come_first(self) -> bool:
+        """Whether the coefficients of a step depend on its norms, so that they need the norms before the gradient."""
+        return BASELINES[self.algo.baseline].needs_norms
 
     @property
     def measures_norms(self) -> bool:

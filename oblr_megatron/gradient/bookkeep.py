@@ -99,40 +99,46 @@ class BookkeepSink(NormSink):
         while self._kept:  # pop, to free each factor as soon as it is used
             kept = self._kept.pop()
             if isinstance(kept, _Vectors):
-                _add_vectors(kept, coefficients[kept.slot : kept.slot + len(kept.grads)])
+                add_sample_vectors(kept.weight, kept.grads, coefficients[kept.slot : kept.slot + len(kept.grads)])
                 continue
             own = coefficients[kept.slot : kept.slot + kept.segments.num_samples]
             if isinstance(kept, _Product):
-                _add_product(kept, own)
+                add_sample_products(kept.weight, kept.x, kept.dy, kept.segments, own)
             else:
-                scaled = _scaled(kept.dy, own[:, None] if kept.segments.cu_seqlens is None else _per_token(kept, own))
-                add_rows(main_grad(kept.weight), kept.rows, scaled)
+                add_sample_rows(kept.weight, kept.rows, kept.dy, kept.segments, own)
 
 
-def _add_vectors(kept: _Vectors, own: Tensor) -> None:
+def add_sample_vectors(weight: Parameter, grads: Tensor, own: Tensor) -> None:
+    """main_grad += sum_i c_i grads_i: grads [n, ...], c [n]."""
     used = own.nonzero().flatten()  # select instead of multiplying: 0 * NaN is NaN
-    total = torch.tensordot(own[used].to(kept.grads), kept.grads[used.to(kept.grads.device)], dims=1)
-    main_grad(kept.weight).add_(total)
+    total = torch.tensordot(own[used].to(grads), grads[used.to(grads.device)], dims=1)
+    main_grad(weight).add_(total)
 
 
-def _add_product(kept: _Product, own: Tensor) -> None:
-    """Leave out the samples with c = 0, scale dy, and multiply."""
-    target, x, dy = main_grad(kept.weight), kept.x, kept.dy
+def add_sample_rows(weight: Parameter, rows: Tensor, dy: Tensor, segments: Segments, own: Tensor) -> None:
+    """main_grad[rows] += c dy: rows [b, t], dy [b, t, h], c [n]."""
+    scaled = _scaled(dy, own[:, None] if segments.cu_seqlens is None else _per_token(segments, own))
+    add_rows(main_grad(weight), rows, scaled)
+
+
+def add_sample_products(weight: Parameter, x: Tensor, dy: Tensor, segments: Segments, own: Tensor) -> None:
+    """main_grad += sum_i c_i dy_i^T x_i: leave out the samples with c = 0, scale dy, and multiply."""
+    target = main_grad(weight)
     if len(own) == 1:
         if own[0] != 0:
             add_product(target, x, dy, float(own[0]))
         return
-    if kept.segments.cu_seqlens is None:
+    if segments.cu_seqlens is None:
         add_product(target, _without(x, own == 0, dim=1), _scaled(dy, own))
     else:
-        tokens = _per_token(kept, own)[0]
+        tokens = _per_token(segments, own)[0]
         add_product(target, _without(x, (tokens == 0)[:, None], dim=0), _scaled(dy, tokens[:, None]))
 
 
-def _per_token(kept: _Product | _Rows, own: Tensor) -> Tensor:
+def _per_token(segments: Segments, own: Tensor) -> Tensor:
     """[1, t]: the coefficient of each token of a packed row."""
-    assert kept.segments.cu_seqlens is not None
-    return own.repeat_interleave(torch.tensor(kept.segments.cu_seqlens).diff())[None]
+    assert segments.cu_seqlens is not None
+    return own.repeat_interleave(torch.tensor(segments.cu_seqlens).diff())[None]
 
 
 def _scaled(dy: Tensor, values: Tensor) -> Tensor:

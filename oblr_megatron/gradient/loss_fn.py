@@ -51,6 +51,11 @@ class PassMetrics:
         for name, value in zip(SUM_NAMES, sums, strict=True):
             setattr(self, name, getattr(self, name) + value)
 
+    def include(self, other: PassMetrics) -> None:
+        """Add the sums of another pass."""
+        for found in fields(self):
+            setattr(self, found.name, getattr(self, found.name) + getattr(other, found.name))
+
     def total(self, parallel: Parallel) -> PassMetrics:
         """The sums over all ranks: pipeline stages, replicas and context-parallel ranks."""
         names = [field.name for field in fields(self)]

@@ -69,7 +69,7 @@ class BookkeepPass:
                 order = torch.cat([batch.sample_index for batch in batches]).cpu()
                 work.norms_sq[order] = self._reducer.finish(accumulator).cpu()
             coefficients = torch.zeros_like(work.norms_sq)
-            coefficients[window] = _weighted(work, window, self._config.group_size)
+            coefficients[window] = weighted(work, window, self._config.group_size)
             work.metrics.add(records, coefficients[order])
             sink.add_gradient(coefficients[order])
 
@@ -116,7 +116,7 @@ class StashPass:
                 sink = StashSink(self._rules, accumulator, kept, made_in)
                 records = run_schedule(self._policy, batches, loss_of, sink=sink)
                 work.norms_sq[prompt] = self._reducer.finish(accumulator).cpu()
-            coefficients = _weighted(work, prompt, self._config.group_size)
+            coefficients = weighted(work, prompt, self._config.group_size)
             work.metrics.add(records, coefficients)
             add_weighted(self._policy, kept, coefficients.tolist())
 
@@ -237,7 +237,7 @@ def _groups(indices: Sequence[int], size: int) -> list[list[int]]:
     return [list(indices[start : start + size]) for start in range(0, len(indices), size)]
 
 
-def _weighted(work: Work, indices: Sequence[int], group_size: int) -> Tensor:
+def weighted(work: Work, indices: Sequence[int], group_size: int) -> Tensor:
     """Coefficients c [n] of the samples of whole prompts."""
     prompts = [group[0] // group_size for group in _groups(indices, group_size)]
     return work.coefficients_of(prompts, work.norms_sq[list(indices)].view(-1, group_size)).flatten()

@@ -25,6 +25,7 @@ from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.gradient.estimate import sketches_of, sq_norms_of, token_energies
 from oblr_megatron.gradient.folds import Sharing
+from oblr_megatron.gradient.inline import InlinePass
 from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty, RatioFn
 from oblr_megatron.gradient.one_pass import AdvantageFn, BookkeepPass, SpreadStashPass, StashBuffers, StashPass, Work
 from oblr_megatron.gradient.plain import PlainPass
@@ -96,6 +97,7 @@ class TrainingGradient:
         active: Tensor,
         *,
         norms_wanted: bool = True,
+        measured: Tensor | None = None,
         token_coefficients_of: TokenAdvantageFn | None = None,
         timer: Timer = lambda _: nullcontext(),
     ) -> StepGradient:
@@ -107,6 +109,7 @@ class TrainingGradient:
                 prompts as soon as their norms are known.
             active: [Q] bool; the other groups have coefficients of zero for every w and are left out.
             norms_wanted: False if nothing depends on w. `coefficients_of` then gets zeros, and one plain pass runs.
+            measured: [Q] bool; norms are measured of these prompts only. None: of all active ones.
             token_coefficients_of: replaces `coefficients_of` for a token-wise baseline.
             timer: entered with "gradnorm" and "gradient"; one-pass modes count as "gradient".
         """
@@ -119,7 +122,7 @@ class TrainingGradient:
                 return StepGradient(self._from_all_replicas(work.norms_sq), stats)
         if norms_wanted:
             with timer("gradnorm"):
-                work.norms_sq = self.norms(samples, active)
+                work.norms_sq = self.norms(samples, active if measured is None else active & measured)
         with timer("gradient"):
             if self._config.algo.token_wise:
                 assert token_coefficients_of is not None, "a token-wise baseline needs coefficients of tokens"
@@ -248,6 +251,8 @@ class TrainingGradient:
         options = self._config.gradnorm
         if options.source not in ("exact", "sketch"):
             return None
+        if options.mode == "inline" and options.sample_fraction == 1:
+            return InlinePass(self._policy, self._config, self._sketches)
         if options.mode == "bookkeep":
             return BookkeepPass(self._policy, self._config, self._sketches)
         if options.mode == "stash":

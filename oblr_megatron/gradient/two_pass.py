@@ -66,7 +66,7 @@ def sample_sq_grad_norms(
     loss_of = score_loss(policy, temperature, ratios)
     policy.zero_grad()
     norms = [torch.zeros(0, dtype=torch.float64, device=policy.parallel.device)]
-    for batches in _runs(policy, microbatches, rules, kept_bytes):
+    for batches in pipeline_runs(policy, microbatches, rules, kept_bytes):
         accumulator = NormAccumulator(rules, batches, reducer)
         run_schedule(policy, batches, loss_of, sink=NormSink(rules, accumulator, sketches))
         norms.append(reducer.finish(accumulator))
@@ -78,7 +78,7 @@ def rules_need_single_samples(rules: Sequence[Rule]) -> bool:
     return any(rule.expert or not rule.tapped for rule in rules if rule.param.requires_grad)
 
 
-def _runs(
+def pipeline_runs(
     policy: Policy, microbatches: Sequence[MicroBatch], rules: Sequence[Rule], kept_bytes: int
 ) -> Iterator[Sequence[MicroBatch]]:
     """Split the microbatches into pipeline runs that buffer at most `kept_bytes` on any rank of the block."""

@@ -73,6 +73,17 @@ def product(x: Tensor, dy: Tensor, out: Tensor) -> None:
         out.copy_(sums)
 
 
+def wants_product(t: int, d: int, p: int, factor: Tensor) -> bool:
+    """Whether squaring a product that the gradient needs anyway is faster than the Gram form."""
+    tiles = tiles_of(factor)
+    return 2 * tiles.element_flops * p * d < t * (t + min(t, tiles.strip)) * (p + d + tiles.element_flops)
+
+
+def tile_rows(factor: Tensor) -> int:
+    """Rows of a product [p, d] that are formed at a time, for a factor [t, d]."""
+    return max(1, tiles_of(factor).side ** 2 // factor.shape[-1])
+
+
 def cheaper(t: int, d: int, p: int, tiles: Tiles) -> Literal["direct", "gram"]:
     """The faster method for t tokens: "gram" below about t = 2pd / (p + d) - strip."""
     direct = (2 * t + tiles.element_flops) * p * d

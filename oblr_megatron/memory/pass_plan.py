@@ -9,7 +9,7 @@ from typing import Any, Literal
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config
 
-Kind = Literal["gradient", "norms", "stash", "bookkeep"]
+Kind = Literal["gradient", "norms", "inline", "stash", "bookkeep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,8 @@ def passes_of(
     gradient = Pass("gradient", share, min(rows, share))
     if not norms:
         return [gradient]
+    if mode == "inline":
+        return [Pass("inline", share, min(alone, share))]
     if mode == "stash":
         return [Pass("stash", group // layout.spread, 1)]
     if mode == "bookkeep":

@@ -145,7 +145,7 @@ class PassOnRank:
         sizes, run = self.sizes, self.run
         one = (self._vectors() + self._rows()) * sizes.wide
         samples = run.samples
-        if run.kind == "norms" and one:
+        if run.kind in ("norms", "inline") and one:
             samples = min(samples, max(1, KEPT_BYTES // (one * run.rows)) * run.rows)
         return samples * one
 
@@ -256,12 +256,14 @@ class PassOnRank:
             return widened + (weight * sizes.wide if sizes.cp > 1 else 0)
         side = GPU_TILE_SIDE if self.on_gpu else CPU_TILE_SIDE
         tiles = min(side * side, weight) * (sizes.wide + 8)
+        if self.run.kind == "inline":  # with context parallelism a tile is summed in a copy
+            return widened + tiles * (2 if sizes.cp > 1 else 1)
         return widened + (2 * weight * sizes.wide if sizes.cp > 1 else tiles)
 
     def _cross_work(self) -> int:
         """Bytes of the cross term of a tied embedding (`segments.product_rows`)."""
         sizes, tokens = self.sizes, self.tokens
-        if not sizes.tied or self.run.kind not in ("norms", "bookkeep"):
+        if not sizes.tied or self.run.kind not in ("norms", "inline", "bookkeep"):
             return 0
         rows = min(tokens.length // sizes.tp + 1, sizes.columns)
         return rows * (tokens.length * sizes.wide + tokens.rows * sizes.hidden * sizes.wide)

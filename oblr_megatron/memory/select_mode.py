@@ -3,6 +3,7 @@
 Modes are compared by the time they add to a plain step, as a share of it. With T tokens per sample and a linear layer
 [p, d]:
 
+    inline      r' / 3             r' = min(r, squares of the product / its FLOPs): 0 for long samples
     bookkeep    r / 3              r = min(1, T (p + d) / (2 p d)): FLOPs of the norm over those of dy^T x, which is
                                    a third of the step
     stash       B beta / (6 T)     B bytes moved per weight and sample, beta FLOPs of the machine per byte moved
@@ -29,8 +30,9 @@ from oblr_megatron.memory.engine import beside_training
 from oblr_megatron.memory.pass_plan import Layout, longest_sample, passes_of, stash_count
 from oblr_megatron.memory.training import MemoryEstimate, estimate
 
-MODES = ("bookkeep", "stash", "two_pass")
+MODES = ("inline", "bookkeep", "stash", "two_pass")
 BYTES_MOVED = 16  # per stashed fp32 element: written, squared, read again, added to main_grad
+SQUARED_FLOPS = 64.0  # FLOPs that take as long as squaring and adding an entry of a product, over its 2 FLOPs a token
 FLOPS_A_BYTE = {False: 10.0, True: 140.0}  # a CPU core; an H100 in bf16 at the rate of training
 
 
@@ -114,20 +116,31 @@ def free_memory(local_ranks: int) -> int | None:
 def _impossible(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
     """Why the mode cannot work in this layout; None if it can."""
     mode = config.gradnorm.mode
-    of_fp8 = norms_problem(config, mode) or _impossible_experts(hf_config, config, layout)
-    if of_fp8 is not None or mode == "two_pass":
-        return of_fp8
-    if config.algo.token_wise or config.algo.kl_coefficient:
-        what = "every token has its own coefficient" if config.algo.token_wise else "a KL penalty has its own gradient"
-        return f"{what}, but one pass scales whole samples by A", 'set gradnorm.mode to "two_pass" (or "auto")'
-    if config.model.router_losses:
-        return "norms would include the gradient of router losses", 'set gradnorm.mode to "two_pass" (or "auto")'
-    if num_experts(hf_config) and layout.block > 1:
-        return (
-            f"{layout.block} replicas share experts, so expert gradients mix samples of several replicas",
-            'set gradnorm.mode to "two_pass" (or "auto")',
-        )
-    return _impossible_stash(config, layout) if mode == "stash" else None
+    found = norms_problem(config, mode) or _impossible_experts(hf_config, config, layout)
+    if found is not None or mode == "two_pass":
+        return found
+    if mode == "inline" and config.norms_come_first:
+        what = f"baseline {config.algo.baseline!r} reads norms of its own step, which come too late in one pass"
+        return what, 'set gradnorm.mode to "auto"'
+    return _impossible_in_one_pass(hf_config, config, layout)
+
+
+def _impossible_in_one_pass(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
+    """Conditions of all modes that take one pass."""
+    what = ""
+    if config.gradnorm.sample_fraction < 1:
+        what = "gradnorm.sample_fraction below 1 measures some samples, but one pass measures all"
+    elif config.algo.token_wise:
+        what = "every token has its own coefficient, but one pass scales whole samples by A"
+    elif config.algo.kl_coefficient:
+        what = "a KL penalty has its own gradient, but one pass scales whole samples by A"
+    elif config.model.router_losses:
+        what = "norms would include the gradient of router losses"
+    elif num_experts(hf_config) and layout.block > 1:
+        what = f"{layout.block} replicas share experts, so expert gradients mix samples of several replicas"
+    if what:
+        return what, 'set gradnorm.mode to "two_pass" (or "auto")'
+    return _impossible_stash(config, layout) if config.gradnorm.mode == "stash" else None
 
 
 def _impossible_experts(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
@@ -165,7 +178,7 @@ def _impossible_stash(config: Config, layout: Layout) -> Problem | None:
 def _too_large(config: Config, found: MemoryEstimate, free_bytes: int | None) -> Problem | None:
     """Why the mode does not fit into memory; None if it does, if memory is unknown, or for "two_pass", the smallest."""
     mode = config.gradnorm.mode
-    if free_bytes is None or found.total <= free_bytes or mode == "two_pass":
+    if free_bytes is None or found.total <= free_bytes or mode in ("inline", "two_pass"):
         return None
     what = f"a rank needs {size(found.total)}, but {size(free_bytes)} are free; "
     if mode == "stash":
@@ -186,6 +199,7 @@ def _cost(hf_config: Mapping[str, Any], config: Config, layout: Layout, mode: st
     bubble = (config.parallel.pipeline_model_parallel_size - 1) / run.microbatches
     ratio = norm_over_product(hf_config, tokens)
     added = {
+        "inline": min(ratio, SQUARED_FLOPS / tokens) / 3,
         "bookkeep": ratio / 3,
         "stash": BYTES_MOVED * FLOPS_A_BYTE[on_gpu] / (6 * tokens),
         "two_pass": (2 + ratio) / 3,

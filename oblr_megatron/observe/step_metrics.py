@@ -11,6 +11,7 @@ from torch import Tensor
 
 from oblr_megatron.algo import panel
 from oblr_megatron.algo.baseline import baseline_values, mixed_groups, sanitize_norms, variance_ratio_vs_rloo
+from oblr_megatron.algo.pools import NO_HISTORY, History
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.observe.performance.utilization import working_s
 from oblr_megatron.rewards.base import RewardResult
@@ -63,25 +64,28 @@ def quoted(text: str) -> str:
     return repr(text if len(text) <= MAX_SHOWN else f"{text[:half]} ... {text[-half:]}")
 
 
-def of_baseline(algo: AlgoConfig, scored: Scored, norms_sq: Tensor, *, exact: bool = True) -> dict[str, float]:
+def of_baseline(
+    algo: AlgoConfig, scored: Scored, norms_sq: Tensor, history: History = NO_HISTORY, *, exact: bool = True
+) -> dict[str, float]:
     """Metrics of the run's baseline, and the variance that every other baseline would have had on this batch.
 
     Args:
         algo: the baseline and its options.
         scored: rewards and lengths of the step.
         norms_sq: [Q, G] w; zeros for groups that were not measured. Without any norm the variances are left out.
+        history: what earlier steps tell about the prompts.
         exact: whether w are exact norms or unbiased estimates. Other sources, such as lengths, cannot compare
             baselines.
     """
     rewards, lengths = scored.rewards, scored.lengths.to(torch.float64)
     norms_sq, _ = sanitize_norms(norms_sq)
     measured = norms_sq.sum(-1) > 0  # groups with skipped passes have zeros
-    values = None if algo.token_wise else baseline_values(algo.baseline, rewards, norms_sq, lengths, algo)
+    values = None if algo.token_wise else baseline_values(algo.baseline, rewards, norms_sq, lengths, algo, history)
     found = {}
     if values is not None:
         found["baseline/spread"] = panel.spread(values)
         found["baseline/self_dependence"] = panel.self_dependence(
-            algo.baseline, values, rewards, norms_sq, lengths, algo
+            algo.baseline, values, rewards, norms_sq, lengths, algo, history
         )
     if not measured.any():
         return found
@@ -90,7 +94,7 @@ def of_baseline(algo: AlgoConfig, scored: Scored, norms_sq: Tensor, *, exact: bo
             rewards[measured], norms_sq[measured], values[measured]
         )
     if exact:
-        ratios = panel.variance_ratios(rewards, norms_sq, lengths, algo)
+        ratios = panel.variance_ratios(rewards, norms_sq, lengths, algo, history)
         found |= {f"baseline/{name}/variance_ratio": ratio for name, ratio in ratios.items()}
     flat = norms_sq[measured].flatten()
     return found | {

@@ -17,7 +17,7 @@ from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import check, config_of, expected, relative_difference, step_of
 from tests.tiny import make_moe_hf_dir
 
-MODES = {name: {"mode": name} for name in ("two_pass", "stash", "bookkeep")}
+MODES = {name: {"mode": name} for name in ("two_pass", "stash", "bookkeep", "inline")}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}},
     2: {

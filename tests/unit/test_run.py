@@ -47,10 +47,11 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
         policy=None,
         usual_norm=0.0,
         momentum=None,
+        pools=None,
         schedule=SimpleNamespace(observe=lambda _: None, metrics=dict),
         record=StepRecord(done=1, scored=SCORED),
     )
-    for name in ("_check", "_refuse_broken", "_for_estimator"):
+    for name in ("_check", "_measured", "_refuse_broken", "_for_estimator", "history"):
         setattr(parts, name, partial(getattr(run.Run, name), parts))
     return parts
 
@@ -62,6 +63,7 @@ class Gradients:
         self.norms = torch.tensor(norms, dtype=torch.float64)
         self.coefficients = torch.zeros(0)
         self.wanted = False
+        self.measured: Any = None
 
     def __call__(
         self,
@@ -70,10 +72,11 @@ class Gradients:
         active: Any,
         *,
         norms_wanted: bool,
+        measured: Any,
         token_coefficients_of: Any,
         timer: Any,
     ) -> StepGradient:
-        self.wanted = norms_wanted
+        self.wanted, self.measured = norms_wanted, measured
         norms = self.norms if norms_wanted else torch.zeros_like(self.norms)
         self.coefficients = coefficients_of(range(2), norms.view(2, 2))
         return StepGradient(norms, GradientStats(-0.5, 4.0, 9.0, 2, 1.5, 1e-6, 0.0, 14))
@@ -213,3 +216,14 @@ def test_buffers_go_back_before_engines_wake_where_they_take_turns(
     parts.sampling.engines = SimpleNamespace(push=lambda *_: said.append("push"))
     run.Run.push(parts, version=3, record=parts.record)
     assert said == told and parts.sampling.version == parts.record.metrics["weights/version"] == 3
+
+
+def test_a_share_of_the_prompts_is_measured_and_another_in_each_step(tmp_path: Path) -> None:
+    parts, gradients = make_run(tmp_path, baseline="pooled"), Gradients(1.0, 1.0, 1.0, 1.0)
+    gradient_of(parts, gradients)
+    assert gradients.measured is None, "all of them"
+    gradnorm = parts.config.gradnorm.model_copy(update={"sample_fraction": 0.25})
+    parts.config = parts.config.model_copy(update={"gradnorm": gradnorm})
+    chosen = [parts._measured(8, step).tolist() for step in range(6)]
+    assert all(sum(each) == 2 for each in chosen) and len({tuple(each) for each in chosen}) > 1
+    assert parts._measured(8, 3).tolist() == chosen[3], "a resumed run measures the same"

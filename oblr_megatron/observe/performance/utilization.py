@@ -70,7 +70,7 @@ class Utilization:
     @property
     def _norms_apart(self) -> bool:
         """Whether norms take a separate forward and backward pass."""
-        return self.config.measures_norms and self.config.gradnorm.mode not in ("stash", "bookkeep")
+        return self.config.measures_norms and self.config.gradnorm.mode not in ("inline", "stash", "bookkeep")
 
 
 def peak_flops(config: Config, device: Device | None) -> float | None:

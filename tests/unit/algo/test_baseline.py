@@ -33,7 +33,8 @@ LEAVE_ONE_OUT = [name for name, facts in BASELINES.items() if facts.leave_one_ou
 WITH_PRIOR = [name for name, facts in BASELINES.items() if facts.prior]
 ZERO_ON_EQUAL = [name for name in OF_RESPONSES if BASELINES[name].zero_on_equal]
 OF_BATCH = ["batch_mean", "reinforce_pp", *WITH_PRIOR]
-WITHIN_GROUP = [name for name in OF_RESPONSES if name not in OF_BATCH]
+POOLED = [name for name, facts in BASELINES.items() if facts.pool]
+WITHIN_GROUP = [name for name in OF_RESPONSES if name not in (*OF_BATCH, *POOLED)]
 NAN, INF = math.nan, math.inf
 
 

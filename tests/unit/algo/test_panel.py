@@ -12,8 +12,9 @@ from torch import Tensor
 from oblr_megatron.algo import panel
 from oblr_megatron.algo.baseline import baseline_values, variance_ratio_vs_rloo
 from oblr_megatron.algo.formulas import FORMULAS
+from oblr_megatron.algo.pools import History
 from oblr_megatron.config.algo import AlgoConfig
-from oblr_megatron.config.baselines import BASELINES, Baseline
+from oblr_megatron.config.baselines import BASELINES, Baseline, BaselineName
 
 OPTIONS = AlgoConfig()
 Q, G = 6, 4
@@ -47,7 +48,21 @@ def test_leave_one_out_baselines_have_the_ratio_of_variance_ratio_vs_rloo(seed: 
 
 def test_the_panel_leaves_out_four_baselines() -> None:
     assert set(BASELINES) - set(panel.PANEL) == {"otb", "grpo", "reinforce_pp", "rloo"}
-    assert set(panel.variance_ratios(*batch(), OPTIONS)) == set(panel.PANEL)
+    pooled = {name for name, facts in BASELINES.items() if facts.pool}
+    assert set(panel.variance_ratios(*batch(), OPTIONS)) == set(panel.PANEL) - pooled
+
+
+@pytest.mark.parametrize(
+    ("of_run", "shown"),
+    [("pooled", {"pooled"}), ("pooled_mean", {"pooled_mean"}), ("optimal_pooled", {"pooled", "optimal_pooled"})],
+)
+def test_pooled_baselines_are_shown_where_the_run_has_their_pool(of_run: BaselineName, shown: set[str]) -> None:
+    rewards, norms, lengths = batch()
+    history = History(torch.linspace(0, 1, Q, dtype=torch.float64), 0.25)
+    found = panel.variance_ratios(rewards, norms, lengths, AlgoConfig(baseline=of_run), history)
+    assert {name for name in found if BASELINES[name].pool} == shown
+    values = baseline_values(of_run, rewards, norms, lengths, OPTIONS, history)
+    assert found[of_run] == pytest.approx(variance_ratio_vs_rloo(rewards, norms, values), rel=1e-12)
 
 
 def test_own_share_is_the_weight_of_a_response_in_its_own_baseline() -> None:
@@ -110,7 +125,7 @@ def test_self_dependence(name: str, measured: bool) -> None:
 def test_a_weighted_mean_that_includes_its_own_response_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Theorem 7 without leaving o_i out."""
 
-    def inclusive(rewards: Tensor, norms: Tensor, lengths: Tensor, options: AlgoConfig) -> Tensor:
+    def inclusive(rewards: Tensor, norms: Tensor, lengths: Tensor, options: AlgoConfig, history: History) -> Tensor:
         return ((norms * rewards).sum(-1, keepdim=True) / norms.sum(-1, keepdim=True)).expand_as(rewards)
 
     monkeypatch.setitem(BASELINES, "inclusive", Baseline("group", needs_norms=True))

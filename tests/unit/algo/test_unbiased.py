@@ -11,17 +11,21 @@ from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.algo.pools import History
 from oblr_megatron.config.algo import AlgoConfig
 
 OPTIONS = AlgoConfig(prior_strength=1.0, length_exponent=1.6)
-UNBIASED = ["none", "rloo", "median_loo", "length_loo", "optimal"]
+UNBIASED = ["none", "rloo", "median_loo", "length_loo", "optimal", "pooled_mean", "pooled", "optimal_pooled"]
+EXPECTED, PULL = (0.37, -0.8), 0.6  # what earlier steps told about each prompt, whatever it was
 
 
 def group_gradients(toy, name: str, prompt: int, size: int) -> tuple[Tensor, Tensor]:
     """(1/G) sum_i A_i s_i of every group of a prompt [E, D], and the groups' probabilities [E]."""
     picks, probs = toy.groups(prompt, size)
     values = (tensor[prompt][picks] for tensor in (toy.rewards, toy.norms_sq, toy.lengths))
-    return torch.einsum("eg,egd->ed", advantages(name, *values, OPTIONS), toy.scores[prompt][picks]) / size, probs
+    history = History(torch.full((len(picks),), EXPECTED[prompt], dtype=torch.float64), PULL)
+    advantage = advantages(name, *values, OPTIONS, history)
+    return torch.einsum("eg,egd->ed", advantage, toy.scores[prompt][picks]) / size, probs
 
 
 def expectation(toy, name: str, size: int) -> Tensor:
@@ -48,6 +52,11 @@ def test_the_toy_is_a_policy(toy):
 @pytest.mark.parametrize("name", UNBIASED)
 def test_the_estimator_is_unbiased(toy, name, size):
     torch.testing.assert_close(expectation(toy, name, size), toy.gradients.mean(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["none", "pooled_mean", "pooled"])
+def test_a_pool_is_unbiased_with_one_response_a_prompt(toy, name):
+    torch.testing.assert_close(expectation(toy, name, 1), toy.gradients.mean(0), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [2, 3])
