@@ -36,6 +36,15 @@ die() { # STATUS MESSAGE
     exit "$1"
 }
 
+# Ask SLURM's controller for something; a busy one does not always answer at once.
+oblr_ask() { # COMMAND...
+    local tries=5
+    until "$@"; do
+        ((--tries)) || return 1
+        sleep 5
+    done
+}
+
 # Run a whole job. Arguments: config overrides (section.key=value).
 oblr_run() {
     oblr_begin "$@"
@@ -98,7 +107,8 @@ oblr_overrides() {
 oblr_time() {
     local ends
     [[ -z ${SLURM_JOB_END_TIME:-} ]] || return 0
-    ends="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p' | head -n 1)"
+    ends="$(oblr_ask scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p' | head -n 1)" || return 0
+    [[ -n $ends ]] || return 0
     SLURM_JOB_END_TIME="$(date -d "$ends" +%s 2>/dev/null)" || return 0 # "Unknown": the job has no time limit
     export SLURM_JOB_END_TIME
 }
@@ -358,7 +368,7 @@ oblr_stop_early() { # DURING
 }
 
 oblr_tell_errors() {
-    grep -h -a -m 5 -E '^error:|Error:|exitcode' "$logs"/node_*.log >&2 || true
+    grep -h -a -m 5 -E '^error:|^[A-Za-z_.]+Error:' "$logs"/node_*.log >&2 || true
 }
 
 # Requeue the job, except if no step was saved since the last requeue, because that could repeat forever; or if every
@@ -382,6 +392,7 @@ oblr_requeue() { # WHY STATUS_IF_NOT_REQUEUED
     echo "$step" >>"$log_root/requeues"
     say "$1, step $step is saved: the job is requeued"
     oblr_stop_servers
-    scontrol requeue "$SLURM_JOB_ID"
+    oblr_ask scontrol requeue "$SLURM_JOB_ID" ||
+        die "$EXIT_RUN" "scontrol cannot requeue the job; resume with: sbatch ... run_dir=$run_dir"
     exit 0
 }

@@ -22,9 +22,14 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL"
 LIMIT_S = 1200.0  # of each wait; a loaded machine needs minutes for one start
 
 
-def slurm(*command: str) -> str:
-    """Output of a SLURM command, which must succeed."""
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
+def slurm(*command: str, tries: int = 5) -> str:
+    """Output of a SLURM command. It may be repeated, because a busy controller may drop a connection."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode and tries > 1:
+        time.sleep(2)
+        return slurm(*command, tries=tries - 1)
+    assert done.returncode == 0, (command, done.returncode, done.stderr)
+    return done.stdout
 
 
 @dataclass
@@ -142,15 +147,14 @@ class Job:
     def update(self, **fields: str) -> None:
         slurm("scontrol", "update", f"JobId={self.id}", *(f"{name}={value}" for name, value in fields.items()))
 
-    def processes(self, node: str = "", module: str = "") -> list[psutil.Process]:
-        """Living processes of the job: of one node, and with a module's name as argument."""
+    def processes(self, module: str = "") -> list[psutil.Process]:
+        """Living processes of the job; with the name of a module, those with this argument."""
         found = []
         for process in psutil.process_iter():
             try:
                 variables, words = process.environ(), process.cmdline()
             except psutil.Error:  # the process has ended
                 continue
-            mine = variables.get("OBLR_LOGS") == str(self.logs)
-            if mine and node in ("", variables.get("SLURMD_NODENAME")) and (not module or module in words):
+            if variables.get("OBLR_LOGS") == str(self.logs) and (not module or module in words):
                 found.append(process)
         return found
