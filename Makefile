@@ -1,16 +1,19 @@
 # Everything runs from .venv, which the targets make when it is missing.
 
 VENV   ?= .venv
+GPU_VENV ?= .venv-gpu
 # The first of these that starts: a name may be a shim of pyenv for a version that is not selected.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; \
                   do $$python -c "" 2>/dev/null && { echo $$python; break; }; done)
+GPU_PYTHON ?= $(shell for python in python3.12 python3; do $$python -c \
+                      'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && { echo $$python; break; }; done)
 BIN    := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env gpu-test demo check test test-all test-slurm lint format smoke bench lock clean
+.PHONY: env gpu-env gpu-test demo check test test-all test-slurm lint format smoke bench lock lock-gpu clean
 
 env: $(VENV)/.ready
 
@@ -22,6 +25,18 @@ $(VENV)/.ready: requirements/cpu.txt requirements/cuda_libraries.txt setup.py
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps --requirement requirements/cuda_libraries.txt
 	@$(BIN)/python -c "import torch"
+	@touch $@
+
+# The stack for GPUs, from its own complete lock. It builds and imports without a GPU; doctor compares it with the lock.
+gpu-env: $(GPU_VENV)/.ready
+	$(GPU_VENV)/bin/oblr-megatron doctor --lock requirements/gpu.txt requirements/te.txt
+
+$(GPU_VENV)/.ready: requirements/gpu.txt requirements/te.txt requirements/build_te.sh setup.py
+	@test -n "$(GPU_PYTHON)" || { echo "no Python 3.12 found. Fix: make gpu-env GPU_PYTHON=/path/to/python3.12"; exit 2; }
+	$(GPU_PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/gpu.txt
+	requirements/build_te.sh $(CURDIR)/$(GPU_VENV)/bin/python
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: env
@@ -47,7 +62,7 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck -x .ci/run slurm/*.sh tests/slurm/*.sh
+	$(BIN)/shellcheck -x .ci/run requirements/*.sh slurm/*.sh tests/slurm/*.sh
 
 format: env
 	$(BIN)/ruff check --fix .
@@ -67,5 +82,9 @@ gpu-test:
 lock:
 	$(PYTHON) tools/lock.py
 
+# Resolve gpu.in with uv, from metadata alone.
+lock-gpu:
+	$(PYTHON) tools/lock_gpu.py
+
 clean:
-	rm -rf $(VENV) run
+	rm -rf $(VENV) $(GPU_VENV) run

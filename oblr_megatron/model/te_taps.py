@@ -13,12 +13,12 @@ a microbatch. FP8 and FP4 layers are among them. Block scaling keeps two roundin
 gradient and by columns for the weight's. `dequantize` returns the rows, so that the norm would be that of a gradient
 which training never makes. If only columns are left, it raises (at least up to 2.12).
 
-Written against the sources of Transformer Engine 2.3 to 2.20 (megatron-core 0.16 needs 2.9 to 2.11). Not yet run on a
-GPU.
+Written against the sources of Transformer Engine 2.3 to 2.20. Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -130,9 +130,17 @@ def _obstacle(layer: Any, config: TransformerConfig) -> str | None:
         "its factors are in buffers that the next layer overwrites (tp_comm_overlap)": config.tp_comm_overlap,
         "its bias's gradient is made with the weight's": layer.use_bias,
         "its weight is made of several": len(getattr(layer, "weight_names", "1")) > 1,
-        "its experts' factors are in one tensor (use_grouped_tensor)": getattr(layer, "use_grouped_tensor", False),
+        "its experts' factors are in one tensor (use_grouped_tensor)": _in_one_tensor(layer),
     }
     return next((obstacle for obstacle, present in obstacles.items() if present), None)
+
+
+def _in_one_tensor(layer: Any) -> bool:
+    """Whether a grouped layer may keep the factors of all experts in one tensor: asked for as an option, from 2.19 on,
+    or by the environment, from 2.17 on.
+    """
+    asked = os.environ.get("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "0") != "0"
+    return getattr(layer, "use_grouped_tensor", False) or (asked and hasattr(layer, "num_gemms"))
 
 
 def _renew_store(
