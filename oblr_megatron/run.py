@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.algo.advantage import AdvantageRule, usual
+from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import NO_HISTORY, History, Pools, pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
@@ -53,6 +54,7 @@ class Run:
     schedule: Schedule
     gradients: TrainingGradient
     saver: Saver
+    noise: NoiseSplit
     pools: Pools | None = None  # rewards of earlier steps, for the baselines that read them
     momentum: GradientMomentum | None = None  # of the estimator with this name
     usual_norm: float = 0.0  # mean w of the steps so far
@@ -114,8 +116,8 @@ class Run:
         return record.stats, norms_sq
 
     def _for_estimator(self, stats: GradientStats, advantage: AdvantageRule, norms_sq: Tensor) -> GradientStats:
-        """The statistics, with what the configured signal-to-noise estimator needs in addition."""
-        if self.config.algo.snr.estimator == "samples":
+        """The statistics, with what the signal-to-noise estimators and the split of the noise need in addition."""
+        if self.config.measures_norms and self.config.gradnorm.sample_fraction == 1 and not self.config.algo.token_wise:
             coefficients = advantage(range(len(norms_sq)), norms_sq)
             stats = replace(stats, sample_sq_norm=float((coefficients**2 * norms_sq.nan_to_num(posinf=0.0)).sum()))
         if self.momentum is not None:
@@ -166,7 +168,8 @@ class Run:
             self.usual_norm = usual(norms_sq, self.usual_norm)
         history = self.history(record.prompts)
         record.metrics |= step_metrics.of_baseline(config.algo, scored, norms_sq, history, exact=config.measures_norms)
-        record.metrics |= self.schedule.metrics()
+        self.noise.observe(stats)
+        record.metrics |= self.schedule.metrics() | self.noise.metrics()
         if self.pools is not None:
             self.pools.observe(record.prompts, scored, norms_sq, history)
             record.metrics |= self.pools.metrics()
@@ -179,7 +182,7 @@ class Run:
         """Clip the gradient and step the optimizer; a gradient of zero changes nothing."""
         with self.sampling.timer("optimizer"):
             if stats.sq_norm != 0:  # clip refuses a norm that is not finite
-                self.optimizer.clip(stats.sq_norm)
+                record.metrics["optimizer/clip_factor"] = self.optimizer.clip(stats.sq_norm)
                 self.optimizer.step(lr)
         record.metrics["lr"] = lr
         self.updated = record
@@ -266,6 +269,7 @@ class Run:
             "data": self.sampling.stream.state_dict(),
             "schedule": self.schedule.state_dict(),
             "usual_norm": self.usual_norm,
+            "noise": self.noise.state_dict(),
             "pools": None if self.pools is None else self.pools.state_dict(),
         }
 
@@ -319,10 +323,13 @@ def open_run(config: Config) -> Iterator[Run]:
             gradients=TrainingGradient(policy, config, reference),
             saver=Saver(config, sampling.parallel, sampling.model, best),
             momentum=momentum,
+            noise=NoiseSplit(config.algo, config.num_prompts, config.group_size),
             pools=pools_of(config.algo),
         )
         if resumed is not None:
             sampling.version, run.usual_norm = resumed.step, resumed.state["usual_norm"]
+            if resumed.state.get("noise"):  # absent in checkpoints of earlier versions
+                run.noise.load_state_dict(resumed.state["noise"])
             if run.pools is not None and resumed.state.get("pools"):  # absent before the run had such a baseline
                 run.pools.load_state_dict(resumed.state["pools"])
         try:

@@ -12,6 +12,7 @@ from torch import Tensor
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.kl import kl_slope
 from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.algo.pools import NO_HISTORY, History
 from oblr_megatron.algo.token_baseline import token_advantages
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.types import GradientStats
@@ -54,11 +55,16 @@ class Estimator:
         self._average = torch.zeros(policy.num_parameters, dtype=policy.model.dtype)  # of past gradients
         self._count = 0
 
-    def __call__(self, batch: Batch) -> Estimate:
-        """g = 1/(Q G) sum_i A_i s_i (or its token-wise form) minus the KL penalty's gradient, with fold statistics."""
+    def __call__(self, batch: Batch, history: History = NO_HISTORY) -> Estimate:
+        """g = 1/(Q G) sum_i A_i s_i (or its token-wise form) minus the KL penalty's gradient, with fold statistics.
+
+        Args:
+            batch: responses and rewards.
+            history: what earlier steps tell about its prompts, for pooled baselines.
+        """
         rows, logits, tokens, mask = self._policy.scored(batch.samples)  # S [N, P], [N, T, V], [N, T], [N, T]
         norms_sq = squares(rows)
-        coefficients = self._coefficients(batch, norms_sq, logits, tokens)
+        coefficients = self._coefficients(batch, history, norms_sq, logits, tokens)
         num_folds = len(batch.rewards) if self._algo.snr.estimator == "prompts" else self._algo.snr.num_folds
         if coefficients.dim() == 1 and self._reference is None:
             folds = fold_gradients(rows, coefficients, num_folds)
@@ -80,13 +86,14 @@ class Estimator:
         )
         return Estimate(gradient, norms_sq.view(batch.rewards.shape), stats)
 
-    def _coefficients(self, batch: Batch, norms_sq: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
+    def _coefficients(self, batch: Batch, history: History, norms_sq: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
         """Coefficients c [N], or [N, T] for a token-wise baseline."""
         algo, rewards, lengths = self._algo, batch.rewards, batch.lengths
         if algo.token_wise:
             values = token_advantages(rewards, energies(logits, tokens), lengths)
         else:
-            values = advantages(algo.baseline, rewards, norms_sq.view(rewards.shape), lengths, algo).flatten()
+            norms = norms_sq.view(rewards.shape)
+            values = advantages(algo.baseline, rewards, norms, lengths, algo, history).flatten()
         return sample_coefficients(values, lengths.flatten(), len(rewards), rewards.shape[1], algo.aggregation)
 
     def _token_wise(self, batch: Batch, coefficients: Tensor, num_folds: int) -> Tensor:

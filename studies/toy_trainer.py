@@ -19,6 +19,7 @@ from typing import Self
 import torch
 from pydantic import Field, model_validator
 
+from oblr_megatron.algo.pools import NO_HISTORY, pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.config import LogConfig, OptimizerConfig, validated
 from oblr_megatron.config.algo import AlgoConfig
@@ -26,7 +27,7 @@ from oblr_megatron.config.section import Section
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
 from oblr_megatron.observe import step_metrics
-from oblr_megatron.types import Scored
+from oblr_megatron.types import Prompt, Scored
 from studies.estimator import Batch, Estimate, Estimator
 from studies.policy import Drawn, ToyPolicy
 from studies.start import load, task_named
@@ -102,18 +103,24 @@ class ToyRun:
         self._schedule = build_schedule(
             config.algo, config.optimizer, num_steps=config.num_steps, num_prompts=config.num_prompts, seed=config.seed
         )
+        self._pools = pools_of(config.algo)
         self._order = prompt_order(len(self.train), config)
 
     def step(self, step: int) -> dict[str, float]:
         """Sample, score, estimate, update; returns the step's metrics under a training run's names."""
         began = time.perf_counter()
-        batch = draw([self.train[row] for row in self._order[step]], self.policy, self.task, self.config, step)
-        estimate = self._estimator(batch)
+        rows = self._order[step]
+        batch = draw([self.train[row] for row in rows], self.policy, self.task, self.config, step)
+        prompts = [Prompt(row, str(row), "", (), "", self.config.task) for row in rows]
+        history = NO_HISTORY if self._pools is None else self._pools.history(prompts)
+        estimate = self._estimator(batch, history)
         lr = update(self.policy, self._optimizer, self._schedule, estimate, self.config.optimizer, step)
         scored = Scored(batch.rewards, batch.lengths, failures=0)
+        if self._pools is not None:
+            self._pools.observe(prompts, scored, estimate.norms_sq, history)
         return {
             **step_metrics.of_rewards(batch.rewards),
-            **step_metrics.of_baseline(self.config.algo, scored, estimate.norms_sq),
+            **step_metrics.of_baseline(self.config.algo, scored, estimate.norms_sq, history),
             **self._schedule.metrics(),
             "response_length/mean": float(batch.lengths.double().mean()),
             "entropy": estimate.stats.entropy,

@@ -53,14 +53,21 @@ METRICS: tuple[Metric, ...] = (
     Metric("baseline/<name>/variance_ratio", "", "the same for another baseline, corrected for self-dependence"),
     Metric("baseline/spread", "", "standard deviation over prompts of the run's baseline, averaged over each group"),
     Metric("baseline/self_dependence", "", "change of a response's baseline per unit of its own reward"),
+    Metric("pool/<source>/mean", "", "mean reward of a data source over earlier steps, weighted as the baseline asks"),
+    Metric("pool/prompt_std", "", "standard deviation over prompts of that mean, as their later rewards confirm it"),
+    Metric("pool/pull", "", "weight of the pool in the baseline optimal_pooled"),
     Metric("snr/signal_sq", "", "this step's estimate of the squared norm of the true gradient (may be negative)"),
     Metric("snr/noise_trace", "", "this step's estimate of the trace of one prompt's gradient covariance"),
     Metric("snr/shrink_raw", "", "this step's signal over squared gradient norm, neither averaged nor clamped"),
     Metric("snr/shrink_ema", "", "averaged, clamped shrink factor; scales the rate under the snr schedule"),
     Metric("snr/snr", "", "averaged signal over averaged noise of one prompt's gradient; absent without a signal"),
+    Metric("snr/between", "", "averaged part of the noise that differences between prompts cause"),
+    Metric("snr/within", "", "averaged part of the noise that responses to the same prompt cause"),
+    Metric("snr/best_group_size", "responses", "group_size of the least noise at equal samples"),
     Metric("snr/critical_batch_size", "prompts", "averaged noise over averaged signal; absent without a signal"),
     Metric("loss", "", "policy-gradient loss; only its gradient is meaningful"),
     Metric("lr", "", "learning rate of the step"),
+    Metric("optimizer/clip_factor", "", "factor that optimizer.clip_grad scaled the gradient by; 1: not clipped"),
     Metric("grad_norm", "", "norm of the gradient over all parameters, before clipping"),
     Metric("timing_s/rollout", "s", "sampling the responses"),
     Metric("timing_s/reward", "s", "scoring the responses"),
@@ -94,7 +101,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<set>/truncated_fraction", "", "share of the evaluation's responses cut at the token limit"),
 )
 
-_NAMED = {"eval": "<set>", "rewards": "<term>", "baseline": "<name>", "perf/ranks": "<phase>"}
+_NAMED = {"eval": "<set>", "rewards": "<term>", "baseline": "<name>", "perf/ranks": "<phase>", "pool": "<source>"}
 _POSITION = {metric.name: position for position, metric in enumerate(METRICS)}
 
 

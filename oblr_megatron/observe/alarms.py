@@ -170,6 +170,18 @@ def _rate(window: Window) -> str:
     )
 
 
+def _clipped(window: Window) -> str:
+    factors = list(window.course("optimizer/clip_factor").recent)
+    clipped = sum(factor < 1 for factor in factors)
+    if len(factors) < EDGE or 2 * clipped <= EDGE:
+        return ""
+    median = number(statistics.median(factors), 2)
+    return (
+        f"{clipped} of the last {EDGE} gradients were clipped, the median to {median} of its norm: a step's length "
+        "no longer follows the gradient; raise optimizer.clip_grad."
+    )
+
+
 def _spread(window: Window) -> str:
     """A weighted mean of rewards varies no more than the rewards, unless single responses dominate their groups."""
     spread, rewards = (list(window.course(name).recent) for name in ("baseline/spread", "reward/std"))
@@ -240,6 +252,7 @@ CHECKS: dict[str, Callable[[Window], str]] = {
     "timeouts": _timeouts,
     "reward": _reward,
     "rate": _rate,
+    "clipped": _clipped,
     "spread": _spread,
     "self_dependence": _self_dependence,
     "entropy": _entropy,
@@ -254,6 +267,7 @@ WATCHED = frozenset(
         "rollout/logprob_abs_diff",
         "reward/mean",
         "reward/std",
+        "optimizer/clip_factor",
         "baseline/spread",
         "entropy",
         "response_length/truncated_fraction",

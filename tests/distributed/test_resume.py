@@ -67,8 +67,11 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         ("optimizer.name=sgd", "optimizer.sgd_momentum=0.9", "algo.schedule=cosine"),
         ("checkpoint.async_save=false", "gradnorm.source=sketch"),
         ("algo.kl_coefficient=0.1", "gradnorm.mode=two_pass"),
+        ("algo.baseline=pooled", "gradnorm.mode=inline"),
+        ("algo.baseline=pooled", "gradnorm.mode=auto", "gradnorm.sample_fraction=0.5"),
+        ("algo.baseline=optimal_pooled",),
     ],
-    ids=["adam", "bf16", "sgd", "synchronous", "kl"],
+    ids=["adam", "bf16", "sgd", "synchronous", "kl", "inline", "subsample", "pull"],
 )
 def test_four_and_four_steps_are_eight(inputs: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """Weights, masters, moments, schedule and metrics, bit for bit."""

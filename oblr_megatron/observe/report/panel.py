@@ -62,6 +62,41 @@ def batch_size(history: History) -> ChartSpec:
     )
 
 
+def group_size(history: History) -> ChartSpec:
+    """The noise of one prompt's gradient by cause, with advice on group_size."""
+    size = history.setting("group_size")
+    rules = (Rule(float(size), "group_size", forced=True),) if size else ()
+    return chart(
+        "Noise by cause",
+        "Running averages of the noise of one prompt's gradient: the part that differences between prompts cause, and "
+        "the part that responses to the same prompt cause. A baseline and the group size change the second part only. "
+        f"The strip shows the group size of the least noise at equal samples.{group_advice(history)}",
+        "A best group size far from group_size.",
+        panel(
+            "",
+            CurveSpec("snr/between", "between prompts", "line", 1),
+            CurveSpec("snr/within", "within a prompt", "line", 2),
+        ),
+        strip("", CurveSpec("snr/best_group_size", "best group size", "line", 3), rules=rules),
+    )
+
+
+def pools(history: History) -> ChartSpec:
+    """What pooled baselines predict from earlier steps."""
+    names = sorted({name for record in history.records for name in record if name.startswith("pool/")})
+    means = [name for name in names if name.endswith("/mean")]
+    return chart(
+        "Pools of earlier rewards",
+        "Mean reward of each data source over earlier steps, weighted as the baseline asks: the baseline of a prompt "
+        "that is new. The strip shows the spread of that mean over prompts, and the pool's weight in optimal_pooled.",
+        "A spread of half a reward's range: prompts differ so much that their own history matters.",
+        panel(
+            "", *(CurveSpec(name, name[5:-5], "line", 1 + place) for place, name in enumerate(means)), include=(0.0,)
+        ),
+        strip("", CurveSpec("pool/prompt_std", "spread", "line", 2), CurveSpec("pool/pull", "pull", "line", 3)),
+    )
+
+
 def batch_advice(history: History) -> str:
     """Advice on num_prompts from the last third of the critical batch sizes; "" if none was logged.
 
@@ -81,6 +116,31 @@ def batch_advice(history: History) -> str:
     return (
         f" Over the last third it was about {number(round(critical))} prompts. A step of {prompts:,} prompts is worth "
         f"{now:.0%} of a noiseless one. {advice}."
+    )
+
+
+def group_advice(history: History) -> str:
+    """Advice on group_size from the last third of the split of the noise (algo/noise_split.py); "" if not logged."""
+    names = ("snr/between", "snr/within", "snr/best_group_size")
+    courses, size = [history.points(name)[1] for name in names], history.setting("group_size")
+    if not size or any(not len(values) for values in courses):
+        return ""
+    between, within, best = (float(np.median(values[-(len(values) // 3 + 1) :])) for values in courses)
+    if between <= 0 or within <= 0:
+        return ""
+    alone = best == 1  # b reads no response of its own step
+    target = 1 if alone else max(2, round(best))
+    of_responses = within * (size if alone else size - 1)  # V_w
+    least = target * between + of_responses * (1 if alone else target / (target - 1))
+    times = size * (between + within) / least
+    advice = "so group_size is about right"
+    if times > 1.1:
+        more = "lower" if target < size else "raise"
+        other = "raise" if target < size else "lower"
+        advice = f"now it is {times:.1f} times as large: {more} group_size and {other} num_prompts"
+    return (
+        f" Differences between prompts cause {between / (between + within):.0%} of the noise. At equal samples it is "
+        f"least with group_size {target}, {advice}."
     )
 
 

@@ -11,7 +11,7 @@ from oblr_megatron.observe.report.axes import Axis
 from oblr_megatron.observe.report.chart import Curve, Panel, Rule, draw_panel, draw_stack
 from oblr_megatron.observe.report.costs import MARKED, RANKS, THROUGHPUT, TIME, UTILIZATION
 from oblr_megatron.observe.report.history import Array, History
-from oblr_megatron.observe.report.panel import VARIANCE, batch_size, every_baseline
+from oblr_megatron.observe.report.panel import VARIANCE, batch_size, every_baseline, group_size, pools
 from oblr_megatron.observe.report.ranks import memory_of_ranks
 from oblr_megatron.observe.report.specs import ChartSpec, CurveSpec, PanelSpec, Section, chart, panel, strip
 from oblr_megatron.timing import PHASES
@@ -22,8 +22,11 @@ def sections(history: History) -> Iterator[Section]:
     evaluations = [_evaluation_chart(name) for name in history.evaluation_sets()] or [EVALUATION_MISSING]
     experts = [EXPERTS] if len(history.points("moe/max_load")[1]) else []
     yield Section("Learning", (REWARD, *evaluations, RESPONSE_LENGTH, ENTROPY, *experts))
-    yield Section("Signal, noise and learning rate", (SHRINK, LEARNING_RATE, SIGNAL, batch_size(history)))
-    yield Section("Baselines", (VARIANCE, every_baseline(history)))
+    yield Section(
+        "Signal, noise and learning rate", (SHRINK, LEARNING_RATE, SIGNAL, batch_size(history), group_size(history))
+    )
+    of_pools = [pools(history)] if any("pool/pull" in r or "pool/prompt_std" in r for r in history.records) else []
+    yield Section("Baselines", (VARIANCE, every_baseline(history), *of_pools))
     yield Section("Gradients, and agreement with vLLM", (GRADIENT, SAMPLE_NORMS, MISMATCH, SOURCES))
     yield Section("Cost", (TIME, RANKS, UTILIZATION, THROUGHPUT))
 
@@ -119,11 +122,11 @@ SIGNAL = chart(
 
 GRADIENT = chart(
     "Gradient norm",
-    "Norm of the full gradient before clipping. The strip shows the loss; in policy gradients only its gradient is "
-    "meaningful.",
+    "Norm of the full gradient before clipping. The strip shows the loss, of which only the gradient is meaningful, "
+    "and the factor of the clipping.",
     "Spikes that keep growing, or every step above the clipping threshold: clipping then sets the step size.",
     panel("", CurveSpec("grad_norm", "gradient norm"), include=(0.0,), rules=(("optimizer.clip_grad", "clip"),)),
-    strip("", CurveSpec("loss", "loss", colour=3)),
+    strip("", CurveSpec("loss", "loss", colour=3), CurveSpec("optimizer/clip_factor", "clip factor", colour=2)),
 )
 
 SAMPLE_NORMS = chart(

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, Callable[[int], float | None], list[str]]] = {
     "timeouts": ("reward/timeouts", lambda step: 2 * int(step == 7), ["2", "reward.timeout_s"]),
     "reward": ("reward/mean", rising(0.8, 0.5), ["0.8", "optimizer.lr"]),
     "rate": ("snr/shrink_ema", rising(0.4, FLOOR), ["0.1", "34", "num_prompts"]),
+    "clipped": ("optimizer/clip_factor", rising(1.0, 0.25), ["11", "20", "optimizer.clip_grad"]),
     "spread": ("baseline/spread", rising(0.2, 3.0), ["1.6", "rloo_prior"]),
     "self_dependence": ("baseline/self_dependence", lambda _: 0.125, ["0.12", "optimal_prior"]),
     "entropy": ("entropy", rising(2.0, 0.01), ["2", "algo.kl_coefficient"]),

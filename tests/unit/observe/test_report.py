@@ -22,14 +22,18 @@ from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.report.axes import linear_axis, log_axis, step_axis
 from oblr_megatron.observe.report.costs import RANKED
 from oblr_megatron.observe.report.history import History, load_history, smooth, thin_line, thin_points
-from oblr_megatron.observe.report.panel import batch_advice
+from oblr_megatron.observe.report.panel import batch_advice, group_advice
 from oblr_megatron.observe.report.ranks import memory_of_ranks
 from oblr_megatron.observe.report.sections import sections
 from oblr_megatron.timing import PHASES
 from tests.unit.synthetic_run import CONFIG, RATIOS, synthetic_records, write_run
 
 NAMES = [
-    metric.name.replace("<set>", "sums").replace("<term>", "overlong").replace("<name>", name).replace("<phase>", phase)
+    metric.name.replace("<set>", "sums")
+    .replace("<source>", "sums")
+    .replace("<term>", "overlong")
+    .replace("<name>", name)
+    .replace("<phase>", phase)
     for metric in METRICS
     for name in (RATIOS if "<name>" in metric.name else ("",))
     for phase in (PHASES[:6] if "<phase>" in metric.name else ("",))
@@ -114,7 +118,7 @@ def numbers(text: str) -> list[float]:
 def test_every_chart_and_every_metric_is_there(tmp_path):
     page = page_of(tmp_path, synthetic_records(150))
     titles = [chart.title for section in sections(load_history(tmp_path / "run")) for chart in section.charts]
-    assert page.texts("h3") == titles and len(titles) == 19
+    assert page.texts("h3") == titles and len(titles) == 21
     assert "Held-out accuracy: sums" in titles
     assert len(page.all("span", "alarming")) == len(page.all("figcaption")) == len(titles)
     assert page.missing() == set() and page.no_alarm()
@@ -176,7 +180,7 @@ def test_one_step(tmp_path):
     page = page_of(tmp_path, synthetic_records(1, evaluate_every=0), config=CONFIG | {"num_steps": 1})
     assert page.tiles()["steps"] == ("1", "of 1, finished")
     assert page.missing() == {"Held-out accuracy"}
-    assert len(page.all("h3")) == 18
+    assert len(page.all("h3")) == 20
 
 
 def test_only_an_evaluation_so_far(tmp_path):
@@ -208,12 +212,12 @@ def test_a_family_of_metrics_may_be_missing(tmp_path, missing):
     page = page_of(tmp_path, records)
     (table,) = page.all("table", "metrics")
     assert missing not in {row.findtext("th").partition("/")[0] for row in table.findall("./tbody/tr")}
-    assert len(page.all("h3")) + len(page.missing()) == 19 - (missing == "moe")
+    assert len(page.all("h3")) + len(page.missing()) == 21 - (missing in ("moe", "pool"))
 
 
 def test_only_steps(tmp_path):
     page = page_of(tmp_path, [{"step": 1}, {"step": 2}])
-    assert not page.all("h3") and len(page.missing()) == 18
+    assert not page.all("h3") and len(page.missing()) == 19
 
 
 @pytest.mark.parametrize("value", [None, 0, 0.0, -1.0, 1e-300, 1e300])
@@ -238,7 +242,7 @@ def test_single_nulls_leave_gaps(tmp_path):
 
 def test_a_long_run_stays_a_small_file(tmp_path):
     page = page_of(tmp_path, synthetic_records(10_000, evaluate_every=500), config=CONFIG | {"num_steps": 10_000})
-    assert len(page.text) < 1_000_000
+    assert len(page.text) < 52_000 * len(page.all("h3")), "bytes a chart"
     assert all(len(path.get("d")) < 25_000 for path in page.all("path"))
 
 
@@ -261,7 +265,7 @@ def test_the_fullest_ranks_are_drawn(tmp_path):
 def test_the_pointers_data_match_the_legend(tmp_path):
     page = page_of(tmp_path, synthetic_records(90))
     plots, resting = page.all("div", "plot"), [value for _, value in page.legend()]
-    assert len(plots) == 40 and {plot.get("data-last") for plot in plots} == {"90"}
+    assert len(plots) == 44 and {plot.get("data-last") for plot in plots} == {"90"}
     curves = [curve for plot in plots for curve in json.loads(plot.get("data-curves"))]
     assert len(curves) == len(resting)
     for curve in curves:
@@ -301,6 +305,21 @@ def test_batch_advice(critical, said):
     records = [{"step": step, "snr/critical_batch_size": critical} for step in range(1, 9)]
     assert numbers(batch_advice(History(Path(), records, {"num_prompts": 64}, {}))) == said
     assert batch_advice(History(Path(), [{"step": 1}], {"num_prompts": 64}, {})) == ""
+
+
+@pytest.mark.parametrize(
+    ("size", "between", "within", "best", "said"),
+    [
+        (8, 100.0, 50.0, 1 + 3.5**0.5, [67, 3, 1.5]),  # V_w = 350: 8 x 150 against 3 x (100 + 175)
+        (3, 100.0, 175.0, 1 + 3.5**0.5, [36, 3]),
+        (4, 10.0, 20.0, 1.0, [33, 1, 1.3]),  # b reads no response: V_w = 80, 4 x 30 against 10 + 80
+    ],
+)
+def test_group_advice(size, between, within, best, said):
+    split = {"snr/between": between, "snr/within": within, "snr/best_group_size": best}
+    records = [{"step": step} | split for step in range(1, 9)]
+    assert numbers(group_advice(History(Path(), records, {"group_size": size}, {}))) == said
+    assert group_advice(History(Path(), [{"step": 1}], {"group_size": size}, {})) == ""
 
 
 def test_shrink_on_its_floor_is_no_alarm_under_another_schedule(tmp_path):

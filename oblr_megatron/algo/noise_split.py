@@ -1,0 +1,93 @@
+"""Noise of one prompt's gradient, split into what prompts and what responses cause, and the group size that follows.
+
+    tr(H) = between + within,    within = V_w phi(G)
+    phi(G) = 1 / (G - 1) leave-one-out, 1 / G if b reads no response of its own step
+
+`between` is the variance of the prompts' true gradients: no baseline and no group size changes it. N = Q G responses a
+step have the noise (G between + V_w G phi(G)) / N, which is least at
+
+    G = 1 + sqrt(V_w / between) leave-one-out,    G = 1 if b reads no response of its own step
+
+The mean product of two responses' terms of one prompt has the expectation between + signal. Two estimates of the signal
+give it (snr_estimators.py): `folds`, unbiased, and `samples`, which counts such products as signal:
+
+    cross = (S_folds + Q (S_samples - S_folds)) G / (G - 1) / c,    between = cross - S_folds
+
+c = 1 + 1 / (G - 1)^2 leave-one-out, because two responses are in each other's baseline (exact for `rloo`), else 1. This
+needs exact norms: a proxy has no scale. It needs G >= 2 and two folds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from oblr_megatron.algo.snr_estimators import folds, samples
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.baselines import BASELINES
+from oblr_megatron.types import GradientStats
+
+
+class NoiseSplit:
+    """Averages of `between` and `within` over steps (horizon `algo.snr.horizon`).
+
+    Args:
+        algo: baseline, aggregation and snr.horizon are read.
+        num_prompts: Q.
+        group_size: G.
+    """
+
+    def __init__(self, algo: AlgoConfig, num_prompts: int, group_size: int) -> None:
+        facts = BASELINES[algo.baseline]
+        self._alone = facts.over == "nothing"
+        self._defined = (
+            group_size > 1
+            and facts.over in ("nothing", "others")
+            and facts.divisor == "one"
+            and algo.aggregation == "constant"
+        )
+        self._num_prompts, self._group_size = num_prompts, group_size
+        self._decay = math.exp(-1 / algo.snr.horizon)
+        self._between = self._within = self._weight = 0.0
+
+    def observe(self, stats: GradientStats) -> None:
+        """Add a step; one without folds or exact norms is left out."""
+        if not self._defined:
+            return
+        size, whole, other = self._group_size, folds(stats, self._num_prompts), samples(stats, self._num_prompts)
+        if not (whole.defined and other.defined):
+            return
+        shared = 1.0 if self._alone else 1 + 1 / (size - 1) ** 2
+        cross = (whole.signal + self._num_prompts * (other.signal - whole.signal)) * size / (size - 1) / shared
+        between = cross - whole.signal
+        self._between = self._decay * self._between + between
+        self._within = self._decay * self._within + whole.noise - between
+        self._weight = self._decay * self._weight + 1
+
+    @property
+    def best_group_size(self) -> float:
+        """G of the least noise at equal samples; NaN before the first step and where the averages are no variances."""
+        if self._alone:
+            return 1.0 if self._weight else math.nan
+        if not (self._between > 0 and self._within > 0):
+            return math.nan
+        return 1 + math.sqrt(self._within * (self._group_size - 1) / self._between)
+
+    def metrics(self) -> dict[str, float]:
+        """The averages so far, without undefined values."""
+        if not self._weight:
+            return {}
+        found = {
+            "snr/between": self._between / self._weight,
+            "snr/within": self._within / self._weight,
+            "snr/best_group_size": self.best_group_size,
+        }
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {"between": self._between, "within": self._within, "weight": self._weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._between, self._within, self._weight = state["between"], state["within"], state["weight"]
