@@ -115,8 +115,9 @@ class Pools:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-compatible; `load_state_dict` restores it to the bit."""
-        return {"sources": self._sources, "prompts": self._prompts, "spread": self._spread, "pull": self._pull}
+        """JSON-compatible, and unchanged by later steps; `load_state_dict` restores it to the bit."""
+        own = {"sources": dict(self._sources), "prompts": dict(self._prompts)}
+        return own | {"spread": self._spread, "pull": self._pull}  # every list is replaced, never changed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""

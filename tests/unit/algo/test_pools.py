@@ -104,12 +104,15 @@ def test_the_state_survives_json_to_the_bit() -> None:
 
     for _ in range(3):
         step(pools, prompts, *any_step())
+    taken = pools.state_dict()
+    before = json.dumps(taken)
     copy = make(baseline="optimal_pooled")
     copy.load_state_dict(json.loads(json.dumps(pools.state_dict())))
     values = any_step()
     for each in (pools, copy):
         step(each, prompts, *values)
     assert copy.state_dict() == pools.state_dict()
+    assert json.dumps(taken) == before, "a checkpoint is written while the next step runs"
     assert copy.history(prompts).expected.equal(pools.history(prompts).expected)  # type: ignore[union-attr]
 
 
