@@ -21,4 +21,4 @@ export MAX_JOBS=${MAX_JOBS:-$(env -u OMP_NUM_THREADS nproc)} # nproc heeds OMP_N
 
 # --no-build-isolation: in isolation pip builds against the newest torch, and the result does not import.
 "$python" -m pip install --quiet --no-deps --no-build-isolation --requirement te.txt
-"$python" -c 'import transformer_engine.pytorch'
+"$python" -c 'import torch, transformer_engine.pytorch' # torch first: it loads the CUDA libraries of the wheels
