@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class Cell:
             tie_word_embeddings=False,
         )
 
-    def config(self, baseline: str, gradnorm: dict[str, str]) -> Config:
+    def config(self, baseline: str, gradnorm: dict[str, Any]) -> Config:
         """Config with one fold, one rank, and one sample per microbatch, as with a cluster's token budgets."""
         table = {
             "run_dir": "unused",

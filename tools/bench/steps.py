@@ -1,7 +1,8 @@
 """Steps of the gradient-norm benchmark: gradient, clipping and Adam on the same layers and samples.
 
 - plain: megatron-core, RLOO, no norms
-- two_pass, stash, bookkeep, auto: the same with exact norms, by `gradnorm.mode`
+- inline: the same with exact norms that only later steps read
+- two_pass, stash, bookkeep, auto: exact norms that the step's own baseline reads, by `gradnorm.mode`
 - sketch: bookkeep with estimated norms (`gradnorm.source`)
 - plain_torch: plain PyTorch, RLOO; the base of opacus_ghost
 - opacus_ghost: plain PyTorch with Opacus's ghost norms, all samples in one batch or one by one
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from meter import Step
@@ -28,9 +30,10 @@ from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.preflight import select_mode
 
-PLAIN, PLAIN_TORCH, GHOST = "plain", "plain_torch", "opacus_ghost"
-GRADNORM: dict[str, dict[str, str]] = {  # mode -> [gradnorm] section
+PLAIN, INLINE, PLAIN_TORCH, GHOST = "plain", "inline", "plain_torch", "opacus_ghost"
+GRADNORM: dict[str, dict[str, Any]] = {  # mode -> [gradnorm] section
     PLAIN: {"mode": "two_pass"},
+    INLINE: {"mode": "inline", "always": True},
     "two_pass": {"mode": "two_pass"},
     "stash": {"mode": "stash"},
     "bookkeep": {"mode": "bookkeep"},
@@ -64,7 +67,7 @@ def build_candidates(cell: Cell, modes: Sequence[str], parallel: Parallel) -> li
 
 def _config(cell: Cell, mode: str) -> Config:
     """Config of a mode. "auto" is resolved for this model, length and free memory."""
-    config = cell.config("rloo" if mode == PLAIN else "optimal", GRADNORM[mode])
+    config = cell.config("rloo" if mode in (PLAIN, INLINE) else "optimal", GRADNORM[mode])
     if config.gradnorm.mode != "auto":
         return config
     model = HFDir(config.model.path, cell.hf_config().to_dict(), (), {}, tied=False, num_bytes=0)
