@@ -21,13 +21,11 @@
 set -euo pipefail
 
 readonly EXIT_RUN=1 EXIT_USER=2
-readonly LOOK_S=30 # SLURM looks this often for jobs that are due for their signal
 stopping=""   # name of the signal that asked this script to stop
 child=""      # process id of the srun that receives forwarded signals
 servers=""    # process id of the srun that runs the servers
 signalled=0
-margin=0      # seconds of --signal, if the job may be too short for it
-at_once=0     # 1: it is, because SLURM sent the signal when it first looked at the job
+margin=0 at_once=0 # seconds of --signal, if the job may be too short for it; 1: it is
 
 say() { printf 'oblr: %s\n' "$*"; }
 
@@ -38,11 +36,11 @@ die() { # STATUS MESSAGE
 
 # Ask SLURM's controller for something; a busy one does not always answer at once.
 oblr_ask() { # COMMAND...
-    local tries=5
-    until "$@"; do
-        ((--tries)) || return 1
-        sleep 5
+    for _ in 1 2 3 4 5; do
+        if "$@"; then return 0; fi
+        sleep 3
     done
+    return 1
 }
 
 # Run a whole job. Arguments: config overrides (section.key=value).
@@ -103,13 +101,12 @@ oblr_overrides() {
     overrides+=("run_dir=$run_dir")
 }
 
-# End time of the job, for checkpoint.exit_before_timeout_s. SLURM 22.05 does not set it.
+# End time of the job, for checkpoint.exit_before_timeout_s; unset without a limit. SLURM 22.05 does not set it.
 oblr_time() {
     local ends
     [[ -z ${SLURM_JOB_END_TIME:-} ]] || return 0
     ends="$(oblr_ask scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p' | head -n 1)" || return 0
-    [[ -n $ends ]] || return 0
-    SLURM_JOB_END_TIME="$(date -d "$ends" +%s 2>/dev/null)" || return 0 # "Unknown": the job has no time limit
+    SLURM_JOB_END_TIME="$([[ -n $ends ]] && date -d "$ends" +%s 2>/dev/null)" || return 0
     export SLURM_JOB_END_TIME
 }
 
@@ -206,7 +203,8 @@ oblr_await() {
 # SIGUSR1 is forwarded instead of SIGTERM: SLURM sends SIGTERM to the ranks itself, and a second one would end them.
 oblr_signal() {
     signalled=1
-    if [[ $1 == USR1 ]] && ((margin > 0 && SECONDS < LOOK_S)); then at_once=1; fi
+    # SLURM looks every 30 s for jobs that are due for their signal; a job that is due from the start gets it so early.
+    if [[ $1 == USR1 ]] && ((margin > 0 && SECONDS <= 30)); then at_once=1; fi
     [[ $stopping == TERM ]] || stopping="$1"
     say "SIG$1: asking the run to save and stop"
     [[ -z $child ]] || kill -USR1 "$child" 2>/dev/null || true
@@ -241,7 +239,8 @@ oblr_checked() { # STATUS WHAT LOG
     fi
 }
 
-# Start one task per node, which starts the node's ranks; the status is returned in train_status.
+# Start one task per node, which starts the node's ranks; the status is returned in train_status. When one node refuses
+# its input, srun ends the others and returns their status, which is higher than 2. Its messages have all of them.
 oblr_train() {
     say "training: follow the logs with: tail -F $logs/node_*.log"
     status_before="$(oblr_status)" # of the previous attempt
@@ -249,7 +248,9 @@ oblr_train() {
     oblr_await oblr_srun "${all[@]}" --output="$logs/node_%n.log" -- \
         "$python" -m oblr_megatron.runtime.launch --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" --max-restarts 0 \
         --rdzv-id "$SLURM_JOB_ID-$attempt" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" \
-        -m oblr_megatron.train "$OBLR_CONFIG" "${overrides[@]}" --resume || train_status=$?
+        -m oblr_megatron.train "$OBLR_CONFIG" "${overrides[@]}" --resume 2>"$logs/srun.log" || train_status=$?
+    cat "$logs/srun.log" >&2
+    if grep -q "Exited with exit code $EXIT_USER\$" "$logs/srun.log"; then train_status=$EXIT_USER; fi
 }
 
 # --- servers ---------------------------------------------------------------------------------------------------------
@@ -272,7 +273,8 @@ oblr_servers() {
 # Start the servers on the second component's nodes, and wait until all answer.
 oblr_start_servers() {
     local status=0 options=()
-    options=(--het-group=1 --nodes="${#server_nodes[@]}" --ntasks-per-node="$servers_each" --kill-on-bad-exit=0 --input=none)
+    options=(--het-group=1 --nodes="${#server_nodes[@]}" --ntasks-per-node="$servers_each" --kill-on-bad-exit=0)
+    options+=(--ntasks="${#urls[@]}" --input=none) # the header's number of tasks is for one GPU a server
     ((gpus == 0)) || options+=(--gpus-per-node="$gpus" --gpu-bind=none)
     options+=("${cpu_bind[@]}" --output="$logs/server_%t.log" "${container[@]}")
     say "servers: ${urls[*]}; $logs/server_K.log"

@@ -68,7 +68,7 @@ def test_a_job_from_the_dry_run_to_the_last_step(unbroken: Job) -> None:
     assert "preflight: 2 nodes ready" in table and table.count(" ok") == 2
     assert f"finished after step {STEPS}: {unbroken.run_dir}" in said
     assert (unbroken.status().state, unbroken.status().step) == ("finished", STEPS)
-    assert "srun:" not in said and "warning" not in said
+    assert "cpu binding" not in said and "warning" not in said
 
 
 def test_a_job_near_its_time_limit_is_requeued_and_ends_as_the_unbroken_one(
