@@ -122,7 +122,7 @@ def findings(machine: Machine, packages: dict[str, str | None]) -> list[Finding]
     """
     found = [_layers(machine), _attention(machine, packages), _norms(machine), _fp8(machine)]
     if packages["megatron-core"] is not None and not machine.engine_fault:  # which may break megatron-core's import
-        found.append(_optimizer())
+        found.append(_optimizer(machine))
     found += [_collectives(machine), _rollouts(machine, packages), _weights(machine), _rewards()]
     return [*found, _quantize(packages)]
 
@@ -166,10 +166,10 @@ def _fp8(machine: Machine) -> Finding:
     return Finding("FP8", "none", "matrix products use the model's dtype", more)
 
 
-def _optimizer() -> Finding:
+def _optimizer(machine: Machine) -> Finding:
     from oblr_megatron.model.optimizer import optimizer_implementation
 
-    used = optimizer_implementation()
+    used = optimizer_implementation() if machine.capability is not None else "torch"  # the CPU shim replaces the others
     if used == "torch":
         return Finding("optimizer", "torch", "several kernels per step, same result", "transformer-engine or apex")
     return Finding("optimizer", f"{used}'s fused Adam", "one kernel for many parameters")

@@ -56,6 +56,7 @@ def install() -> bool:
         _replace_random_state()
         _replace_recompute()
         _replace_experts()
+        _replace_optimizer()
     return True
 
 
@@ -156,6 +157,36 @@ def _replace_experts() -> None:
     _SHIM.replace(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", object())  # must exist; nothing uses it
     _SHIM.replace(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", counts_to_host)
     _SHIM.replace(megatron_mappings, "_gather_along_first_dim", partial(_gather, gather))
+
+
+def _replace_optimizer() -> None:
+    """Update weights by torch, as without Transformer Engine and apex: their kernels need CUDA."""
+    import megatron.core.optimizer as megatron_optimizers
+    import megatron.core.optimizer.clip_grads as megatron_clipping
+    import megatron.core.optimizer.distrib_optimizer as megatron_distributed
+    import megatron.core.optimizer.optimizer as megatron_optimizer
+    from megatron.core import utils
+
+    local = {
+        "multi_tensor_applier": utils.local_multi_tensor_applier,
+        "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+    }
+    replaced: dict[Any, dict[str, Any]] = {
+        megatron_optimizers: {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True},
+        megatron_distributed: {
+            "Adam": torch.optim.Adam,
+            "HAVE_APEX_OR_TE": False,
+            "USING_TE_OPTIMIZER": False,
+            "USING_APEX_OPTIMIZER": False,
+        },
+        megatron_optimizer: local,
+        megatron_clipping: local | {"l2_norm_impl": utils.local_multi_tensor_l2_norm},
+    }
+    if hasattr(megatron_clipping, "multi_tensor_scale_tensor_impl"):  # from 0.19 on
+        replaced[megatron_clipping]["multi_tensor_scale_tensor_impl"] = None
+    for module, values in replaced.items():
+        for name, value in values.items():
+            _SHIM.replace(module, name, value)
 
 
 def _gather(

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import megatron.core.optimizer as megatron_optimizers
+import megatron.core.optimizer.clip_grads as megatron_clipping
+import megatron.core.optimizer.distrib_optimizer as megatron_distributed
 import megatron.core.optimizer.optimizer as megatron_optimizer
 import megatron.core.pipeline_parallel.schedules as megatron_schedules
 import megatron.core.tensor_parallel.mappings as megatron_mappings
@@ -29,9 +32,12 @@ OWNERS: list[Any] = [
     torch.cuda.random,
     torch.Tensor,
     MoEAlltoAllTokenDispatcher,
+    megatron_clipping,
+    megatron_distributed,
     megatron_mappings,
     megatron_moe,
     megatron_optimizer,
+    megatron_optimizers,
     megatron_random,
     megatron_schedules,
     megatron_utils,
