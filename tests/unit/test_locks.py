@@ -5,10 +5,12 @@ Not covered: whether a lock is complete (`make env` and `make gpu-env` install t
 
 from __future__ import annotations
 
-import ast
+import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 from packaging.requirements import Requirement
 
 from oblr_megatron.checks.lock import pins
@@ -20,14 +22,13 @@ GPU, TE = REQUIREMENTS / "gpu.txt", REQUIREMENTS / "te.txt"
 OWN = "oblr-megatron"  # installed from the checkout
 
 
-def extra(name: str) -> list[Requirement]:
-    """The requirements of an extra in setup.py, which is read and not executed."""
-    tree = ast.parse((REPO / "setup.py").read_text(encoding="utf-8"))
-    (common,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "COMMON")
-    (given,) = (node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "extras_require")
-    (listed,) = (value for key, value in zip(given.keys, given.values, strict=True) if key.value == name)
-    parts = [common.elts if isinstance(item, ast.Starred) else [item] for item in listed.elts]  # *COMMON
-    return [Requirement(ast.literal_eval(item)) for part in parts for item in part]
+@pytest.fixture
+def extras(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The extras of setup.py."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    runpy.run_path(str(REPO / "setup.py"))
+    return given["extras_require"]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("package", [package for package in PACKAGES if package.needed and package.name != OWN])
@@ -44,9 +45,9 @@ def test_optional_packages_in_the_gpu_lock_are_accepted(package: Package) -> Non
 
 
 @pytest.mark.parametrize("name", ["gpu", "quantize", "study"])
-def test_the_gpu_lock_satisfies_the_extra(name: str) -> None:
+def test_the_gpu_lock_satisfies_the_extra(name: str, extras: dict[str, list[str]]) -> None:
     locked = pins(GPU)
-    for requirement in extra(name):
+    for requirement in map(Requirement, extras[name]):
         if requirement.marker is None or requirement.marker.evaluate({"python_version": "3.12"}):
             assert requirement.specifier.contains(locked[requirement.name], prereleases=True), requirement
 

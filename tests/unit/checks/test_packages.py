@@ -14,6 +14,7 @@ import setuptools
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from oblr_megatron.checks.lock import pins
 from oblr_megatron.checks.packages import PACKAGES, Package
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,11 +37,10 @@ def test_setup_asks_for_what_is_accepted(package: Package, asked: dict[str, Spec
 
 
 def test_the_locks_versions_are_accepted() -> None:
-    lines = (ROOT / "requirements" / "cpu.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(line.split()[0].split("==") for line in lines if "==" in line and not line.startswith(("#", " ")))
-    locked = [(p, pins[name]) for p in PACKAGES for name in p.distributions if name in pins]
+    found = pins(ROOT / "requirements" / "cpu.txt")
+    locked = [(package, found[name]) for package in PACKAGES for name in package.distributions if name in found]
     assert {"torch", "megatron-core", "vllm", "transformers"} <= {package.name for package, _ in locked}
-    assert [(package.name, version) for package, version in locked if not package.accepts(version)] == []
+    assert [(package.name, version) for package, version in locked if not package.accepts(str(version))] == []
 
 
 def test_megatron_core_is_accepted_in_the_versions_that_were_run() -> None:
