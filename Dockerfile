@@ -2,11 +2,11 @@
 #     docker build --tag oblr-megatron .
 # Neither this image nor what is in it has run on a GPU yet. docs/cluster.md makes a .sqsh of it for enroot and pyxis.
 #
-# CUDA's libraries and its compiler come from the lock's wheels; the host brings the driver, 580 or newer. So a plain
-# Ubuntu is enough. It has Python 3.12.
-FROM ubuntu:24.04
+# The host brings the driver, 580 or newer. torch's CUDA libraries are wheels of the lock; the toolkit of this base is for
+# kernels that vLLM (FlashInfer) compiles and links at run time. Ubuntu 24.04 has Python 3.12.
+FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
-# g++ and Python.h: Transformer Engine is built here, and torch, Triton and vLLM compile kernels at run time.
+# g++ and Python.h: Transformer Engine is built here, and torch and Triton compile kernels at run time.
 # ibverbs: NCCL over InfiniBand.
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -15,16 +15,12 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 
 ENV VIRTUAL_ENV=/opt/oblr
-ENV CUDA_HOME=$VIRTUAL_ENV/lib/python3.12/site-packages/nvidia/cu13
-ENV PATH=$VIRTUAL_ENV/bin:$CUDA_HOME/bin:$PATH
-# For nvidia's container runtime: the driver's libraries and nvidia-smi.
-ENV NVIDIA_VISIBLE_DEVICES=all
-ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENV PATH=$VIRTUAL_ENV/bin:$PATH
 
 WORKDIR /opt/oblr-megatron
 # First what changes rarely: these layers stay cached.
 COPY requirements requirements
-RUN python3.12 -m venv $VIRTUAL_ENV \
+RUN python3.12 -m venv "$VIRTUAL_ENV" \
  && pip install --no-cache-dir --no-deps --requirement requirements/gpu.txt
 RUN requirements/build_te.sh "$VIRTUAL_ENV/bin/python"
 
