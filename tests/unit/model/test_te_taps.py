@@ -7,6 +7,7 @@ which needs CUDA (tests/gpu); norms from these factors (tests/distributed/test_t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from oblr_megatron.model.taps import AccumulateSink, Splits, Tap
-from oblr_megatron.model.te_taps import HandOver, install_te
+from oblr_megatron.model.te_taps import HandOver, _obstacle, install_te
 
 
 class Recorder(AccumulateSink):
@@ -90,6 +91,29 @@ def test_each_expert_of_a_grouped_layer(own_outputs: bool) -> None:
     torch.testing.assert_close(experts[0].main_grad, dy[0].t() @ x[0])
     assert not experts[1].main_grad.any() and not experts[2].main_grad.any()
     assert all(output.eq(0).all() if own_outputs else output.isnan().all() for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("layer", "environment", "packed"),
+    [
+        ({"num_gemms": 2}, None, False),
+        ({"num_gemms": 2}, "0", False),
+        ({"num_gemms": 2}, "1", True),
+        ({"num_gemms": 2, "use_grouped_tensor": True}, None, True),
+        ({}, "1", False),  # not a grouped layer
+    ],
+)
+def test_experts_in_one_tensor_are_left_to_autograd(
+    layer: dict[str, Any], environment: str | None, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", environment)
+    store = SimpleNamespace(delay_wgrad_compute=lambda: False)
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    obstacle = _obstacle(SimpleNamespace(wgrad_store=store, use_bias=False, **layer), config)
+    assert (obstacle is not None and "one tensor" in obstacle) is packed
+    assert packed or obstacle is None
 
 
 def test_a_quantised_factor_is_refused() -> None:
