@@ -279,7 +279,7 @@ oblr_start_servers() {
     options+=("${cpu_bind[@]}" --output="$logs/server_%t.log" "${container[@]}")
     say "servers: ${urls[*]}; $logs/server_K.log"
     srun "${options[@]}" "$python" -m oblr_megatron.cluster.servers start "$OBLR_CONFIG" "${overrides[@]}" \
-        --port $((port + 2)) --tensor-parallel-size "$server_tp" &
+        --port $((port + 2)) --tensor-parallel-size "$server_tp" 2>"$logs/server_srun.log" &
     servers=$!
     oblr_await oblr_srun --het-group=0 --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --output="$logs/servers.log" -- \
         "$python" -m oblr_megatron.cluster.servers wait "${urls[@]}" --deadline "${OBLR_SERVERS_S:-1800}" || status=$?
