@@ -72,7 +72,8 @@ def test_a_report_survives_json() -> None:
 
 
 def test_gpus_that_are_missing_or_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a fake nvidia-smi, on a machine where torch sees no GPU."""
+    """With a fake nvidia-smi, on a machine where torch sees no GPU, and a torch without CUDA, which fits any driver."""
+    monkeypatch.setattr(torch.version, "cuda", None)
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
