@@ -214,14 +214,20 @@ def test_a_job_too_short_for_its_margin_says_so_and_is_not_requeued(arguments: A
 
 
 def test_trainers_and_servers_on_nodes_of_their_own(arguments: Arguments, tmp_path: Path) -> None:
-    """A heterogeneous job: one rank on the first node, one server on the second."""
-    keys = arguments(num_steps=2, rollout__num_threads=1)
-    job = Job(tmp_path / "job", ["0.6b", *keys], script="slurm/oblr_qwen3_servers.sh")
-    assert job.run() == 0, job.output()
-    assert "1 servers are ready" in job.log("servers.log")
+    """A heterogeneous job, requeued once: one rank on the first node, one server on the second."""
+    keys = arguments(rollout__num_threads=1, checkpoint__every_steps=0)
+    job = Job(tmp_path / "job", ["0.6b", *keys], script="slurm/oblr_qwen3_servers.sh", holds=True)
+    with job.submitted():
+        job.wait_held()
+        slurm("scancel", "--batch", "--signal=USR1", job.id)
+        job.wait_for(lambda: "SIGUSR1: asking the run" in job.output(), alive=True)
+        job.hold.unlink()
+        assert job.wait_end() == 0, job.output()
+    assert f"step {HELD_AFTER + 1} is saved: the job is requeued" in job.output()
+    assert all("1 servers are ready" in job.log("servers.log", attempt) for attempt in (0, 1))
     steps = certain(job.run_dir)
-    assert [step["weights/version"] for step in steps][-2:] == [1, 2]
-    assert all(step["rollout/logprob_abs_diff"] <= 1e-3 for step in steps if step["step"])
+    assert [step["weights/version"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["rollout/logprob_abs_diff"] <= 1e-3 for step in steps)
     (server,) = json.loads((job.run_dir / "config.json").read_text())["rollout"]["servers"]
     assert server.startswith(f"http://{NODES[1]}:")
-    assert "error:" not in job.output()
+    assert "\nerror:" not in job.output()  # SLURM's own lines about the requeue begin with slurmstepd
