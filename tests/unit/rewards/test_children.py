@@ -93,7 +93,8 @@ pool.close()
         (worker,) = (pid for pid in children_of(server) if children_of(pid))
         levels = {"worker": worker, "fork server": server, "supervisor": supervisor, "trainer": trainer.pid}
         started = told_in(told)
-        assert parent_of(started[0]) == worker and all(map(is_running, started))
+        wait_for_parent(started[0], worker)
+        assert all(map(is_running, started))
         if victim == "pool":
             trainer.communicate(b"")
         else:
@@ -103,6 +104,14 @@ pool.close()
     finally:
         trainer.kill()
         trainer.wait()
+
+
+def wait_for_parent(pid: int, parent: int) -> None:
+    """A daemon becomes its subreaper's child when the process that has forked it ends, a moment after it has told."""
+    deadline = time.monotonic() + 30
+    while parent_of(pid) != parent:
+        assert time.monotonic() < deadline, f"{parent_of(pid)} is the parent of {pid}, not {parent}"
+        time.sleep(0.02)
 
 
 def wait_for_two(told: Path) -> None:
