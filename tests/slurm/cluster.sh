@@ -19,12 +19,18 @@ die() {
     exit 2
 }
 
-install() {
-    local program missing=()
-    for program in munged slurmctld slurmd sbatch; do command -v "$program" >/dev/null || missing+=("$program"); done
+# Whether this can work at all; `missing` programs can be installed.
+check() {
+    local program
+    missing=()
     [[ $(id -u) == 0 ]] || die "SLURM's daemons need root. Fix: run this as root, in a container for example"
+    for program in munged slurmctld slurmd sbatch; do command -v "$program" >/dev/null || missing+=("$program"); done
+    ((${#missing[@]} == 0)) || command -v apt-get >/dev/null ||
+        die "no ${missing[*]}, and no apt-get to install them. Fix: install SLURM and MUNGE"
+}
+
+install() {
     ((${#missing[@]})) || return 0
-    command -v apt-get >/dev/null || die "no ${missing[*]}, and no apt-get to install them. Fix: install SLURM and MUNGE"
     say "installing SLURM: ${missing[*]} not found"
     { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
         munge slurm-client slurmctld slurmd; } >"$home/apt.log" 2>&1 ||
@@ -128,9 +134,10 @@ end() { # PID_FILE
 }
 
 (($#)) || die "no command. Fix: tests/slurm/cluster.sh COMMAND [ARGUMENT ...]"
+check
 home="$(mktemp -d "${TMPDIR:-/tmp}/oblr_slurm.XXXXXX")" # short, because a socket's path has 107 characters at most
-trap stop EXIT
 install
+trap stop EXIT
 choose_ports
 configure
 export SLURM_CONF="$home/slurm.conf" OBLR_TEST_SLURM="$home"
