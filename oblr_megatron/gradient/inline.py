@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.gradient.bookkeep import add_sample_products, add_sample_rows, add_sample_vectors
 from oblr_megatron.gradient.loss_fn import PassMetrics, score_loss
 from oblr_megatron.gradient.one_pass import untapped_aside, weighted
-from oblr_megatron.gradient.two_pass import pipeline_runs, rules_need_single_samples
+from oblr_megatron.gradient.two_pass import norm_batches, pipeline_runs
 from oblr_megatron.gradnorm.accumulate import NormAccumulator
 from oblr_megatron.gradnorm.norm_sink import NormSink
 from oblr_megatron.gradnorm.products import product, sum_dtype, tile_rows, wants_product
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from oblr_megatron.gradnorm.sketch import Sketches
     from oblr_megatron.model.qwen3 import Policy
     from oblr_megatron.model.taps import Splits
-    from oblr_megatron.types import MicroBatch
 
 
 class InlineSink(NormSink):
@@ -144,7 +142,8 @@ class InlinePass:
     def _add(self, work: Work, indices: Sequence[int], coefficients: Tensor) -> PassMetrics:
         metrics = PassMetrics()
         loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
-        for batches in pipeline_runs(self._policy, self._batches(work, indices), self._rules, KEPT_BYTES):
+        whole = norm_batches(self._policy, self._config, self._rules, work.samples, indices)
+        for batches in pipeline_runs(self._policy, whole, self._rules, KEPT_BYTES):
             order = torch.cat([batch.sample_index for batch in batches]).cpu()
             accumulator = NormAccumulator(self._rules, batches, self._reducer)
             sink = InlineSink(self._rules, accumulator, coefficients[order], self._sketches)
@@ -154,9 +153,3 @@ class InlinePass:
             work.norms_sq[order] = self._reducer.finish(accumulator).cpu()
             metrics.add(records, coefficients[order])
         return metrics
-
-    def _batches(self, work: Work, indices: Sequence[int]) -> list[MicroBatch]:
-        device = self._policy.parallel.device
-        if rules_need_single_samples(self._rules):
-            return one_per_microbatch(work.samples, indices, device=device)
-        return microbatches(work.samples, indices, self._config.parallel, self._policy.padding, device=device)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.data.packing import microbatches, one_per_microbatch
+from oblr_megatron.data.packing import one_per_microbatch
 from oblr_megatron.gradient.bookkeep import BookkeepSink
 from oblr_megatron.gradient.buffer import GradientBuffer, add_weighted
 from oblr_megatron.gradient.loss_fn import PassMetrics, RatioFn, score_loss
 from oblr_megatron.gradient.stash import StashSink
-from oblr_megatron.gradient.two_pass import rules_need_single_samples
+from oblr_megatron.gradient.two_pass import norm_batches
 from oblr_megatron.gradnorm.accumulate import NormAccumulator
 from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import Kind, Rule, classify
@@ -61,7 +61,7 @@ class BookkeepPass:
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """Add the gradient of these samples to main_grad; whole prompts in prompt-major order."""
         for window in self._windows(work.samples, indices):
-            batches = self._batches(work.samples, window)
+            batches = norm_batches(self._policy, self._config, self._rules, work.samples, window)
             accumulator = NormAccumulator(self._rules, batches, self._reducer)
             sink = BookkeepSink(self._rules, accumulator, self._sketches)
             with untapped_aside(self._rules):
@@ -76,12 +76,6 @@ class BookkeepPass:
     def _run(self, work: Work, batches: list[MicroBatch], sink: BookkeepSink) -> list[dict[str, Tensor]]:
         loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
         return run_schedule(self._policy, batches, loss_of, sink=sink)
-
-    def _batches(self, samples: Sequence[Sample], window: Sequence[int]) -> list[MicroBatch]:
-        device = self._policy.parallel.device
-        if rules_need_single_samples(self._rules):
-            return one_per_microbatch(samples, window, device=device)
-        return microbatches(samples, window, self._config.parallel, self._policy.padding, device=device)
 
     def _windows(self, samples: Sequence[Sample], indices: Sequence[int]) -> Iterator[list[int]]:
         """Windows of whole prompts: at least one prompt, otherwise at most `window_tokens` tokens."""

@@ -22,14 +22,14 @@ import torch.distributed as dist
 
 from oblr_megatron.algo.importance import truncated_ratios
 from oblr_megatron.algo.loss import sample_coefficients
-from oblr_megatron.data.packing import microbatches, one_per_microbatch
+from oblr_megatron.data.packing import microbatches
 from oblr_megatron.gradient.estimate import sketches_of, sq_norms_of, token_energies
 from oblr_megatron.gradient.folds import Sharing
 from oblr_megatron.gradient.inline import InlinePass
 from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty, RatioFn
 from oblr_megatron.gradient.one_pass import AdvantageFn, BookkeepPass, SpreadStashPass, StashBuffers, StashPass, Work
 from oblr_megatron.gradient.plain import PlainPass
-from oblr_megatron.gradient.two_pass import rules_need_single_samples
+from oblr_megatron.gradient.two_pass import norm_batches
 from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.step import (
@@ -79,7 +79,7 @@ class TrainingGradient:
         self._sketches = sketches_of(policy, config)
         self._plain = PlainPass(policy, config, self._sharing)
         wanted = config.uses_norms
-        self._single_samples = wanted and rules_need_single_samples(classify(policy))  # refuses what no rule covers
+        self._rules = classify(policy) if wanted else []  # refuses what no rule covers
         # One-pass modes need one coefficient a sample and no other gradient.
         whole = not (config.algo.token_wise or reference is not None or config.model.router_losses)
         self._stash: StashBuffers | None = None
@@ -251,7 +251,7 @@ class TrainingGradient:
         options = self._config.gradnorm
         if options.source not in ("exact", "sketch"):
             return None
-        if options.mode == "inline" and options.sample_fraction == 1:
+        if options.mode == "inline":
             return InlinePass(self._policy, self._config, self._sketches)
         if options.mode == "bookkeep":
             return BookkeepPass(self._policy, self._config, self._sketches)
@@ -265,11 +265,7 @@ class TrainingGradient:
 
     def _norm_batches(self, samples: Sequence[Sample], mine: Sequence[int]) -> tuple[list[MicroBatch], Tensor]:
         """Microbatches of the norm pass and their samples in order; every replica of a block has the same number."""
-        device = self._policy.parallel.device
-        if self._single_samples:
-            batches = one_per_microbatch(samples, mine, device=device)
-        else:
-            batches = microbatches(samples, mine, self._config.parallel, self._policy.padding, device=device)
+        batches = norm_batches(self._policy, self._config, self._rules, samples, mine)
         order = torch.cat([torch.zeros(0, dtype=torch.int64), *(batch.sample_index.cpu() for batch in batches)])
         return self._sharing.even(batches), order
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.gradient.loss_fn import RatioFn, score_loss
 from oblr_megatron.gradnorm.accumulate import NormAccumulator, buffered_bytes
 from oblr_megatron.gradnorm.norm_sink import NormSink
@@ -22,9 +23,10 @@ from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from oblr_megatron.config import Config
     from oblr_megatron.gradnorm.sketch import Sketches
     from oblr_megatron.model.qwen3 import Policy
-    from oblr_megatron.types import MicroBatch
+    from oblr_megatron.types import MicroBatch, Sample
 
 
 def sample_sq_grad_norms(
@@ -71,6 +73,16 @@ def sample_sq_grad_norms(
         run_schedule(policy, batches, loss_of, sink=NormSink(rules, accumulator, sketches))
         norms.append(reducer.finish(accumulator))
     return torch.cat(norms)
+
+
+def norm_batches(
+    policy: Policy, config: Config, rules: Sequence[Rule], samples: Sequence[Sample], indices: Sequence[int]
+) -> list[MicroBatch]:
+    """Microbatches of a pass that measures norms: as in plain training, or of one sample if the rules need that."""
+    device = policy.parallel.device
+    if rules_need_single_samples(rules):
+        return one_per_microbatch(samples, indices, device=device)
+    return microbatches(samples, indices, config.parallel, policy.padding, device=device)
 
 
 def rules_need_single_samples(rules: Sequence[Rule]) -> bool:

@@ -114,6 +114,7 @@ class Forward:
             if self.error is not None:
                 raise self.error(f"process {os.getpid()} got signal {number}", signal.Signals(number))
             if self.early is not None:
+                print(f"error: ended by {signal.Signals(number).name}", file=sys.stderr)
                 raise SystemExit(EXIT_SIGNAL + number)
             self.early = signal.Signals(number)
             return

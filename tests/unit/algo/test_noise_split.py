@@ -1,4 +1,4 @@
-"""The split of the noise against the exact variances of a small policy, whose prompts and responses are drawn.
+"""The split of the noise, estimated from drawn steps of a small policy, equals the exact variances.
 
 Not covered: language models; norms that are not exact.
 """
