@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.algo.advantage import AdvantageRule, usual
+from oblr_megatron.algo.history import NO_HISTORY, History
 from oblr_megatron.algo.noise_split import NoiseSplit
-from oblr_megatron.algo.pools import NO_HISTORY, History, Pools, pools_of
+from oblr_megatron.algo.pools import AnyPools, pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
@@ -55,7 +56,7 @@ class Run:
     gradients: TrainingGradient
     saver: Saver
     noise: NoiseSplit
-    pools: Pools | None = None  # rewards of earlier steps, for the baselines that read them
+    pools: AnyPools | None = None  # rewards of earlier steps, for the baselines that read them
     momentum: GradientMomentum | None = None  # of the estimator with this name
     usual_norm: float = 0.0  # mean w of the steps so far
     facts: Facts = field(default_factory=dict)  # what a checkpoint records, as of the last step boundary
@@ -112,6 +113,7 @@ class Run:
             record.metrics["gradnorm/estimate_corr"] = step_metrics.correlation(exact[measured], norms_sq[measured])
         if config.uses_norms:
             self._refuse_broken(norms_sq, samples, record)
+        record.energies = found.energies
         record.stats = self._for_estimator(found.stats, advantage, norms_sq)
         return record.stats, norms_sq
 
@@ -171,7 +173,8 @@ class Run:
         self.noise.observe(stats)
         record.metrics |= self.schedule.metrics() | self.noise.metrics()
         if self.pools is not None:
-            self.pools.observe(record.prompts, scored, norms_sq, history)
+            weights = norms_sq if record.energies is None else record.energies
+            self.pools.observe(record.prompts, scored, weights, history)
             record.metrics |= self.pools.metrics()
 
     def history(self, prompts: Sequence[Prompt]) -> History:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.history import NO_HISTORY, History
 from oblr_megatron.algo.kl import kl_slope
 from oblr_megatron.algo.loss import sample_coefficients
-from oblr_megatron.algo.pools import NO_HISTORY, History
 from oblr_megatron.algo.token_baseline import token_advantages
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.types import GradientStats
 from studies.policy import Drawn, ToyPolicy
+
+NormSource = Literal["exact", "logit", "length"]
+"""What w is, as in `gradnorm.source` of a training run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +38,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Results of a batch: g [P], w [Q, G] fp64, and the statistics that a schedule needs."""
+    """Results of a batch: g [P], exact w [Q, G] fp64, and the statistics that a schedule needs."""
 
     gradient: Tensor
     norms_sq: Tensor
     stats: GradientStats
+    weights: Tensor  # w as baselines and pools read it: [Q, G], or the energies [N, T] for a token-wise baseline
 
 
 class Estimator:
@@ -48,10 +53,13 @@ class Estimator:
         policy: the policy that drew the batch.
         algo: baseline, loss aggregation, KL penalty and signal-to-noise estimator.
         reference: the KL penalty's reference model; None without a penalty.
+        source: what baselines and pools read as w. The statistics use exact norms in any case.
     """
 
-    def __init__(self, policy: ToyPolicy, algo: AlgoConfig, reference: ToyPolicy | None = None) -> None:
-        self._policy, self._algo, self._reference = policy, algo, reference
+    def __init__(
+        self, policy: ToyPolicy, algo: AlgoConfig, reference: ToyPolicy | None = None, source: NormSource = "exact"
+    ) -> None:
+        self._policy, self._algo, self._reference, self._source = policy, algo, reference, source
         self._average = torch.zeros(policy.num_parameters, dtype=policy.model.dtype)  # of past gradients
         self._count = 0
 
@@ -64,7 +72,8 @@ class Estimator:
         """
         rows, logits, tokens, mask = self._policy.scored(batch.samples)  # S [N, P], [N, T, V], [N, T], [N, T]
         norms_sq = squares(rows)
-        coefficients = self._coefficients(batch, history, norms_sq, logits, tokens)
+        weights = self._weights(batch, norms_sq, energies(logits, tokens) * mask)
+        coefficients = self._coefficients(batch, history, weights)
         num_folds = len(batch.rewards) if self._algo.snr.estimator == "prompts" else self._algo.snr.num_folds
         if coefficients.dim() == 1 and self._reference is None:
             folds = fold_gradients(rows, coefficients, num_folds)
@@ -84,16 +93,27 @@ class Estimator:
             momentum_dot=self._dot(gradient),
             sample_sq_norm=float((coefficients.square() * norms_sq).sum()) if coefficients.dim() == 1 else math.nan,
         )
-        return Estimate(gradient, norms_sq.view(batch.rewards.shape), stats)
+        return Estimate(gradient, norms_sq.view(batch.rewards.shape), stats, weights)
 
-    def _coefficients(self, batch: Batch, history: History, norms_sq: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
+    def _weights(self, batch: Batch, norms_sq: Tensor, of_tokens: Tensor) -> Tensor:
+        """`Estimate.weights`, from exact norms [N] and energies [N, T]."""
+        if self._algo.token_wise:
+            return of_tokens
+        match self._source:
+            case "exact":
+                return norms_sq.view(batch.rewards.shape)
+            case "logit":
+                return of_tokens.sum(-1).view(batch.rewards.shape)
+            case "length":
+                return batch.lengths.to(torch.float64)
+
+    def _coefficients(self, batch: Batch, history: History, weights: Tensor) -> Tensor:
         """Coefficients c [N], or [N, T] for a token-wise baseline."""
         algo, rewards, lengths = self._algo, batch.rewards, batch.lengths
         if algo.token_wise:
-            values = token_advantages(rewards, energies(logits, tokens), lengths)
+            values = token_advantages(algo.baseline, rewards, weights, lengths, history)
         else:
-            norms = norms_sq.view(rewards.shape)
-            values = advantages(algo.baseline, rewards, norms, lengths, algo, history).flatten()
+            values = advantages(algo.baseline, rewards, weights, lengths, algo, history).flatten()
         return sample_coefficients(values, lengths.flatten(), len(rewards), rewards.shape[1], algo.aggregation)
 
     def _token_wise(self, batch: Batch, coefficients: Tensor, num_folds: int) -> Tensor:

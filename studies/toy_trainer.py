@@ -19,7 +19,8 @@ from typing import Self
 import torch
 from pydantic import Field, model_validator
 
-from oblr_megatron.algo.pools import NO_HISTORY, pools_of
+from oblr_megatron.algo.history import NO_HISTORY
+from oblr_megatron.algo.pools import pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.config import LogConfig, OptimizerConfig, validated
 from oblr_megatron.config.algo import AlgoConfig
@@ -28,7 +29,7 @@ from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.types import Prompt, Scored
-from studies.estimator import Batch, Estimate, Estimator
+from studies.estimator import Batch, Estimate, Estimator, NormSource
 from studies.policy import Drawn, ToyPolicy
 from studies.start import load, task_named
 from studies.tasks import Row, Skill, Task
@@ -61,6 +62,8 @@ class ToyConfig(Section):
     """Steps between evaluations. One evaluation also runs before training and one after it."""
     evaluation_samples: int = Field(4, ge=1)
     """Sampled responses per held-out prompt, besides the greedy one."""
+    norm_source: NormSource = "exact"
+    """What baselines and pools read as w: gradnorm.source of a training run. Statistics use exact norms."""
     algo: AlgoConfig = AlgoConfig()
     """As in a training run."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -98,7 +101,7 @@ class ToyRun:
         self.policy = load(config.start_dir, self.task, temperature=config.temperature)
         penalised = config.algo.kl_coefficient > 0
         reference = load(config.start_dir, self.task, temperature=config.temperature) if penalised else None
-        self._estimator = Estimator(self.policy, config.algo, reference)
+        self._estimator = Estimator(self.policy, config.algo, reference, config.norm_source)
         self._optimizer = make_optimizer(self.policy, config.optimizer)
         self._schedule = build_schedule(
             config.algo, config.optimizer, num_steps=config.num_steps, num_prompts=config.num_prompts, seed=config.seed
@@ -117,10 +120,10 @@ class ToyRun:
         lr = update(self.policy, self._optimizer, self._schedule, estimate, self.config.optimizer, step)
         scored = Scored(batch.rewards, batch.lengths, failures=0)
         if self._pools is not None:
-            self._pools.observe(prompts, scored, estimate.norms_sq, history)
+            self._pools.observe(prompts, scored, estimate.weights, history)
         return {
             **step_metrics.of_rewards(batch.rewards),
-            **step_metrics.of_baseline(self.config.algo, scored, estimate.norms_sq, history),
+            **step_metrics.of_baseline(self.config.algo, scored, estimate.norms_sq, history, weights=estimate.weights),
             **self._schedule.metrics(),
             "response_length/mean": float(batch.lengths.double().mean()),
             "entropy": estimate.stats.entropy,

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
-from oblr_megatron.algo.token_baseline import token_advantages
+from oblr_megatron.algo.token_baseline import otb
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, BaselineName
 from oblr_megatron.errors import EXIT_OK
@@ -146,7 +146,7 @@ def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
     """Advantages A [Q, G, T] of a baseline. Only otb's differ between tokens."""
     shape = group.energies.shape
     if name == OTB:
-        return token_advantages(group.rewards, group.energies.flatten(0, 1), group.lengths).view(shape)
+        return otb(group.rewards, group.energies.flatten(0, 1), group.lengths).view(shape)
     if name == ORACLE:
         values = group.rewards - group.best
     else:
@@ -160,7 +160,7 @@ def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
 def measure(pool: Pool, group_size: int, *, num_deals: int, seed: int) -> dict[str, Tensor]:
     """Baseline -> [3, Q] fp64: unbiased E||g_q||^2, ||E g_q||^2, and <E g_q, E g_q under the oracle>."""
     num_prompts, size = pool.rewards.shape
-    names = [*BASELINES, ORACLE, *PROXIES]
+    names = [*(name for name, facts in BASELINES.items() if facts.pool != "energies"), ORACLE, *PROXIES]
     algo, norms_sq = AlgoConfig(), pool.norms_sq
     sums = {name: torch.zeros(3, num_prompts, dtype=torch.float64) for name in names}
     prompts = torch.arange(num_prompts)[:, None]

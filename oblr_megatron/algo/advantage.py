@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.algo.baseline import active_groups, advantages
+from oblr_megatron.algo.history import NO_HISTORY, History
 from oblr_megatron.algo.loss import sample_coefficients
-from oblr_megatron.algo.pools import NO_HISTORY, History
 from oblr_megatron.algo.token_baseline import token_advantages
 
 if TYPE_CHECKING:
@@ -84,9 +84,10 @@ class AdvantageRule:
         """
         rewards, lengths = self._scored.rewards, self._scored.lengths
         broken = ~energies.isfinite().all(-1, keepdim=True)
-        values = token_advantages(rewards, energies.masked_fill(broken, 0.0), lengths).masked_fill(broken, 0.0)
-        aggregation = self._config.algo.aggregation
-        return sample_coefficients(values, lengths.flatten(), len(rewards), rewards.shape[1], aggregation)
+        algo = self._config.algo
+        values = token_advantages(algo.baseline, rewards, energies.masked_fill(broken, 0.0), lengths, self._history)
+        values = values.masked_fill(broken, 0.0)
+        return sample_coefficients(values, lengths.flatten(), len(rewards), rewards.shape[1], algo.aggregation)
 
 
 def usual(norms_sq: Tensor, before: float, share: float = 0.1) -> float:

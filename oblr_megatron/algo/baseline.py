@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.algo.formulas import FORMULAS
-from oblr_megatron.algo.pools import NO_HISTORY, History
+from oblr_megatron.algo.history import NO_HISTORY, History
 from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, BaselineName
@@ -76,6 +76,8 @@ def advantages(
             spread = rewards  # [Q, G]
         case "batch_std":
             spread = rewards.reshape(1, -1)
+        case "centred_std":
+            spread = centred.reshape(1, -1)
         case "one":
             return centred
     if spread.shape[1] == 1:  # a single response has no std, and A = 0

@@ -12,11 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.pools import History
-from oblr_megatron.algo.weighting import mean_of_others, sum_of_others, weighted_mean
+from oblr_megatron.algo.history import History
+from oblr_megatron.algo.weighting import first_guess, mean_of_others, sum_of_others, weighted_mean
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BaselineName
 from oblr_megatron.errors import UserError
+
+JAMES_STEIN_EPS = 1e-6  # as in the authors' code
 
 BaselineFn = Callable[[Tensor, Tensor, Tensor, AlgoConfig, History], Tensor]
 
@@ -48,6 +50,19 @@ def batch_mean(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: Algo
     return weighted_mean(rewards.reshape(1, -1), torch.ones_like(rewards).reshape(1, -1)).reshape(rewards.shape)
 
 
+def reinforce_pp_baseline(
+    rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig, history: History
+) -> Tensor:
+    """b_i = mean_j r_j, o_i included, as `group_mean`; A is divided by the standard deviation of r - b over the batch.
+
+    REINFORCE++ with the group's mean (arXiv 2501.03262; verl's `reinforce_plus_plus_baseline`). The divisor
+    (denominator Q G - 1) depends on o_i and biases the direction, less as the batch grows. verl whitens tokens:
+    responses count by their length, and the mean of r - b over tokens, which is not 0, is subtracted. Here every
+    response counts once, the mean is 0, and a group of equal rewards has A = 0.
+    """
+    return group_mean(rewards, norms_sq, lengths, options, history)
+
+
 def rloo(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig, history: History) -> Tensor:
     """b_i = mean_{j != i} r_j (arXiv 2402.14740): `optimal` with all norms equal. G = 2: the other's reward."""
     return mean_of_others(rewards, torch.ones_like(rewards))
@@ -70,6 +85,15 @@ def opo(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig,
     The direction is biased, because o_i's weight in b_i varies with its length. All lengths zero: the group's mean.
     """
     return weighted_mean(rewards, lengths)
+
+
+def eob(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig, history: History) -> Tensor:
+    """b_i = sum_j w_j r_j / sum_j w_j, o_i included: the "Exact Optimal Baseline" of a public fork of verl.
+
+    The direction is biased, because o_i's weight in b_i varies with w_i; `optimal` leaves o_i out. The fork takes b = 0
+    for G = 1, which is `none`. All w zero: the group's mean.
+    """
+    return weighted_mean(rewards, norms_sq)
 
 
 def length_loo(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig, history: History) -> Tensor:
@@ -100,6 +124,27 @@ def rloo_prior(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: Algo
     return _pulled_to_prior(rloo(rewards, norms_sq, lengths, options, history), rewards, options)
 
 
+def james_stein(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig, history: History) -> Tensor:
+    """b_i = (1 - lam_q) b_i^rloo + lam_q m_q: James-Stein shrinkage towards the other prompts' mean m_q, no parameter.
+
+        lam_q = v_q / (v_q + s_q),  v_q = mean_{p != q} var(r_p) / G,  s_q = mean_{p != q} (mean(r_p) - m_q)^2
+
+    var has the denominator G - 1. v and s estimate the variance of a group's mean and of the prompts' means. They and
+    m_q come from the other prompts alone, so that b_i is unbiased. The formula is that of the authors' code
+    (arXiv 2511.03710, `compute_jspo_outcome_advantage`), which adds 1e-6 to the divisor of lam_q. With one other
+    prompt, s_q is 0 and lam_q is 1. A is not 0 in a group of equal rewards.
+
+    Raises:
+        UserError: Q = 1, where there is no other prompt.
+    """
+    means, elsewhere = rewards.mean(-1), _mean_of_other_prompts(rewards)  # [Q]
+    count = len(rewards) - 1
+    within = sum_of_others(rewards.var(-1)) / (rewards.shape[1] * count)
+    apart = (means - elsewhere[:, None]).square().fill_diagonal_(0.0)  # [Q, Q], row q holds the prompts p
+    pull = (within / (within + apart.sum(-1) / count + JAMES_STEIN_EPS))[:, None]
+    return rloo(rewards, norms_sq, lengths, options, history) * (1 - pull) + pull * elsewhere[:, None]
+
+
 def optimal_prior(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig, history: History) -> Tensor:
     """`optimal` with one more pseudo-response: b_i = (sum w_j r_j + lam wbar p) / (sum w_j + lam wbar), j != i.
 
@@ -122,8 +167,7 @@ def pooled(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConf
     known = history.expected
     if known is None:
         known = rewards.new_full(rewards.shape[:1], torch.nan)
-    others = sum_of_others(rewards.mean(-1)) / max(1, len(rewards) - 1)  # [Q]
-    return torch.where(known.isnan(), others, known)[:, None].expand_as(rewards)
+    return torch.where(known.isnan(), first_guess(rewards), known)[:, None].expand_as(rewards)
 
 
 def optimal_pooled(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig, history: History) -> Tensor:
@@ -142,11 +186,14 @@ FORMULAS: dict[BaselineName, BaselineFn] = {
     "grpo": group_mean,
     "batch_mean": batch_mean,
     "reinforce_pp": batch_mean,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
     "rloo": rloo,
     "rloo_prior": rloo_prior,
+    "james_stein": james_stein,
     "median_loo": median_loo,
     "opo": opo,
     "length_loo": length_loo,
+    "eob": eob,
     "optimal": optimal,
     "optimal_prior": optimal_prior,
     "pooled_mean": pooled,
@@ -158,13 +205,16 @@ FORMULAS: dict[BaselineName, BaselineFn] = {
 
 def _pulled_to_prior(own: Tensor, rewards: Tensor, options: AlgoConfig) -> Tensor:
     """((G - 1) b_i + lam p) / (G - 1 + lam), p = mean reward of the other prompts: the group's b [Q, G] -> [Q, G]."""
-    num_prompts, group_size = rewards.shape
-    if num_prompts == 1:
+    prior, strength = _mean_of_other_prompts(rewards)[:, None], options.prior_strength
+    return own + (strength / (rewards.shape[1] - 1 + strength)) * (prior - own)
+
+
+def _mean_of_other_prompts(rewards: Tensor) -> Tensor:
+    """Mean reward of the other prompts: [Q, G] -> [Q]."""
+    if len(rewards) == 1:
         raise UserError(
             "the prior needs the rewards of other prompts, but num_prompts is 1",
             where="algo.baseline",
             fix='set num_prompts to 2 or more, or algo.baseline to "optimal" or "rloo"',
         )
-    prior = sum_of_others(rewards.mean(-1))[:, None] / (num_prompts - 1)  # [Q, 1]
-    strength = options.prior_strength
-    return own + (strength / (group_size - 1 + strength)) * (prior - own)
+    return first_guess(rewards)

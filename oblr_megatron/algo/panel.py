@@ -9,18 +9,23 @@ from torch import Tensor
 
 from oblr_megatron.algo.baseline import baseline_values
 from oblr_megatron.algo.formulas import FORMULAS
-from oblr_megatron.algo.pools import NO_HISTORY, History
+from oblr_megatron.algo.history import NO_HISTORY, History
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, BaselineName
 
 PANEL = tuple(
-    name for name, facts in BASELINES.items() if not facts.token_wise and facts.divisor == "one" and name != "rloo"
+    name
+    for name, facts in BASELINES.items()
+    if not facts.token_wise and facts.divisor == "one" and name not in ("rloo", "eob")
 )
 """The baselines that are compared with rloo. Left out:
 
-- `otb`: its b_t needs the energy and the score norm of every token.
+- `otb`, `pooled_token`: their b_t needs the energy and the score norm of every token.
+- `eob`: of all b equal within a group, it has the least sum A_i^2 w_i by construction, which says nothing of new
+  responses.
 - `grpo`: its divisor differs between groups and so weights prompts differently (b is that of group_mean).
-- `reinforce_pp`: it divides the whole batch by one number, so that its ratio is that of batch_mean.
+- `reinforce_pp`, `reinforce_pp_baseline`: they divide the whole batch by one number, so that their ratios are those of
+  batch_mean and group_mean.
 """
 
 

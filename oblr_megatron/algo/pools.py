@@ -23,11 +23,12 @@ baseline from here is exactly unbiased, for any w: exact, measured on some promp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from oblr_megatron.algo.history import History
+from oblr_megatron.algo.token_pools import TokenPools
 from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.baselines import BASELINES
 
@@ -38,23 +39,12 @@ if TYPE_CHECKING:
     from oblr_megatron.types import Prompt, Scored
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """What earlier steps tell about Q prompts.
-
-    Example: History(expected=tensor([0.31, nan]), pull=0.9)
-    """
-
-    expected: Tensor | None = None  # b_t [Q] fp64; NaN where no earlier step tells anything; None: for no prompt
-    pull: float = 0.0  # alpha
-
-
-NO_HISTORY = History()
-
-
-def pools_of(algo: AlgoConfig) -> Pools | None:
+def pools_of(algo: AlgoConfig) -> AnyPools | None:
     """The pools of a run; None if its baseline reads no earlier step."""
-    return Pools(algo) if BASELINES[algo.baseline].pool else None
+    facts = BASELINES[algo.baseline]
+    if not facts.pool:
+        return None
+    return TokenPools(algo) if facts.token_wise else Pools(algo)
 
 
 class Pools:
@@ -78,17 +68,17 @@ class Pools:
         above, below = self._pull
         return History(expected, min(1.0, max(0.0, above / below)) if below > 0 else 0.0)
 
-    def observe(self, prompts: Sequence[Prompt], scored: Scored, norms_sq: Tensor, history: History) -> None:
+    def observe(self, prompts: Sequence[Prompt], scored: Scored, weights: Tensor, history: History) -> None:
         """Add a step.
 
         Args:
             prompts: Q.
             scored: their rewards and lengths [Q, G].
-            norms_sq: w [Q, G]; a response with w <= 0 or not finite was not measured and is left out.
+            weights: w [Q, G]; a response with w <= 0 or not finite was not measured and is left out.
             history: that of these prompts before the step.
         """
         rewards = scored.rewards.to(torch.float64)
-        known = torch.ones_like(rewards) if self._facts.pool == "plain" else norms_sq.to(torch.float64)
+        known = torch.ones_like(rewards) if self._facts.pool == "plain" else weights.to(torch.float64)
         weights = torch.where(known.isfinite() & (known > 0), known, 0.0)
         if self._facts.over == "others" and history.expected is not None:
             self._observe_pull(rewards, weights, mean_of_others(rewards, weights), history.expected)
@@ -120,7 +110,9 @@ class Pools:
         return own | {"spread": self._spread, "pull": self._pull}  # every list is replaced, never changed
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
+        """Continue from `state_dict`. The state of another kind of pools is ignored, and the pools begin empty."""
+        if "sources" not in state:
+            return
         self._sources, self._prompts = dict(state["sources"]), dict(state["prompts"])
         self._spread, self._pull = list(state["spread"]), list(state["pull"])
 
@@ -172,3 +164,6 @@ class Pools:
 
 def _key(prompt: Prompt) -> str:
     return f"{prompt.source}/{prompt.id}"
+
+
+AnyPools = Pools | TokenPools

@@ -1,47 +1,100 @@
-"""Optimal Token Baselines (OTB, arXiv 2602.07078): an advantage for each token, from one forward pass.
+"""Baselines with an advantage for each token, from one forward pass: `otb` and `pooled_token`.
 
     W_{i,t} = sum_{k <= t} e_{i,k},     e_{i,k} = rho_{i,k}^2 (1 - 2 pi_{i,k} + sum_v pi_{i,k}(v)^2)
-    b_t     = sum_i W_{i,t} r_i / sum_i W_{i,t}     over the responses of the group that still have a token at t
     A_{i,t} = r_i - b_t
+
+    otb             b_t = sum_i W_{i,t} r_i / sum_i W_{i,t}, over the responses of the group that have a token at t
+    pooled_token    the same ratio over all responses of earlier steps and the positions near t (token_pools.py)
 
 e is the squared norm of the score at the logits (`vocab_parallel_energy`). W sums it up to token t and approximates the
 squared norm of the gradient that the token's advantage multiplies.
 
-As published, b_t includes o_i's own reward with weight W_{i,t} / sum_j W_{j,t}. This weight differs between tokens and
-responses, so that both the scale and the direction of the gradient are biased. If only one response is left, its weight
-is 1 and A = 0: the end of a group's longest response is never trained. The authors' implementation in verl
-(`compute_optimal_token_baseline_advantage`), which this code follows, can set b_t = 0 there (`handle_zero_tail`). This
-code does not: a group of equal rewards would then have a gradient that depends on the longest response's length.
+`otb` is the Optimal Token Baseline (arXiv 2602.07078). As published, b_t includes o_i's own reward with weight
+W_{i,t} / sum_j W_{j,t}. This weight differs between tokens and responses, so that both the scale and the direction of
+the gradient are biased. If only one response is left, its weight is 1 and A = 0: the end of a group's longest response
+is never trained. The authors' implementation in verl (`compute_optimal_token_baseline_advantage`), which this code
+follows, can set b_t = 0 there (`handle_zero_tail`). This code does not: a group of equal rewards would then have a
+gradient that depends on the longest response's length.
+
+`pooled_token` reads no response of its own step, so it is exactly unbiased at any G >= 1, and the end of a response is
+trained: given o_<t, the score of token t has the mean 0, and b_t depends on t and the past alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from oblr_megatron.algo.history import NO_HISTORY, History
+from oblr_megatron.algo.weighting import first_guess
+from oblr_megatron.config.baselines import BaselineName
 
-def token_advantages(rewards: Tensor, energies: Tensor, lengths: Tensor) -> Tensor:
+NUM_BINS = 32  # of positions; the last holds all positions from 2^31 - 1 on
+
+TokenFn = Callable[[Tensor, Tensor, Tensor, History], Tensor]
+
+
+def token_advantages(
+    name: BaselineName, rewards: Tensor, energies: Tensor, lengths: Tensor, history: History = NO_HISTORY
+) -> Tensor:
+    """A [N, T] fp64 of the named token-wise baseline; 0 past the end of a response.
+
+    Args:
+        name: a key of TOKEN_FORMULAS.
+        rewards: [Q, G], N = Q * G in prompt-major order.
+        energies: [N, T] e of each response token; values past the end are not read.
+        lengths: [Q, G] response tokens, at most T.
+        history: what earlier steps tell about the prompts, for `pooled_token`.
+    """
+    return TOKEN_FORMULAS[name](rewards, energies, lengths, history)
+
+
+def otb(rewards: Tensor, energies: Tensor, lengths: Tensor, history: History = NO_HISTORY) -> Tensor:
     """A [N, T] fp64; exactly 0 past the end of a response and in a group of equal rewards.
 
     If all energies up to a token are 0 (pi = 1 for every token), b_t is the plain mean of the responses still going.
 
-    Args:
-        rewards: [Q, G], N = Q * G in prompt-major order.
-        energies: [N, T] e of each response token; values past the end are not read.
-        lengths: [Q, G] response tokens, at most T.
-
     Example, one group, energies of 1 and 3 and lengths 1 and 2, rewards 1 and 0:
         W = [[1, -], [3, 6]], b = [1/4, 0], A = [[3/4, 0], [-1/4, 0]]
     """
-    num_prompts, group_size = rewards.shape
     rewards = rewards.to(torch.float64)[..., None]  # [Q, G, 1]
-    steps = torch.arange(energies.shape[1], device=energies.device)
-    left = steps < lengths[..., None]  # [Q, G, T]
-    energies = energies.to(torch.float64).clamp(min=0).view(num_prompts, group_size, -1)  # rounding can give e < 0
-    weights = energies.masked_fill(~left, 0.0).cumsum(-1).masked_fill(~left, 0.0)
+    weights, left = path_energies(energies, lengths)
     weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, left.to(torch.float64))
     mean = (weights * rewards).sum(1, keepdim=True) / weights.sum(1, keepdim=True)  # NaN where no response is left
     low = rewards.masked_fill(~left, torch.inf).amin(1, keepdim=True)
     high = rewards.masked_fill(~left, -torch.inf).amax(1, keepdim=True)
     baseline = mean.clamp(low, high)  # despite rounding, equal rewards give exactly that reward
     return (rewards - baseline).masked_fill(~left, 0.0).flatten(0, 1)
+
+
+def pooled_token(rewards: Tensor, energies: Tensor, lengths: Tensor, history: History = NO_HISTORY) -> Tensor:
+    """A [N, T] fp64: r - b_t with b_t from earlier steps alone; the energies of this step are not read.
+
+    A prompt without any history: the mean reward of the other prompts, or 0 if Q = 1.
+    """
+    rewards = rewards.to(torch.float64)
+    known = history.by_position  # [Q, B]
+    if known is None:
+        known = rewards.new_full((len(rewards), NUM_BINS), torch.nan)
+    known = torch.where(known.isnan(), first_guess(rewards)[:, None], known)
+    baseline = known[:, position_bins(energies.shape[1])]  # [Q, T]
+    left = torch.arange(energies.shape[1], device=energies.device) < lengths[..., None]  # [Q, G, T]
+    return (rewards[..., None] - baseline[:, None]).masked_fill(~left, 0.0).flatten(0, 1)
+
+
+def position_bins(length: int) -> Tensor:
+    """The bin k of each position t < length, 2^k - 1 <= t < 2^(k+1) - 1: [T]. Example: 0 1 1 2 2 2 2 3."""
+    return torch.tensor([min((t + 1).bit_length(), NUM_BINS) - 1 for t in range(length)], dtype=torch.int64)
+
+
+TOKEN_FORMULAS: dict[BaselineName, TokenFn] = {"otb": otb, "pooled_token": pooled_token}
+"""The advantages of every token-wise baseline."""
+
+
+def path_energies(energies: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """W [Q, G, T] fp64 from e [N, T], 0 past the end, and where a response has a token [Q, G, T]."""
+    left = torch.arange(energies.shape[1], device=energies.device) < lengths[..., None]
+    own = energies.to(torch.float64).clamp(min=0).view(*lengths.shape, -1)  # rounding can give e < 0
+    return own.masked_fill(~left, 0.0).cumsum(-1).masked_fill(~left, 0.0), left

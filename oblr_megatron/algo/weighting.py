@@ -35,6 +35,11 @@ def mean_of_others(values: Tensor, weights: Tensor) -> Tensor:
     return mean.clamp(low, high)  # as in weighted_mean
 
 
+def first_guess(rewards: Tensor) -> Tensor:
+    """The mean reward of the other prompts, for a prompt without history: [Q, G] -> [Q]; 0 if Q = 1."""
+    return sum_of_others(rewards.mean(-1)) / max(1, len(rewards) - 1)
+
+
 def sum_of_others(values: Tensor) -> Tensor:
     """sum_{j != i} v_j along the last dimension: the sum before i plus the sum after i."""
     before = pad(values, (1, 0))[..., :-1].cumsum(-1)

@@ -10,7 +10,19 @@ from pydantic import Field, model_validator
 from oblr_megatron.config.baselines import BASELINES, BaselineName
 from oblr_megatron.config.section import Section
 
-PresetName = Literal["oblr_po", "oblr_po_paper", "opo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "otb"]
+PresetName = Literal[
+    "oblr_po",
+    "oblr_po_paper",
+    "opo",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "james_stein",
+    "eob",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "otb",
+]
 
 PRESETS: dict[str, dict[str, Any]] = {
     "oblr_po": {},  # the defaults of this file
@@ -31,7 +43,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"baseline": "grpo", "aggregation": "sample_mean", "schedule": "constant"},  # arXiv 2402.03300, no KL
     "dr_grpo": {"baseline": "group_mean", "schedule": "constant"},  # arXiv 2503.20783
     "rloo": {"baseline": "rloo", "schedule": "constant"},  # arXiv 2402.14740
+    "james_stein": {"baseline": "james_stein", "schedule": "constant"},  # arXiv 2511.03710
+    "eob": {"baseline": "eob", "schedule": "constant"},  # a fork of verl, "Exact Optimal Baseline"
     "reinforce_pp": {"baseline": "reinforce_pp", "aggregation": "token_mean", "schedule": "constant"},  # 2501.03262
+    "reinforce_pp_baseline": {  # the same paper, with the group's mean
+        "baseline": "reinforce_pp_baseline",
+        "aggregation": "token_mean",
+        "schedule": "constant",
+    },
     "otb": {"baseline": "otb", "schedule": "constant"},  # arXiv 2602.07078
 }
 """Values that `algo.preset` fills in. Keys that the user sets keep their values."""
@@ -71,12 +90,13 @@ class AlgoConfig(Section):
     baseline: BaselineName = "optimal_prior"
     """Subtracted from the reward. "optimal" is OBLR-PO's leave-one-out estimate (Theorem 7); "optimal_prior" adds a
     prior from the other prompts. "pooled" is the norm-weighted mean reward of earlier steps, "pooled_mean" the plain
-    one; "optimal_pooled" pulls "optimal" towards "pooled"."""
+    one; "optimal_pooled" pulls "optimal" towards "pooled". docs/algorithm.md lists all."""
     prior_strength: float = Field(1.0, ge=0)
     """lambda of optimal_prior and rloo_prior: weight of the other prompts' mean reward, in units of the group's mean
     norm."""
     pool_decay: float = Field(0.9, ge=0, lt=1)
-    """rho of pooled, pooled_mean and optimal_pooled: weight of the earlier steps' sums when a step is added."""
+    """rho of pooled, pooled_mean, optimal_pooled and pooled_token: weight of the earlier steps' sums when a step is
+    added."""
     length_exponent: float = Field(1.0, ge=0)
     """p of length_loo: weights are response length ** p."""
     aggregation: Literal["constant", "token_mean", "sample_mean"] = "constant"

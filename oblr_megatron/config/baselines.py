@@ -1,6 +1,7 @@
 """Facts about every baseline, read by config checks, the memory model and the algorithm. Imports no torch.
 
-To add a baseline, add its name and its facts here and its formula to `algo/formulas.py`. To remove one, delete both.
+To add a baseline, add its name and its facts here and its formula to `algo/formulas.py`, or to `algo/token_baseline.py`
+if it is token-wise. To remove one, delete both.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ BaselineName = Literal[
     "grpo",
     "batch_mean",
     "reinforce_pp",
+    "reinforce_pp_baseline",
     "rloo",
     "rloo_prior",
+    "james_stein",
     "median_loo",
     "opo",
     "length_loo",
     "otb",
+    "eob",
     "optimal",
     "optimal_prior",
     "pooled_mean",
     "pooled",
     "optimal_pooled",
+    "pooled_token",
 ]
 
 
@@ -36,14 +41,14 @@ class Baseline:
     """The responses of its own step that b_i averages. "others" leaves response i out, which keeps g unbiased."""
     needs_norms: bool = False
     """Whether b_i reads the squared gradient norms w of its own step, so that they are needed before the gradient."""
-    pool: Literal["", "plain", "norms"] = ""
-    """Weights of the rewards of earlier steps that b_i averages: all equal, or w. "": b_i reads no earlier step."""
+    pool: Literal["", "plain", "norms", "energies"] = ""
+    """Weights of the rewards of earlier steps that b_i averages: all equal, w, or token energies. "": b_i reads none."""
     prior: bool = False
     """Whether a part of b_i comes from the other prompts of the batch, so that it needs two prompts."""
     token_wise: bool = False
     """Whether every token has a baseline of its own (algo/token_baseline.py)."""
-    divisor: Literal["one", "group_std", "batch_std"] = "one"
-    """What A is divided by."""
+    divisor: Literal["one", "group_std", "batch_std", "centred_std"] = "one"
+    """What A is divided by: the standard deviation of rewards of the group or batch, or of r - b over the batch."""
 
     @property
     def leave_one_out(self) -> bool:
@@ -62,16 +67,20 @@ BASELINES: dict[BaselineName, Baseline] = {
     "grpo": Baseline("group", divisor="group_std"),
     "batch_mean": Baseline("batch"),
     "reinforce_pp": Baseline("batch", divisor="batch_std"),
+    "reinforce_pp_baseline": Baseline("group", divisor="centred_std"),
     "rloo": Baseline("others"),
     "rloo_prior": Baseline("others", prior=True),
+    "james_stein": Baseline("others", prior=True),
     "median_loo": Baseline("others"),
     "opo": Baseline("group"),
     "length_loo": Baseline("others"),
     "otb": Baseline("group", token_wise=True),
+    "eob": Baseline("group", needs_norms=True),
     "optimal": Baseline("others", needs_norms=True),
     "optimal_prior": Baseline("others", needs_norms=True, prior=True),
     "pooled_mean": Baseline("nothing", pool="plain"),
     "pooled": Baseline("nothing", pool="norms"),
     "optimal_pooled": Baseline("others", needs_norms=True, pool="norms"),
+    "pooled_token": Baseline("nothing", pool="energies", token_wise=True),
 }
 """The facts of each baseline by name."""

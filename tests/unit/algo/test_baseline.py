@@ -6,6 +6,7 @@ Not covered: unbiasedness and variance (test_unbiased.py), the token-wise baseli
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from oblr_megatron.algo.baseline import (
     sanitize_norms,
     variance_ratio_vs_rloo,
 )
-from oblr_megatron.algo.formulas import FORMULAS
+from oblr_megatron.algo.formulas import FORMULAS, JAMES_STEIN_EPS
+from oblr_megatron.algo.token_baseline import TOKEN_FORMULAS
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.errors import UserError
@@ -34,7 +36,7 @@ WITH_PRIOR = [name for name, facts in BASELINES.items() if facts.prior]
 ZERO_ON_EQUAL = [name for name in OF_RESPONSES if BASELINES[name].zero_on_equal]
 OF_BATCH = ["batch_mean", "reinforce_pp", *WITH_PRIOR]
 POOLED = [name for name, facts in BASELINES.items() if facts.pool]
-WITHIN_GROUP = [name for name in OF_RESPONSES if name not in (*OF_BATCH, *POOLED)]
+WITHIN_GROUP = [name for name in OF_RESPONSES if name not in (*OF_BATCH, *POOLED, "reinforce_pp_baseline")]
 NAN, INF = math.nan, math.inf
 
 
@@ -55,7 +57,7 @@ def batches(draw, min_group: int = 2):
 
 def test_every_baseline_of_the_config_has_facts_and_a_formula():
     assert set(BASELINES) == set(AlgoConfig.model_fields["baseline"].annotation.__args__)
-    assert set(FORMULAS) == set(OF_RESPONSES)
+    assert set(FORMULAS) == set(OF_RESPONSES) and set(TOKEN_FORMULAS) == set(BASELINES) - set(OF_RESPONSES)
 
 
 def test_each_formula_on_a_worked_group():
@@ -63,7 +65,8 @@ def test_each_formula_on_a_worked_group():
     b = {name: baseline_values(name, rewards, norms, lengths, OPTIONS)[0].tolist() for name in OF_RESPONSES}
     powers = [2**1.6, 4**1.6, 6**1.6]
     assert b["none"] == [0, 0, 0]
-    assert b["group_mean"] == b["grpo"] == pytest.approx([4 / 3] * 3, rel=1e-14)
+    assert b["eob"] == pytest.approx([10 / 6] * 3, rel=1e-14)
+    assert b["group_mean"] == b["grpo"] == b["reinforce_pp_baseline"] == pytest.approx([4 / 3] * 3, rel=1e-14)
     assert b["batch_mean"] == b["reinforce_pp"] == pytest.approx([13 / 6] * 3, rel=1e-14)
     assert b["rloo"] == pytest.approx([3 / 2, 2, 1 / 2], rel=1e-14)
     assert b["opo"] == pytest.approx([20 / 12] * 3, rel=1e-14)
@@ -77,6 +80,50 @@ def test_each_formula_on_a_worked_group():
     prior = [(9 + 1.5 * 2.5 * 3) / (5 + 1.5 * 2.5), (10 + 1.5 * 2 * 3) / (4 + 1.5 * 2), (1 + 1.5**2 * 3) / (3 + 1.5**2)]
     assert b["optimal_prior"] == pytest.approx(prior, rel=1e-14)  # the other prompt's mean reward is 3
     assert b["rloo_prior"] == pytest.approx([(own + 1.5 * 3) / 3.5 for own in (3, 4, 1)], rel=1e-14)
+
+
+@given(batches())
+def test_james_stein_is_the_published_formula(batch):
+    """Loops over prompts and responses, as in the authors' code."""
+    rewards, _, _ = batch
+    num_prompts, size = rewards.shape
+    want = torch.zeros_like(rewards)
+    for q in range(num_prompts):
+        others = [rewards[p].tolist() for p in range(num_prompts) if p != q]
+        means = [statistics.fmean(group) for group in others]
+        v = statistics.fmean(statistics.variance(group) / size for group in others)
+        s = statistics.fmean((mean - statistics.fmean(means)) ** 2 for mean in means)
+        pull = v / (v + s + JAMES_STEIN_EPS)
+        for i in range(size):
+            own = (float(rewards[q].sum()) - float(rewards[q, i])) / (size - 1)
+            want[q, i] = (1 - pull) * own + pull * statistics.fmean(means)
+    torch.testing.assert_close(baseline_values("james_stein", *batch, OPTIONS), want, rtol=1e-7, atol=1e-9)
+
+
+def test_james_stein_pulls_by_how_much_prompts_differ():
+    """Prompts of equal rates are pooled, and prompts without noise keep their own mean."""
+    alike, apart = tensor([1, 0], [0, 1], [1, 0]), tensor([1, 1], [0, 0], [1, 1])
+    ones = torch.ones_like(alike)
+    found = baseline_values("james_stein", alike, ones, ones, OPTIONS)
+    torch.testing.assert_close(found, torch.full_like(alike, 0.5), rtol=0, atol=1e-5)
+    assert baseline_values("james_stein", apart, ones, ones, OPTIONS).equal(apart)
+
+
+def test_reinforce_pp_baseline_divides_by_the_deviation_of_the_centred_rewards():
+    rewards = tensor([1, 0], [0, 0])
+    got = advantages("reinforce_pp_baseline", rewards, torch.ones_like(rewards), torch.ones_like(rewards), OPTIONS)
+    spread = math.sqrt((0.5**2 + 0.5**2) / 3)
+    assert got.flatten().tolist() == pytest.approx([x / (spread + STD_EPS) for x in (0.5, -0.5, 0, 0)])
+
+
+@given(batches())
+def test_eob_is_optimal_with_the_own_response(batch):
+    """A_i = (r_i - b_i^optimal) times the others' share of w: the same sign, and less of it."""
+    rewards, norms, lengths = batch
+    norms = norms + 1  # no group without weights
+    share = norms / norms.sum(-1, keepdim=True)
+    want = (1 - share) * advantages("optimal", rewards, norms, lengths, OPTIONS)
+    torch.testing.assert_close(advantages("eob", rewards, norms, lengths, OPTIONS), want, rtol=1e-9, atol=1e-9)
 
 
 def test_median_loo_is_the_median_of_the_others():
@@ -142,7 +189,7 @@ def test_leave_one_out_stays_between_the_others_rewards(batch, name):
         assert others.min() <= b[q, i] <= others.max()
 
 
-@given(batches(), st.sampled_from(["group_mean", "opo"]))
+@given(batches(), st.sampled_from(["group_mean", "opo", "eob"]))
 def test_self_inclusive_means_stay_between_the_groups_rewards(batch, name):
     rewards, _, _ = batch
     b = baseline_values(name, *batch, OPTIONS)
@@ -304,7 +351,7 @@ def test_active_groups_have_mixed_rewards_unless_the_baseline_looks_beyond_the_g
     rewards = tensor([0, 0], [0, 1], [1, 1])
     for name in (*ZERO_ON_EQUAL, "otb"):
         assert active_groups(name, rewards).tolist() == [False, True, False], name
-    for name in ("none", *OF_BATCH):
+    for name in ("none", "pooled", "pooled_token", *OF_BATCH):
         assert active_groups(name, rewards).tolist() == [True] * 3, name
 
 

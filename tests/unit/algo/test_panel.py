@@ -12,7 +12,7 @@ from torch import Tensor
 from oblr_megatron.algo import panel
 from oblr_megatron.algo.baseline import baseline_values, variance_ratio_vs_rloo
 from oblr_megatron.algo.formulas import FORMULAS
-from oblr_megatron.algo.pools import History
+from oblr_megatron.algo.history import History
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, Baseline, BaselineName
 
@@ -41,13 +41,14 @@ def test_a_batch_by_hand() -> None:
 def test_leave_one_out_baselines_have_the_ratio_of_variance_ratio_vs_rloo(seed: int) -> None:
     rewards, norms, lengths = batch(seed)
     found = panel.variance_ratios(rewards, norms, lengths, OPTIONS)
-    for name in ("none", "rloo_prior", "length_loo", "optimal", "optimal_prior"):
+    for name in ("none", "rloo_prior", "james_stein", "length_loo", "optimal", "optimal_prior"):
         values = baseline_values(name, rewards, norms, lengths, OPTIONS)
         assert found[name] == pytest.approx(variance_ratio_vs_rloo(rewards, norms, values), rel=1e-12)
 
 
-def test_the_panel_leaves_out_four_baselines() -> None:
-    assert set(BASELINES) - set(panel.PANEL) == {"otb", "grpo", "reinforce_pp", "rloo"}
+def test_what_the_panel_leaves_out() -> None:
+    scaled = {"grpo", "reinforce_pp", "reinforce_pp_baseline"}
+    assert set(BASELINES) - set(panel.PANEL) == scaled | {"otb", "pooled_token", "eob", "rloo"}
     pooled = {name for name, facts in BASELINES.items() if facts.pool}
     assert set(panel.variance_ratios(*batch(), OPTIONS)) == set(panel.PANEL) - pooled
 
@@ -115,6 +116,8 @@ def test_self_dependence(name: str, measured: bool) -> None:
     wanted = {
         "group_mean": 1 / G,
         "grpo": 1 / G,
+        "reinforce_pp_baseline": 1 / G,
+        "eob": float(norms[probe] / norms[probe[0]].sum()) if measured else 1 / G,
         "batch_mean": 1 / (Q * G),
         "reinforce_pp": 1 / (Q * G),
         "opo": float(lengths[probe] / lengths[probe[0]].sum()),

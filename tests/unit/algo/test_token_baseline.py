@@ -1,6 +1,7 @@
-"""The token-wise baseline against its formula, and the ends of responses.
+"""The token-wise baselines against their formulas, and the ends of responses.
 
-Not covered: energies from a model, and the gradient (tests/distributed/test_token_gradient.py).
+Not covered: the sums behind `pooled_token` (test_token_pools.py), energies from a model, and the gradient
+(tests/distributed/test_token_gradient.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from oblr_megatron.algo.token_baseline import token_advantages
+from oblr_megatron.algo.token_baseline import otb
 
 
 @st.composite
@@ -41,27 +42,27 @@ def by_the_formula(rewards: Tensor, energies: Tensor, lengths: Tensor) -> Tensor
 
 def test_a_worked_group():
     rewards, energies = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 9.0], [3.0, 3.0]])
-    found = token_advantages(rewards, energies, torch.tensor([[1, 2]]))
+    found = otb(rewards, energies, torch.tensor([[1, 2]]))
     torch.testing.assert_close(found, torch.tensor([[0.75, 0], [-0.25, 0]], dtype=torch.float64), rtol=1e-15, atol=0)
 
 
 @given(groups())
 def test_it_is_the_formula(group):
-    torch.testing.assert_close(token_advantages(*group), by_the_formula(*group), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(otb(*group), by_the_formula(*group), rtol=1e-12, atol=1e-12)
 
 
 @given(groups(), st.floats(-5, 5))
 def test_equal_rewards_give_exactly_zero(group, reward):
     rewards, energies, lengths = group
-    assert (token_advantages(torch.full_like(rewards, reward), energies, lengths) == 0).all()
+    assert (otb(torch.full_like(rewards, reward), energies, lengths) == 0).all()
 
 
 @given(groups())
 def test_values_past_the_end_are_not_read(group):
     rewards, energies, lengths = group
     past = torch.arange(energies.shape[1]) >= lengths.flatten()[:, None]
-    assert token_advantages(rewards, energies.masked_fill(past, torch.nan), lengths).equal(token_advantages(*group))
-    assert (token_advantages(*group)[past] == 0).all()
+    assert otb(rewards, energies.masked_fill(past, torch.nan), lengths).equal(otb(*group))
+    assert (otb(*group)[past] == 0).all()
 
 
 @given(groups())
@@ -69,7 +70,7 @@ def test_the_last_response_left_has_zero_advantage(group):
     _, energies, lengths = group
     left = torch.arange(energies.shape[1]) < lengths[..., None]
     alone = (left & (left.sum(1, keepdim=True) == 1)).flatten(0, 1)
-    assert (token_advantages(*group)[alone] == 0).all()
+    assert (otb(*group)[alone] == 0).all()
 
 
 @given(groups(), st.randoms(use_true_random=False))
@@ -78,8 +79,8 @@ def test_permuting_a_group_permutes_its_advantages(group, random):
     order = list(range(rewards.shape[1]))
     random.shuffle(order)
     by_group = (len(rewards), len(order), -1)
-    permuted = token_advantages(rewards[:, order], energies.view(by_group)[:, order].flatten(0, 1), lengths[:, order])
-    want = token_advantages(*group).view(by_group)[:, order].flatten(0, 1)
+    permuted = otb(rewards[:, order], energies.view(by_group)[:, order].flatten(0, 1), lengths[:, order])
+    want = otb(*group).view(by_group)[:, order].flatten(0, 1)
     torch.testing.assert_close(permuted, want, rtol=1e-12, atol=1e-12)
 
 
@@ -88,12 +89,12 @@ def test_later_energies_do_not_change_earlier_advantages(group):
     rewards, energies, lengths = group
     later = energies.clone()
     later[:, -1] += 1.0
-    assert token_advantages(rewards, later, lengths)[:, :-1].equal(token_advantages(*group)[:, :-1])
+    assert otb(rewards, later, lengths)[:, :-1].equal(otb(*group)[:, :-1])
 
 
 def test_equal_weights_give_the_mean_of_the_responses_left():
     rewards, lengths = torch.tensor([[1.0, 0, 0, 4]]), torch.tensor([[2, 2, 1, 0]])
-    found = token_advantages(rewards, torch.ones(4, 2), lengths)
+    found = otb(rewards, torch.ones(4, 2), lengths)
     want = torch.tensor([[2 / 3, 1 / 2], [-1 / 3, -1 / 2], [-1 / 3, 0], [0, 0]], dtype=torch.float64)
     torch.testing.assert_close(found, want, rtol=1e-14, atol=1e-14)
 
@@ -104,9 +105,9 @@ def test_including_its_own_reward_biases_the_gradients_direction(toy):
     steps = toy.token_scores[0][picks]  # [E, G, T, D]
     lengths, rewards = toy.lengths[0][picks].long(), toy.rewards[0][picks]
     energies = steps.square().sum(-1).flatten(0, 1)
-    advantage = token_advantages(rewards, energies, lengths).view(*lengths.shape, -1)
+    advantage = otb(rewards, energies, lengths).view(*lengths.shape, -1)
     got = torch.einsum("e,egt,egtd->d", probs, advantage, steps) / 2
-    equal = token_advantages(rewards, torch.ones_like(energies), torch.full_like(lengths, 3)).view_as(advantage)
+    equal = otb(rewards, torch.ones_like(energies), torch.full_like(lengths, 3)).view_as(advantage)
     mean = torch.einsum("e,egt,egtd->d", probs, equal, steps) / 2
     torch.testing.assert_close(mean, toy.gradients[0] / 2, rtol=0, atol=1e-12)
     assert torch.cosine_similarity(got, toy.gradients[0], dim=0) < 1 - 1e-4

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.history import History
 from oblr_megatron.algo.loss import sample_coefficients
-from oblr_megatron.algo.pools import History
+from oblr_megatron.algo.token_baseline import NUM_BINS, token_advantages
 from oblr_megatron.config.algo import AlgoConfig
 
 OPTIONS = AlgoConfig(prior_strength=1.0, length_exponent=1.6)
@@ -59,9 +60,32 @@ def test_a_pool_is_unbiased_with_one_response_a_prompt(toy, name):
     torch.testing.assert_close(expectation(toy, name, 1), toy.gradients.mean(0), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_pool_by_position_is_unbiased(toy, size):
+    """Whatever earlier steps told about each position, and with the ends of responses trained."""
+    history = History(by_position=torch.linspace(-1, 2, NUM_BINS, dtype=torch.float64)[None])
+    for prompt in range(len(toy.probs)):
+        picks, probs = toy.groups(prompt, size)
+        steps = toy.token_scores[prompt][picks]  # [E, G, T, D]
+        rewards, lengths = toy.rewards[prompt][picks], toy.lengths[prompt][picks].long()
+        expand = History(by_position=history.by_position.expand(len(picks), -1))
+        energies = steps.square().sum(-1).flatten(0, 1)
+        advantage = token_advantages("pooled_token", rewards, energies, lengths, expand).view(*lengths.shape, -1)
+        got = torch.einsum("e,egt,egtd->d", probs, advantage, steps) / size
+        torch.testing.assert_close(got, toy.gradients[prompt], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    ("name", "share"), [("optimal_prior", 0), ("rloo_prior", 0), ("batch_mean", 1), ("reinforce_pp", None)]
+    ("name", "share"),
+    [
+        ("optimal_prior", 0),
+        ("rloo_prior", 0),
+        ("james_stein", 0),
+        ("batch_mean", 1),
+        ("reinforce_pp", None),
+        ("reinforce_pp_baseline", None),
+    ],
 )
 def test_baselines_of_the_whole_batch(toy, name, share, size):
     """A prior is unbiased, the batch mean scales E[g] by 1 - 1 / (Q G), and a std biases the direction."""
@@ -88,8 +112,8 @@ def test_the_group_mean_scales_the_gradient_by_one_minus_its_own_share(toy, size
     torch.testing.assert_close(expectation(toy, "group_mean", size), want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["opo", "grpo"])
-def test_opo_and_grpo_bias_the_gradients_direction(toy, name):
+@pytest.mark.parametrize("name", ["opo", "grpo", "eob"])
+def test_opo_grpo_and_eob_bias_the_gradients_direction(toy, name):
     got, want = expectation(toy, name, 3), toy.gradients.mean(0)
     assert torch.cosine_similarity(got, want, dim=0) < 1 - 1e-5
 

@@ -20,7 +20,10 @@ PUBLISHED = {
     "grpo": ("grpo", "sample_mean", "constant"),
     "dr_grpo": ("group_mean", "constant", "constant"),
     "rloo": ("rloo", "constant", "constant"),
+    "james_stein": ("james_stein", "constant", "constant"),
+    "eob": ("eob", "constant", "constant"),
     "reinforce_pp": ("reinforce_pp", "token_mean", "constant"),
+    "reinforce_pp_baseline": ("reinforce_pp_baseline", "token_mean", "constant"),
     "otb": ("otb", "constant", "constant"),
 }
 

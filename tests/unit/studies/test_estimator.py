@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.token_baseline import token_advantages
 from oblr_megatron.config.algo import AlgoConfig
 from studies.estimator import Batch, Estimator, energies
@@ -83,10 +84,28 @@ def literal(policy: ToyPolicy, batch: Batch, advantages: torch.Tensor, reference
 
 def test_token_wise_baseline(policy: ToyPolicy, batch: Batch) -> None:
     logits, tokens, _ = policy.logits(batch.samples)
-    values = token_advantages(batch.rewards, energies(logits.detach(), tokens), batch.lengths)
+    values = token_advantages("otb", batch.rewards, energies(logits.detach(), tokens), batch.lengths)
     found = Estimator(policy, AlgoConfig(baseline="otb", snr={"num_folds": 2}))(batch)
     torch.testing.assert_close(found.gradient, literal(policy, batch, values, None, 0.0), rtol=1e-9, atol=1e-12)
     assert math.isnan(found.stats.sample_sq_norm)
+
+
+def test_baselines_read_the_chosen_source_of_norms_and_statistics_the_exact_ones(
+    policy: ToyPolicy, batch: Batch
+) -> None:
+    logits, tokens, mask = policy.logits(batch.samples)
+    by_logit = (energies(logits.detach(), tokens) * mask).sum(-1).view(Q, G)
+    algo = AlgoConfig(baseline="optimal", snr={"num_folds": 2})
+    exact = Estimator(policy, algo)(batch)
+    assert exact.weights.equal(exact.norms_sq)
+    for source, want in (("logit", by_logit), ("length", batch.lengths.double())):
+        found = Estimator(policy, algo, source=source)(batch)
+        torch.testing.assert_close(found.weights, want, rtol=1e-12, atol=0)
+        assert found.norms_sq.equal(exact.norms_sq)
+        values = advantages("optimal", batch.rewards, want, batch.lengths, algo).flatten()[:, None]
+        torch.testing.assert_close(found.gradient, literal(policy, batch, values, None, 0.0), rtol=1e-9, atol=1e-12)
+        squares = (values[:, 0] / (Q * G)).square() @ exact.norms_sq.flatten()
+        assert found.stats.sample_sq_norm == pytest.approx(float(squares), rel=1e-9)
 
 
 def test_kl_penalty(single: ModuleType, policy: ToyPolicy, batch: Batch) -> None:

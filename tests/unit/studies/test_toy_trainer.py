@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.algo import PRESETS, AlgoConfig
 from oblr_megatron.errors import EXIT_USER, UserError
 from oblr_megatron.metrics import read_metrics
 from studies.smoothness import measure, path
@@ -41,8 +41,8 @@ def untimed(run_dir: Path) -> list[dict[str, float | None]]:
 
 @pytest.mark.parametrize(
     "algo",
-    [{}, {"preset": "otb"}, {"preset": "grpo", "kl_coefficient": 0.1}, {"snr": {"estimator": "momentum"}}],
-    ids=["default", "otb", "grpo with KL", "momentum"],
+    [{}, {"preset": "otb"}, {"baseline": "pooled_token"}, {"preset": "grpo", "kl_coefficient": 0.1}],
+    ids=["default", "otb", "pooled_token", "grpo with KL"],
 )
 def test_the_same_seed_gives_the_same_run(start: Path, tmp_path: Path, algo: dict[str, object]) -> None:
     for name in ("a", "b"):
@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_run(start: Path, tmp_path: Path, algo: dic
 def test_every_preset_makes_another_update(start: Path, tmp_path: Path) -> None:
     """All start from the same samples; at the end no two presets have the same gradient norm."""
     norms = {}
-    for preset in ("oblr_po", "oblr_po_paper", "opo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "otb"):
+    for preset in PRESETS:
         run_toy(config_of(start, tmp_path / preset, preset=preset))
         norms[preset] = read_metrics(tmp_path / preset)[-1]["grad_norm"]
     assert len(set(norms.values())) == len(norms), norms
