@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from oblr_megatron.formatting import scientific
 from studies.plotting import COLOURS, FAINT, GREY, INK, PEER, WIDTH, save, styled
 from studies.statistics import Array, t_interval
 from studies.summary import ArmSummary, TaskSummary, area
+from studies.sweep import Cell
+from studies.tables import compared
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,11 +26,12 @@ if TYPE_CHECKING:
 TOGETHER = 5  # largest number of arms in one panel
 COLUMNS = 4
 RATE_LABELS = 4
+RATIO_TICKS = (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10)
 
 
 def write_charts(tasks: Sequence[TaskSummary], out: Path) -> list[Path]:
-    """Write the charts curves_, auc_ and sweep_ of every task that has data for them; returns their paths."""
-    paths = []
+    """Write `savings`, and curves_, auc_ and sweep_ of every task that has data for them; returns their paths."""
+    paths = save(draw_savings(tasks), out / "savings") if compared(tasks) else []
     for task in tasks:
         for name, draw, ready in (
             ("curves", draw_curves, bool(task.seen)),
@@ -41,7 +44,7 @@ def write_charts(tasks: Sequence[TaskSummary], out: Path) -> list[Path]:
 
 @styled()
 def draw_curves(task: TaskSummary) -> Figure:
-    """Accuracy by step: mean over seeds with its 95% interval."""
+    """Accuracy by training samples: mean over seeds with its 95% interval."""
     title = f"{task.task}: held-out accuracy, mean over seeds and its 95% interval"
     if len(task.seen) <= TOGETHER:
         figure, axes = _single(title, height=4.2)
@@ -49,9 +52,9 @@ def draw_curves(task: TaskSummary) -> Figure:
         for arm, colour in zip(task.seen, COLOURS, strict=False):
             mean = _curve(axes, arm, colour, band=True)
             ends.append((f"{arm.arm}  {mean[-1]:.3f}", float(mean[-1]), colour))
-        axes.set_xlim(0, task.seen[0].runs[0].num_steps)
+        axes.set_xlim(0, max(arm.runs[0].budget for arm in task.seen))
         _label_ends(axes, ends)
-        axes.set_xlabel("step")
+        axes.set_xlabel("training samples")
         return figure
     figure, panels = _panels(f"{title}; right: area under the mean", len(task.seen))
     for axes, arm in zip(panels, task.seen, strict=True):
@@ -67,7 +70,8 @@ def draw_curves(task: TaskSummary) -> Figure:
 def _curve(axes: Axes, arm: ArmSummary, colour: str, *, band: bool) -> Array:
     """Draw the mean curve and, with `band`, its interval; returns the mean [n]."""
     values = np.array([run.accuracy for run in arm.runs])  # [seeds, n]
-    steps, mean = arm.runs[0].steps, values.mean(axis=0)
+    run, mean = arm.runs[0], values.mean(axis=0)
+    steps = run.steps * (run.budget / run.num_steps)  # in samples
     axes.plot(steps, mean, color=colour, linewidth=1.8 if band else 1.0, zorder=3 if band else _depth(colour))
     if band and len(arm.runs) > 1:
         intervals = [t_interval(column) for column in values.T]
@@ -119,6 +123,34 @@ def apart(values: Sequence[float], gap: float) -> list[float]:
 
 
 @styled()
+def draw_savings(tasks: Sequence[TaskSummary]) -> Figure:
+    """How many times fewer samples the reference needs to the target than the best peer of each task."""
+    pairs = list(reversed(compared(tasks)))
+    name = pairs[0][0].reference.arm
+    title = f"Samples to the target: the best peer's, divided by {name}'s (mean over seeds and its 95% interval)"
+    figure, axes = _single(title, height=1.3 + 0.34 * len(pairs))
+    axes.axvline(1, color=INK, linewidth=1)
+    for row, (task, peer) in enumerate(pairs):
+        test = task.saving(task.reference, peer)
+        interval = test.interval
+        colour = COLOURS[0] if interval.low > 1 else PEER if interval.high < 1 else GREY
+        axes.plot([interval.low, interval.high], [row, row], color=colour, linewidth=2)
+        axes.plot([interval.mean], [row], "o", color=colour, markersize=6)
+        text = f"{interval.mean:.2f}x   {peer.arm} {peer.cell.shape if peer.cell else ''}"
+        axes.text(1.02, row, text, transform=axes.get_yaxis_transform(), va="center", color=colour)
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in RATIO_TICKS if low <= tick <= high]
+    axes.minorticks_off()
+    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+    axes.set_yticks(range(len(pairs)), [task.task for task, _ in pairs])
+    axes.set_ylim(-0.7, len(pairs) - 0.3)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(f"right of 1: {name} needs fewer samples (blue); left: more (orange)")
+    return figure
+
+
+@styled()
 def draw_differences(task: TaskSummary) -> Figure:
     """Each arm's area under the curve minus the reference's: mean, interval and seeds. The best arm is on top."""
     others = [arm for arm in task.seen if arm is not task.reference]
@@ -159,20 +191,23 @@ def draw_sweeps(task: TaskSummary) -> Figure:
     arms = [arm for arm in task.arms if any(arm.sweep.values())]
     figure, panels = _panels(f"{task.task}: sweep, area under the curve by learning rate (chosen: ringed)", len(arms))
     means = {
-        arm.arm: {rate: np.mean([run.auc for run in runs]) for rate, runs in arm.sweep.items() if runs} for arm in arms
+        arm.arm: {cell: float(np.mean([run.auc for run in runs])) for cell, runs in arm.sweep.items() if runs}
+        for arm in arms
     }
     for axes, arm in zip(panels, arms, strict=True):
         for other in arms:
-            if other is not arm:
-                axes.plot(*_line(means[other.arm]), color=FAINT, linewidth=1, zorder=2)
-        colour, line = _role(task, arm), means[arm.arm]
-        axes.plot(*_line(line), color=colour, linewidth=1.8, zorder=3)
-        dots = [(rate, run.auc) for rate, runs in arm.sweep.items() for run in runs]
+            for line in _lines(means[other.arm]) if other is not arm else ():
+                axes.plot(*line, color=FAINT, linewidth=1, zorder=2)
+        colour, found = _role(task, arm), means[arm.arm]
+        for line in _lines(found):
+            axes.plot(*line, color=colour, linewidth=1.8, zorder=3)
+        dots = [(cell.lr, run.auc) for cell, runs in arm.sweep.items() for run in runs]
         axes.plot(*zip(*dots, strict=True), ".", color=colour, alpha=0.5, markersize=5, zorder=3)
-        if arm.lr in line:
-            axes.plot([arm.lr], [line[arm.lr]], "o", markersize=9, fillstyle="none", color=colour, zorder=4)
-        _rate_axis(axes, sorted({rate for each in arms for rate in each.sweep}))
-        _title(axes, arm, colour, "edge of the grid" if arm.on_edge else "")
+        if arm.cell in found:
+            axes.plot([arm.cell.lr], [found[arm.cell]], "o", markersize=9, fillstyle="none", color=colour, zorder=4)
+        _rate_axis(axes, sorted({cell.lr for each in arms for cell in each.sweep}))
+        shape = arm.cell.shape if arm.cell else ""
+        _title(axes, arm, colour, f"{shape}, edge of the grid" if arm.on_edge else shape)
     return figure
 
 
@@ -184,8 +219,13 @@ def _rate_axis(axes: Axes, rates: list[float]) -> None:
     axes.set_xticks(shown, [scientific(rate) for rate in shown])
 
 
-def _line(means: dict[float, Any]) -> tuple[list[float], list[float]]:
-    return list(means), [float(value) for value in means.values()]
+def _lines(means: dict[Cell, float]) -> list[tuple[list[float], list[float]]]:
+    """(rates, means) of each shape."""
+    shapes = dict.fromkeys(cell.shape for cell in means)
+    return [
+        ([cell.lr for cell in means if cell.shape == shape], [means[cell] for cell in means if cell.shape == shape])
+        for shape in shapes
+    ]
 
 
 def _role(task: TaskSummary, arm: ArmSummary) -> str:

@@ -1,7 +1,7 @@
 """`oblr-megatron study curves`: learning curves with equal samples, each arm at the best rate of its own sweep.
 
-sweep    arms x rates x sweep_seeds; the grid grows while the best rate lies on its edge
-main     arms at their best rates x seeds
+sweep    arms x shapes (Q, G) x rates x sweep_seeds; the grid grows while the best rate lies on its edge
+main     arms at their best cell (shape and rate) x seeds
 summary  tables and charts of all complete runs
 """
 
@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from oblr_megatron.observe.console import progress
 from studies.curve_plots import write_charts
 from studies.jobs import WORKER, Ended, Job, run_jobs, to_do
 from studies.plan import Plan, load_plan, merged
-from studies.results import Key, choice_of, metrics_dir, read_result
+from studies.results import Key, cells_on_disk, metrics_dir, read_result, selection_of
 from studies.summary import as_json, summarise, write_runs
+from studies.sweep import Cell
 from studies.tables import document
 
 DEADLINE_S = 1800.0
@@ -147,17 +149,18 @@ class Curves:
         self._processes, self._deadline_s, self._worker = processes, deadline_s, worker
 
     def run(self) -> None:
-        """Do both phases; failed runs are in `failed`.
+        """Do both phases, one task after the other; failed runs are in `failed`.
 
         Raises:
             UserError: a run is complete but belongs to another plan.
         """
-        done: set[tuple[str, str, float]] = set()
-        while wanted := [each for each in self._sweep_rates(done) if each not in done]:
-            keys = [Key(*each, seed) for each in wanted for seed in self.plan.sweep_seeds]
-            self._run("sweep", keys)
-            done |= set(wanted)
-        self._run("main", self._main_keys())
+        for task in self.plan.tasks:
+            done: set[tuple[str, Cell]] = set()
+            while wanted := [each for each in self._sweep_cells(task, done) if each not in done]:
+                keys = [Key(task, *each, seed) for each in wanted for seed in self.plan.sweep_seeds]
+                self._run(f"{task} sweep", keys)
+                done |= set(wanted)
+            self._run(f"{task} main", self._main_keys(task))
 
     def check(self) -> None:
         """Check that all complete runs belong to this plan.
@@ -166,19 +169,18 @@ class Curves:
             UserError: a run is complete but belongs to another plan.
         """
         keys = [
-            Key(task, arm.name, float(rate.name.removeprefix("lr")), int(seed.name.removeprefix("seed")))
+            Key(task, arm, cell, int(seed.name.removeprefix("seed")))
             for task in self.plan.tasks
-            for arm in (self.out / task).glob("*")
-            if arm.name in self.plan.arms
-            for rate in arm.glob("lr*")
-            for seed in rate.glob("seed*")
+            for arm in self.plan.arms
+            for cell in cells_on_disk(self.out, task, arm)
+            for seed in (self.out / task / arm / str(cell)).glob("seed*")
         ]
         to_do(self.job(key) for key in keys)
 
     def job(self, key: Key) -> Job:
         """The run as a job, with the run that supplies its rates."""
         arm = self.plan.arms[key.arm]
-        needs = self.job(Key(key.task, arm.rates_of, key.lr, key.seed)) if arm.rates_of else None
+        needs = self.job(replace(key, arm=arm.rates_of)) if arm.rates_of else None
         run_dir = key.run_dir(self.out)
         config = self._config(key, run_dir, metrics_dir(needs.run_dir, needs.backend) if needs else None)
         return Job(key, run_dir, arm.backend, config, needs, self._worker)
@@ -197,32 +199,31 @@ class Curves:
             "run_dir": str(run_dir),
             "seed": key.seed,
             "num_steps": plan.num_steps,
-            "num_prompts": plan.num_prompts,
-            "group_size": plan.group_size,
+            "num_prompts": key.cell.num_prompts,
+            "group_size": key.cell.group_size,
             "temperature": plan.temperature,
             "evaluate_every": plan.evaluate_every,
+            "evaluation_samples": plan.evaluation_samples,
+            "norm_source": plan.arms[key.arm].norm_source,
             "algo": merged(plan.algo(key.arm), rates),
-            "optimizer": merged(plan.optimizer(key.arm), {"lr": key.lr}),
+            "optimizer": merged(plan.optimizer(key.arm), {"lr": key.cell.lr}),
         }
         return validated(ToyConfig, table, f"plan: arms.{key.arm}").model_dump(mode="json")
 
-    def _sweep_rates(self, done: set[tuple[str, str, float]]) -> Iterator[tuple[str, str, float]]:
-        """(task, arm, rate) of all rates that the sweeps need so far."""
-        for task in self.plan.tasks:
-            for arm in self.plan.arms:
-                if self.plan.swept(arm):
-                    settled = {rate for *swept, rate in done if swept == [task, arm]}
-                    choice = choice_of(self.plan, self.out, task, arm, settled.__contains__)
-                    yield from ((task, arm, rate) for rate in choice.rates)
+    def _sweep_cells(self, task: str, done: set[tuple[str, Cell]]) -> Iterator[tuple[str, Cell]]:
+        """(arm, cell) of all cells that the task's sweeps need so far."""
+        for arm in self.plan.arms_on(task):
+            if self.plan.swept(arm):
+                settled = {cell for swept, cell in done if swept == arm}
+                selection = selection_of(self.plan, self.out, task, arm, settled.__contains__)
+                yield from ((arm, cell) for cell in selection.cells)
 
-    def _main_keys(self) -> list[Key]:
-        """Every arm at its best rate, with all seeds. An arm without a complete rate has no runs."""
-        keys = []
-        for task in self.plan.tasks:
-            for arm in self.plan.arms:
-                best = choice_of(self.plan, self.out, task, arm, lambda rate: True).best
-                keys += [Key(task, arm, best, seed) for seed in self.plan.seeds] if best is not None else []
-        return keys
+    def _main_keys(self, task: str) -> list[Key]:
+        """Every arm at its best cell, with all seeds. An arm without a complete cell has no runs."""
+        best = {
+            arm: selection_of(self.plan, self.out, task, arm, lambda cell: True).best for arm in self.plan.arms_on(task)
+        }
+        return [Key(task, arm, cell, seed) for arm, cell in best.items() if cell for seed in self.plan.seeds]
 
     def _run(self, phase: str, keys: Sequence[Key]) -> None:
         """Do the missing runs; print one line per run."""

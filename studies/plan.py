@@ -1,6 +1,7 @@
 """Read the plan of a study of learning curves: a TOML file that lists tasks, seeds and arms. Imports no torch.
 
     tasks = ["sums"]
+    shapes = ["8x8", "32x2"]
     seeds = 5
     num_steps = 100
     learning_rates = [3e-4, 1e-3, 3e-3]
@@ -71,6 +72,14 @@ def _as_written(rates: Any) -> Any:
     return tuple(float(f"{rate:g}") for rate in rates) if isinstance(rates, (list, tuple)) else rates
 
 
+def _pair(shape: Any) -> Any:
+    """A shape as written, e.g. "8x8", as (8, 8)."""
+    parts = shape.split("x") if isinstance(shape, str) else ()
+    return tuple(map(int, parts)) if len(parts) == 2 and all(part.isdecimal() for part in parts) else shape
+
+
+Count = Annotated[int, Field(ge=1)]
+Shapes = Annotated[tuple[Annotated[tuple[Count, Count], BeforeValidator(_pair)], ...], Field(min_length=1)]
 Seeds = Annotated[tuple[int, ...], BeforeValidator(_counted), Field(min_length=1)]
 Rates = Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_as_written), Field(min_length=1)]
 
@@ -95,6 +104,8 @@ class Arm(Overrides):
 
     backend: Backend = "toy"
     """"toy": one process (toy_trainer.py); "train": megatron-core and vLLM; "trl_grpo", "trl_rloo": TRL."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of this arm; by default all of the plan's."""
     peer: bool = False
     """A published method. All arms are also compared with the best peer of each task."""
     rates_of: str = ""
@@ -104,10 +115,16 @@ class Arm(Overrides):
     """false: no own sweep; the arm uses the rate chosen for the arm in rates_of."""
     learning_rates: Rates | None = None
     """Sweep grid of this arm; by default the plan's."""
+    shapes: Shapes | None = None
+    """Shapes of this arm; by default the plan's."""
+    more_samples: int = Field(1, ge=1)
+    """Above 1: a positive control. Its steps have this many times the samples of the other arms' steps."""
+    norm_source: Literal["exact", "logit", "length"] = "exact"
+    """What baselines read as w, as gradnorm.source of a training run."""
 
 
 class Plan(Section):
-    """A whole study. Every arm gets the same number of samples and a sweep of its learning rate."""
+    """A whole study. Every arm gets the same number of samples and a sweep of its shape (Q, G) and learning rate."""
 
     tasks: tuple[str, ...] = Field(min_length=1)
     """Names of tasks (studies/tasks)."""
@@ -119,18 +136,23 @@ class Plan(Section):
     """Seeds of the sweep. They must differ from `seeds`, so that no compared run also chose the rate."""
     num_steps: int = Field(ge=1)
     """Optimizer steps of a run."""
-    num_prompts: int = Field(16, ge=1)
-    """Q, prompts per step."""
-    group_size: int = Field(8, ge=1)
-    """G, responses per prompt."""
+    shapes: Shapes = ((16, 8),)
+    """Prompts a step and responses per prompt, as "QxG". The sweep tries every shape; all have the same Q G."""
     temperature: float = Field(1.0, ge=0.01)
     """Sampling temperature."""
     evaluate_every: int = Field(ge=1)
     """Steps between two points of a curve."""
+    evaluation_samples: int = Field(4, ge=1)
+    """Sampled responses per held-out question, besides the greedy one."""
     learning_rates: Rates
     """Sweep grid of all arms."""
     grid_extensions: int = Field(2, ge=0)
     """Largest number of rates that the sweep adds to a grid while its best rate lies on the edge."""
+    grid_refinements: int = Field(0, ge=0)
+    """Rounds that add rates next to the best one, at an arm's best shape."""
+    target_share: float = Field(0.8, gt=0, le=1)
+    """The target of a task: this share of the way from the accuracy at the start to the best final accuracy of an
+    arm."""
     reference: str
     """The arm that every other arm is compared with, seed by seed."""
     defaults: Overrides = Overrides()
@@ -138,7 +160,13 @@ class Plan(Section):
     arms: dict[str, Arm] = Field(min_length=1)
     """Arms by name."""
 
-    @field_validator("tasks", "seeds", "sweep_seeds", "learning_rates")
+    @property
+    def samples_per_step(self) -> int:
+        """Q G, the same for all arms but positive controls."""
+        num_prompts, group_size = self.shapes[0]
+        return num_prompts * group_size
+
+    @field_validator("tasks", "seeds", "sweep_seeds", "learning_rates", "shapes")
     @classmethod
     def _distinct(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
         if len(set(values)) < len(values):
@@ -149,9 +177,17 @@ class Plan(Section):
         """The arm's sweep grid before extensions, ascending."""
         return tuple(sorted(self.arms[arm].learning_rates or self.learning_rates))
 
+    def shapes_of(self, arm: str) -> tuple[tuple[int, int], ...]:
+        """The arm's shapes (Q, G)."""
+        return self.arms[arm].shapes or self.shapes
+
+    def arms_on(self, task: str) -> list[str]:
+        """Names of the arms that run on a task."""
+        return [name for name, arm in self.arms.items() if not arm.tasks or task in arm.tasks]
+
     def swept(self, arm: str) -> bool:
-        """Whether the arm has its own sweep over more than one rate."""
-        return self.arms[arm].sweep and len(self.grid(arm)) > 1
+        """Whether the arm has its own sweep over more than one cell."""
+        return self.arms[arm].sweep and len(self.grid(arm)) * len(self.shapes_of(arm)) > 1
 
     def algo(self, arm: str) -> dict[str, Any]:
         """The arm's [algo]: its own keys over its preset's over the defaults."""
@@ -219,15 +255,23 @@ def _check(plan: Plan, where: str) -> None:
 def _check_arm(plan: Plan, name: str, where: str) -> None:
     """Check that the arm's settings are valid and that a control has an arm to take rates from."""
     arm = plan.arms[name]
+    for task in arm.tasks:
+        if task not in plan.tasks:
+            raise UserError(f"task {task!r} is not a task of the plan", where=where, fix="add it to the plan's tasks")
     for key, section in (("optimizer.lr", plan.optimizer(name)), ("algo.schedule_from", plan.algo(name))):
         if key.rpartition(".")[2] in section:
             fix = "remove it and use learning_rates or rates_of"
             raise UserError(f"an arm cannot set {key}", where=where, fix=fix)
     algo = validated(AlgoConfig, plan.algo(name), f"{where}.algo")
     validated(OptimizerConfig, plan.optimizer(name), f"{where}.optimizer")
-    if plan.num_prompts % algo.snr.num_folds:
-        what = f"num_prompts {plan.num_prompts} is not a multiple of algo.snr.num_folds {algo.snr.num_folds}"
-        raise UserError(what, where=where, fix="change one of them, so that folds hold whole prompts")
+    for num_prompts, group_size in plan.shapes_of(name):
+        shape, samples = f"{num_prompts}x{group_size}", arm.more_samples * plan.samples_per_step
+        if num_prompts % algo.snr.num_folds:
+            what = f"shape {shape}: {num_prompts} prompts are not a multiple of algo.snr.num_folds {algo.snr.num_folds}"
+            raise UserError(what, where=where, fix="change one of them, so that folds hold whole prompts")
+        if num_prompts * group_size != samples:
+            what = f"shape {shape} has {num_prompts * group_size} samples a step instead of {samples}"
+            raise UserError(what, where=where, fix="give every arm the same samples, or set more_samples for a control")
     if (algo.schedule in CONTROLS) != bool(arm.rates_of):
         raise UserError(
             f"algo.schedule {algo.schedule!r} with rates_of {arm.rates_of!r}",

@@ -1,8 +1,8 @@
 """Result files of a study's runs: paths, configs and learning curves. Imports no torch.
 
-DIR/{task}/{arm}/lr{rate:g}/seed{n}/asked.json    backend and config
-                                    log.txt       output of the run
-                                    metrics.jsonl (backend "train": in the subdirectory train/)
+DIR/{task}/{arm}/{Q}x{G}/lr{rate:g}/seed{n}/asked.json    backend and config
+                                            log.txt       output of the run
+                                            metrics.jsonl (backend "train": in the subdirectory train/)
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import flatten
 from oblr_megatron.metrics import METRICS_FILE, read_metrics
 from studies.plan import Plan
-from studies.statistics import Array, area_under_curve, largest_drop
-from studies.sweep import Choice, choose
+from studies.statistics import Array, area_under_curve, largest_drop, steps_to
+from studies.sweep import Cell, Selection, select
 
 ASKED_FILE = "asked.json"
 PLACES = ("run_dir", "start_dir", "algo.schedule_from")  # paths may change: a study can be moved
@@ -28,19 +28,19 @@ PLACES = ("run_dir", "start_dir", "algo.schedule_from")  # paths may change: a s
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Identifies a run. Example: Key("sums", "rloo", 1e-3, 0)."""
+    """Identifies a run. Example: Key("sums", "rloo", Cell(8, 8, 1e-3), 0)."""
 
     task: str
     arm: str
-    lr: float
+    cell: Cell
     seed: int
 
     def run_dir(self, out: Path) -> Path:
         """The run's directory below the study's."""
-        return out / self.task / self.arm / f"lr{self.lr:g}" / f"seed{self.seed}"
+        return out / self.task / self.arm / str(self.cell) / f"seed{self.seed}"
 
     def __str__(self) -> str:
-        return f"{self.task} {self.arm} lr {self.lr:g} seed {self.seed}"
+        return f"{self.task} {self.arm} {self.cell.shape} lr {self.cell.lr:g} seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,15 @@ class Result:
     def drop(self) -> float:
         """Largest fall of the sampled accuracy below its earlier maximum."""
         return largest_drop(self.accuracy)
+
+    def samples_to(self, target: float) -> float:
+        """Training samples until the curve first reaches the target; infinite if it never does."""
+        return steps_to(self.steps, self.accuracy, target) * self.key.cell.num_prompts * self.key.cell.group_size
+
+    @property
+    def budget(self) -> float:
+        """Training samples of the whole run."""
+        return self.num_steps * self.key.cell.num_prompts * self.key.cell.group_size
 
 
 def metrics_dir(run_dir: Path, backend: str) -> Path:
@@ -150,29 +159,34 @@ def read_result(key: Key, out: Path) -> Result | None:
     return Result(key, steps, accuracy, greedily, num_steps)
 
 
-def sweep_results(plan: Plan, out: Path, task: str, arm: str) -> dict[float, list[Result]]:
-    """Complete runs of the sweep's seeds by rate. A rate that was started but has no complete run has an empty list."""
-    rates = sorted(float(path.name.removeprefix("lr")) for path in (out / task / arm).glob("lr*"))
-    keys = {rate: [Key(task, arm, rate, seed) for seed in plan.sweep_seeds] for rate in rates}
+def cells_on_disk(out: Path, task: str, arm: str) -> list[Cell]:
+    """The cells of the arm that have a directory, ascending."""
+    root = out / task / arm
+    return sorted(Cell.parse(str(path.relative_to(root))) for path in root.glob("*x*/lr*"))
+
+
+def sweep_results(plan: Plan, out: Path, task: str, arm: str) -> dict[Cell, list[Result]]:
+    """Complete runs of the sweep's seeds by cell. A cell that was started but has no complete run has an empty list."""
+    keys = {cell: [Key(task, arm, cell, seed) for seed in plan.sweep_seeds] for cell in cells_on_disk(out, task, arm)}
     return {
-        rate: [result for key in keys[rate] if (result := read_result(key, out))]
-        for rate in rates
-        if any(key.run_dir(out).exists() for key in keys[rate])
+        cell: [result for key in keys[cell] if (result := read_result(key, out))]
+        for cell in keys
+        if any(key.run_dir(out).exists() for key in keys[cell])
     }
 
 
-def choice_of(plan: Plan, out: Path, task: str, arm: str, settled: Callable[[float], bool]) -> Choice:
+def selection_of(plan: Plan, out: Path, task: str, arm: str, settled: Callable[[Cell], bool]) -> Selection:
     """State of an arm's sweep.
 
     Args:
-        settled: rate -> whether it has failed if it is incomplete, rather than being still to run.
+        settled: cell -> whether it has failed if it is incomplete, rather than being still to run.
     """
     if not plan.arms[arm].sweep:
-        return choice_of(plan, out, task, plan.arms[arm].rates_of, settled)
+        return selection_of(plan, out, task, plan.arms[arm].rates_of, settled)
     means = {}
-    for rate, results in sweep_results(plan, out, task, arm).items():
+    for cell, results in sweep_results(plan, out, task, arm).items():
         if len(results) == len(plan.sweep_seeds):
-            means[rate] = float(np.mean([result.auc for result in results]))
-        elif settled(rate):
-            means[rate] = float("nan")
-    return choose(plan.grid(arm), plan.grid_extensions, means)
+            means[cell] = float(np.mean([result.auc for result in results]))
+        elif settled(cell):
+            means[cell] = float("nan")
+    return select(plan.shapes_of(arm), plan.grid(arm), plan.grid_extensions, plan.grid_refinements, means)

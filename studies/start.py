@@ -31,7 +31,6 @@ HIDDEN, LAYERS = 64, 2
 BATCH, STEPS, LR = 64, 1500, 3e-3
 SHARE_LEARNING = 0.6  # share of the steps in which the teacher is always right
 WEIGHT_SEED = 0
-MAX_POSITIONS = 64
 IGNORED = -100
 
 
@@ -68,7 +67,7 @@ def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS
     warm_start(model, task, train, skill, steps)
     transformers_logging.disable_progress_bar()
     model.save_pretrained(target / "model")
-    character_tokenizer(task.characters).save_pretrained(target / "model")
+    character_tokenizer(task.characters, task.max_positions).save_pretrained(target / "model")
     write_whole(stamp, json.dumps(made_from) + "\n")
     return target
 
@@ -97,7 +96,7 @@ def build_model(task: Task) -> Qwen3ForCausalLM:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=task.max_positions,
         initializer_range=0.1,
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
@@ -147,7 +146,7 @@ def _lesson(
     return ids, labels
 
 
-def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+def character_tokenizer(characters: str, max_positions: int = 64) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character. It adds no token at the start or the end."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -162,6 +161,6 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         unk_token="<unk>",
         padding_side="left",
-        model_max_length=MAX_POSITIONS,
+        model_max_length=max_positions,
         clean_up_tokenization_spaces=False,
     )

@@ -8,6 +8,8 @@ multiple of 2 / 2^n, so at least 0.0625 for five.
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,6 +90,35 @@ def sign_flip_p(differences: Array) -> float:
 def area_under_curve(steps: Array, values: Array, num_steps: int) -> float:
     """[n], [n] -> mean height of the curve between step 0 and num_steps, by the trapezoidal rule."""
     return float(np.trapezoid(values, steps) / num_steps)
+
+
+def steps_to(steps: Array, values: Array, target: float) -> float:
+    """[n], [n] -> the step where the curve, linear between its points, first reaches the target; inf if it never does.
+
+    >>> steps_to(np.array([0.0, 10.0, 20.0]), np.array([0.1, 0.3, 0.5]), 0.4)
+    15.0
+    """
+    above = np.flatnonzero(values >= target)
+    if not len(above):
+        return math.inf
+    at = int(above[0])
+    if at == 0:
+        return float(steps[0])
+    rise = (target - values[at - 1]) / (values[at] - values[at - 1])
+    return float(steps[at - 1] + rise * (steps[at] - steps[at - 1]))
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """p values of a family of tests -> the p values after Holm's correction, in the same order.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    found, least = [0.0] * len(values), 0.0
+    for rank, place in enumerate(sorted(range(len(values)), key=lambda index: values[index])):
+        least = max(least, min(1.0, (len(values) - rank) * values[place]))
+        found[place] = least
+    return found
 
 
 def largest_drop(values: Array) -> float:

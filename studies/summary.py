@@ -7,10 +7,11 @@ runs.csv       one line per run, including the sweeps   *.svg, *.png   charts
 from __future__ import annotations
 
 import csv
+import math
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 from oblr_megatron.checks.packages import package_versions
 from oblr_megatron.errors import UserError
 from studies.plan import Plan
-from studies.results import Key, Result, choice_of, read_result, sweep_results
+from studies.results import Key, Result, read_result, selection_of, sweep_results
 from studies.statistics import (
     Array,
     Difference,
@@ -29,6 +30,7 @@ from studies.statistics import (
     paired_difference,
     t_interval,
 )
+from studies.sweep import Cell
 
 Metric = Callable[[Result], float]
 
@@ -40,10 +42,11 @@ class ArmSummary:
     arm: str
     backend: str
     peer: bool
-    lr: float | None  # None: no complete sweep yet
+    control: bool  # a positive control, with more samples than the others
+    cell: Cell | None  # the chosen shape and rate; None: no complete sweep yet
     on_edge: bool  # the best rate lies on the edge of the grid, after all extensions
     runs: list[Result]  # by seed
-    sweep: dict[float, list[Result]]  # rate -> complete runs of the sweep's seeds
+    sweep: dict[Cell, list[Result]]  # complete runs of the sweep's seeds
 
     def of(self, metric: Metric) -> Array:
         """A metric of each run: [seeds]."""
@@ -59,6 +62,14 @@ class ArmSummary:
             np.array([others[seed] for seed in common], dtype=np.float64),
         )
 
+    def samples(self, target: float) -> float:
+        """Geometric mean over seeds of the samples to the target; a run that never reaches it counts its budget."""
+        return float(np.exp(np.mean(np.log(self.of(lambda run: counted(run, target))))))
+
+    def missed(self, target: float) -> int:
+        """Runs that never reach the target."""
+        return sum(math.isinf(run.samples_to(target)) for run in self.runs)
+
 
 @dataclass(frozen=True)
 class TaskSummary:
@@ -67,12 +78,44 @@ class TaskSummary:
     task: str
     arms: list[ArmSummary]
     reference: ArmSummary
-    best_peer: ArmSummary | None  # by mean area; choosing it from the results favours it
+    target: float  # held-out accuracy
+    best_peer: ArmSummary | None  # by samples to the target, then by area; choosing it from the results favours it
 
     @property
     def seen(self) -> list[ArmSummary]:
         """Arms that have runs."""
         return [arm for arm in self.arms if arm.runs]
+
+    def saving(self, arm: ArmSummary, other: ArmSummary) -> Difference:
+        """How many times fewer samples the arm needs to the target than the other; the interval is of the ratio.
+
+        The test is on logarithms, paired by seed. A run that never reaches the target counts with its budget, so that a
+        ratio to an arm that often misses it is a lower bound.
+        """
+        found = other.against(arm, lambda run: math.log(counted(run, self.target)))
+        interval = found.interval
+        return replace(found, interval=Interval(*map(math.exp, (interval.mean, interval.low, interval.high))))
+
+
+def counted(run: Result, target: float) -> float:
+    """Samples to the target, at least one step's; the budget if the run never reaches it."""
+    return max(run.budget / run.num_steps, min(run.budget, run.samples_to(target)))
+
+
+def target_of(arms: Sequence[ArmSummary], share: float) -> float:
+    """A task's target: this share of the way from the mean accuracy at the start to the best mean final accuracy.
+
+    Positive controls are left out, because they have more samples. NaN without runs.
+    """
+    means = [
+        (float(np.mean([run.accuracy[0] for run in arm.runs])), float(np.mean(arm.of(final))))
+        for arm in arms
+        if arm.runs and not arm.control
+    ]
+    if not means:
+        return math.nan
+    start = float(np.mean([first for first, _ in means]))
+    return start + share * (max(last for _, last in means) - start)
 
 
 def summarise(plan: Plan, out: Path) -> list[TaskSummary]:
@@ -84,23 +127,24 @@ def summarise(plan: Plan, out: Path) -> list[TaskSummary]:
     tasks = []
     for task in plan.tasks:
         arms = [_arm(plan, out, task, name) for name in plan.arms]
-        peers = [arm for arm in arms if arm.peer and arm.runs]
-        best = max(peers, key=lambda arm: float(np.mean(arm.of(area))), default=None)
+        target = target_of(arms, plan.target_share)
+        peers = [arm for arm in arms if arm.peer and not arm.control and arm.runs]
+        best = min(peers, key=lambda arm: (arm.samples(target), -float(np.mean(arm.of(area)))), default=None)
         reference = next((arm for arm in arms if arm.arm == plan.reference), None)
-        tasks.append(TaskSummary(task, arms, reference or _arm(plan, out, task, plan.reference), best))
+        tasks.append(TaskSummary(task, arms, reference or _arm(plan, out, task, plan.reference), target, best))
     if not any(arm.runs or any(arm.sweep.values()) for task in tasks for arm in task.arms):
         raise UserError("no complete run to summarise", where=str(out), fix="run the study first")
     return tasks
 
 
 def _arm(plan: Plan, out: Path, task: str, name: str) -> ArmSummary:
-    backend, peer = (plan.arms[name].backend, plan.arms[name].peer) if name in plan.arms else ("toy", False)
     if name not in plan.arms:  # the reference, under --only
-        return ArmSummary(name, backend, peer, None, False, [], {})
-    choice = choice_of(plan, out, task, name, lambda rate: True)
-    keys = [Key(task, name, choice.best, seed) for seed in plan.seeds] if choice.best is not None else []
+        return ArmSummary(name, "toy", False, False, None, False, [], {})
+    arm, selection = plan.arms[name], selection_of(plan, out, task, name, lambda cell: True)
+    keys = [Key(task, name, selection.best, seed) for seed in plan.seeds] if selection.best is not None else []
     runs = [run for key in keys if (run := read_result(key, out))]
-    return ArmSummary(name, backend, peer, choice.best, choice.on_edge, runs, sweep_results(plan, out, task, name))
+    swept = sweep_results(plan, out, task, name)
+    return ArmSummary(name, arm.backend, arm.peer, arm.more_samples > 1, selection.best, selection.on_edge, runs, swept)
 
 
 def area(run: Result) -> float:
@@ -144,6 +188,7 @@ def environment() -> dict[str, Any]:
 def _task_json(task: TaskSummary) -> dict[str, Any]:
     return {
         "reference": task.reference.arm,
+        "target": _finite(task.target),
         "best_peer": task.best_peer.arm if task.best_peer else None,
         "arms": {arm.arm: _arm_json(task, arm) for arm in task.arms},
     }
@@ -155,8 +200,15 @@ def _arm_json(task: TaskSummary, arm: ArmSummary) -> dict[str, Any]:
     return {
         "backend": arm.backend,
         "peer": arm.peer,
-        "lr": arm.lr,
+        "shape": arm.cell.shape if arm.cell else None,
+        "lr": arm.cell.lr if arm.cell else None,
         "lr_on_edge": arm.on_edge,
+        "samples_to_target": [_finite(run.samples_to(task.target)) for run in arm.runs],
+        "times_fewer_samples": {
+            than: _difference_json(task.saving(arm, other))
+            for than, other in others.items()
+            if other is not None and other is not arm and arm.runs and other.runs
+        },
         "seeds": [run.key.seed for run in arm.runs],
         **{name: _level_json(arm.of(metric)) for name, metric in metrics.items()},
         "minus": {
@@ -164,7 +216,7 @@ def _arm_json(task: TaskSummary, arm: ArmSummary) -> dict[str, Any]:
             for to, other in others.items()
             if other is not None and other is not arm
         },
-        "sweep": {f"{rate:g}": [_finite(area(run)) for run in runs] for rate, runs in arm.sweep.items()},
+        "sweep": {str(cell): [_finite(area(run)) for run in runs] for cell, runs in arm.sweep.items()},
     }
 
 
@@ -212,7 +264,8 @@ def _run_row(phase: str, backend: str, run: Result) -> dict[str, Any]:
         "task": key.task,
         "arm": key.arm,
         "backend": backend,
-        "lr": f"{key.lr:g}",
+        "shape": key.cell.shape,
+        "lr": f"{key.cell.lr:g}",
         "seed": key.seed,
         **{name: f"{value:.6f}" for name, value in metrics.items()},
     }

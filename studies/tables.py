@@ -7,52 +7,107 @@ from collections.abc import Sequence
 
 from oblr_megatron.formatting import MISSING
 from studies.plan import Plan
-from studies.statistics import Difference, Interval, bootstrap_interval, t_interval
+from studies.statistics import Difference, Interval, bootstrap_interval, holm, t_interval
 from studies.summary import ArmSummary, TaskSummary, area, drop, environment, final, final_greedy
+from studies.sweep import Cell
 
 
 def document(plan: Plan, tasks: Sequence[TaskSummary]) -> str:
     """The contents of summary.md."""
-    seeds, samples = len(plan.seeds), plan.num_steps * plan.num_prompts * plan.group_size
+    seeds, samples = len(plan.seeds), plan.num_steps * plan.samples_per_step
     where = environment()
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     rates = ", ".join(map(str, plan.sweep_seeds))
-    head = [
-        "# Learning curves",
-        "",
-        f"{samples:,} samples per run: {plan.num_steps} steps of {plan.num_prompts} x {plan.group_size} responses;",
-        f'{seeds} seeds, skill "{plan.skill}"; rates chosen by the mean area over the sweep\'s seeds {rates}.',
-        f"{where['date']}, {where['machine']}; {versions}.",
-        "",
-        "Accuracy: held-out questions, mean over sampled responses, between 0 and 1. *area*: mean height of the curve.",
-        "*drop*: largest fall below the earlier maximum. Brackets: 95% intervals over seeds, by Student's t (*boot*:",
-        "percentile bootstrap). Differences are paired by seed; p is two-sided, from sign flips",
-        f"({seeds} pairs: {2 / 2**seeds:.2g} or more). Neither is corrected for multiple comparisons.",
-        "",
-    ]
-    return "\n".join(head) + overview(tasks) + "".join(section(task) for task in tasks)
+    head = f"""
+# Learning curves
+
+{samples:,} samples per run: {plan.num_steps} steps of {plan.samples_per_step} responses; {seeds} seeds, skill
+"{plan.skill}"; shape (prompts x responses) and rate chosen by the mean area over the sweep's seeds {rates}.
+{where["date"]}, {where["machine"]}; {versions}.
+
+Accuracy: held-out questions, mean over sampled responses, between 0 and 1. *area*: mean height of the curve.
+*drop*: largest fall below the earlier maximum. *target*: an accuracy, {plan.target_share:.0%} of the way from the
+start to the best final accuracy of an arm. *samples*: training samples until the curve first reaches the target,
+geometric mean over seeds. A run that never reaches it counts with its whole budget (marked >). Brackets: 95%
+intervals over seeds, by Student's t (*boot*: percentile bootstrap). Comparisons are paired by seed; p is two-sided,
+from sign flips ({seeds} pairs: {2 / 2**seeds:.2g} or more). *Holm*: p corrected over the tasks of the first table.
+Other p values are not corrected. A best peer is chosen from the same results, in its favour.
+""".lstrip()
+    parts = [overview(tasks), savings(tasks), *map(section, tasks)]
+    return head + "".join(parts)
 
 
 def overview(tasks: Sequence[TaskSummary]) -> str:
-    """The reference and the best peer of each task: area, worst seed, largest drop."""
-    header = ["task", "arm", "area", "worst seed", "largest drop", "best peer", "area", "worst seed", "largest drop"]
+    """The reference against the best peer of each task: samples to the target, with Holm's correction over tasks."""
+    pairs = compared(tasks)
+    tests = [task.saving(task.reference, peer) for task, peer in pairs]
+    header = ["task", "target", "reference", "samples", "best peer", "samples", "times fewer samples", "p", "Holm"]
     rows = [
-        [task.task, *_stability(task.reference), *_stability(peer), *_against(task.reference, peer)[:2]]
-        for task in tasks
-        if (peer := task.best_peer) is not None and peer is not task.reference and task.reference.runs
+        [
+            *(task.task, number(task.target), *_cost(task, task.reference), *_cost(task, peer)),
+            *(_ratio(test), probability(test.p), probability(corrected)),
+        ]
+        for (task, peer), test, corrected in zip(pairs, tests, holm([test.p for test in tests]), strict=True)
     ]
-    return "\n" + table([*header, "difference of area", "p"], rows) if rows else ""
+    return "\n" + table(header, rows) if rows else ""
 
 
-def _stability(arm: ArmSummary) -> list[str]:
-    areas = arm.of(area)
-    return [arm.arm, *map(number, (float(areas.mean()), float(areas.min()), float(arm.of(drop).max())))]
+def compared(tasks: Sequence[TaskSummary]) -> list[tuple[TaskSummary, ArmSummary]]:
+    """The tasks with runs of the reference and of a peer, with the best peer."""
+    return [
+        (task, task.best_peer)
+        for task in tasks
+        if task.best_peer is not None and task.best_peer is not task.reference and task.reference.runs
+    ]
+
+
+def _cost(task: TaskSummary, arm: ArmSummary) -> list[str]:
+    shape = arm.cell.shape if arm.cell else MISSING
+    return [f"{arm.arm} {shape}", samples(task, arm)]
+
+
+def samples(task: TaskSummary, arm: ArmSummary) -> str:
+    """Example: "1,293", or ">4,120 (2 of 10 never)"."""
+    missed = arm.missed(task.target)
+    found = f"{arm.samples(task.target):,.0f}"
+    return f">{found} ({missed} of {len(arm.runs)} never)" if missed else found
+
+
+def _ratio(test: Difference) -> str:
+    interval = test.interval
+    inside = "" if math.isnan(interval.low) else f" [{interval.low:.2f}, {interval.high:.2f}]"
+    return f"{interval.mean:.2f}{inside}"
+
+
+def savings(tasks: Sequence[TaskSummary]) -> str:
+    """Every arm on every task: its samples to the target, relative to the reference's."""
+    seen = [task for task in tasks if task.reference.runs]
+    names = list(dict.fromkeys(arm.arm for task in seen for arm in task.seen))
+    if not seen or len(names) < 2:
+        return ""
+    rows = []
+    for name in names:
+        arms = [next((arm for arm in task.seen if arm.arm == name), None) for task in seen]
+        ratios = [
+            task.saving(task.reference, arm).interval.mean if arm else math.nan
+            for task, arm in zip(seen, arms, strict=True)
+        ]
+        known = [ratio for ratio in ratios if not math.isnan(ratio)]
+        middle = math.exp(sum(map(math.log, known)) / len(known)) if known else math.nan
+        more = [">" if arm and arm.missed(task.target) else "" for task, arm in zip(seen, arms, strict=True)]
+        cells = [
+            MISSING if math.isnan(ratio) else f"{mark}{ratio:.2f}" for mark, ratio in zip(more, ratios, strict=True)
+        ]
+        rows.append([name, f"{middle:.2f}", *cells])
+    head = "\nSamples to the target relative to the reference's (>: some seeds never reach it); mean: geometric.\n\n"
+    return head + table(["arm", "mean", *(task.task for task in seen)], rows)
 
 
 def section(task: TaskSummary) -> str:
     """One task: level and stability, paired differences, sweep."""
     peer = task.best_peer.arm if task.best_peer else MISSING
-    parts = [f"\n## {task.task}\n\nReference: {task.reference.arm}. Best peer by mean area: {peer}.\n"]
+    target = f"Target: {number(task.target)}. Reference: {task.reference.arm}. Best peer: {peer}."
+    parts = [f"\n## {task.task}\n\n{target}\n"]
     if task.seen:
         parts += [levels(task), differences(task)]
     return "\n".join([*parts, sweeps(task)])
@@ -62,8 +117,10 @@ def levels(task: TaskSummary) -> str:
     """Level and stability of every arm, sorted by area."""
     header = [
         "arm",
+        "shape",
         "rate",
         "seeds",
+        "samples",
         "area",
         "boot",
         "final",
@@ -80,8 +137,10 @@ def levels(task: TaskSummary) -> str:
         rows.append(
             [
                 arm.arm + (" (peer)" if arm.peer else ""),
-                f"{arm.lr:g}" + (" (edge)" if arm.on_edge else ""),
+                arm.cell.shape if arm.cell else MISSING,
+                (f"{arm.cell.lr:g}" if arm.cell else MISSING) + (" (edge)" if arm.on_edge else ""),
                 str(len(arm.runs)),
+                samples(task, arm),
                 level(t_interval(areas)),
                 ends(boot),
                 level(t_interval(finals)),
@@ -114,20 +173,24 @@ def _against(arm: ArmSummary, other: ArmSummary) -> list[str]:
 
 
 def sweeps(task: TaskSummary) -> str:
-    """Mean area of every rate tried; the chosen rate is bold."""
-    rates = sorted({rate for arm in task.arms for rate in arm.sweep})
+    """Mean area of every cell tried; the chosen cell is bold."""
+    rates = sorted({cell.lr for arm in task.arms for cell in arm.sweep})
     if not rates:
         return ""
-    rows = [[arm.arm, *(_swept(arm, rate) for rate in rates)] for arm in task.arms if arm.sweep]
-    return "Sweep: mean area by learning rate.\n\n" + table(["arm", *(f"{rate:g}" for rate in rates)], rows)
+    rows = [
+        [arm.arm, f"{shape[0]}x{shape[1]}", *(_swept(arm, Cell(*shape, rate)) for rate in rates)]
+        for arm in task.arms
+        for shape in sorted({cell[:2] for cell in arm.sweep}, reverse=True)
+    ]
+    return "Sweep: mean area by learning rate.\n\n" + table(["arm", "shape", *(f"{rate:g}" for rate in rates)], rows)
 
 
-def _swept(arm: ArmSummary, rate: float) -> str:
-    if rate not in arm.sweep:
+def _swept(arm: ArmSummary, cell: Cell) -> str:
+    if cell not in arm.sweep:
         return ""
-    runs = arm.sweep[rate]
+    runs = arm.sweep[cell]
     text = number(sum(map(area, runs)) / len(runs)) if runs else "failed"
-    return f"**{text}**" if rate == arm.lr else text
+    return f"**{text}**" if cell == arm.cell else text
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def train_table(config: ToyConfig) -> dict[str, Any]:
     """The `oblr-megatron train` config that corresponds to a toy run's config."""
-    from studies.start import MAX_POSITIONS, task_named
+    from studies.start import task_named
 
     task, start = task_named(config.task), Path(config.start_dir)
     return {
@@ -26,7 +26,7 @@ def train_table(config: ToyConfig) -> dict[str, Any]:
         "model": {"path": str(start / "model"), "make_vocab_size_divisible_by": 1},
         "data": {
             "train": str(start / "train.jsonl"),
-            "max_prompt_tokens": MAX_POSITIONS - task.max_response_tokens,
+            "max_prompt_tokens": task.max_positions - task.max_response_tokens,
         },
         "rollout": {
             "temperature": config.temperature,
@@ -36,6 +36,7 @@ def train_table(config: ToyConfig) -> dict[str, Any]:
         },
         "reward": {"name": f"studies.rewards:{task.name}"},
         "algo": config.algo.model_dump(mode="json", exclude={"preset"}),
+        "gradnorm": {"source": config.norm_source},
         "optimizer": config.optimizer.model_dump(mode="json"),
         "evaluate": {
             "data": {task.name: str(start / "heldout.jsonl")},

@@ -19,8 +19,14 @@ def run(backend: str, config: ToyConfig) -> int:
     """Run the config on a backend; returns the exit status.
 
     Raises:
-        UserError: the backend is unknown.
+        UserError: the backend is unknown, or only the toy trainer has the task's rewards.
     """
+    from studies.start import task_named
+
+    task = task_named(config.task)
+    if backend != "toy" and (task.scale, task.shift) != (1.0, 0.0):
+        what = f"task {task.name} has shifted rewards, which the backend {backend} does not know"
+        raise UserError(what, where="backend", fix='use backend = "toy" for this task')
     match backend:
         case "toy":
             from studies.toy_trainer import run_toy

@@ -31,6 +31,9 @@ class Task:
     draw: Callable[[random.Random], Row]
     reward: Callable[[str, str], float]  # (response, answer) -> 0..1; 1 is right
     teach: Callable[[Row, random.Random, float], str]  # an answer that is right with about this probability
+    max_positions: int = 64  # longest question and response together
+    scale: float = 1.0  # training rewards are scale * reward + shift; evaluation uses the reward
+    shift: float = 0.0
 
     def rows(self, num_train: int = 4096, num_held_out: int = 256) -> tuple[list[Row], list[Row]]:
         """(train, held out): distinct questions, none in both sets, the same on every call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import zip_longest
 
 from studies.tasks.base import Row, Task
 
@@ -27,7 +28,8 @@ def teach(row: Row, generator: random.Random, share_right: float) -> str:
         wrong = (int(row.answer[place]) + generator.randint(1, 9)) % 10
         return f"{row.answer[:place]}{wrong}{row.answer[place + 1 :]}"
     a, b = row.question.rstrip("=").split("+")
-    return "".join(str((int(x) + int(y)) % 10) for x, y in zip(reversed(a), reversed(b), strict=True))
+    digits = zip_longest(reversed(a), reversed(b), fillvalue="0")
+    return "".join(str((int(x) + int(y)) % 10) for x, y in digits)
 
 
 SUMS = Task(

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from studies.jobs import Ended, Job, run_jobs, to_do
 from studies.results import ASKED_FILE, Key
+from studies.sweep import Cell
 
 WORKER = '''
-"""Accuracy is best at lr = 1e-3. The file $ORDERS, if it exists, says at which step to fail, die or wait."""
+"""Accuracy is best at lr = 1e-3 and at G = 2. The file $ORDERS, if it exists, says when to fail, die or wait."""
 import json, math, os, signal, sys, time
 from pathlib import Path
 from oblr_megatron.runtime.processes import die_with
@@ -27,7 +28,7 @@ orders = json.loads(Path(os.environ.get("ORDERS", os.devnull)).read_text() or "{
 source = config["algo"].get("schedule_from")
 if source:
     assert '"step": %d' % config["num_steps"] in (Path(source) / "metrics.jsonl").read_text(), "incomplete source"
-best = max(0.0, 0.5 - 0.2 * abs(math.log10(config["optimizer"]["lr"]) + 3))
+best = max(0.0, 0.5 - 0.2 * abs(math.log10(config["optimizer"]["lr"]) + 3) + 0.05 * (config.get("group_size") == 2))
 with (run_dir / "metrics.jsonl").open("w") as file:
     for step in range(config["num_steps"] + 1):
         if step == orders.get("fail"):
@@ -42,6 +43,11 @@ with (run_dir / "metrics.jsonl").open("w") as file:
         file.write(json.dumps(record) + "\\n")
         file.flush()
 '''
+
+
+def key_of(task: str, arm: str, lr: float, seed: int, shape: tuple[int, int] = (16, 8)) -> Key:
+    """A run at the default shape of a plan."""
+    return Key(task, arm, Cell(*shape, lr), seed)
 
 
 def worker(directory: Path) -> list[str]:
@@ -60,13 +66,13 @@ def config_of(key: Key, out: Path, num_steps: int = 4) -> dict:
         "seed": key.seed,
         "num_steps": num_steps,
         "algo": {"baseline": "rloo"},
-        "optimizer": {"lr": key.lr},
+        "optimizer": {"lr": key.cell.lr},
     }
 
 
 def job_of(tmp_path: Path, seed: int, needs: Job | None = None, **config: object) -> Job:
     """A run of the fake backend. With `needs` it takes that run's learning rates."""
-    key = Key("sums", "control" if needs else "rloo", 1e-3, seed)
+    key = key_of("sums", "control" if needs else "rloo", 1e-3, seed)
     table = config_of(key, tmp_path) | config
     if needs:
         table["algo"] = {"schedule_from": str(needs.run_dir)}

@@ -19,20 +19,20 @@ from oblr_megatron.config import parse_config
 from oblr_megatron.errors import EXIT_USER, UserError
 from studies.curves import Curves
 from studies.plan import load_plan
-from studies.results import Key, read_result
+from studies.results import read_result
 from studies.study_command import STUDIES
 from studies.summary import summarise
 from studies.tasks import TASKS
-from tests.unit.studies.runs import worker
+from tests.unit.studies.runs import key_of, worker
 from tests.unit.test_imports import loaded_by
 
+SHAPE = (4, 2)
 PLAN = """
 tasks = ["sums"]
 seeds = 2
 sweep_seeds = [10]
 num_steps = 2
-num_prompts = 4
-group_size = 2
+shapes = ["4x2"]
 evaluate_every = 1
 reference = "ours"
 learning_rates = [0.1, 0.01]
@@ -74,30 +74,30 @@ def test_both_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     study.run()
     assert not study.failed
     assert runs_of(study.out) == {
-        *(f"sums/ours/lr{rate}/seed10" for rate in ("0.1", "0.01", "0.001", "0.0001")),
-        *(f"sums/ours/lr0.001/seed{seed}" for seed in (0, 1)),
-        *(f"sums/shuffled/lr0.001/seed{seed}" for seed in (0, 1)),  # at the rate chosen for ours
-        *(f"sums/rloo/lr0.002/seed{seed}" for seed in (0, 1)),  # one rate: no sweep
-        *(f"sums/decay/lr0.02/seed{seed}" for seed in (0, 1)),
-        *(f"sums/ours/lr0.02/seed{seed}" for seed in (0, 1)),  # these supply the rates of decay
+        *(f"sums/ours/4x2/lr{rate}/seed10" for rate in ("0.1", "0.01", "0.001", "0.0001")),
+        *(f"sums/ours/4x2/lr0.001/seed{seed}" for seed in (0, 1)),
+        *(f"sums/shuffled/4x2/lr0.001/seed{seed}" for seed in (0, 1)),  # at the rate chosen for ours
+        *(f"sums/rloo/4x2/lr0.002/seed{seed}" for seed in (0, 1)),  # one rate: no sweep
+        *(f"sums/decay/4x2/lr0.02/seed{seed}" for seed in (0, 1)),
+        *(f"sums/ours/4x2/lr0.02/seed{seed}" for seed in (0, 1)),  # these supply the rates of decay
     }
     (task,) = summarise(study.plan, study.out)
-    assert {arm.arm: (arm.lr, arm.on_edge, len(arm.runs)) for arm in task.arms} == {
+    assert {arm.arm: (arm.cell.lr, arm.on_edge, len(arm.runs)) for arm in task.arms} == {
         "ours": (0.001, False, 2),
         "rloo": (0.002, False, 2),
         "shuffled": (0.001, False, 2),
         "decay": (0.02, False, 2),
     }
     printed = capsys.readouterr().out
-    assert "sums ours lr 0.001 seed 0  area 0.450  final 0.700" in printed and "main 10/10" in printed
+    assert "sums ours 4x2 lr 0.001 seed 0  area 0.475  final 0.750" in printed and "sums main 10/10" in printed
     study.run()
-    assert capsys.readouterr().out.splitlines() == ["sweep: 0 of 4 runs to do", "main: 0 of 8 runs to do"]
+    assert capsys.readouterr().out.splitlines() == ["sums sweep: 0 of 4 runs to do", "sums main: 0 of 8 runs to do"]
 
 
 def test_a_control_gets_the_path_of_its_rates(tmp_path: Path) -> None:
     text = PLAN.replace("warmup_steps = 1", 'warmup_steps = 1\nbackend = "train"')
-    job = study_of(tmp_path, text).job(Key("sums", "shuffled", 0.01, 1))
-    source = tmp_path / "out/sums/ours/lr0.01/seed1"
+    job = study_of(tmp_path, text).job(key_of("sums", "shuffled", 0.01, 1, SHAPE))
+    source = tmp_path / "out/sums/ours/4x2/lr0.01/seed1"
     assert job.needs is not None and job.needs.run_dir == source
     assert job.config["algo"]["schedule_from"] == str(source / "train")  # metrics directory of that backend
     assert job.config["seed"] == 1 and job.config["optimizer"]["lr"] == 0.01 and job.config["num_steps"] == 2
@@ -109,12 +109,14 @@ def test_an_arm_without_a_complete_rate_skips_the_main_phase(tmp_path: Path, mon
     monkeypatch.setenv("ORDERS", str(orders))
     study = study_of(tmp_path)
     study.run()
-    assert {str(each.job.key) for each in study.failed} == {f"sums ours lr {rate} seed 10" for rate in ("0.01", "0.1")}
-    assert read_result(Key("sums", "rloo", 0.002, 1), study.out) is not None
+    assert {str(each.job.key) for each in study.failed} == {
+        f"sums ours 4x2 lr {rate} seed 10" for rate in ("0.01", "0.1")
+    }
+    assert read_result(key_of("sums", "rloo", 0.002, 1, SHAPE), study.out) is not None
     orders.write_text("{}")
     again = study_of(tmp_path)
     again.run()
-    assert not again.failed and read_result(Key("sums", "shuffled", 0.001, 1), study.out) is not None
+    assert not again.failed and read_result(key_of("sums", "shuffled", 0.001, 1, SHAPE), study.out) is not None
 
 
 def test_the_same_directory_with_another_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +188,9 @@ def test_toy_runs(tmp_path: Path) -> None:
     rates = {
         arm: sorted(
             json.loads(line)["lr"]
-            for line in (Key("sums", arm, 1e-3, 0).run_dir(study.out) / "metrics.jsonl").read_text().splitlines()[1:]
+            for line in (key_of("sums", arm, 1e-3, 0, SHAPE).run_dir(study.out) / "metrics.jsonl")
+            .read_text()
+            .splitlines()[1:]
         )
         for arm in ("ours", "shuffled")
     }
@@ -200,7 +204,7 @@ def test_the_real_stack_gets_the_toy_config(tmp_path: Path) -> None:
     from studies.train_backend import train_table
 
     job = study_of(tmp_path, PLAN.replace("peer = true", 'peer = true\nbackend = "train"')).job(
-        Key("sums", "rloo", 0.002, 1)
+        key_of("sums", "rloo", 0.002, 1, SHAPE)
     )
     toy = ToyConfig.model_validate(job.config)
     config = parse_config(json.loads(json.dumps(train_table(toy))))

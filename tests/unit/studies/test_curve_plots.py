@@ -19,6 +19,7 @@ from matplotlib.text import Text
 from studies.curve_plots import INK, PEER, TOGETHER, apart, draw_curves, draw_differences, write_charts
 from studies.results import Key, Result
 from studies.summary import ArmSummary, TaskSummary
+from studies.sweep import Cell
 
 
 def task_of(num_arms: int, spread: float = 0.0) -> TaskSummary:
@@ -29,7 +30,7 @@ def task_of(num_arms: int, spread: float = 0.0) -> TaskSummary:
         name = f"arm_{place}"
         runs = [
             Result(
-                Key("sums", name, 1e-3, seed),
+                Key("sums", name, Cell(8, 8, 1e-3), seed),
                 steps,
                 0.2 + (0.05 + spread * place) * steps / 10 + 0.01 * seed,
                 steps,
@@ -37,15 +38,16 @@ def task_of(num_arms: int, spread: float = 0.0) -> TaskSummary:
             )
             for seed in range(3)
         ]
-        arms.append(ArmSummary(name, "toy", place % 2 == 1, 1e-3, False, runs, {1e-3: runs, 1e-2: runs[:1]}))
-    return TaskSummary("sums", arms, arms[0], arms[1])
+        cell, swept = Cell(8, 8, 1e-3), {Cell(8, 8, 1e-3): runs, Cell(8, 8, 1e-2): runs[:1], Cell(32, 2, 1e-3): runs}
+        arms.append(ArmSummary(name, "toy", place % 2 == 1, False, cell, False, runs, swept))
+    return TaskSummary("sums", arms, arms[0], 0.22, arms[1])
 
 
 @pytest.mark.parametrize("num_arms", [2, TOGETHER + 1])
 def test_every_task_gets_its_files(num_arms: int, tmp_path: Path) -> None:
     paths = write_charts([task_of(num_arms)], tmp_path)
     assert {path.name for path in paths} == {
-        f"{n}_sums.{k}" for n in ("curves", "auc", "sweep") for k in ("svg", "png")
+        f"{n}.{k}" for n in ("curves_sums", "auc_sums", "sweep_sums", "savings") for k in ("svg", "png")
     }
     for path in paths:
         if path.suffix == ".svg":

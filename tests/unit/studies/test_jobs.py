@@ -17,10 +17,10 @@ import pytest
 
 from oblr_megatron.errors import UserError
 from studies.jobs import Job, to_do
-from studies.results import Key, is_whole, read_result
+from studies.results import is_whole, read_result
 from studies.start import prepare
 from studies.toy_trainer import ToyConfig
-from tests.unit.studies.runs import job_of, run, write_run
+from tests.unit.studies.runs import job_of, key_of, run, write_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,14 +39,14 @@ def test_runs_are_done_once_and_after_those_they_need(tmp_path: Path) -> None:
     controls = [job_of(tmp_path, source.key.seed, needs=source) for source in sources]
     ended, failed = run([*controls, *sources])
     assert not failed and len(ended) == 6  # a control that starts before its source is complete fails
-    result = read_result(Key("sums", "rloo", 1e-3, 2), tmp_path)
+    result = read_result(key_of("sums", "rloo", 1e-3, 2), tmp_path)
     assert result is not None and result.final == pytest.approx(0.702) and result.auc == pytest.approx(0.452)
     assert to_do([*controls, *sources]) == []
 
 
 def test_a_complete_run_is_kept_and_an_interrupted_one_restarted(tmp_path: Path) -> None:
-    whole = write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5)
-    cut = write_run(tmp_path, Key("sums", "rloo", 1e-3, 1), [0.1] * 5, cut=True)
+    whole = write_run(tmp_path, key_of("sums", "rloo", 1e-3, 0), [0.1] * 5)
+    cut = write_run(tmp_path, key_of("sums", "rloo", 1e-3, 1), [0.1] * 5, cut=True)
     (cut / "leftover").touch()
     ended, failed = run([job_of(tmp_path, seed) for seed in (0, 1)])
     assert [each.job.key.seed for each in ended] == [1] and not failed
@@ -55,7 +55,7 @@ def test_a_complete_run_is_kept_and_an_interrupted_one_restarted(tmp_path: Path)
 
 
 def test_a_truncated_last_line_is_not_the_last_step(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5)
+    run_dir = write_run(tmp_path, key_of("sums", "rloo", 1e-3, 0), [0.1] * 5)
     text = (run_dir / "metrics.jsonl").read_text()
     (run_dir / "metrics.jsonl").write_text(text[:-20])
     assert not is_whole(run_dir, "toy", 4)
@@ -70,20 +70,20 @@ def test_a_truncated_last_line_is_not_the_last_step(tmp_path: Path) -> None:
     ],
 )
 def test_a_complete_run_of_another_config_stops_the_study(tmp_path: Path, change: dict, named: str) -> None:
-    write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5)
+    write_run(tmp_path, key_of("sums", "rloo", 1e-3, 0), [0.1] * 5)
     with pytest.raises(UserError) as caught:
         to_do([job_of(tmp_path, 0, **change)])
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_interrupted_run_of_another_config_is_restarted(tmp_path: Path) -> None:
-    write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5, cut=True)
+    write_run(tmp_path, key_of("sums", "rloo", 1e-3, 0), [0.1] * 5, cut=True)
     assert len(to_do([job_of(tmp_path, 0, optimizer={"lr": 2e-3})])) == 1
 
 
 def test_a_study_that_was_moved_is_the_same(tmp_path: Path) -> None:
     """The backend "toy" was named "lab" in older results."""
-    asked = write_run(tmp_path, Key("sums", "rloo", 1e-3, 0), [0.1] * 5) / "asked.json"
+    asked = write_run(tmp_path, key_of("sums", "rloo", 1e-3, 0), [0.1] * 5) / "asked.json"
     asked.write_text(asked.read_text().replace('"toy"', '"lab"'))
     moved = tmp_path.with_name(tmp_path.name + "-moved")
     tmp_path.rename(moved)
@@ -91,7 +91,7 @@ def test_a_study_that_was_moved_is_the_same(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_holds_something_else_is_not_removed(tmp_path: Path) -> None:
-    run_dir = Key("sums", "rloo", 1e-3, 0).run_dir(tmp_path)
+    run_dir = key_of("sums", "rloo", 1e-3, 0).run_dir(tmp_path)
     run_dir.mkdir(parents=True)
     (run_dir / "thesis.tex").touch()
     with pytest.raises(UserError, match=r"asked\.json.*seed0\]"):
@@ -106,10 +106,11 @@ def test_failures_are_named_and_other_runs_continue(tmp_path: Path, orders: Path
     ended, failed = run([*jobs, control], deadline_s=8.0)
     faults = {str(each.job.key): each.fault for each in failed}
     assert faults == {
-        "sums rloo lr 0.001 seed 0": "status 1: error: it diverged",
-        "sums rloo lr 0.001 seed 1": "SIGKILL: it printed nothing",
-        "sums rloo lr 0.001 seed 2": "ran past its deadline of 8 s",
-        "sums control lr 0.001 seed 0": "not run: sums rloo lr 0.001 seed 0 failed, which supplies its learning rates",
+        "sums rloo 16x8 lr 0.001 seed 0": "status 1: error: it diverged",
+        "sums rloo 16x8 lr 0.001 seed 1": "SIGKILL: it printed nothing",
+        "sums rloo 16x8 lr 0.001 seed 2": "ran past its deadline of 8 s",
+        "sums control 16x8 lr 0.001 seed 0": "not run: sums rloo 16x8 lr 0.001 seed 0 failed, which supplies its "
+        "learning rates",
     }
     assert [each.job.key.seed for each in ended if not each.fault] == [3]
     orders.write_text("{}")
@@ -133,7 +134,7 @@ def test_an_ended_study_ends_its_runs_and_keeps_the_finished_ones(
     tmp_path: Path, orders: Path, number: signal.Signals
 ) -> None:
     orders.write_text(json.dumps({"seed1": {"wait": 2}}))
-    first, second = (Key("sums", "rloo", 1e-3, seed).run_dir(tmp_path) for seed in (0, 1))
+    first, second = (key_of("sums", "rloo", 1e-3, seed).run_dir(tmp_path) for seed in (0, 1))
     study = subprocess.Popen([sys.executable, "-c", STUDY, str(tmp_path), str(ROOT)], stderr=subprocess.DEVNULL)
     until(lambda: is_whole(first, "toy", 4) and '"step": 1' in read(second / "metrics.jsonl"))
     os.kill(study.pid, number)
@@ -186,7 +187,7 @@ def test_toy_runs_are_forks_with_logs_and_deadlines(tmp_path: Path) -> None:
 
 def toy_job(out: Path, start: Path, seed: int, num_steps: int) -> Job:
     """A job as a study creates it."""
-    key = Key("brackets", "rloo", 1e-3, seed)
+    key = key_of("brackets", "rloo", 1e-3, seed)
     config = ToyConfig(
         task="brackets", start_dir=start, run_dir=key.run_dir(out), num_steps=num_steps, num_prompts=4, group_size=2
     )

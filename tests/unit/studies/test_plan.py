@@ -12,7 +12,7 @@ import pytest
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.errors import UserError
 from studies.plan import Plan, load_plan
-from studies.sweep import choose
+from studies.sweep import Cell, choose, select
 
 EXAMPLES = Path(__file__).parents[3] / "examples/study"
 HEAD = """
@@ -67,14 +67,18 @@ def test_selected_arms_include_those_that_supply_their_rates(tmp_path: Path) -> 
         plan.only(["roo"])
 
 
-def test_the_example_plans_use_the_same_number_of_samples() -> None:
+def test_the_example_plans() -> None:
+    """`load_plan` checks that all arms have the same samples; here: what the comparison must contain."""
     plans = {path.stem: load_plan(path) for path in EXAMPLES.glob("*.toml")}
-    curves, peers = plans["curves"], {name for name, arm in plans["curves"].arms.items() if arm.peer}
-    assert peers == {"grpo", "rloo", "opo", "reinforce_pp", "otb"}
-    assert {arm.backend for arm in plans["trl"].arms.values()} == {"toy", "trl_grpo", "trl_rloo"}
+    main = plans["pooled"]
+    assert len(main.seeds) == 10 and sum(task.startswith("gym_") for task in main.tasks) >= 6
+    everywhere = set.intersection(*(set(main.arms_on(task)) for task in main.tasks))
+    assert {"pooled", "pooled_mean", "none", "rloo", "grpo"} <= everywhere
+    assert all(len(main.shapes_of(arm)) >= 3 for arm in ("rloo", "grpo"))
+    assert [arm for arm in main.arms if main.arms[arm].more_samples > 1] == ["rloo_twice"]
+    assert {arm.backend for arm in plans["pooled_stack"].arms.values()} == {"toy", "train", "trl_grpo", "trl_rloo"}
     for plan in plans.values():
-        assert plan.model_copy(update={"tasks": curves.tasks, "arms": curves.arms}) == curves
-        assert not set(plan.seeds) & set(plan.sweep_seeds) and len(plan.seeds) >= 5
+        assert plan.reference == "pooled" and not set(plan.seeds) & set(plan.sweep_seeds) and len(plan.seeds) >= 5
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,11 @@ def test_the_example_plans_use_the_same_number_of_samples() -> None:
         (HEAD + ARMS + "algo.baselin = 'rloo'", ["unknown key 'baselin'", "arms.rloo.algo", "did you mean 'baseline'"]),
         (HEAD + ARMS + "optimizer.lr = 1.0", ["optimizer.lr", "arms.rloo", "learning_rates"]),
         (HEAD + ARMS + "algo.schedule_from = 'x'", ["algo.schedule_from", "rates_of"]),
-        (HEAD + ARMS + "algo.snr.num_folds = 3", ["num_prompts 16", "num_folds 3"]),
+        (HEAD + ARMS + "algo.snr.num_folds = 3", ["16 prompts", "num_folds 3"]),
+        (HEAD + ARMS + "shapes = ['16x4']", ["shape 16x4 has 64 samples a step instead of 128", "arms.rloo"]),
+        (HEAD + ARMS + "shapes = ['16x8']\nmore_samples = 2", ["has 128 samples a step instead of 256"]),
+        (HEAD + ARMS + "shapes = ['16by8']", ["arms.rloo.shapes"]),
+        (HEAD + ARMS + "tasks = ['walk']", ["task 'walk' is not a task of the plan"]),
         (HEAD + ARMS + "rates_of = 'ours'", ["algo.schedule 'constant' with rates_of 'ours'"]),
         (HEAD + ARMS + "sweep = false", ["sweep = false without rates_of"]),
         (HEAD + ARMS + "[arms.x]\nalgo.schedule = 'shuffled'", ["'shuffled' with rates_of ''"]),
@@ -134,5 +142,14 @@ def test_a_rate_that_failed_is_never_the_best_and_bounds_the_grid() -> None:
     assert choose((1.0, 2.0), 2, {1.0: nan, 2.0: nan}).best is None
 
 
-def test_a_grid_of_one_rate_needs_no_sweep() -> None:
-    assert choose((3.0,), 2, {}).best == 3.0
+def test_the_best_rate_is_refined() -> None:
+    means = {1.0: 0.1, 2.0: 0.3, 4.0: 0.2}
+    assert choose((1.0, 2.0, 4.0), 2, means, 1).missing == (1.41, 2.83)
+    last = choose((1.0, 2.0, 4.0), 2, means | {1.41: 0.4, 2.83: 0.1}, 1)
+    assert (last.best, last.on_edge, last.rates) == (1.41, False, (1.0, 1.41, 2.0, 2.83, 4.0))
+    assert choose((1.0, 2.0), 0, {1.0: 0.1, 2.0: 0.3, 1.41: 0.2}, 1).on_edge
+
+
+def test_a_single_cell_needs_no_sweep() -> None:
+    assert select([(8, 8)], (3.0,), 2, 1, {}).best == Cell(8, 8, 3.0)
+    assert select([(8, 8), (32, 2)], (3.0,), 2, 0, {}).best is None

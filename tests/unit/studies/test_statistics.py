@@ -9,9 +9,11 @@ from scipy import stats
 from studies.statistics import (
     area_under_curve,
     bootstrap_interval,
+    holm,
     largest_drop,
     paired_difference,
     sign_flip_p,
+    steps_to,
     t_interval,
 )
 
@@ -100,3 +102,23 @@ def test_the_largest_drop_is_from_the_best_so_far() -> None:
     assert largest_drop(np.array([0.1, 0.5, 0.3, 0.6, 0.55])) == pytest.approx(0.2)
     assert largest_drop(np.array([0.1, 0.2, 0.2, 0.9])) == 0.0
     assert largest_drop(np.array([0.9, 0.5, 0.7, 0.2])) == pytest.approx(0.7)
+
+
+def test_holm_rejects_what_the_step_down_rule_rejects() -> None:
+    """Holm 1979: in ascending order, reject while p <= level / (tests left)."""
+    values = list(np.random.default_rng(3).uniform(0, 0.1, 8))
+    for level in (0.01, 0.05, 0.2):
+        rejected, ordered = set(), sorted(range(8), key=lambda index: values[index])
+        for rank, index in enumerate(ordered):
+            if values[index] > level / (8 - rank):
+                break
+            rejected.add(index)
+        assert {index for index, p in enumerate(holm(values)) if p <= level} == rejected
+    assert holm([0.7, 0.9]) == [1.0, 1.0] and holm([]) == []
+
+
+def test_steps_to_a_target() -> None:
+    steps, values = np.array([0.0, 10.0, 20.0, 30.0]), np.array([0.2, 0.5, 0.4, 0.9])
+    assert steps_to(steps, values, 0.1) == 0 and steps_to(steps, values, 0.5) == 10
+    assert steps_to(steps, values, 0.35) == pytest.approx(5) and steps_to(steps, values, 0.65) == pytest.approx(25)
+    assert steps_to(steps, values, 0.95) == float("inf")

@@ -16,10 +16,11 @@ import pytest
 from oblr_megatron.errors import UserError
 from studies.curves import write_summary
 from studies.plan import Plan
-from studies.results import Key
+from studies.results import selection_of
 from studies.summary import area, drop, final, summarise
+from studies.sweep import Cell
 from studies.tables import document
-from tests.unit.studies.runs import write_run
+from tests.unit.studies.runs import key_of, write_run
 
 RATES = (1e-3, 1e-2, 1e-1)
 ARMS = ("ours", "good", "bad")
@@ -50,16 +51,16 @@ def out(tmp_path: Path) -> Path:
     for arm, level in zip(ARMS, (0.5, 0.48, 0.3), strict=True):
         for rate, less in zip(RATES, (0.05, 0.0, 0.1), strict=True):
             for seed in (10, 11):
-                write_run(tmp_path, Key("sums", arm, rate, seed), curve(level - less))
+                write_run(tmp_path, key_of("sums", arm, rate, seed), curve(level - less))
         for seed in range(3):
-            write_run(tmp_path, Key("sums", arm, 1e-2, seed), curve(level + 0.03 * seed))
+            write_run(tmp_path, key_of("sums", arm, 1e-2, seed), curve(level + 0.03 * seed))
     return tmp_path
 
 
 def test_levels_and_pairs(out: Path) -> None:
     (task,) = summarise(plan_of(), out)
     ours, good, bad = task.arms
-    assert [arm.lr for arm in task.arms] == [1e-2] * 3 and not ours.on_edge
+    assert [arm.cell.lr for arm in task.arms] == [1e-2] * 3 and not ours.on_edge
     assert ours.of(area) == pytest.approx(np.array([0.5, 0.53, 0.56]))
     assert ours.of(final) == pytest.approx(np.array([0.4, 0.43, 0.46]))
     assert bad.of(drop) == pytest.approx(np.array([0.2] * 3))
@@ -79,27 +80,27 @@ def test_sweep_runs_are_not_compared(out: Path) -> None:
 
 
 def test_only_common_seeds_are_paired(out: Path) -> None:
-    (Key("sums", "good", 1e-2, 1).run_dir(out) / "metrics.jsonl").unlink()
+    (key_of("sums", "good", 1e-2, 1).run_dir(out) / "metrics.jsonl").unlink()
     (task,) = summarise(plan_of(), out)
     assert task.arms[1].against(task.reference, area).pairs == 2 and len(task.arms[1].runs) == 2
 
 
 def test_a_rate_with_a_run_missing_is_not_chosen(out: Path) -> None:
-    (Key("sums", "good", 1e-2, 11).run_dir(out) / "metrics.jsonl").unlink()
+    (key_of("sums", "good", 1e-2, 11).run_dir(out) / "metrics.jsonl").unlink()
     (task,) = summarise(plan_of(grid_extensions=0), out)
-    assert task.arms[1].lr == 1e-3 and task.arms[1].on_edge and not task.arms[1].runs
+    assert task.arms[1].cell.lr == 1e-3 and task.arms[1].on_edge and not task.arms[1].runs
     assert task.best_peer is task.arms[2]
 
 
 def test_a_best_rate_on_the_edge_is_marked(out: Path) -> None:
     for seed in (10, 11):
-        write_run(out, Key("sums", "bad", 1e-4, seed), curve(0.4))
+        write_run(out, key_of("sums", "bad", 1e-4, seed), curve(0.4))
     for seed in range(3):
-        write_run(out, Key("sums", "bad", 1e-4, seed), curve(0.4))
+        write_run(out, key_of("sums", "bad", 1e-4, seed), curve(0.4))
     plan = plan_of(learning_rates=[1e-4, 1e-3, 1e-2], grid_extensions=0)
     (task,) = summarise(plan, out)
-    assert (task.arms[2].lr, task.arms[2].on_edge) == (1e-4, True)
-    assert "| bad (peer) | 0.0001 (edge) | 3 |" in document(plan, [task])
+    assert (task.arms[2].cell.lr, task.arms[2].on_edge) == (1e-4, True)
+    assert "| bad (peer) | 16x8 | 0.0001 (edge) | 3 |" in document(plan, [task])
 
 
 def test_the_files(out: Path) -> None:
@@ -111,20 +112,63 @@ def test_the_files(out: Path) -> None:
     assert good["minus"]["reference"]["area"]["mean"] == pytest.approx(-0.02)
     assert good["area"]["by_seed"] == pytest.approx([0.48, 0.51, 0.54]) and good["area"]["min"] == pytest.approx(0.48)
     assert good["sweep"] == {
-        "0.001": [pytest.approx(0.43)] * 2,
-        "0.01": [pytest.approx(0.48)] * 2,
-        "0.1": [pytest.approx(0.38)] * 2,
+        "16x8/lr0.001": [pytest.approx(0.43)] * 2,
+        "16x8/lr0.01": [pytest.approx(0.48)] * 2,
+        "16x8/lr0.1": [pytest.approx(0.38)] * 2,
     }
     assert found["tasks"]["sums"]["best_peer"] == "good" and found["plan"]["seeds"] == [0, 1, 2]
     rows = list(csv.DictReader((out / "runs.csv").open()))
     assert len(rows) == 3 * (3 * 2 + 3) and sum(row["phase"] == "main" for row in rows) == 9
     assert float(rows[-1]["area"]) == pytest.approx(0.36)
     text = (out / "summary.md").read_text()
-    assert "| ours | 0.01 | 3 | 0.530 [0.455, 0.605] |" in text
+    assert "| ours | 16x8 | 0.01 | 3 | 128 | 0.530 [0.455, 0.605] |" in text
     assert "| good | -0.020 [-0.020, -0.020] | 0.25 | -0.020 [-0.020, -0.020] | 0.25 | – | – | – | – |" in text  # noqa: RUF001
-    assert "| good | 0.430 | **0.480** | 0.380 |" in text
-    first = "| sums | ours | 0.530 | 0.500 | 0.200 | good | 0.510 | 0.480 | 0.200 | +0.020 [+0.020, +0.020] | 0.25 |"
-    assert first in text
+    assert "| good | 16x8 | 0.430 | **0.480** | 0.380 |" in text
+    assert "savings.svg" in names and "| sums | 0.415 | ours 16x8 | 128 | good 16x8 |" in text
+
+
+def rising(slope: float, num_steps: int = 4) -> list[float]:
+    return [slope * step for step in range(num_steps + 1)]
+
+
+def test_samples_to_the_target(tmp_path: Path) -> None:
+    """Accuracies rise linearly, so that the samples to a target are inversely proportional to the slope."""
+    plan = plan_of(
+        learning_rates=[1e-2], arms={"ours": {}, "good": {"peer": True}, "more": {"peer": True, "more_samples": 2}}
+    )
+    for seed in range(3):
+        write_run(tmp_path, key_of("sums", "ours", 1e-2, seed), rising(0.2))
+        write_run(tmp_path, key_of("sums", "good", 1e-2, seed), rising((0.05, 0.11, 0.15)[seed]))
+        write_run(tmp_path, key_of("sums", "more", 1e-2, seed, (16, 8)), rising(0.25))
+    (task,) = summarise(plan.model_copy(update={"target_share": 0.5}), tmp_path)
+    assert task.target == pytest.approx(0.4) and task.best_peer is task.arms[1]  # a control sets no target
+    ours, good, _ = task.arms
+    assert ours.samples(task.target) == pytest.approx(2 * 128)
+    assert [run.samples_to(task.target) / 128 for run in good.runs] == pytest.approx([np.inf, 0.4 / 0.11, 0.4 / 0.15])
+    assert good.missed(task.target) == 1
+    saving = task.saving(ours, good)
+    assert saving.interval.mean == pytest.approx(
+        (4 * 0.4 / 0.11 * 0.4 / 0.15) ** (1 / 3) / 2
+    )  # the first counts its budget
+    assert saving.p == 2 / 2**3 and saving.interval.low < saving.interval.mean < saving.interval.high
+    text = document(plan, [task])
+    assert "| sums | 0.400 | ours 16x8 | 256 | good 16x8 | >" in text and "(1 of 3 never)" in text
+
+
+def test_the_best_shape_is_chosen_then_its_rates_are_refined(tmp_path: Path) -> None:
+    plan = plan_of(shapes=["16x8", "64x2"], arms={"ours": {}}, grid_extensions=0, grid_refinements=1)
+    heights = {(16, 8): (0.3, 0.4, 0.2), (64, 2): (0.35, 0.5, 0.1)}
+    for shape, levels in heights.items():
+        for rate, level in zip(RATES, levels, strict=True):
+            for seed in (10, 11):
+                write_run(tmp_path, key_of("sums", "ours", rate, seed, shape), curve(level))
+    found = selection_of(plan, tmp_path, "sums", "ours", lambda cell: False)
+    assert found.best is None and len(found.cells) == 8
+    for rate, level in ((3.16e-3, 0.45), (3.16e-2, 0.6)):
+        for seed in (10, 11):
+            write_run(tmp_path, key_of("sums", "ours", rate, seed, (64, 2)), curve(level))
+    found = selection_of(plan, tmp_path, "sums", "ours", lambda cell: False)
+    assert found.best == Cell(64, 2, 3.16e-2) and not found.on_edge
 
 
 def test_without_the_reference_the_levels_remain(out: Path) -> None:
@@ -135,13 +179,13 @@ def test_without_the_reference_the_levels_remain(out: Path) -> None:
 
 
 def test_nothing_to_summarise(tmp_path: Path) -> None:
-    write_run(tmp_path, Key("sums", "ours", 1e-2, 10), curve(0.5), cut=True)
+    write_run(tmp_path, key_of("sums", "ours", 1e-2, 10), curve(0.5), cut=True)
     with pytest.raises(UserError, match=re.escape(f"[{tmp_path}]")):
         summarise(plan_of(), tmp_path)
 
 
 def test_a_damaged_run_is_named(out: Path) -> None:
-    path = Key("sums", "ours", 1e-2, 0).run_dir(out) / "metrics.jsonl"
+    path = key_of("sums", "ours", 1e-2, 0).run_dir(out) / "metrics.jsonl"
     path.write_text(path.read_text().replace("eval/sums/mean_at_k", "eval/sum/mean_at_k"))
     with pytest.raises(UserError, match="eval/sums/mean_at_k") as caught:
         summarise(plan_of(), out)
