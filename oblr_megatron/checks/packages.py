@@ -41,6 +41,8 @@ From 2.17 on it can be imported only where there is a driver. `model/te_taps.py`
 to 2.20.
 """
 
+REASONING_GYM = Package("reasoning-gym", ("reasoning-gym",), ">=0.1.25,<0.2")
+
 PACKAGES: tuple[Package, ...] = (
     Package("oblr-megatron", ("oblr-megatron",), needed=True),
     Package("torch", ("torch",), needed=True),
@@ -52,6 +54,7 @@ PACKAGES: tuple[Package, ...] = (
     Package("apex", ("apex",)),
     Package("flash-attn", ("flash-attn-3", "flash-attn")),
     Package("nvidia-modelopt", ("nvidia-modelopt",), ">=0.47,<0.48"),
+    REASONING_GYM,
 )
 
 
@@ -93,3 +96,16 @@ def require_scipy() -> None:
     """
     if find_spec("scipy") is None:
         raise UserError("scipy is not installed", where="study", fix="pip install 'oblr-megatron[study]'")
+
+
+def require_reasoning_gym(where: str) -> None:
+    """Refuse a source or reward that needs reasoning-gym if it is not installed, or in a version that is not accepted.
+
+    Raises:
+        UserError: see above.
+    """
+    found = REASONING_GYM.found
+    if found is None or not REASONING_GYM.accepts(found[1]):
+        what = f"reasoning-gym {found[1]} is installed" if found else "reasoning-gym is not installed"
+        what += f", {REASONING_GYM.accepted} is accepted" if found else ""
+        raise UserError(what, where=where, fix="pip install 'oblr-megatron[gym]'")

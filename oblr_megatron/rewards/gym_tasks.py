@@ -1,0 +1,116 @@
+"""Tasks of the package reasoning-gym: make one by name, score answers to its items.
+
+The package is imported on first use. This takes two seconds and imports sympy and matplotlib. So the ranks of a run
+leave it to other processes: one that generates rows (data/gym_rows.py), and the workers of the reward.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from functools import lru_cache
+from typing import Any
+
+from oblr_megatron.checks.packages import require_reasoning_gym
+from oblr_megatron.errors import UserError
+
+PREFIX = "reasoning_gym:"
+COLUMN = "reasoning_gym"  # of a generated row; see data/gym_rows.py
+NOT_TASKS = ("composite",)  # it mixes other tasks, as several sources of data.train do
+OWN_OPTIONS = ("seed", "size")  # of every task; keys of a source
+MAX_CAUSE = 200  # characters of the package's own message
+
+EVALUATED = ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
+"""Tasks that hand the answer to sympy, which evaluates it as Python."""
+_CODE = re.compile(r"""_|["'`]|\.\s*[^\W\d]""")
+"""A name with an underscore, a text, an attribute: no formula has one, and code does nothing without them."""
+_READ = ("algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens")
+"""Modules that read an answer in Python's notation for lists with `eval`."""
+
+
+def make_task(name: str, options: Mapping[str, Any], *, seed: int = 0, size: int = 1, where: str = "") -> Any:
+    """The package's data set for a task: `size` items, each a function of the seed and its index.
+
+    Args:
+        name: of the task, e.g. "gcd".
+        options: of the task's config class, e.g. {"max_value": 100}.
+        seed: at least 0; seed + size is at most 2^32.
+        size: number of items.
+        where: for errors.
+
+    Raises:
+        UserError: the package is not installed, has no task of this name, or the task refuses its options.
+    """
+    require_reasoning_gym(where)
+    from reasoning_gym.factory import DATASETS
+
+    names = sorted(DATASETS.keys() - set(NOT_TASKS))
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=3) or [one for one in names if name and name in one]
+        fix = f"use {' or '.join(near[:3])}" if near else f"use one of {', '.join(names)}"
+        raise UserError(f"reasoning-gym has no task {name!r}", where=where, fix=fix)
+    task, config = DATASETS[name]
+    known = {field.name: field.default for field in fields(config) if field.name not in OWN_OPTIONS}
+    if unknown := sorted(options.keys() - known.keys()):
+        fix = f"use {', '.join(known)}" if known else "leave options out"
+        raise UserError(f"the task {name!r} has no option {unknown[0]!r}", where=where, fix=fix)
+    try:
+        return task(config=config(**options, seed=seed, size=size))
+    except Exception as error:  # the package checks by asserts, and wrong types raise what they happen to
+        shown = ", ".join(f"{key} = {value!r}" for key, value in known.items() if value is not MISSING)
+        raise UserError(
+            f"the task {name!r} refuses its options: {cause_of(error)}",
+            where=where,
+            fix=f"correct them; the defaults are {shown}" if shown else "correct them",
+        ) from error
+
+
+def cause_of(error: BaseException) -> str:
+    """Class and message of an error, in one short line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_CAUSE]
+
+
+def extracted(response: str) -> str | None:
+    """The text of the last <answer>...</answer>, trimmed; None without one. As the package's `extract_answer`.
+
+    Example: "so <answer> 4 </answer>" -> "4"
+    """
+    found, start = None, 0
+    while (opened := response.find("<answer>", start)) >= 0:
+        opened += len("<answer>")
+        closed = response.find("</answer>", opened)
+        if closed < 0:
+            break
+        found, start = response[opened:closed].strip(), closed + len("</answer>")
+    return found
+
+
+def score(answer: str, row: Mapping[str, Any]) -> float:
+    """The task's own score of an answer, 0 to 1. Runs in the worker processes.
+
+    Raises:
+        ValueError: the row is not one of a reasoning_gym source.
+    """
+    if COLUMN not in row:
+        raise ValueError(f"the row has no column {COLUMN!r}: its source is not {PREFIX}NAME")
+    item = row[COLUMN]
+    if item["name"] in EVALUATED and _CODE.search(answer):
+        return 0.0
+    return float(_scorer(item["name"], repr(item["options"])).score_answer(answer, ast.literal_eval(item["entry"])))
+
+
+@lru_cache(maxsize=64)
+def _scorer(name: str, options: str) -> Any:
+    return make_task(name, ast.literal_eval(options), where=f"{PREFIX}{name}")
+
+
+def warm_up() -> None:
+    """Import the package, once for all workers. Answers are data there: `eval` reads literals only."""
+    import reasoning_gym  # noqa: F401
+
+    for module in _READ:
+        sys.modules[f"reasoning_gym.{module}"].__dict__["eval"] = ast.literal_eval
