@@ -7,7 +7,7 @@ A small Qwen3 learns two-digit sums. Supervised learning on answers of mixed qua
     1. sample     G responses o_i to each of Q prompts, with rewards r_i
     2. norms      w_i = ||grad log pi(o_i)||^2, exact: one backward pass for each response
     3. baseline   b_i = sum_{j != i} w_j r_j / sum_{j != i} w_j        (arXiv 2511.23310, Theorem 7, leave-one-out)
-    4. gradient   g = 1/(Q G) sum_i (r_i - b_i) grad log pi(o_i)       taken in R folds of prompts
+    4. gradient   g = 1/(Q G L) sum_i (r_i - b_i) grad log pi(o_i)     L = longest response; in R folds of prompts
     5. rate       eta = eta_0 (shrink / reference)^alpha, shrink = ||grad J||^2 / E||g||^2     (Theorem 4)
                   estimated from the folds of earlier steps; then one Adam step
 
@@ -169,9 +169,9 @@ def fold_gradients(model: Policy, samples: list[Sample], advantages: Tensor, set
     num_parameters, advantages = sum(p.numel() for p in model.parameters()), advantages.flatten()
     folds = torch.zeros(settings.num_folds, num_parameters, dtype=model.dtype)
     for fold, indices in enumerate(torch.arange(len(samples)).chunk(settings.num_folds)):
-        used = [n for n in indices.tolist() if advantages[n] != 0]
+        used, divisor = [n for n in indices.tolist() if advantages[n] != 0], len(indices) * MAX_RESPONSE
         if used:
-            folds[fold] = weighted_score(model, [samples[n] for n in used], advantages[used] / len(indices), settings)
+            folds[fold] = weighted_score(model, [samples[n] for n in used], advantages[used] / divisor, settings)
     return folds
 
 

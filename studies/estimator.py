@@ -54,17 +54,24 @@ class Estimator:
         algo: baseline, loss aggregation, KL penalty and signal-to-noise estimator.
         reference: the KL penalty's reference model; None without a penalty.
         source: what baselines and pools read as w. The statistics use exact norms in any case.
+        token_scale: of the constant aggregation, where `algo` leaves it open.
     """
 
     def __init__(
-        self, policy: ToyPolicy, algo: AlgoConfig, reference: ToyPolicy | None = None, source: NormSource = "exact"
+        self,
+        policy: ToyPolicy,
+        algo: AlgoConfig,
+        reference: ToyPolicy | None = None,
+        source: NormSource = "exact",
+        token_scale: float = 1.0,
     ) -> None:
         self._policy, self._algo, self._reference, self._source = policy, algo, reference, source
+        self._token_scale = algo.token_scale or token_scale
         self._average = torch.zeros(policy.num_parameters, dtype=policy.model.dtype)  # of past gradients
         self._count = 0
 
     def __call__(self, batch: Batch, history: History = NO_HISTORY) -> Estimate:
-        """g = 1/(Q G) sum_i A_i s_i (or its token-wise form) minus the KL penalty's gradient, with fold statistics.
+        """g = 1/(Q G L) sum_i A_i s_i (or its token-wise form) minus the KL penalty's gradient, with fold statistics.
 
         Args:
             batch: responses and rewards.
@@ -114,7 +121,12 @@ class Estimator:
             values = token_advantages(algo.baseline, rewards, weights, lengths, history)
         else:
             values = advantages(algo.baseline, rewards, weights, lengths, algo, history).flatten()
-        return sample_coefficients(values, lengths.flatten(), len(rewards), rewards.shape[1], algo.aggregation)
+        return self._scaled(values, batch)
+
+    def _scaled(self, values: Tensor, batch: Batch) -> Tensor:
+        """Numbers [N] or [N, T] times the constant of the aggregation."""
+        (num_prompts, group_size), lengths = batch.rewards.shape, batch.lengths.flatten()
+        return sample_coefficients(values, lengths, num_prompts, group_size, self._algo.aggregation, self._token_scale)
 
     def _token_wise(self, batch: Batch, coefficients: Tensor, num_folds: int) -> Tensor:
         """[R, P]: one pass per fold, with one coefficient per token."""
@@ -123,12 +135,8 @@ class Estimator:
         if self._reference is not None:
             with torch.no_grad():
                 slope = kl_slope(logprobs - self._reference.logprobs(batch.samples)[0], self._algo.kl_loss) * mask
-            share = sample_coefficients(
-                torch.full((len(mask),), self._algo.kl_coefficient, dtype=torch.float64),
-                batch.lengths.flatten(),
-                *(len(batch.rewards), batch.rewards.shape[1]),
-                self._algo.aggregation,
-            )
+            beta = torch.full((len(mask),), self._algo.kl_coefficient, dtype=torch.float64)
+            share = self._scaled(beta, batch)
             each_token = each_token - share[:, None] * slope
         size = len(batch.samples) // num_folds
         starts = range(0, len(batch.samples), size)

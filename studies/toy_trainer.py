@@ -101,7 +101,8 @@ class ToyRun:
         self.policy = load(config.start_dir, self.task, temperature=config.temperature)
         penalised = config.algo.kl_coefficient > 0
         reference = load(config.start_dir, self.task, temperature=config.temperature) if penalised else None
-        self._estimator = Estimator(self.policy, config.algo, reference, config.norm_source)
+        scale = float(self.task.max_response_tokens)
+        self._estimator = Estimator(self.policy, config.algo, reference, config.norm_source, scale)
         self._optimizer = make_optimizer(self.policy, config.optimizer)
         self._schedule = build_schedule(
             config.algo, config.optimizer, num_steps=config.num_steps, num_prompts=config.num_prompts, seed=config.seed
@@ -167,8 +168,8 @@ def draw(rows: Sequence[Row], policy: ToyPolicy, task: Task, config: ToyConfig, 
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     asked = [row for row in rows for _ in range(config.group_size)]
     samples = policy.sample([policy.encode(row.question) for row in asked], task.max_response_tokens, generator)
-    rewards = torch.tensor(score_batch(policy, task, asked, samples), dtype=torch.float64)
-    return Batch(samples, rewards.view(len(rows), config.group_size))
+    scores = torch.tensor(score_batch(policy, task, asked, samples), dtype=torch.float64)
+    return Batch(samples, (task.scale * scores + task.shift).view(len(rows), config.group_size))
 
 
 def score_batch(policy: ToyPolicy, task: Task, rows: Sequence[Row], samples: Sequence[Drawn]) -> list[float]:

@@ -68,10 +68,7 @@ class AdvantageRule:
         norms[chosen] = norms_sq
         values = advantages(config.algo.baseline, rewards, norms, lengths, config.algo, self._history)
         values = values.masked_fill(~norms.isfinite(), 0.0)
-        coefficients = sample_coefficients(
-            values.flatten(), lengths.flatten(), len(rewards), rewards.shape[1], config.algo.aggregation
-        )
-        return coefficients.view(rewards.shape)[chosen]
+        return self._scaled(values.flatten()).view(rewards.shape)[chosen]
 
     def of_tokens(self, energies: Tensor) -> Tensor:
         """Coefficients of every token, for a token-wise baseline.
@@ -86,8 +83,13 @@ class AdvantageRule:
         broken = ~energies.isfinite().all(-1, keepdim=True)
         algo = self._config.algo
         values = token_advantages(algo.baseline, rewards, energies.masked_fill(broken, 0.0), lengths, self._history)
-        values = values.masked_fill(broken, 0.0)
-        return sample_coefficients(values, lengths.flatten(), len(rewards), rewards.shape[1], algo.aggregation)
+        return self._scaled(values.masked_fill(broken, 0.0))
+
+    def _scaled(self, values: Tensor) -> Tensor:
+        """Advantages [N] or [N, T] times the constant of the aggregation."""
+        (num_prompts, group_size), config = self._scored.rewards.shape, self._config
+        lengths, aggregation = self._scored.lengths.flatten(), config.algo.aggregation
+        return sample_coefficients(values, lengths, num_prompts, group_size, aggregation, config.token_scale)
 
 
 def usual(norms_sq: Tensor, before: float, share: float = 0.1) -> float:

@@ -13,11 +13,16 @@ Aggregation = Literal["constant", "token_mean", "sample_mean"]
 
 
 def sample_coefficients(
-    advantages: Tensor, lengths: Tensor, num_prompts: int, group_size: int, aggregation: Aggregation = "constant"
+    advantages: Tensor,
+    lengths: Tensor,
+    num_prompts: int,
+    group_size: int,
+    aggregation: Aggregation = "constant",
+    token_scale: float = 1.0,
 ) -> Tensor:
     """The coefficients c_i [N] of sum_t rho_t log pi(o_t) for all N = Q * G samples of the step; or c_{i,t} [N, T].
 
-        constant     A_i / (Q G)           unbiased
+        constant     A_i / (Q G L)         unbiased: L = token_scale is a constant (Dr. GRPO, arXiv 2503.20783)
         token_mean   A_i / sum_j L_j       biased: the divisor depends on o_i's own length (DAPO, arXiv 2503.14476)
         sample_mean  A_i / (Q G L_i)       more biased: E[s_i / L_i] is not 0, so that even a constant reward has a
                                            gradient; long wrong answers are penalised less (GRPO; see arXiv 2503.20783)
@@ -28,6 +33,7 @@ def sample_coefficients(
         num_prompts: Q, prompts of the step, skipped groups included.
         group_size: G.
         aggregation: one of the three above.
+        token_scale: L of "constant", so that the gradient's unit is that of a mean over tokens.
     """
     num_samples = num_prompts * group_size
     assert advantages.shape[:1] == lengths.shape == (num_samples,), (
@@ -38,7 +44,7 @@ def sample_coefficients(
         lengths = lengths[:, None]
     match aggregation:
         case "constant":
-            return advantages / num_samples
+            return advantages / (num_samples * token_scale)
         case "token_mean":
             return advantages / lengths.sum()
         case "sample_mean":

@@ -15,6 +15,8 @@ give it (snr_estimators.py): `folds`, unbiased, and `samples`, which counts such
 
 c = 1 + 1 / (G - 1)^2 leave-one-out, because two responses are in each other's baseline (exact for `rloo`), else 1. This
 needs exact norms: a proxy has no scale. It needs G >= 2 and two folds.
+
+All estimates are in the unit of g, squared: `algo.token_scale` L divides them by L^2.
 """
 
 from __future__ import annotations

@@ -131,6 +131,14 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
                 where=str(checkpoint.path),
                 fix=f"set {name} to {old!r}, or start a new run",
             )
+    old, new = _token_scale(before), _token_scale(config.model_dump(mode="json"))
+    if old != new:
+        raise UserError(
+            f"the checkpoint's gradients are divided by {old:g} tokens, but the config divides by {new:g}; moments and "
+            "averages are in the old unit",
+            where=str(checkpoint.path),
+            fix=f"set algo.token_scale to {old:g}",
+        )
     saved = json.loads((checkpoint.path / "hf" / "config.json").read_text(encoding="utf-8"))
     if ModelShape.of(saved) != ModelShape.of(model.config):
         raise UserError(
@@ -138,6 +146,14 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
             where=str(checkpoint.path),
             fix="set model.path to the model that the run started from",
         )
+
+
+def _token_scale(settings: dict[str, Any]) -> float:
+    """The divisor of a saved configuration's constant aggregation; 1 for others and for those of earlier versions."""
+    algo = settings["algo"]
+    if "token_scale" not in algo or algo["aggregation"] != "constant":
+        return 1.0
+    return float(algo["token_scale"] or settings["rollout"]["max_response_tokens"])
 
 
 def changes(checkpoint: Checkpoint, config: Config) -> list[str]:

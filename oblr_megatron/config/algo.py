@@ -100,7 +100,11 @@ class AlgoConfig(Section):
     length_exponent: float = Field(1.0, ge=0)
     """p of length_loo: weights are response length ** p."""
     aggregation: Literal["constant", "token_mean", "sample_mean"] = "constant"
-    """Divisor of the loss. Only "constant", 1 / (Q G), keeps the gradient unbiased; the others are for comparison."""
+    """Divisor of the loss. Only "constant", 1 / (Q G token_scale), keeps the gradient unbiased (before clipping); the
+    others are for comparison."""
+    token_scale: float | None = Field(None, gt=0)
+    """Tokens that the constant aggregation divides by, so that clip_grad has the usual unit. By default
+    rollout.max_response_tokens, as in Dr. GRPO and TRL. 1: sums over tokens, as in the formulas of papers."""
     kl_coefficient: float = Field(0.0, ge=0)
     """beta of a KL penalty against the initial model. Its gradient is added to g; w stays the norm of the score
     function alone. Costs a second copy of the weights and one more forward pass."""

@@ -42,7 +42,7 @@ class Baseline:
     needs_norms: bool = False
     """Whether b_i reads the squared gradient norms w of its own step, so that they are needed before the gradient."""
     pool: Literal["", "plain", "norms", "energies"] = ""
-    """Weights of the rewards of earlier steps that b_i averages: all equal, w, or token energies. "": b_i reads none."""
+    """Weights of the rewards of earlier steps that b_i averages: all equal, w, or token energies; "": none are read."""
     prior: bool = False
     """Whether a part of b_i comes from the other prompts of the batch, so that it needs two prompts."""
     token_wise: bool = False

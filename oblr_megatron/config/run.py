@@ -65,6 +65,11 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     @property
+    def token_scale(self) -> float:
+        """Tokens that the constant aggregation divides by."""
+        return self.algo.token_scale or self.rollout.max_response_tokens
+
+    @property
     def uses_norms(self) -> bool:
         """Whether a step needs w, exact or estimated: for a baseline, of this or later steps, or for the metrics."""
         facts = BASELINES[self.algo.baseline]

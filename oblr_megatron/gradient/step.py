@@ -1,6 +1,8 @@
 """The gradient of a step: per-sample norms, coefficients, and the policy gradient.
 
-    s_n = grad_theta sum_t rho_t log pi(o_t),   w_n = ||s_n||^2,   c = A(w) / (Q G),   g = -sum_n c_n s_n
+    s_n = grad_theta sum_t rho_t log pi(o_t),   w_n = ||s_n||^2,   c = A(w) / (Q G L),   g = -sum_n c_n s_n
+
+L is `algo.token_scale`.
 
 `gradnorm.mode` decides whether norms and gradient take one pass or two. A token-wise baseline adds a forward pass
 before them. A KL penalty adds a forward pass with the reference weights. Router losses of a mixture add their gradient
@@ -187,7 +189,7 @@ class TrainingGradient:
         beta = config.algo.kl_coefficient * counted.to(torch.float64)
         lengths = torch.tensor([len(sample.response_ids) for sample in samples])
         coefficients = sample_coefficients(
-            beta, lengths, config.num_prompts, config.group_size, config.algo.aggregation
+            beta, lengths, config.num_prompts, config.group_size, config.algo.aggregation, config.token_scale
         )
         batches = self._forward_batches(samples, torch.ones(config.num_prompts, dtype=torch.bool))
         logprobs = self._reference.logprobs(samples, batches, temperature=config.rollout.temperature)

@@ -107,7 +107,7 @@ def config_of(path: str, gradnorm: dict[str, Any], folds: int, **parallel: Any) 
             "group_size": GROUP,
             "model": {"path": path, "dtype": "float64", "make_vocab_size_divisible_by": 8},
             "data": {"train": "unused"},
-            "algo": {"baseline": "optimal", "snr": {"num_folds": folds}},
+            "algo": {"baseline": "optimal", "token_scale": 1, "snr": {"num_folds": folds}},
             "rollout": {"importance_sampling": "token", "importance_cap": 1.1, "temperature": 0.8},
             "parallel": {"micro_batch_tokens": 24} | parallel,
             "gradnorm": gradnorm,

@@ -70,8 +70,9 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         ("algo.baseline=pooled", "gradnorm.mode=inline"),
         ("algo.baseline=pooled", "gradnorm.mode=auto", "gradnorm.sample_fraction=0.5"),
         ("algo.baseline=optimal_pooled",),
+        ("algo.baseline=pooled_token",),
     ],
-    ids=["adam", "bf16", "sgd", "synchronous", "kl", "inline", "subsample", "pull"],
+    ids=["adam", "bf16", "sgd", "synchronous", "kl", "inline", "subsample", "pull", "tokens"],
 )
 def test_four_and_four_steps_are_eight(inputs: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """Weights, masters, moments, schedule and metrics, bit for bit."""
@@ -176,6 +177,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
         (("checkpoint.resume={run}/checkpoints/step_00000004", "seed=1"), "made with seed 0, but the config has 1"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "optimizer.name=sgd"), "with optimizer.name 'adam'"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.schedule=cosine"), "with algo.schedule 'snr'"),
+        (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.token_scale=3"), "but the config divides by 3"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "model.path={other}"), "model differs from"),
         (("run_dir={run}",), "run_dir holds a run"),
         (("checkpoint.resume={weights}",), "holds only weights"),

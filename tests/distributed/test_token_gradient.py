@@ -38,7 +38,7 @@ from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, mak
 from tests.distributed.test_gradnorm_modes import expected as of_oracle
 from tests.tiny import make_hf_dir, make_moe_hf_dir
 
-CAP, TEMPERATURE, BETA = 1.1, 0.8, 0.3  # the first two as in config_of
+CAP, TEMPERATURE, BETA, SCALE = 1.1, 0.8, 0.3, 7.0  # the first two as in config_of
 CASES: dict[str, dict[str, Any]] = {
     "otb": {"baseline": "otb"},
     "otb sample_mean": {"baseline": "otb", "aggregation": "sample_mean"},
@@ -76,7 +76,7 @@ MUTATIONS = {
 def configured(path: str, algo: dict[str, Any], **parallel: Any) -> Config:
     """Norms are computed whether or not the baseline needs them."""
     table = config_of(path, {"mode": "two_pass", "always": True}, folds=4, **parallel).model_dump(exclude_unset=True)
-    return parse_config(table | {"algo": {"snr": {"num_folds": 4}} | algo})
+    return parse_config(table | {"algo": {"snr": {"num_folds": 4}, "token_scale": SCALE} | algo})
 
 
 def on_ranks(path: str, start: str, layouts: Layouts, mutation: str = "") -> dict[tuple[str, str], tuple[Outcome, Any]]:
@@ -186,7 +186,7 @@ def wanted_of(path: str, start: str) -> dict[str, Any]:
 def divisors_of(algo: dict[str, Any]) -> list[float]:
     lengths = [max(1, len(sample.response_ids)) for sample in make_samples()]
     return {
-        "constant": [float(PROMPTS * GROUP)] * len(lengths),
+        "constant": [PROMPTS * GROUP * SCALE] * len(lengths),
         "token_mean": [float(sum(lengths))] * len(lengths),
         "sample_mean": [float(PROMPTS * GROUP * length) for length in lengths],
     }[algo.get("aggregation", "constant")]

@@ -39,7 +39,7 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
             "group_size": 2,
             "model": {"path": "unused"},
             "data": {"train": "unused"},
-            "algo": {"snr": {"num_folds": 2}, **algo},
+            "algo": {"snr": {"num_folds": 2}, "token_scale": 1, **algo},
         }
     )
     parts = SimpleNamespace(

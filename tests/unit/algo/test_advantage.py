@@ -63,7 +63,7 @@ def test_coefficients_of_tokens(aggregation: str) -> None:
     energies = torch.rand(Q * G, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     advantage = AdvantageRule(scored, config_of(baseline="otb", aggregation=aggregation), 0.0)
     divisor = {
-        "constant": torch.full((Q * G,), float(Q * G), dtype=torch.float64),
+        "constant": torch.full((Q * G,), float(Q * G * 512), dtype=torch.float64),  # rollout.max_response_tokens
         "token_mean": scored.lengths.sum().expand(Q * G),
         "sample_mean": Q * G * scored.lengths.flatten(),
     }[aggregation][:, None]

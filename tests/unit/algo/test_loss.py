@@ -39,6 +39,13 @@ def test_a_part_of_the_step_is_refused():
         sample_coefficients(ADVANTAGES[:4], LENGTHS[:4], 3, 2)
 
 
+def test_the_token_scale_divides_the_constant_aggregation_alone():
+    for aggregation, factor in (("constant", 20.0), ("token_mean", 1.0), ("sample_mean", 1.0)):
+        plain = sample_coefficients(ADVANTAGES, LENGTHS, 3, 2, aggregation)
+        scaled = sample_coefficients(ADVANTAGES, LENGTHS, 3, 2, aggregation, 20.0)
+        torch.testing.assert_close(scaled * factor, plain, rtol=1e-15, atol=0)
+
+
 def loss_inputs():
     random = torch.Generator().manual_seed(0)
     logprobs = -torch.rand(3, 4, generator=random, dtype=torch.float64)

@@ -138,7 +138,8 @@ def package_step(single, model, samples, rewards, name):
     keep = active_groups(name, rewards)[:, None]
     norms = single.sq_grad_norms(model, samples, settings).view_as(rewards) * keep
     advantage = advantages(name, rewards, norms, lengths.view_as(rewards), options)
-    coefficients = sample_coefficients(advantage.flatten(), lengths, num_prompts, group_size)
+    scale = single.MAX_RESPONSE
+    coefficients = sample_coefficients(advantage.flatten(), lengths, num_prompts, group_size, "constant", scale)
     folds = []
     for indices in torch.arange(len(samples)).view(settings.num_folds, -1).tolist():
         new, old, mask = single.response_logprobs(model, [samples[n] for n in indices], settings.temperature)
@@ -151,7 +152,7 @@ def package_step(single, model, samples, rewards, name):
 @pytest.mark.parametrize("name", BASELINES)
 def test_a_step_is_the_packages_formulas_and_one_adam_step(single, model, name):
     samples, rewards = make_samples(single, 8, 3, stale=1.0), mixed_rewards(8, 3)
-    settings = single.Settings(baseline=name, clip=0.5, warmup_steps=4)
+    settings = single.Settings(baseline=name, clip=0.1, warmup_steps=4)
     norms, advantage, folds = package_step(single, model, samples, rewards, name)
     gradient = folds.mean(0)
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
@@ -163,7 +164,7 @@ def test_a_step_is_the_packages_formulas_and_one_adam_step(single, model, name):
     assert step.sq_norm == pytest.approx(float(gradient.square().sum()), rel=1e-12)
     assert step.fold_sq_norm == pytest.approx(float(folds.square().sum(-1).mean()), rel=1e-12)
     assert step.lr == settings.lr
-    clipped = gradient * min(1.0, 0.5 / float(gradient.norm()))
+    clipped = gradient * min(1.0, 0.1 / float(gradient.norm()))
     moved = torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before
     first_adam_step = step.lr * clipped / (clipped.abs() + settings.eps)  # both moments are bias-corrected to g, g^2
     torch.testing.assert_close(moved, first_adam_step, rtol=1e-6, atol=1e-11)
