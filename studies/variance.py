@@ -1,6 +1,10 @@
 """`oblr-megatron study variance`: variance of one prompt's gradient under every baseline, at a fixed policy.
 
-    g_q = 1/G sum_i A_i s_i,     tr(H | q) = E||g_q||^2 - ||E g_q||^2
+    g_q = 1/G sum_i A_i s_i,     tr(H) = within + between
+    within = E_q[E||g_q||^2 - ||E g_q||^2],     between = E_q||E g_q||^2 - ||E_q E g_q||^2
+
+The noise of a batch of Q prompts is tr(H) / Q. A baseline changes only the part within a prompt. The part between
+prompts is the same for every unbiased baseline and every G, so it limits what any baseline can save.
 
 The study draws a pool of responses per prompt and computes the inner products of all token scores. Then ||g_q||^2 of
 any group under any baseline, including token-wise ones, is a quadratic form of the advantages; no further backward pass
@@ -9,9 +13,9 @@ Disjoint groups of one deal are independent, so their inner products estimate ||
 bootstrapped over prompts, which covers both sources of randomness: the prompt and its pool.
 
 Baselines that rescale the gradient (grpo, reinforce_pp, group_mean) change the trace by the scale alone. The study
-therefore compares the noise-to-signal ratio tr(H) / ||E g||^2 relative to rloo's. For unbiased baselines this is the
-ratio of traces. `alignment` is the cosine of E g_q with E g_q under the oracle: it shows how much a baseline rotates
-the gradient.
+therefore compares the noise-to-signal ratio within / ||E g||^2 relative to rloo's. For unbiased baselines this is the
+ratio of traces. `total` is on the scale of an unbiased gradient too. `alignment` is the cosine of E g_q with E g_q
+under the oracle: it shows how much a baseline rotates the gradient.
 """
 
 from __future__ import annotations
@@ -29,9 +33,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.history import NO_HISTORY, History
 from oblr_megatron.algo.token_baseline import otb
+from oblr_megatron.algo.weighting import sum_of_others
 from oblr_megatron.config.algo import AlgoConfig
-from oblr_megatron.config.baselines import BASELINES, BaselineName
+from oblr_megatron.config.baselines import BASELINES, Baseline, BaselineName
 from oblr_megatron.errors import EXIT_OK
 from oblr_megatron.metrics import write_whole
 from studies.estimator import energies
@@ -42,7 +48,8 @@ from studies.tasks import TASKS, Row, Skill, Task
 ROWS_AT_ONCE = 128  # token score rows in memory at once: 40 MB
 BOOTSTRAPS = 2000
 OTB, ORACLE = "otb", "oracle"
-PROXIES = {"optimal_prior[logit]": "logit", "optimal_prior[length]": "length"}
+PROXIES = {"optimal_prior[logit]": "logit", "optimal_prior[length]": "length", "pooled[logit]": "logit"}
+DEFAULT_TASKS = ("sums", "mixed", "chain", "walk", "brackets")  # responses of at most ten tokens: O(T^2) memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,37 +60,57 @@ class Pool:
     lengths: Tensor  # [Q, n]
     products: Tensor  # [Q, n, T, n, T] fp32: <s_it, s_ju>, inner products of token scores; 0 past the end
     energies: Tensor  # [Q, n, T] fp64: squared norm of each token's score with respect to the logits
+    gradients: Tensor  # [Q, P]: each prompt's gradient from all n responses, by rloo
 
     @property
     def norms_sq(self) -> Tensor:
         """w [Q, n]: sums of the diagonal blocks of `products`."""
         return torch.einsum("qitiu->qi", self.products.double())
 
+    def weights(self, source: str | None) -> Tensor:
+        """w [Q, n]: the exact norm for None, or a proxy: "logit", "length"."""
+        if source is None:
+            return self.norms_sq
+        return self.energies.sum(-1) if source == "logit" else self.lengths.double()
+
+    @property
+    def mean_sq(self) -> float:
+        """||E_q E g_q||^2, without bias: mean inner product of the gradients of two different prompts."""
+        rows = self.gradients.double()
+        return float((rows.sum(0).square().sum() - rows.square().sum()) / (len(rows) * (len(rows) - 1)))
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One line of the table. Example: Cell("chain", "low", 8, "optimal_prior", 31.2, 0.4, 1.0, 0.91, 0.86, 0.96)."""
+    """One line of the table."""
 
     task: str
     skill: str
     group_size: int
     baseline: str
-    trace: float  # tr(H | q), mean over prompts
+    trace: float  # the part within a prompt, mean over prompts
     signal: float  # ||E g_q||^2, mean over prompts
     alignment: float  # cosine of E g_q with the oracle's, over all prompts; 1 up to noise for unbiased baselines
-    ratio: float  # noise-to-signal ratio (trace / signal) relative to rloo's
-    low: float  # 95% interval of `ratio`
-    high: float
+    ratio: (
+        float | None
+    )  # noise-to-signal ratio (trace / signal) relative to rloo's; None for G = 1, where rloo has none
+    low: float | None  # 95% interval of `ratio`
+    high: float | None
+    between: float  # the part between prompts
+    total: float  # tr(H): `trace` on the oracle's scale + `between`
 
 
 def draw_pool(policy: ToyPolicy, task: Task, rows: Sequence[Row], size: int, seed: int) -> Pool:
     """Draw n = `size` responses to each row and compute the inner products of their token scores."""
     generator = torch.Generator().manual_seed(seed)
     longest = task.max_response_tokens
-    rewards, lengths, products, energy = [], [], [], []
+    rewards, lengths, products, energy, gradients = [], [], [], [], []
     for row in rows:
         samples = policy.sample([policy.encode(row.question)] * size, longest, generator)
-        rewards.append([task.reward(policy.decode(sample.tokens), row.answer) for sample in samples])
+        scored = torch.tensor([task.reward(policy.decode(sample.tokens), row.answer) for sample in samples])
+        rewards.append(scored.double())
+        above = (scored - scored.mean()) / (size - 1)  # (r_i - mean of the others) / n
+        gradients.append(above @ policy.scores(samples))
         lengths.append([len(sample.tokens) for sample in samples])
         products.append(token_products(policy, samples, longest))
         with torch.no_grad():
@@ -91,9 +118,8 @@ def draw_pool(policy: ToyPolicy, task: Task, rows: Sequence[Row], size: int, see
         own = torch.zeros(size, longest, dtype=torch.float64)
         own[:, : mask.shape[1]] = energies(logits, tokens).masked_fill(~mask, 0.0)
         energy.append(own)
-    return Pool(
-        torch.tensor(rewards, dtype=torch.float64), torch.tensor(lengths), torch.stack(products), torch.stack(energy)
-    )
+    found = torch.stack(rewards), torch.tensor(lengths), torch.stack(products), torch.stack(energy)
+    return Pool(*found, torch.stack(gradients))
 
 
 def token_products(policy: ToyPolicy, samples: Sequence[Drawn], longest: int) -> Tensor:
@@ -140,6 +166,7 @@ class Group:
     lengths: Tensor
     energies: Tensor  # [Q, G, T]
     best: Tensor  # [Q, 1]: E[w r] / E[w], from the rest of the pool
+    pooled: dict[str, Tensor]  # baseline -> [Q]: its b from the other prompts, as earlier steps would tell
 
 
 def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
@@ -153,15 +180,37 @@ def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
         proxy = PROXIES.get(name)
         norms = {None: group.norms_sq, "logit": group.energies.sum(-1), "length": group.lengths.double()}[proxy]
         baseline = cast("BaselineName", name.partition("[")[0])
-        values = advantages(baseline, group.rewards, norms, group.lengths, algo)
+        history = History(group.pooled[name]) if name in group.pooled else NO_HISTORY
+        values = advantages(baseline, group.rewards, norms, group.lengths, algo, history)
     return values[..., None].expand(shape)
+
+
+def names_for(group_size: int) -> list[str]:
+    """The baselines that the study measures. With one response to a prompt, only those that read no group remain.
+
+    Left out: `pooled_token`, and `optimal_pooled`, because its pull is a result of earlier steps.
+    """
+    names = [name for name, facts in BASELINES.items() if facts.pool != "energies" and name != "optimal_pooled"]
+    every = [*names, ORACLE, *PROXIES]
+    return [name for name in every if group_size > 1 or name == ORACLE or _facts(name).over == "nothing"]
+
+
+def _facts(name: str) -> Baseline:
+    return BASELINES[cast("BaselineName", name.partition("[")[0])]
+
+
+def pooled_values(pool: Pool, name: str) -> Tensor:
+    """b [Q] of a pooled baseline: the weighted mean reward of all responses to the other prompts."""
+    plain = _facts(name).pool == "plain"
+    weights = torch.ones_like(pool.rewards) if plain else pool.weights(PROXIES.get(name))
+    return sum_of_others((weights * pool.rewards).sum(-1)) / sum_of_others(weights.sum(-1))
 
 
 def measure(pool: Pool, group_size: int, *, num_deals: int, seed: int) -> dict[str, Tensor]:
     """Baseline -> [3, Q] fp64: unbiased E||g_q||^2, ||E g_q||^2, and <E g_q, E g_q under the oracle>."""
     num_prompts, size = pool.rewards.shape
-    names = [*(name for name, facts in BASELINES.items() if facts.pool != "energies"), ORACLE, *PROXIES]
-    algo, norms_sq = AlgoConfig(), pool.norms_sq
+    names, algo, norms_sq = names_for(group_size), AlgoConfig(), pool.norms_sq
+    pooled = {name: pooled_values(pool, name) for name in names if name != ORACLE and _facts(name).pool}
     sums = {name: torch.zeros(3, num_prompts, dtype=torch.float64) for name in names}
     prompts = torch.arange(num_prompts)[:, None]
     for deal in deals(num_prompts, size, group_size, num_deals, seed):
@@ -175,6 +224,7 @@ def measure(pool: Pool, group_size: int, *, num_deals: int, seed: int) -> dict[s
                 lengths=pool.lengths.gather(1, members),
                 energies=pool.energies[prompts, members],
                 best=best,
+                pooled=pooled,
             )
             for name in names:
                 spread[name][prompts, members] = token_wise(name, group, algo)
@@ -210,20 +260,21 @@ def moments(spread: Tensor, other: Tensor, products: Tensor, deal: Tensor) -> Te
     return torch.stack([found[0], found[1], found[3]])
 
 
-def cells(task: str, skill: str, group_size: int, found: dict[str, Tensor], seed: int) -> list[Cell]:
+def cells(task: str, skill: str, group_size: int, found: dict[str, Tensor], mean_sq: float, seed: int) -> list[Cell]:
     """One cell per baseline, with a bootstrap interval over prompts."""
-    num_prompts = found["rloo"].shape[1]
+    num_prompts = found[ORACLE].shape[1]
     picks = np.random.default_rng(seed).integers(0, num_prompts, (BOOTSTRAPS, num_prompts))
-    rloo = _noise_to_signal(found["rloo"], picks)
+    rloo = _noise_to_signal(found["rloo"], picks) if "rloo" in found else None
     truth = float(found[ORACLE][1].mean())
     result = []
     for name, sums in found.items():
-        values = _noise_to_signal(sums, picks) / rloo
-        low, high = np.quantile(values[1:], [0.025, 0.975])
+        values = None if rloo is None else _noise_to_signal(sums, picks) / rloo
+        low, high = (None, None) if values is None else map(float, np.quantile(values[1:], [0.025, 0.975]))
         second, signal, cross = sums.mean(1).tolist()
         aligned = cross / (signal * truth) ** 0.5 if min(signal, truth) > 0 else float("nan")
-        own = (second - signal, signal, aligned, float(values[0]), float(low), float(high))
-        result.append(Cell(task, skill, group_size, name, *own))
+        own = (second - signal, signal, aligned, None if values is None else float(values[0]), low, high)
+        between = truth - mean_sq
+        result.append(Cell(task, skill, group_size, name, *own, between, (second - signal) * truth / signal + between))
     return result
 
 
@@ -238,12 +289,12 @@ def _noise_to_signal(sums: Tensor, picks: NDArray[np.int64]) -> NDArray[np.float
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `study variance`."""
     parser.add_argument("--out", type=Path, required=True, help="results; repeat the command to continue")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
+    parser.add_argument("--tasks", nargs="+", default=list(DEFAULT_TASKS), help=f"some of {', '.join(TASKS)}")
     parser.add_argument(
         "--skills", nargs="+", default=list(get_args(Skill)), choices=get_args(Skill), help="skills of the starts"
     )
     parser.add_argument(
-        "--group-sizes", nargs="+", type=int, default=[2, 4, 8, 16], metavar="G", help="responses per prompt"
+        "--group-sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="G", help="responses per prompt"
     )
     parser.add_argument("--prompts", type=int, default=64, help="Q, prompts per batch")
     parser.add_argument("--pool", type=int, default=64, help="responses per prompt")
@@ -284,5 +335,5 @@ def cells_of(task: Task, skill: Skill, options: argparse.Namespace) -> list[Cell
     lines = []
     for group_size in options.group_sizes:
         found = measure(pool, group_size, num_deals=options.deals, seed=options.seed)
-        lines += cells(task.name, skill, group_size, found, options.seed)
+        lines += cells(task.name, skill, group_size, found, pool.mean_sq, options.seed)
     return lines

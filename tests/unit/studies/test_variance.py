@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from oblr_megatron.cli import main
 from studies.kl import Drawn, shift_per_beta
-from studies.variance import ORACLE, Pool, cells, deals, measure, moments
+from studies.variance import ORACLE, Pool, cells, deals, measure, moments, names_for, pooled_values
 from studies.variance_report import document
 
 ACTIONS = 4
@@ -25,11 +25,14 @@ def bandit_pool(num_prompts: int, size: int, seed: int) -> tuple[Pool, torch.Ten
     scores = torch.eye(ACTIONS, dtype=torch.float64)[actions] - probabilities
     scores = scores.view(num_prompts, size, ACTIONS)
     products = torch.einsum("qip,qjp->qij", scores, scores)
+    above = rewards[actions].view(num_prompts, size)
+    above = above - above.mean(-1, keepdim=True)
     pool = Pool(
         rewards=rewards[actions].view(num_prompts, size),
         lengths=torch.ones(num_prompts, size, dtype=torch.int64),
         products=products[:, :, None, :, None].float(),
         energies=products.diagonal(dim1=1, dim2=2)[..., None],
+        gradients=torch.einsum("qi,qia->qa", above / (size - 1), scores),
     )
     return pool, probabilities, rewards
 
@@ -62,6 +65,43 @@ def test_moments_equal_the_enumeration_of_all_pairs(baseline: str) -> None:
         assert error < 0.2 * truth + 0.01  # otherwise the tolerance is too wide to fail
 
 
+def test_prompts_with_one_gradient_have_no_part_between_them() -> None:
+    """All prompts of the bandit are the same, so ||E_q E g_q||^2 is the signal and `between` is 0 up to noise."""
+    pool, probabilities, rewards = bandit_pool(200, 64, seed=5)
+    _, signal = exact(probabilities, rewards, "rloo")
+    assert pool.mean_sq == pytest.approx(signal, rel=0.1)
+    found = measure(pool, 4, num_deals=1, seed=0)
+    line = cells("bandit", "low", 4, found, pool.mean_sq, seed=0)[0]
+    assert abs(line.between) < 0.1 * signal and line.total == pytest.approx(line.between + line.trace, rel=0.1)
+
+
+def test_the_noise_between_different_prompts_is_measured() -> None:
+    """Half of the prompts have the opposite rewards and so the opposite gradient: all signal lies between prompts."""
+    pool, probabilities, rewards = bandit_pool(200, 64, seed=6)
+    sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(100)[:, None]
+    flipped = replace(pool, rewards=pool.rewards * sign, gradients=pool.gradients * sign)
+    _, signal = exact(probabilities, rewards, "rloo")
+    assert abs(flipped.mean_sq) < 0.05 * signal
+    lines = cells("bandit", "low", 4, measure(flipped, 4, num_deals=1, seed=0), flipped.mean_sq, seed=0)
+    assert {line.baseline: line for line in lines}["rloo"].between == pytest.approx(signal, rel=0.1)
+
+
+def test_a_group_of_one_has_the_baselines_that_read_no_group() -> None:
+    pool, _, _ = bandit_pool(30, 32, seed=7)
+    names = set(names_for(1))
+    assert {"none", "pooled", "pooled_mean", "pooled[logit]", ORACLE} == names <= set(names_for(2))
+    lines = cells("bandit", "low", 1, measure(pool, 1, num_deals=1, seed=0), pool.mean_sq, seed=0)
+    assert {line.baseline for line in lines} == names and all(line.ratio is None for line in lines)
+
+
+def test_pooled_values_leave_the_prompt_out() -> None:
+    pool, _, _ = bandit_pool(3, 8, seed=8)
+    weights = pool.norms_sq
+    expected = (weights[1:] * pool.rewards[1:]).sum() / weights[1:].sum()
+    assert float(pooled_values(pool, "pooled")[0]) == pytest.approx(float(expected))
+    assert float(pooled_values(pool, "pooled_mean")[0]) == pytest.approx(float(pool.rewards[1:].mean()))
+
+
 def test_moments_against_loops() -> None:
     generator = torch.Generator().manual_seed(1)
     prompts, size, length, group = 2, 7, 3, 3
@@ -90,7 +130,7 @@ def test_deals_are_disjoint_groups() -> None:
 
 def test_the_table_has_every_baseline_and_intervals_contain_their_values() -> None:
     pool, _, _ = bandit_pool(30, 32, seed=2)
-    lines = cells("bandit", "low", 4, measure(pool, 4, num_deals=2, seed=0), seed=0)
+    lines = cells("bandit", "low", 4, measure(pool, 4, num_deals=2, seed=0), pool.mean_sq, seed=0)
     by_name = {line.baseline: line for line in lines}
     assert by_name["rloo"].ratio == 1.0 and by_name["optimal"].ratio > by_name[ORACLE].ratio
     assert all(line.low <= line.ratio <= line.high for line in lines)
@@ -124,7 +164,9 @@ def test_a_finished_study_only_rewrites_its_table_and_chart(tmp_path: Path, caps
     """Both come from variance.json. Nothing is measured, so no start is made."""
     pool, _, _ = bandit_pool(20, 16, seed=3)
     lines = [
-        line for size in (2, 4) for line in cells("sums", "low", size, measure(pool, size, num_deals=1, seed=0), 0)
+        line
+        for size in (1, 2, 4)
+        for line in cells("sums", "low", size, measure(pool, size, num_deals=1, seed=0), pool.mean_sq, 0)
     ]
     (tmp_path / "variance.json").write_text(json.dumps([asdict(line) for line in lines]))
     assert main(["study", "variance", "--out", str(tmp_path), "--tasks", "sums", "--skills", "low"]) == 0
