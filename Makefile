@@ -3,9 +3,11 @@
 VENV   ?= .venv
 GPU_VENV ?= .venv-gpu
 # The first of these that starts: a name may be a shim of pyenv for a version that is not selected.
-PYTHON ?= $(shell for python in python3.11 python3.12 python3; \
+PYENV  ?= $(or $(PYENV_ROOT),$(HOME)/.pyenv)
+PYTHON_312 := python3.12 $(lastword $(sort $(wildcard $(PYENV)/versions/3.12.*/bin/python3.12)))
+PYTHON ?= $(shell for python in $(PYTHON_312) python3.11 python3; \
                   do $$python -c "" 2>/dev/null && { echo $$python; break; }; done)
-GPU_PYTHON ?= $(shell for python in python3.12 python3; do $$python -c \
+GPU_PYTHON ?= $(shell for python in $(PYTHON_312) python3; do $$python -c \
                       'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && { echo $$python; break; }; done)
 BIN    := $(VENV)/bin
 
@@ -13,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env gpu-env gpu-test demo check test test-all test-slurm lint format smoke bench lock lock-gpu clean
+.PHONY: env gpu-env gpu-test demo check test test-oldest test-all test-slurm lint format smoke bench lock lock-gpu clean
 
 env: $(VENV)/.ready
 
@@ -49,6 +51,10 @@ check: lint
 # And all other unit tests, parallel layouts, whole runs.
 test: lint
 	$(BIN)/python tools/run_tests.py test
+
+# The whole suite on the oldest supported set: Python 3.11 and megatron-core 0.16.1. Checkpoints also cross to .venv's set.
+test-oldest: env
+	OBLR_OTHER_PYTHON=$(abspath $(BIN)/python) $(MAKE) test VENV=.venv-oldest PYTHON=python3.11
 
 # And what runs nightly: soaks, kills, SLURM jobs, benchmarks, preset dry runs, big conversions.
 test-all: lint
