@@ -19,13 +19,16 @@ import torch.distributed as dist
 from oblr_megatron.checkpoint.resume import Checkpoint, changes, choose
 from oblr_megatron.checks.layout import check_port
 from oblr_megatron.checks.run_dir import check_run_dir
+from oblr_megatron.config.checks import biases
 from oblr_megatron.engine.protocol import RolloutEngine
 from oblr_megatron.evaluation.items import RunItems
+from oblr_megatron.formatting import flatten
 from oblr_megatron.memory.pass_plan import Layout, idle_replicas
 from oblr_megatron.memory.select_mode import ModeChoice, with_mode
 from oblr_megatron.metrics import METRICS_FILE, MetricsWriter, Record, read_metrics
 from oblr_megatron.model import parallel as layout
-from oblr_megatron.observe.alarms import LiveAlarms, floor_of
+from oblr_megatron.observe.alarm_window import planned
+from oblr_megatron.observe.alarms import LiveAlarms
 from oblr_megatron.observe.console import open_display
 from oblr_megatron.observe.performance.profiler import Profiler, open_profiler
 from oblr_megatron.observe.performance.ranks import RankLog
@@ -98,7 +101,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             past = _records_until(config.run_dir, resumed.step) if parallel.rank == 0 else []
             for record in past:
                 display.recall(record)
-        floor = floor_of(config.algo)
+        settings = planned(flatten(config.model_dump(mode="json")).get)
         profiler = stack.enter_context(open_profiler(config, parallel.rank, display.message))
         control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s))
         yield Sampling(
@@ -112,7 +115,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             evaluations=RunItems(config.run_dir / "evaluations" if config.evaluate.save and rank == 0 else None),
             metrics=metrics,
             display=display,
-            alarms=LiveAlarms(config.run_dir, floor, display.message, past) if parallel.rank == 0 else None,
+            alarms=LiveAlarms(config.run_dir, settings, display.message, past) if parallel.rank == 0 else None,
             timer=_timer(display.phase, profiler),
             utilization=Utilization.of(inputs.model.config, config, world_size),
             ranks=RankLog(config.run_dir, control_group, _metrics_until(config, resumed)),
@@ -179,6 +182,8 @@ def _opening_lines(
     if norms is not None:
         yield f"norms by {norms.mode}: {norms.reason}"
         yield f"memory: {norms.estimate.table()}"
+    if not config.rollout.only:
+        yield from (f"warning: {line}" for line in biases(config))
     idle = None if config.rollout.only else idle_replicas(config, Layout.of(hf_config, config, world_size))
     if idle is not None:
         yield idle

@@ -20,10 +20,12 @@ import torch
 from pydantic import Field, model_validator
 
 from oblr_megatron.algo.history import NO_HISTORY
+from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.config import LogConfig, OptimizerConfig, validated
 from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.config.section import Section
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
@@ -78,6 +80,13 @@ class ToyConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        """A baseline of the group has more than one response."""
+        if self.group_size == 1 and BASELINES[self.algo.baseline].needs_group:
+            raise ValueError(f"group_size is 1, but baseline {self.algo.baseline!r} needs other responses in the group")
+        return self
+
 
 def read_config(path: Path) -> ToyConfig:
     """Read a ToyConfig from JSON.
@@ -108,6 +117,7 @@ class ToyRun:
             config.algo, config.optimizer, num_steps=config.num_steps, num_prompts=config.num_prompts, seed=config.seed
         )
         self._pools = pools_of(config.algo)
+        self._split = NoiseSplit(config.algo, config.num_prompts, config.group_size)
         self._order = prompt_order(len(self.train), config)
 
     def step(self, step: int) -> dict[str, float]:
@@ -118,6 +128,7 @@ class ToyRun:
         prompts = [Prompt(row, str(row), "", (), "", self.config.task) for row in rows]
         history = NO_HISTORY if self._pools is None else self._pools.history(prompts)
         estimate = self._estimator(batch, history)
+        self._split.observe(estimate.stats)
         lr = update(self.policy, self._optimizer, self._schedule, estimate, self.config.optimizer, step)
         scored = Scored(batch.rewards, batch.lengths, failures=0)
         if self._pools is not None:
@@ -126,6 +137,7 @@ class ToyRun:
             **step_metrics.of_rewards(batch.rewards),
             **step_metrics.of_baseline(self.config.algo, scored, estimate.norms_sq, history, weights=estimate.weights),
             **self._schedule.metrics(),
+            **self._split.metrics(),
             "response_length/mean": float(batch.lengths.double().mean()),
             "entropy": estimate.stats.entropy,
             "grad_norm": estimate.stats.sq_norm**0.5,

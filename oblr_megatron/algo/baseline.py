@@ -43,18 +43,18 @@ def baseline_values(
         history: of these prompts, for baselines with a `pool`.
 
     Raises:
-        UserError: a reward is not finite, or a leave-one-out baseline has G = 1.
+        UserError: a reward is not finite, or a baseline of the group has G = 1.
     """
     rewards, lengths = rewards.to(torch.float64), lengths.to(torch.float64)
     shapes = [tuple(tensor.shape) for tensor in (rewards, norms_sq, lengths)]
     assert rewards.dim() == 2 and len(set(shapes)) == 1, f"rewards, norms_sq, lengths must be [Q, G], not {shapes}"
     if not rewards.isfinite().all():
         raise UserError("a reward is NaN or infinite", where="reward", fix="return finite rewards")
-    if BASELINES[name].leave_one_out and rewards.shape[1] == 1:
+    if BASELINES[name].needs_group and rewards.shape[1] == 1:
         raise UserError(
             f"baseline {name!r} needs the other responses of the group, and group_size is 1",
             where="group_size",
-            fix='set group_size to 2 or more, or algo.baseline to "none"',
+            fix='set group_size to 2 or more, or algo.baseline to "pooled" or "none"',
         )
     weights, _ = sanitize_norms(norms_sq)
     return FORMULAS[name](rewards, weights, lengths, options, history)

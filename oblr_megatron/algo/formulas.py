@@ -31,7 +31,8 @@ def none(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig
 def group_mean(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig, history: History) -> Tensor:
     """b_i = mean_j r_j, o_i included: GRPO without its std, as in Dr. GRPO (arXiv 2503.20783).
 
-    Because b_i includes o_i, E[g] = (1 - 1/G) grad J: the scale is biased, the direction is not. G = 1: A = 0 always.
+    Because b_i includes o_i, E[g] = (1 - 1/G) grad J: the scale is biased, the direction is not. G = 1 is refused,
+    because A would be 0; verl takes b = 0 there, which is `none`.
     `grpo` (DeepSeekMath, arXiv 2402.03300) has the same b and divides A by the group's standard deviation (denominator
     G - 1). That depends on o_i and biases the direction too.
     """

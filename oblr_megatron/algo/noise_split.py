@@ -30,6 +30,24 @@ from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.types import GradientStats
 
 
+def compared_with_best(between: float, within: float, size: int, best: float) -> tuple[int, float]:
+    """The G of the least noise at equal samples, and the noise with G = size as a multiple of the noise with that G.
+
+    Args:
+        between: part of the noise, above 0.
+        within: part of the noise at G = size, above 0.
+        size: G of the run.
+        best: `snr/best_group_size`; 1 if b reads no response of its own step.
+
+    Example: compared_with_best(90, 50, 8, 3.0) -> (3, 1.4): 8 (90 + 50) against 3 (90 + 350 / 2)
+    """
+    alone = best == 1
+    target = 1 if alone else max(2, round(best))
+    of_responses = within * (size if alone else size - 1)  # V_w
+    least = target * between + of_responses * (1 if alone else target / (target - 1))
+    return target, size * (between + within) / least
+
+
 class NoiseSplit:
     """Averages of `between` and `within` over steps (horizon `algo.snr.horizon`).
 

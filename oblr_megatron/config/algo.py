@@ -29,6 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Theorems 4 and 7 literally: estimates of one batch alone, without averages, floor or bound on the change
     "oblr_po_paper": {
         "baseline": "optimal",
+        "schedule": "snr",
         "snr": {
             "estimator": "plugin",
             "horizon": 1.0,
@@ -111,9 +112,10 @@ class AlgoConfig(Section):
     kl_loss: Literal["k2", "k3"] = "k3"
     """Penalty per token, with d = log pi - log pi_ref. "k2": d^2 / 2; its expected gradient is that of the KL
     divergence. "k3" (GRPO): exp(-d) - 1 + d; its gradient stays bounded where pi_ref is small."""
-    schedule: Literal["constant", "cosine", "snr", "shuffled", "matched_decay"] = "snr"
-    """Learning-rate schedule. The last two are controls that reuse the rates of the run in schedule_from: "shuffled",
-    the same rates in another order; "matched_decay", their log-linear trend with the same mean."""
+    schedule: Literal["constant", "cosine", "snr", "shuffled", "matched_decay"] = "constant"
+    """Learning-rate schedule. "snr" is OBLR-PO's (Theorem 4). The last two are controls that reuse the rates of the run
+    in schedule_from: "shuffled", the same rates in another order; "matched_decay", their log-linear trend with the same
+    mean."""
     schedule_from: Path | None = None
     """Directory of the run that "shuffled" and "matched_decay" take their rates from."""
     snr: SnrConfig = SnrConfig()

@@ -56,6 +56,11 @@ class Baseline:
         return self.over == "others"
 
     @property
+    def needs_group(self) -> bool:
+        """Whether G = 1 makes no sense: b_i has no other response, or is r_i itself, so that A = 0 always."""
+        return self.over in ("others", "group")
+
+    @property
     def zero_on_equal(self) -> bool:
         """Whether A is exactly 0 in a group of equal rewards, so that its passes may be skipped."""
         return self.over in ("others", "group") and not (self.prior or self.pool)

@@ -65,9 +65,9 @@ def blamed(where: str, overrides: Sequence[str], *, key: str = "", text: str = "
 def problems(config: Config) -> Iterator[Problem]:
     """All contradictions between fields."""
     baseline = BASELINES[config.algo.baseline]
-    if config.group_size == 1 and baseline.leave_one_out:
+    if config.group_size == 1 and baseline.needs_group:
         what = f"group_size is 1, but baseline {config.algo.baseline!r} needs other responses in the group"
-        yield what, 'set group_size to 2 or more, or algo.baseline to "none"'
+        yield what, 'set group_size to 2 or more, or algo.baseline to "pooled" or "none"'
     if baseline.prior and config.num_prompts == 1:
         what = f"num_prompts is 1, but baseline {config.algo.baseline!r} takes its prior from the other prompts"
         yield what, 'set num_prompts to 2 or more, or algo.baseline to "optimal" or "rloo"'
@@ -92,6 +92,22 @@ def problems(config: Config) -> Iterator[Problem]:
             f"rollout.push_timeout_s {push:g} is not below parallel.distributed_timeout_s {patience:g}: ranks that "
             "gather weights would time out before the rank that waits for its engine",
             "lower the first or raise the second",
+        )
+
+
+def biases(config: Config) -> Iterator[str]:
+    """What a run may do although it biases the gradient, one line each, for the start of the run."""
+    rollout, facts, penalty = config.rollout, BASELINES[config.algo.baseline], config.algo.kl_coefficient
+    if rollout.dynamic_sampling and not (facts.zero_on_equal and not penalty):
+        cause = "algo.kl_coefficient" if facts.zero_on_equal else f"baseline {config.algo.baseline!r}"
+        yield (
+            "rollout.dynamic_sampling biases the gradient's direction: it drops groups of equal rewards, which have a "
+            f'gradient under {cause}; algo.baseline = "optimal" or "rloo" without a KL penalty has none there'
+        )
+    if rollout.replay is None and (rollout.top_p < 1 or rollout.top_k > 0):
+        yield (
+            f"rollout.top_p {rollout.top_p:g} and top_k {rollout.top_k} bias the gradient: tokens outside the filter "
+            "are never drawn, so the mean score is not 0; 1 and -1 sample from the policy itself"
         )
 
 

@@ -1,6 +1,6 @@
 """Detects problems in a run's metrics: each alarm is one line with a number and a remedy, reported once.
 
-    watch = Watch(floor=0.1)
+    watch = Watch(Planned(num_prompts=64, group_size=8))
     for record in records:                 # as logged, or from metrics.jsonl
         for alarm in watch.take(record):   # alarms raised for the first time
             ...
@@ -13,27 +13,24 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oblr_megatron.algo.noise_split import compared_with_best
 from oblr_megatron.formatting import number
+from oblr_megatron.observe.alarm_window import COLLAPSED, EDGE, SPLIT, Planned, Window
 
 if TYPE_CHECKING:
-    from oblr_megatron.config.algo import AlgoConfig
     from oblr_megatron.metrics import Record
 
 ALARMS_FILE = "alarms.jsonl"
-EDGE = 20  # first and last values of a metric that are compared
-RESTING = 30  # steps at the floor (and a quarter of the run) after which the rate counts as collapsed
-SLOWER = 1.2  # times the median rank's own time; a rank above it for EDGE steps is slow
+RESTING = 30  # steps at a low rate (and a quarter of the run) after which the rate counts as collapsed
+SETTLED = 60  # values of an average before advice is taken from it
+NOISIER = 2.0  # times the noise of the best group size at equal samples
+SMALL, LARGE = 1 / 50, 10.0  # num_prompts as a multiple of the critical batch size
 BEYOND = 5.0  # standard errors between two means; large, because the test is repeated every step
-
-# Steps with equal lengths or equal rewards leave these undefined; that is no problem.
-MAY_BE_UNDEFINED = frozenset({"gradnorm/length_corr", "gradnorm/estimate_corr", "baseline/variance_ratio_vs_rloo"})
-COUNTED = ("gradnorm/nonfinite", "reward/failures", "reward/timeouts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,76 +40,6 @@ class Alarm:
     name: str  # key of CHECKS
     step: int  # at which it was first raised
     text: str
-
-
-@dataclass(slots=True)
-class Course:
-    """The first and last values of one metric."""
-
-    early: list[float] = field(default_factory=list)  # the first EDGE values
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE))  # the last EDGE values
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        if len(self.early) < EDGE:
-            self.early.append(value)
-        self.recent.append(value)
-        self.count += 1
-
-    @property
-    def ends(self) -> tuple[float, float] | None:
-        """Medians of the first and the last values; None while the two overlap."""
-        if self.count < 2 * EDGE:
-            return None
-        return statistics.median(self.early), statistics.median(self.recent)
-
-    @property
-    def risen(self) -> float:
-        """Rise of the mean from the first to the last values, in standard errors; 0 while the two overlap."""
-        if self.count < 2 * EDGE:
-            return 0.0
-        change = statistics.fmean(self.recent) - statistics.fmean(self.early)
-        variance = (statistics.variance(self.recent) + statistics.variance(self.early)) / EDGE
-        return change / max(variance**0.5, 1e-9)
-
-
-@dataclass(slots=True)
-class Window:
-    """What the checks know about the run so far."""
-
-    floor: float | None  # of the shrink factor, see `floor_of`
-    step: int = 0
-    courses: dict[str, Course] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)  # newest value of each metric
-    nulls: Counter[str] = field(default_factory=Counter)  # number of non-finite values by metric
-    totals: Counter[str] = field(default_factory=Counter)  # sums of the COUNTED metrics
-    resting: int = 0  # consecutive steps with the shrink factor at its floor
-    lagging: int = 0  # consecutive steps with the same rank SLOWER than the median
-    laggard: float = -1.0  # that rank
-    cause: str = ""  # first error of the reward
-
-    def take(self, record: Record) -> None:
-        """Add one record of metrics.jsonl."""
-        self.step = int(record["step"] or 0)
-        for name, value in record.items():
-            if value is None:
-                self.nulls[name] += name not in MAY_BE_UNDEFINED
-                continue
-            self.last[name] = value
-            if name in WATCHED:
-                self.courses.setdefault(name, Course()).add(value)
-            if name in COUNTED:
-                self.totals[name] += int(value)
-        shrink = record.get("snr/shrink_ema")
-        if self.floor is not None and shrink is not None:
-            self.resting = self.resting + 1 if shrink <= self.floor * 1.001 else 0
-        rank, ratio = record.get("perf/slowest_rank"), record.get("perf/slowest_rank_ratio")
-        if rank is not None and ratio is not None:
-            self.lagging = 0 if ratio <= SLOWER else self.lagging + 1 if rank == self.laggard else 1
-            self.laggard = rank
-
-    def course(self, name: str) -> Course:
-        return self.courses.get(name, Course())
 
 
 def _nonfinite(window: Window) -> str:
@@ -163,11 +90,44 @@ def _reward(window: Window) -> str:
 def _rate(window: Window) -> str:
     if window.resting < max(RESTING, window.step / 4):
         return ""
-    rate = f" (lr {number(window.last['lr'], 2)})" if "lr" in window.last else ""
+    share = window.last["lr"] / window.planned.lr
     return (
-        f"The learning rate has collapsed{rate}: the shrink factor has been at its floor {number(window.floor, 2)} for "
-        f"{window.resting:,} steps; raise num_prompts, or check that rewards vary within groups."
+        f"The learning rate has collapsed: it has been below {COLLAPSED:.0%} of optimizer.lr for {window.resting:,} "
+        f"steps and is now at {share:.0%}; raise num_prompts, or check that rewards vary within groups."
     )
+
+
+def _group_size(window: Window) -> str:
+    size, courses = window.planned.group_size, [window.course(name) for name in SPLIT]
+    if not size or any(course.count < SETTLED for course in courses):
+        return ""
+    between, within, best = (statistics.median(course.recent) for course in courses)
+    if between <= 0 or within <= 0:
+        return ""
+    target, times = compared_with_best(between, within, size, best)
+    if times < NOISIER:
+        return ""
+    return (
+        f"At equal samples the gradient's noise is {times:.1f} times that of group_size {target}; set group_size to "
+        f"{target} and num_prompts to {max(1, round(window.planned.num_prompts * size / target)):,}."
+    )
+
+
+def _batch_size(window: Window) -> str:
+    prompts, course = window.planned.num_prompts, window.course("snr/critical_batch_size")
+    if not prompts or course.count < SETTLED:
+        return ""
+    critical = statistics.median(course.recent)
+    worth = f"A step of {prompts:,} prompts is worth {prompts / (prompts + critical):.1%} of a noiseless one"
+    if prompts < SMALL * critical:
+        return f"{worth}; raise num_prompts, twice as many make it worth nearly twice as much."
+    if prompts > LARGE * critical:
+        return f"{worth}; lower num_prompts, half as many keep {_worth_of_half(prompts, critical):.0%} of that."
+    return ""
+
+
+def _worth_of_half(prompts: int, critical: float) -> float:
+    return (prompts + critical) / (prompts + 2 * critical)
 
 
 def _clipped(window: Window) -> str:
@@ -252,6 +212,8 @@ CHECKS: dict[str, Callable[[Window], str]] = {
     "timeouts": _timeouts,
     "reward": _reward,
     "rate": _rate,
+    "group_size": _group_size,
+    "batch_size": _batch_size,
     "clipped": _clipped,
     "spread": _spread,
     "self_dependence": _self_dependence,
@@ -262,30 +224,16 @@ CHECKS: dict[str, Callable[[Window], str]] = {
 }
 """All checks, most severe first; each returns the alarm's text, or "" if nothing is wrong."""
 
-WATCHED = frozenset(
-    {
-        "rollout/logprob_abs_diff",
-        "reward/mean",
-        "reward/std",
-        "optimizer/clip_factor",
-        "baseline/spread",
-        "entropy",
-        "response_length/truncated_fraction",
-        "groups/mixed_fraction",
-    }
-)
-"""Metrics of which a Course is kept."""
-
 
 class Watch:
     """Applies the checks to a run, record by record.
 
     Args:
-        floor: see `floor_of`.
+        planned: settings of the run.
     """
 
-    def __init__(self, floor: float | None) -> None:
-        self._window = Window(floor)
+    def __init__(self, planned: Planned) -> None:
+        self._window = Window(planned)
         self._first: dict[str, Alarm] = {}  # by check, as first raised
 
     def take(self, record: Record, cause: str = "") -> list[Alarm]:
@@ -305,11 +253,6 @@ class Watch:
         return [Alarm(alarm.name, alarm.step, CHECKS[alarm.name](self._window) or alarm.text) for alarm in first]
 
 
-def floor_of(algo: AlgoConfig) -> float | None:
-    """The shrink factor's floor; None if the schedule does not use the shrink factor."""
-    return algo.snr.floor if algo.schedule == "snr" else None
-
-
 class LiveAlarms:
     """Reports each alarm of a run once and appends it to RUN_DIR/alarms.jsonl.
 
@@ -317,16 +260,16 @@ class LiveAlarms:
 
     Args:
         run_dir: of the run; the first alarm creates the file.
-        floor: see `floor_of`.
+        settings: of the run.
         say: shows a line.
         past: records of the steps before a resume. Their alarms, and those in the file, are not reported again.
             Without past records the run is new and an existing file is removed.
     """
 
     def __init__(
-        self, run_dir: Path, floor: float | None, say: Callable[[str], None], past: Sequence[Record] = ()
+        self, run_dir: Path, settings: Planned, say: Callable[[str], None], past: Sequence[Record] = ()
     ) -> None:
-        self._path, self._say, self._watch = run_dir / ALARMS_FILE, say, Watch(floor)
+        self._path, self._say, self._watch = run_dir / ALARMS_FILE, say, Watch(settings)
         if not past:
             self._path.unlink(missing_ok=True)
         self._said = {alarm.name for record in past for alarm in self._watch.take(record)} | set(_names(self._path))

@@ -59,7 +59,7 @@ def config_of(inputs: Path, run_dir: Path, *overrides: str) -> Config:
         "rollout": {"replay": str(inputs / "rollouts"), "max_response_tokens": 16, "importance_sampling": "none"},
         "reward": {"name": "exact_match", "num_workers": 1},
         "gradnorm": {"mode": "bookkeep"},
-        "algo": {"snr": {"num_folds": 2, "warmup_steps": 2}},
+        "algo": {"schedule": "snr", "snr": {"num_folds": 2, "warmup_steps": 2}},
         "optimizer": {"lr": 1e-2},
         "checkpoint": {"every_steps": 4, "export_hf": True},
         "log": {"console": "plain", "tensorboard": False},

@@ -70,7 +70,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         ("algo.baseline=pooled", "gradnorm.mode=inline"),
         ("algo.baseline=pooled", "gradnorm.mode=auto", "gradnorm.sample_fraction=0.5"),
         ("algo.baseline=optimal_pooled",),
-        ("algo.baseline=pooled_token",),
+        ("algo.baseline=pooled_token", "gradnorm.mode=two_pass"),
     ],
     ids=["adam", "bf16", "sgd", "synchronous", "kl", "inline", "subsample", "pull", "tokens"],
 )

@@ -89,7 +89,11 @@ def by_the_package(
         "model": {"path": path, "dtype": "float64"},
         "data": {"train": "unused"},
         "rollout": {"max_response_tokens": 4},  # the file's MAX_RESPONSE
-        "algo": {"baseline": baseline, "snr": {"num_folds": FOLDS, "warmup_steps": 1, "horizon": 5.0}},
+        "algo": {
+            "baseline": baseline,
+            "schedule": "snr",
+            "snr": {"num_folds": FOLDS, "warmup_steps": 1, "horizon": 5.0},
+        },
         "optimizer": {"lr": 2e-3},
         "parallel": {"micro_batch_tokens": 24},
         "gradnorm": {"mode": mode},

@@ -13,6 +13,7 @@ import numpy as np
 
 from oblr_megatron.formatting import MISSING, duration, fixed, flatten, quantity
 from oblr_megatron.metrics import describe, write_whole
+from oblr_megatron.observe.alarm_window import planned
 from oblr_megatron.observe.alarms import Alarm, Watch
 from oblr_megatron.observe.report.axes import step_axis
 from oblr_megatron.observe.report.history import Array, History, load_history
@@ -112,8 +113,7 @@ def _gain(values: Array) -> str:
 
 def _alarms(history: History) -> str:
     """The run's alarms as HTML, with the step at which each was first raised."""
-    floor = history.setting("algo.snr.floor")
-    watch = Watch(floor if history.setting("algo.schedule") == "snr" and isinstance(floor, float) else None)
+    watch = Watch(planned(history.setting))
     for record in history.records:
         watch.take(record)
     if not watch.all():

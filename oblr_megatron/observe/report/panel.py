@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from oblr_megatron.algo.noise_split import compared_with_best
 from oblr_megatron.formatting import number
 from oblr_megatron.observe.report.chart import Rule
 from oblr_megatron.observe.report.history import History
@@ -128,11 +129,7 @@ def group_advice(history: History) -> str:
     between, within, best = (float(np.median(values[-(len(values) // 3 + 1) :])) for values in courses)
     if between <= 0 or within <= 0:
         return ""
-    alone = best == 1  # b reads no response of its own step
-    target = 1 if alone else max(2, round(best))
-    of_responses = within * (size if alone else size - 1)  # V_w
-    least = target * between + of_responses * (1 if alone else target / (target - 1))
-    times = size * (between + within) / least
+    target, times = compared_with_best(between, within, size, best)
     advice = "so group_size is about right"
     if times > 1.1:
         more = "lower" if target < size else "raise"

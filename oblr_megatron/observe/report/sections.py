@@ -94,7 +94,7 @@ SHRINK = chart(
     "Share of the squared gradient norm that is signal: near 0 the batch is mostly noise; near 1 more responses would "
     "not help. Dots are single-step estimates, which scatter widely and may be negative. The line is the averaged, "
     "clamped value that scales the learning rate.",
-    "A line that stays at the floor for many steps: the learning rate has collapsed; use more prompts per step.",
+    "Under the snr schedule, a line that falls far: the learning rate falls with it; use more prompts per step.",
     panel(
         "",
         CurveSpec("snr/shrink_raw", "single steps", "dots", 5),

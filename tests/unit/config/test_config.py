@@ -17,12 +17,12 @@ import pytest
 import oblr_megatron
 from oblr_megatron.config import Config, load_config, parse_config
 from oblr_megatron.config.baselines import BASELINES
-from oblr_megatron.config.checks import EVALUATED
+from oblr_megatron.config.checks import EVALUATED, biases
 from oblr_megatron.config.section import Section, is_section, section_in
 from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.accuracy import Grade, Grades, metrics
 
-LEAVE_ONE_OUT = [name for name, facts in BASELINES.items() if facts.leave_one_out]
+OF_GROUP = [name for name, facts in BASELINES.items() if facts.needs_group]
 
 MINIMAL = {"run_dir": "run", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 TOML = 'run_dir = "run"\n[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n'
@@ -94,7 +94,7 @@ def test_bad_values(override: str, named: list[str]) -> None:
         (["checkpoint.best_metric=eval/a/accuracy"], "checkpoint.best_metric 'eval/a/accuracy'"),
         (["checkpoint.best_metric=eval/a/loss", "evaluate.data.a=a.jsonl"], "eval/a/accuracy, eval/a/mean_at_k, eval"),
         (["checkpoint.best_metric=eval/a/pass_at_k", "evaluate.data.a=a.jsonl"], "but evaluate.every_steps is 0"),
-        *[([f"algo.baseline={name}", "group_size=1"], f"baseline '{name}'") for name in LEAVE_ONE_OUT],
+        *[([f"algo.baseline={name}", "group_size=1"], f"baseline '{name}'") for name in OF_GROUP],
     ],
 )
 def test_contradicting_values(overrides: list[str], named: str) -> None:
@@ -113,9 +113,26 @@ def test_every_evaluation_metric_may_be_the_best_metric() -> None:
     assert [*metrics(Grades([grade], [grade], 1))][: len(EVALUATED)] == [*EVALUATED]
 
 
-@pytest.mark.parametrize("baseline", ["none", "group_mean", "grpo", "opo"])
+@pytest.mark.parametrize("baseline", ["none", "batch_mean", "reinforce_pp", "pooled_mean", "pooled", "pooled_token"])
 def test_baselines_that_need_no_other_response(baseline: str) -> None:
     assert parse_config(MINIMAL, overrides=[f"algo.baseline={baseline}", "group_size=1"]).group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], []),
+        (["rollout.dynamic_sampling=true", "algo.baseline=optimal"], []),
+        (["rollout.dynamic_sampling=true", "algo.baseline=pooled"], ["baseline 'pooled'"]),
+        (["rollout.dynamic_sampling=true", "algo.baseline=none"], ["baseline 'none'"]),
+        (["rollout.dynamic_sampling=true", "algo.baseline=rloo", "algo.kl_coefficient=0.1"], ["kl_coefficient"]),
+        (["rollout.top_p=0.9"], ["top_p 0.9"]),
+        (["rollout.top_k=20", "rollout.dynamic_sampling=true", "algo.baseline=none"], ["baseline 'none'", "top_k 20"]),
+    ],
+)
+def test_what_biases_the_gradient_is_said_in_one_line_each(overrides: list[str], said: list[str]) -> None:
+    found = list(biases(parse_config(MINIMAL, overrides=overrides)))
+    assert len(found) == len(said) and all(part in line for part, line in zip(said, found, strict=True))
 
 
 def test_the_template_is_checked_with_a_chat_template_too() -> None:

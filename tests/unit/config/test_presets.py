@@ -14,7 +14,7 @@ from oblr_megatron.errors import UserError
 
 # preset -> baseline, aggregation, schedule: as published
 PUBLISHED = {
-    "oblr_po": ("optimal_prior", "constant", "snr"),
+    "oblr_po": ("optimal_prior", "constant", "constant"),
     "oblr_po_paper": ("optimal", "constant", "snr"),
     "opo": ("opo", "constant", "constant"),
     "grpo": ("grpo", "sample_mean", "constant"),

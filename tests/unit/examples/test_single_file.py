@@ -88,7 +88,7 @@ def test_advantages_agree(single, name):
 def test_learning_rates_agree(single):
     settings = single.Settings(horizon=5.0, warmup_steps=3, lr=1e-3)
     snr = SnrConfig(num_folds=4, horizon=5.0, warmup_steps=3)
-    ours = build_schedule(AlgoConfig(snr=snr), OptimizerConfig(lr=1e-3), num_steps=40, num_prompts=8)
+    ours = build_schedule(AlgoConfig(schedule="snr", snr=snr), OptimizerConfig(lr=1e-3), num_steps=40, num_prompts=8)
     others, rng = single.LearningRate(settings), random.Random(0)
     for step in range(40):
         assert others.rate(step) == pytest.approx(ours.rate(step), rel=1e-12)

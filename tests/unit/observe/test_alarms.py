@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.metrics import Record
-from oblr_megatron.observe.alarms import ALARMS_FILE, CHECKS, EDGE, Alarm, Course, LiveAlarms, Watch, floor_of
+from oblr_megatron.observe.alarm_window import EDGE, Course, Planned, planned
+from oblr_megatron.observe.alarms import ALARMS_FILE, CHECKS, Alarm, LiveAlarms, Watch
 from tests.unit.synthetic_run import synthetic_records
 
-FLOOR = 0.1
+PLANNED = Planned(lr=1e-3, lr_warmup_steps=10, num_prompts=64, group_size=8)
 STEPS = 200
 LATER = STEPS // 2
 
@@ -29,9 +29,9 @@ def records_with(name: str, course: Callable[[int], float | None], num_steps: in
     return [record | {name: course(int(record["step"]))} for record in synthetic_records(num_steps, evaluate_every=0)]
 
 
-def set_off(records: Iterable[Record], floor: float | None = FLOOR) -> list[Alarm]:
+def set_off(records: Iterable[Record], settings: Planned = PLANNED) -> list[Alarm]:
     """All alarms in the order raised."""
-    watch = Watch(floor)
+    watch = Watch(settings)
     return [alarm for record in records for alarm in watch.take(record)]
 
 
@@ -46,7 +46,9 @@ CASES: dict[str, tuple[str, Callable[[int], float | None], list[str]]] = {
     "failures": ("reward/failures", lambda step: 2 * int(step == 7), ["2", "log"]),
     "timeouts": ("reward/timeouts", lambda step: 2 * int(step == 7), ["2", "reward.timeout_s"]),
     "reward": ("reward/mean", rising(0.8, 0.5), ["0.8", "optimizer.lr"]),
-    "rate": ("snr/shrink_ema", rising(0.4, FLOOR), ["0.1", "34", "num_prompts"]),
+    "rate": ("lr", rising(1e-3, 3e-4), ["33%", "34", "30%", "num_prompts"]),
+    "group_size": ("snr/best_group_size", rising(3.0, 1.0), ["2.3", "1", "512"]),
+    "batch_size": ("snr/critical_batch_size", rising(80.0, 6400.0), ["64", "1.9%", "num_prompts"]),
     "clipped": ("optimizer/clip_factor", rising(1.0, 0.25), ["11", "20", "optimizer.clip_grad"]),
     "spread": ("baseline/spread", rising(0.2, 3.0), ["1.6", "rloo_prior"]),
     "self_dependence": ("baseline/self_dependence", lambda _: 0.125, ["0.12", "optimal_prior"]),
@@ -84,7 +86,7 @@ def test_a_healthy_run_raises_none(seed: int, num_steps: int) -> None:
 
 
 def test_failures_and_timeouts_have_remedies_of_their_own() -> None:
-    watch = Watch(FLOOR)
+    watch = Watch(PLANNED)
     late = watch.take({"step": 1, "reward/failures": 3, "reward/timeouts": 3})
     both = watch.take({"step": 2, "reward/failures": 5, "reward/timeouts": 1}, "ValueError: no number in it")
     assert [alarm.name for alarm in (*late, *both)] == ["timeouts", "failures"]
@@ -101,7 +103,10 @@ def test_a_long_run_with_a_flat_reward_raises_none() -> None:
 
 def test_harmless_courses_raise_none() -> None:
     for name, course in (
-        ("snr/shrink_ema", lambda step: FLOOR if step % 40 > 15 else 0.2),  # leaves the floor again
+        ("lr", lambda step: 1e-4 if step % 40 > 15 else 5e-4),  # rises again
+        ("lr", lambda step: 1e-4 if step <= 10 else 1e-3),  # warm-up
+        ("snr/critical_batch_size", lambda step: 6400.0 if step < 50 else 80.0),  # before the averages have settled
+        ("snr/best_group_size", lambda _: 2.0),  # less than twice the noise
         ("rollout/logprob_abs_diff", lambda step: 1e-6 * 1.03**step),  # rounding
         ("entropy", lambda step: 0.6 if step < LATER else 0.04),  # with a reward that rises
         ("response_length/truncated_fraction", lambda _: 0.3),  # no more than at the start
@@ -109,8 +114,19 @@ def test_harmless_courses_raise_none() -> None:
         ("gradnorm/length_corr", lambda _: None),
     ):
         assert set_off(records_with(name, course)) == [], name
-    assert set_off(records_with("snr/shrink_ema", lambda _: FLOOR), floor=None) == [], "another schedule"
-    assert floor_of(AlgoConfig(schedule="cosine")) is None and floor_of(AlgoConfig()) == 0.1
+    assert set_off(records_with("lr", lambda _: 1e-4), Planned()) == [], "another schedule"
+
+
+def test_a_batch_far_above_the_critical_size_is_too_large() -> None:
+    (found,) = set_off(records_with("snr/critical_batch_size", lambda _: 4.0))
+    assert found.name == "batch_size" and "lower num_prompts" in found.text and "94%" in found.text
+
+
+def test_the_settings_that_checks_compare_with() -> None:
+    table = {"optimizer.lr": 1e-3, "algo.schedule": "snr", "num_prompts": 64, "group_size": 8}
+    assert planned(table.get) == Planned(lr=1e-3, num_prompts=64, group_size=8)
+    assert planned((table | {"algo.schedule": "cosine"}).get).lr == 0.0, "a rate that is meant to fall"
+    assert planned({}.get) == Planned()
 
 
 def test_falling_entropy_with_a_flat_reward_is_a_collapse() -> None:
@@ -120,11 +136,11 @@ def test_falling_entropy_with_a_flat_reward_is_a_collapse() -> None:
 
 def test_the_report_has_current_numbers_while_an_alarm_holds() -> None:
     """Afterwards it has those of the first step."""
-    watch = Watch(FLOOR)
+    watch = Watch(PLANNED)
     for record in records_with("reward/failures", lambda step: 1):
         watch.take(record)
     assert [(alarm.step, f" {STEPS};" in alarm.text) for alarm in watch.all()] == [(1, True)]
-    watch = Watch(FLOOR)
+    watch = Watch(PLANNED)
     for record in records_with("baseline/self_dependence", lambda step: 0.5 if step == 3 else 0.0):
         watch.take(record)
     assert [(alarm.step, "moves by 0.5" in alarm.text) for alarm in watch.all()] == [(3, True)]
@@ -140,7 +156,7 @@ def test_memory_does_not_grow_with_the_run() -> None:
 
 
 def live(run_dir: Path, said: list[str], past: list[Record] | None = None) -> LiveAlarms:
-    return LiveAlarms(run_dir, FLOOR, said.append, past or [])
+    return LiveAlarms(run_dir, PLANNED, said.append, past or [])
 
 
 def test_a_run_reports_an_alarm_once_and_keeps_it(tmp_path: Path) -> None:

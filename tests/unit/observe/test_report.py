@@ -17,6 +17,7 @@ import pytest
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import METRICS
+from oblr_megatron.observe.alarm_window import Planned
 from oblr_megatron.observe.alarms import Watch
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.report.axes import linear_axis, log_axis, step_axis
@@ -277,7 +278,7 @@ def test_the_pointers_data_match_the_legend(tmp_path):
 
 def test_alarms_are_listed_with_current_numbers_and_their_first_step(tmp_path):
     """What raises which alarm is tested in test_alarms.py."""
-    records, watch = synthetic_records(100, evaluate_every=0), Watch(0.1)
+    records, watch = synthetic_records(100, evaluate_every=0), Watch(Planned())
     for record in records:
         record["response_length/truncated_fraction"] = record["step"] / 100
         record["reward/failures"] = int(record["step"] < 4)
@@ -322,8 +323,8 @@ def test_group_advice(size, between, within, best, said):
     assert group_advice(History(Path(), [{"step": 1}], {"group_size": size}, {})) == ""
 
 
-def test_shrink_on_its_floor_is_no_alarm_under_another_schedule(tmp_path):
-    records = [record | {"snr/shrink_ema": 0.1, "gradnorm/length_corr": None} for record in synthetic_records(100)]
+def test_a_low_rate_is_no_alarm_under_another_schedule(tmp_path):
+    records = [record | {"lr": 1e-4, "gradnorm/length_corr": None} for record in synthetic_records(100)]
     assert page_of(tmp_path, records, config=CONFIG | {"algo": CONFIG["algo"] | {"schedule": "constant"}}).no_alarm()
     assert not Page(write_run(tmp_path / "snr", records)).no_alarm()
 

@@ -1,0 +1,129 @@
+"""What the checks of alarms.py see of a run: counters, and the first and last values of each watched metric."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oblr_megatron.metrics import Record
+
+EDGE = 20  # first and last values of a metric that are compared
+COLLAPSED = 1 / 3  # of optimizer.lr: the least rate of Adam under the schedule's default floor is 0.32 of it
+SLOWER = 1.2  # times the median rank's own time; a rank above it for EDGE steps is slow
+
+# Steps with equal lengths or equal rewards leave these undefined; that is no problem.
+MAY_BE_UNDEFINED = frozenset({"gradnorm/length_corr", "gradnorm/estimate_corr", "baseline/variance_ratio_vs_rloo"})
+COUNTED = ("gradnorm/nonfinite", "reward/failures", "reward/timeouts")
+SPLIT = ("snr/between", "snr/within", "snr/best_group_size")
+WATCHED = frozenset(
+    {
+        *SPLIT,
+        "snr/critical_batch_size",
+        "rollout/logprob_abs_diff",
+        "reward/mean",
+        "reward/std",
+        "optimizer/clip_factor",
+        "baseline/spread",
+        "entropy",
+        "response_length/truncated_fraction",
+        "groups/mixed_fraction",
+    }
+)
+"""Metrics of which a Course is kept."""
+
+
+@dataclass(slots=True)
+class Course:
+    """The first and last values of one metric."""
+
+    early: list[float] = field(default_factory=list)  # the first EDGE values
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE))  # the last EDGE values
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        if len(self.early) < EDGE:
+            self.early.append(value)
+        self.recent.append(value)
+        self.count += 1
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Medians of the first and the last values; None while the two overlap."""
+        if self.count < 2 * EDGE:
+            return None
+        return statistics.median(self.early), statistics.median(self.recent)
+
+    @property
+    def risen(self) -> float:
+        """Rise of the mean from the first to the last values, in standard errors; 0 while the two overlap."""
+        if self.count < 2 * EDGE:
+            return 0.0
+        change = statistics.fmean(self.recent) - statistics.fmean(self.early)
+        variance = (statistics.variance(self.recent) + statistics.variance(self.early)) / EDGE
+        return change / max(variance**0.5, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Settings of the run that the checks compare with; 0 where there is nothing to compare.
+
+    Example: Planned(lr=1e-6, lr_warmup_steps=10, num_prompts=128, group_size=8)
+    """
+
+    lr: float = 0.0  # eta_0 of a schedule that may lower it without end
+    lr_warmup_steps: int = 0
+    num_prompts: int = 0
+    group_size: int = 0
+
+
+@dataclass(slots=True)
+class Window:
+    """What the checks know about the run so far."""
+
+    planned: Planned
+    step: int = 0
+    courses: dict[str, Course] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)  # newest value of each metric
+    nulls: Counter[str] = field(default_factory=Counter)  # number of non-finite values by metric
+    totals: Counter[str] = field(default_factory=Counter)  # sums of the COUNTED metrics
+    resting: int = 0  # consecutive steps with a low rate
+    lagging: int = 0  # consecutive steps with the same rank SLOWER than the median
+    laggard: float = -1.0  # that rank
+    cause: str = ""  # first error of the reward
+
+    def take(self, record: Record) -> None:
+        """Add one record of metrics.jsonl."""
+        self.step = int(record["step"] or 0)
+        for name, value in record.items():
+            if value is None:
+                self.nulls[name] += name not in MAY_BE_UNDEFINED
+                continue
+            self.last[name] = value
+            if name in WATCHED:
+                self.courses.setdefault(name, Course()).add(value)
+            if name in COUNTED:
+                self.totals[name] += int(value)
+        lr = record.get("lr")
+        if lr is not None and 0 < self.planned.lr and self.step > self.planned.lr_warmup_steps:
+            self.resting = self.resting + 1 if lr <= COLLAPSED * self.planned.lr else 0
+        rank, ratio = record.get("perf/slowest_rank"), record.get("perf/slowest_rank_ratio")
+        if rank is not None and ratio is not None:
+            self.lagging = 0 if ratio <= SLOWER else self.lagging + 1 if rank == self.laggard else 1
+            self.laggard = rank
+
+    def course(self, name: str) -> Course:
+        return self.courses.get(name, Course())
+
+
+def planned(setting: Callable[[str], Any]) -> Planned:
+    """What the checks need of a configuration, given as a function from dotted keys to values (None: not known)."""
+    return Planned(
+        lr=(setting("optimizer.lr") or 0.0) if setting("algo.schedule") == "snr" else 0.0,
+        lr_warmup_steps=setting("optimizer.lr_warmup_steps") or 0,
+        num_prompts=setting("num_prompts") or 0,
+        group_size=setting("group_size") or 0,
+    )
