@@ -3,8 +3,9 @@
     E J(theta + eta g) >= J + eta S - C/2 eta^2 (S + tr(H) / N)     g of N prompts, S = ||grad J||^2
     best: eta = 1/C * shrink(N), shrink(N) = S / (S + tr(H) / N)    (arXiv 2511.23310, Theorem 4)
 
-At points of a training path, the gradients of many single prompts give S and tr(H). Theorem 4 leaves C open: the study
-measures 1/C as the best rate along the mean gradient of all those prompts, where shrink is nearly 1. It then tests how
+At points of a training path, the gradients of many single prompts give S and tr(H). A summary of the paper, which we
+have not seen in full, gives C = B L + B^2 M with bounds that nobody knows beforehand. So the study measures 1/C as the
+best rate along the mean gradient of all those prompts, where shrink is nearly 1. It then tests how
 the best rate changes with N and along the path. For every N it builds batches from the same prompts' gradients; a line
 search finds the rate with the largest gain of J, averaged over batches. J is the mean reward of many fresh samples,
 drawn with the same random numbers at every rate.

@@ -11,8 +11,8 @@ from oblr_megatron.config.baselines import BASELINES, BaselineName
 from oblr_megatron.config.section import Section
 
 PresetName = Literal[
+    "oblr_pooled",
     "oblr_po",
-    "oblr_po_paper",
     "opo",
     "grpo",
     "dr_grpo",
@@ -25,10 +25,12 @@ PresetName = Literal[
 ]
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "oblr_po": {},  # the defaults of this file
-    # Theorems 4 and 7 literally: estimates of one batch alone, without averages, floor or bound on the change
-    "oblr_po_paper": {
+    "oblr_pooled": {"baseline": "pooled", "schedule": "constant"},  # this project's own
+    # OBLR-PO, arXiv 2511.23310, as far as its text is known (docs/algorithm.md): Theorems 4 and 7 with estimates of one
+    # batch, without averages, floor or bound on the change, and in the theorems' unit. Its rate is meant for SGD.
+    "oblr_po": {
         "baseline": "optimal",
+        "token_scale": 1.0,
         "schedule": "snr",
         "snr": {
             "estimator": "plugin",
@@ -87,7 +89,7 @@ class AlgoConfig(Section):
     """The gradient estimator: baseline, aggregation, KL penalty, learning-rate schedule."""
 
     preset: PresetName | None = None
-    """A published recipe. Sets baseline, aggregation, schedule and snr; other keys given here win."""
+    """A recipe. Sets baseline, aggregation, token_scale, schedule and snr; other keys given here win."""
     baseline: BaselineName = "optimal_prior"
     """Subtracted from the reward. "optimal" is OBLR-PO's leave-one-out estimate (Theorem 7); "optimal_prior" adds a
     prior from the other prompts. "pooled" is the norm-weighted mean reward of earlier steps, "pooled_mean" the plain

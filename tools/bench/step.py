@@ -5,7 +5,7 @@
 
 Model and task are the demo's (examples/tiny_cpu): 64 prompts x 8 responses per step, fp32, equal threads for all:
 
-- oblr_po: megatron-core and vLLM, one rank; exact norms, optimal_prior, the snr schedule, a push of weights per step
+- oblr_po: megatron-core and vLLM, one rank; exact norms, optimal, the snr schedule, a push of weights per step
 - rloo: the same stack with RLOO's baseline and no norms, the estimator of TRL's RLOO
 - trl_grpo, trl_rloo: TRL's trainers with transformers' `generate`, no vLLM, default losses, the batch in one pass
 

@@ -14,8 +14,8 @@ from oblr_megatron.errors import UserError
 
 # preset -> baseline, aggregation, schedule: as published
 PUBLISHED = {
-    "oblr_po": ("optimal_prior", "constant", "constant"),
-    "oblr_po_paper": ("optimal", "constant", "snr"),
+    "oblr_pooled": ("pooled", "constant", "constant"),
+    "oblr_po": ("optimal", "constant", "snr"),
     "opo": ("opo", "constant", "constant"),
     "grpo": ("grpo", "sample_mean", "constant"),
     "dr_grpo": ("group_mean", "constant", "constant"),
@@ -45,13 +45,10 @@ def test_what_a_preset_sets(preset: str) -> None:
     assert algo.token_wise == (algo.baseline not in FORMULAS) == (preset == "otb")
 
 
-def test_the_default_is_the_preset_oblr_po() -> None:
-    without = parsed().algo
-    assert without.preset is None and without == parsed("algo.preset=oblr_po").algo.model_copy(update={"preset": None})
-
-
 def test_the_papers_schedule() -> None:
-    snr = parsed("algo.preset=oblr_po_paper").algo.snr
+    config = parsed("algo.preset=oblr_po")
+    snr = config.algo.snr
+    assert config.token_scale == 1, "the unit of the theorems"
     assert (snr.estimator, snr.horizon, snr.warmup_steps, snr.exponent, snr.reference) == ("plugin", 1, 0, 1, "one")
     assert snr.floor <= 1e-6 and snr.max_change >= 1e6  # neither clamps
 
@@ -67,7 +64,7 @@ def test_given_keys_win(preset: str) -> None:
 
 
 def test_the_command_line_wins_over_a_preset_in_the_file() -> None:
-    assert parsed("algo.baseline=rloo", "algo.snr.floor=0.5", preset="oblr_po_paper").algo.snr.floor == 0.5
+    assert parsed("algo.baseline=rloo", "algo.snr.floor=0.5", preset="oblr_po").algo.snr.floor == 0.5
     assert parsed("algo.preset=grpo", baseline="rloo").algo.baseline == "rloo"
 
 
@@ -83,7 +80,7 @@ def test_what_a_run_saves_is_read_back(preset: str) -> None:
     [
         (["algo.preset=grpoo"], "algo.preset = 'grpoo'"),
         (["algo.preset=rloo", "group_size=1"], "baseline 'rloo'"),
-        (["algo.preset=oblr_po", "num_prompts=1", "algo.snr.num_folds=1"], "baseline 'optimal_prior'"),
+        (["algo.preset=james_stein", "num_prompts=1", "algo.snr.num_folds=1"], "baseline 'james_stein'"),
         (["algo.baseline=rloo_prior", "num_prompts=1", "algo.snr.num_folds=1"], "baseline 'rloo_prior'"),
         (["algo.preset=otb", "gradnorm.mode=stash"], "algo.baseline 'otb'"),
         (["algo.preset=otb", "algo.snr.estimator=samples"], "algo.snr.estimator 'samples'"),

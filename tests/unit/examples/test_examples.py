@@ -40,6 +40,7 @@ CONFIGS = [
     "examples/gsm8k_qwen3_0.6b/config.toml",
     "tools/smoke.toml",
     "examples/tiny_moe_cpu/config.toml",
+    "examples/tiny_cpu/paper.toml",
 ]
 RECIPES = {"gsm8k_qwen3_0.6b": "0.6B", "gsm8k_qwen3_1.7b": "1.7B", "math_qwen3_4b": "4B", "math_qwen3_8b": "8B"}
 NUMBERS = re.compile(r"(\d+)\+(\d+)=")
@@ -198,6 +199,13 @@ def test_configs_are_valid(path: str) -> None:
     config = load_config(ROOT / path)
     assert config.model.path.name, path
     assert "{question}" in config.data.template
+
+
+def test_the_papers_recipe_is_sgd_without_clipping_in_the_theorems_unit() -> None:
+    config = load_config(ROOT / "examples/tiny_cpu/paper.toml")
+    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.clip_grad) == ("sgd", 1e-2, 0)
+    assert (config.algo.baseline, config.algo.schedule, config.token_scale) == ("optimal", "snr", 1)
+    assert (config.algo.snr.exponent, config.algo.snr.reference) == (1, "one")
 
 
 @pytest.mark.parametrize("name", RECIPES)

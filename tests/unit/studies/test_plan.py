@@ -26,9 +26,9 @@ ARMS = """
 [defaults]
 algo.snr.horizon = 30
 [arms.ours]
-algo.preset = "oblr_po"
+algo.preset = "oblr_pooled"
 [arms.paper]
-algo.preset = "oblr_po_paper"
+algo.preset = "oblr_po"
 "algo.snr.warmup_steps" = 3
 optimizer.name = "sgd"
 [arms.control]
