@@ -59,8 +59,13 @@ def test_the_split_of_a_run_is_the_measured_one(name: str, tmp_path: Path) -> No
     start = prepare(name, "high", tmp_path / "start", steps=500)
     config = ToyConfig.model_validate(
         {
-            **{"task": name, "start_dir": start, "run_dir": tmp_path / "run", "num_steps": STEPS},
-            **{"num_prompts": Q, "group_size": G, "optimizer": {"lr": 1e-12, "name": "sgd"}},
+            "task": name,
+            "start_dir": start,
+            "run_dir": tmp_path / "run",
+            "num_steps": STEPS,
+            "num_prompts": Q,
+            "group_size": G,
+            "optimizer": {"lr": 1e-12, "name": "sgd"},
             "algo": {"baseline": "rloo", "snr": {"horizon": 1e6, "num_folds": 8}},  # a plain mean over steps
         }
     )
