@@ -2,7 +2,7 @@
 
 One step, with Q prompts of G responses each (arXiv 2511.23310):
 
-    A_i = r_i - b_i,  b_i = mean of the other responses' rewards, weighted by squared gradient norms w_j  (Theorem 7)
+    A_i = r_i - b_i,  b_i = mean of other responses' rewards, weighted by squared gradient norms w_j      (Theorem 7)
     g   = 1/(Q G L) sum_i A_i grad_theta log pi(o_i),  L = algo.token_scale
     eta = eta_0 * signal / (signal + noise / Q), averaged over earlier steps                              (Theorem 4)
 """
