@@ -163,7 +163,7 @@ def _self_dependence(window: Window) -> str:
         return ""
     return (
         f"A response's baseline moves by {number(found, 2)} per unit of its own reward, so the gradient is scaled or "
-        "biased; set algo.baseline to rloo or optimal_prior."
+        "biased; set algo.baseline to rloo or pooled."
     )
 
 
@@ -188,7 +188,7 @@ def _truncation(window: Window) -> str:
 
 def _mixed(window: Window) -> str:
     ends = window.course("groups/mixed_fraction").ends
-    if ends is None or ends[1] >= 0.05:
+    if ends is None or ends[1] >= 0.05 or window.planned.group_size == 1:  # one response has no other to differ from
         return ""
     return f"Only {ends[1]:.0%} of prompts have unequal rewards; use harder data if most are solved, easier if few are."
 

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, Callable[[int], float | None], list[str]]] = {
     "batch_size": ("snr/critical_batch_size", rising(80.0, 6400.0), ["64", "1.9%", "num_prompts"]),
     "clipped": ("optimizer/clip_factor", rising(1.0, 0.25), ["11", "20", "optimizer.clip_grad"]),
     "spread": ("baseline/spread", rising(0.2, 3.0), ["1.6", "rloo_prior"]),
-    "self_dependence": ("baseline/self_dependence", lambda _: 0.125, ["0.12", "optimal_prior"]),
+    "self_dependence": ("baseline/self_dependence", lambda _: 0.125, ["0.12", "pooled"]),
     "entropy": ("entropy", rising(2.0, 0.01), ["2", "algo.kl_coefficient"]),
     "truncation": ("response_length/truncated_fraction", rising(0.02, 0.4), ["2%", "rollout.max_response_tokens"]),
     "mixed": ("groups/mixed_fraction", rising(0.6, 0.01), ["1%"]),
@@ -115,6 +115,7 @@ def test_harmless_courses_raise_none() -> None:
     ):
         assert set_off(records_with(name, course)) == [], name
     assert set_off(records_with("lr", lambda _: 1e-4), Planned()) == [], "another schedule"
+    assert set_off(records_with("groups/mixed_fraction", lambda _: 0.0), Planned(group_size=1)) == []
 
 
 def test_a_batch_far_above_the_critical_size_is_too_large() -> None:
