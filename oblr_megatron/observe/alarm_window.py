@@ -108,7 +108,7 @@ class Window:
             if name in COUNTED:
                 self.totals[name] += int(value)
         lr = record.get("lr")
-        if lr is not None and 0 < self.planned.lr and self.step > self.planned.lr_warmup_steps:
+        if lr is not None and self.planned.lr > 0 and self.step > self.planned.lr_warmup_steps:
             self.resting = self.resting + 1 if lr <= COLLAPSED * self.planned.lr else 0
         rank, ratio = record.get("perf/slowest_rank"), record.get("perf/slowest_rank_ratio")
         if rank is not None and ratio is not None:
