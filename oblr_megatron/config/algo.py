@@ -90,7 +90,7 @@ class AlgoConfig(Section):
 
     preset: PresetName | None = None
     """A recipe. Sets baseline, aggregation, token_scale, schedule and snr; other keys given here win."""
-    baseline: BaselineName = "optimal_prior"
+    baseline: BaselineName = "pooled"
     """Subtracted from the reward. "optimal" is OBLR-PO's leave-one-out estimate (Theorem 7); "optimal_prior" adds a
     prior from the other prompts. "pooled" is the norm-weighted mean reward of earlier steps, "pooled_mean" the plain
     one; "optimal_pooled" pulls "optimal" towards "pooled". docs/algorithm.md lists all."""

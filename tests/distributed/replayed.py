@@ -49,6 +49,9 @@ def make_inputs(directory: Path, *, worthless: int = 0, steps: int = STEPS, **mo
 
 
 def config_of(inputs: Path, run_dir: Path, *overrides: str) -> Config:
+    """A run with norms before the gradient and a rate that follows the noise, or with the preset of an override."""
+    named = any(override.startswith("algo.preset=") for override in overrides)
+    recipe = {} if named else {"baseline": "optimal_prior", "schedule": "snr"}
     table = {
         "run_dir": str(run_dir),
         "num_steps": STEPS,
@@ -59,7 +62,7 @@ def config_of(inputs: Path, run_dir: Path, *overrides: str) -> Config:
         "rollout": {"replay": str(inputs / "rollouts"), "max_response_tokens": 16, "importance_sampling": "none"},
         "reward": {"name": "exact_match", "num_workers": 1},
         "gradnorm": {"mode": "bookkeep"},
-        "algo": {"schedule": "snr", "snr": {"num_folds": 2, "warmup_steps": 2}},
+        "algo": {"snr": {"num_folds": 2, "warmup_steps": 2}} | recipe,
         "optimizer": {"lr": 1e-2},
         "checkpoint": {"every_steps": 4, "export_hf": True},
         "log": {"console": "plain", "tensorboard": False},

@@ -87,7 +87,7 @@ def test_bad_values(override: str, named: list[str]) -> None:
     [
         (["parallel.sequence_parallel=true"], "sequence_parallel needs tensor_model_parallel_size of 2 or more"),
         (["num_prompts=6", "algo.snr.num_folds=4"], "num_prompts 6 "),
-        (["num_prompts=1", "algo.snr.num_folds=1"], "optimal_prior"),
+        (["num_prompts=1", "algo.snr.num_folds=1", "algo.baseline=optimal_prior"], "optimal_prior"),
         (["data.template=Q:"], "'Q:' has no {question}"),
         (["rollout.push_timeout_s=60", "parallel.distributed_timeout_s=60"], "rollout.push_timeout_s 60 is not below"),
         (["checkpoint.resume=nowhere"], "checkpoint.resume 'nowhere'"),

@@ -45,13 +45,13 @@ def configured(*overrides: str) -> Config:
     [
         (("optimizer.name=sgd", "parallel.use_distributed_optimizer=true"), "optimizer.name 'sgd'"),
         (("model.dtype=float64", "parallel.use_distributed_optimizer=true"), "model.dtype 'float64'"),
-        (("parallel.overlap_grad_reduce=true",), "algo.baseline 'optimal_prior' needs"),
+        (("parallel.overlap_grad_reduce=true",), "algo.baseline 'pooled' needs"),
         (("parallel.overlap_grad_reduce=true", *NORMLESS, "gradnorm.always=true"), "gradnorm.always needs"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo"), "algo.snr.estimator 'folds'"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo", "algo.snr.estimator=prompts"), "'prompts'"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo", "algo.snr.estimator=plugin"), "'plugin'"),
         ((FUSED,), "parallel.gradient_accumulation_fusion"),
-        ((DEFERRED, FUSED), "algo.baseline 'optimal_prior' needs"),
+        ((DEFERRED, FUSED), "algo.baseline 'pooled' needs"),
         ((DEFERRED, *NORMLESS), "needs gradient_accumulation_fusion = true, pipeline_model_parallel_size of 2 or more"),
         (
             (

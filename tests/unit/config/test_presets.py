@@ -45,6 +45,11 @@ def test_what_a_preset_sets(preset: str) -> None:
     assert algo.token_wise == (algo.baseline not in FORMULAS) == (preset == "otb")
 
 
+def test_the_default_is_the_preset_oblr_pooled() -> None:
+    without, ours = parsed().algo, parsed("algo.preset=oblr_pooled").algo
+    assert without.preset is None and without == ours.model_copy(update={"preset": None})
+
+
 def test_the_papers_schedule() -> None:
     config = parsed("algo.preset=oblr_po")
     snr = config.algo.snr

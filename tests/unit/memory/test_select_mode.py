@@ -37,12 +37,18 @@ def config_of(*, response: int = 2000, **sections: dict[str, Any]) -> Config:
         "model": {"path": "unused"},
         "data": {"train": "unused", "max_prompt_tokens": 64},
         "rollout": {"max_response_tokens": response},
+        "algo": {"baseline": "optimal_prior"},
     }
     return parse_config(table | sections)
 
 
 def choose(config: Config, world_size: int = 1, model: dict[str, Any] = DENSE, **options: Any) -> ModeChoice:
     return resolve(model, config, world_size, **{"free_bytes": PLENTY, **options})
+
+
+def test_the_default_baseline_has_its_norms_in_the_plain_pass_and_two_with_a_penalty() -> None:
+    assert choose(config_of(algo={})).mode == "inline"
+    assert choose(config_of(algo={"kl_coefficient": 0.1})).mode == "two_pass"
 
 
 @pytest.mark.parametrize(("response", "mode"), [(16, "bookkeep"), (2000, "stash"), (8000, "stash")])
