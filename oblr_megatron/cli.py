@@ -156,7 +156,7 @@ def _check_first(config: Config, ranks: int, port: int | None) -> None:
     from oblr_megatron.checks.run_dir import check_run_dir
     from oblr_megatron.data.sources import kind_of
     from oblr_megatron.formatting import searched_from
-    from oblr_megatron.rewards.registry import check_reward
+    from oblr_megatron.rewards.registry import check_reward, check_rows
     from oblr_megatron.runtime.run_lock import check_unlocked
 
     if port is not None:
@@ -172,7 +172,9 @@ def _check_first(config: Config, ranks: int, port: int | None) -> None:
         fix = f"give the rollouts/ of a run with --save-rollouts{searched_from(replay)}"
         raise UserError("the directory of saved samples does not exist", where=str(replay), fix=fix)
     if replay is None:
-        for source in (*config.data.train, *config.data.exclude, *config.evaluate.data.values()):
+        scored = (*config.data.train, *config.evaluate.data.values())
+        check_rows(config.reward, scored)
+        for source in (*scored, *config.data.exclude):
             kind_of(source)
 
 

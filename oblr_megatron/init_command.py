@@ -28,6 +28,7 @@ ANSWERS = ("answer", "solution", "ground_truth", "gold", "target", "output", "re
 """Columns that are looked for, in this order."""
 BOX = "\\boxed{}"
 TASK = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+GYM_TASK = "{question}\nThink step by step, and put the final answer between <answer> and </answer>."
 MATHEMATICAL = re.compile(r"[-+]?[\d.,]+%?|[-+]?\d+\s*/\s*\d+|.*[\\^$].*", re.DOTALL)
 MOST = 0.8  # share of mathematical answers that makes "math" the reward
 KEPT = 0.99  # share of rows that data.max_prompt_tokens keeps
@@ -167,11 +168,18 @@ def _reward(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, 
     r"""(reward.name, comment, data.template): "math" for mathematical answers, if the model can write \boxed{}."""
     from oblr_megatron.data.rows import read_rows
 
+    def writes(text: str) -> bool:
+        return text in str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)))
+
+    if data.train[0].gym_task:
+        own = "The task's own score, 0 to 1, of"
+        if writes("<answer>") and writes("</answer>"):
+            return "reasoning_gym", f"{own} the last <answer>...</answer>.", GYM_TASK
+        return "reasoning_gym:whole", f"{own} the whole response.", "{question}"
     answers = [row.answer for row in read_rows(data.train[0], data, [], training=True)]
     mathematical = sum(MATHEMATICAL.fullmatch(answer.strip()) is not None for answer in answers)
-    boxes = BOX in str(tokenizer.decode(tokenizer.encode(BOX, add_special_tokens=False)))
     own = 'Or "package.module:function" of your own (docs/rewards.md).'
-    if boxes and answers and mathematical >= MOST * len(answers):
+    if writes(BOX) and answers and mathematical >= MOST * len(answers):
         return "math", rf"1 if the last \boxed{{...}} equals the answer, else 0. {own}", TASK
     return "exact_match", f"1 if the whole response is the answer, else 0. {own}", "{question}"
 

@@ -12,6 +12,7 @@ from oblr_megatron.config.run import (
     load_config,
     parse_config,
     validated,
+    with_own_scores,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "load_config",
     "parse_config",
     "validated",
+    "with_own_scores",
 ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from oblr_megatron.config.section import Section
 
@@ -25,12 +25,26 @@ CONVENTION_NAMES = (
 """Benchmarks with their own format; data/conventions.py defines each."""
 
 
+GYM_PREFIX = "reasoning_gym:"
+MOST_ROWS = 1_000_000
+"""Most rows of a generated source; each seed has a range of its own (data/gym.py)."""
+STORED_KEYS = ("convention", "subset", "split", "revision", "question_column", "answer_column")
+GENERATED_KEYS = ("size", "seed", "options")
+
+
 class SourceConfig(Section):
     """One data set. A plain string is read as its path."""
 
     path: str
     """A JSONL or parquet file, a pattern such as "data/*.parquet", a directory that `datasets` loads, a data set
-    on the Hugging Face hub, or a convention (docs/data.md), which means its data set on the hub."""
+    on the Hugging Face hub, or a convention (docs/data.md), which means its data set on the hub; or
+    "reasoning_gym:NAME", a task of the package reasoning-gym."""
+    size: int | None = Field(None, ge=1, le=MOST_ROWS)
+    """Rows to generate, of a reasoning_gym source; by default 5000 in data.train and 500 elsewhere."""
+    seed: int = Field(0, ge=0, le=2000)
+    """Seed of a reasoning_gym source. The same seed gives other rows in data.train than elsewhere."""
+    options: dict[str, Any] = Field({})
+    """Options of a reasoning_gym task, e.g. {max_value = 100}."""
     convention: str = ""
     """Format of a benchmark, e.g. "gsm8k" or "aime": columns, place of the gold answer, tolerance (table in
     docs/data.md). Empty: plain columns, exact answers."""
@@ -48,6 +62,25 @@ class SourceConfig(Section):
     weight: float | None = Field(None, gt=0)
     """Relative share of the training prompts. Set it for all sources or for none; by default sources are mixed by their
     number of rows."""
+
+    @property
+    def gym_task(self) -> str:
+        """NAME of a source "reasoning_gym:NAME"; else empty."""
+        return self.path.removeprefix(GYM_PREFIX) if self.path.startswith(GYM_PREFIX) else ""
+
+    @model_validator(mode="after")
+    def _keys_of_its_kind(self) -> Self:
+        """Generated rows have no columns to choose; stored rows have no seed."""
+        generated = self.path.startswith(GYM_PREFIX)
+        if generated and not self.gym_task:
+            raise ValueError(f"{self.path!r} names no task; write e.g. {GYM_PREFIX}gcd")
+        for key in STORED_KEYS if generated else GENERATED_KEYS:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                kind = (
+                    f"is of no use to the generated rows of {self.path!r}" if generated else f"needs {GYM_PREFIX}NAME"
+                )
+                raise ValueError(f"{key} {kind}; leave it out")
+        return self
 
 
 def _as_source(value: Any) -> Any:
@@ -126,6 +159,6 @@ class EvaluateConfig(Section):
         """Give a set named like a convention that convention, as on a command line."""
         named = {name: source.model_copy(update={"convention": name}) for name, source in sets.items()}
         return {
-            name: named[name] if name in CONVENTION_NAMES and not source.convention else source
+            name: named[name] if name in CONVENTION_NAMES and not (source.convention or source.gym_task) else source
             for name, source in sets.items()
         }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.config.checkpoint import CheckpointConfig
 from oblr_megatron.config.checks import apply_override, blamed, problems
-from oblr_megatron.config.data import DataConfig, EvaluateConfig
+from oblr_megatron.config.data import DataConfig, EvaluateConfig, SourceConfig
 from oblr_megatron.config.gradnorm import GradnormConfig
 from oblr_megatron.config.log import LogConfig
 from oblr_megatron.config.model import ModelConfig
@@ -127,7 +127,14 @@ def parse_config(table: dict[str, Any], where: str = "config", overrides: Sequen
     config = validated(Config, changed, where, overrides)
     for what, fix in problems(config):
         raise UserError(what, where=blamed(where, overrides, text=what), fix=fix)
-    return config
+    return with_own_scores(config, config.data.train)
+
+
+def with_own_scores(config: Config, sources: Iterable[SourceConfig]) -> Config:
+    """If reward.name is left out and all sources are tasks of reasoning-gym, let the tasks score responses."""
+    if "name" in config.reward.model_fields_set or not all(source.gym_task for source in sources):
+        return config
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"name": "reasoning_gym"})})
 
 
 S = TypeVar("S", bound=Section)

@@ -178,3 +178,5 @@ CONVENTIONS: dict[str, Convention] = {
 }
 
 PLAIN = Convention("plain columns", questions=(), answers=())
+
+GENERATED = Convention("tasks of reasoning-gym", questions=("question",), answers=("answer",))

@@ -68,10 +68,16 @@ class Benchmarks:
         self._by_shingle: dict[Shingle, list[int]] = {}
         self._short: dict[str, str] = {}
 
-    def add(self, name: str, questions: Iterable[str]) -> None:
-        """Add the questions of a benchmark."""
+    def add(self, name: str, questions: Iterable[str], *, whole: bool = False) -> None:
+        """Add the questions of a benchmark.
+
+        Args:
+            name: of the benchmark.
+            questions: as plain text.
+            whole: compare as text only. Generated questions share the words of their template.
+        """
         for question in questions:
-            shingles = self._shingles(question)
+            shingles = set() if whole else self._shingles(question)
             if not shingles:
                 self._short[_spelling(question)] = name
                 continue

@@ -224,6 +224,7 @@ def _fix(skipped: Sequence[Skipped]) -> str:
         "not a JSON object": "write one JSON object per line, instead of one array",
         "refused by": "give conversations that the chat template accepts, or set data.chat_template to false",
         "overlapping": "give other training rows, or raise data.overlap_threshold",
+        "cannot be generated": "change the options of the source",
         "flagged": "give training rows without overlaps_benchmark",
     }
     return next((fix for start, fix in fixes.items() if reason.startswith(start)), _FIX)

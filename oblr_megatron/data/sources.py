@@ -2,7 +2,7 @@
 
 JSONL has its own line reader, so that a malformed line costs only that line; the JSON loader of `datasets` would refuse
 the whole file. Everything else (parquet, directories, hub data sets) goes through `datasets`, which streams local files
-without a copy in its cache.
+without a copy in its cache. Tasks of reasoning-gym are generated (gym.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from oblr_megatron.config.data import SourceConfig
-from oblr_megatron.data.conventions import CONVENTIONS, PLAIN, Convention
+from oblr_megatron.data.conventions import CONVENTIONS, GENERATED, PLAIN, Convention
+from oblr_megatron.data.gym import check_gym, gym_rows
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import searched_from
 
@@ -43,8 +44,8 @@ def named_source(text: str) -> tuple[str, SourceConfig]:
     """Name and source of a command-line argument.
 
     Args:
-        text: "NAME=PATH", a path, a hub data set, or a convention. A convention called NAME applies to PATH. The
-            default NAME is the stem of a file or directory, or the last part of a hub name.
+        text: "NAME=PATH", a path, a hub data set, a convention, or "reasoning_gym:TASK". A convention called NAME
+            applies to PATH. The default NAME is the stem of a file or directory, the last part of a hub name, or TASK.
 
     Examples:
         "gsm8k=data/test.jsonl" -> "gsm8k", SourceConfig(path="data/test.jsonl", convention="gsm8k")
@@ -61,6 +62,8 @@ def named_source(text: str) -> tuple[str, SourceConfig]:
         raise UserError(f"{text!r} has no path", where="--data", fix="write NAME=PATH, a path, or a convention")
     if not name and has_magic(path):
         raise UserError(f"the pattern {path!r} has no name", where="--data", fix=f"write NAME={path}")
+    if task := SourceConfig(path=path).gym_task:
+        return name or task, SourceConfig(path=path)
     if not name:
         name = Path(path).name if Path(path).is_dir() or _is_hub_name(path) else Path(path).stem
         return name, SourceConfig(path=path, convention=_bare_convention(path))
@@ -73,6 +76,8 @@ def convention_of(source: SourceConfig) -> Convention:
     Raises:
         UserError: unknown convention.
     """
+    if source.gym_task:
+        return GENERATED
     name = source.convention or _bare_convention(source.path)
     if name and name not in CONVENTIONS:
         raise UserError(
@@ -86,13 +91,17 @@ def open_source(source: SourceConfig, *, training: bool = False) -> Iterator[Rec
 
     Args:
         source: its path is tried as a file, a pattern, a directory, a convention and a hub data set, in this order.
-        training: read the convention's training split.
+        training: read the convention's training split, or generate rows for training.
 
     Raises:
         UserError: the source cannot be opened or read.
+        RunError: rows cannot be generated.
     """
     path, kind = Path(source.path), kind_of(source)
-    if kind == "file":
+    if kind == "generated":
+        for number, row in enumerate(gym_rows(source, training=training)):
+            yield Record(source.gym_task, number, row)
+    elif kind == "file":
         yield from _file(path)
     elif kind == "pattern":
         for file in _matching(source.path):
@@ -103,12 +112,15 @@ def open_source(source: SourceConfig, *, training: bool = False) -> Iterator[Rec
         yield from _hub(source, training)
 
 
-def kind_of(source: SourceConfig) -> Literal["file", "pattern", "directory", "hub"]:
+def kind_of(source: SourceConfig) -> Literal["file", "pattern", "directory", "hub", "generated"]:
     """What a source's path stands for; reads no rows.
 
     Raises:
-        UserError: nothing has this name.
+        UserError: nothing has this name, or rows cannot be generated as asked.
     """
+    if source.gym_task:
+        check_gym(source)
+        return "generated"
     if os.path.isfile(source.path):
         return "file"
     if has_magic(source.path):

@@ -84,7 +84,7 @@ def _benchmarks(config: DataConfig, held_out: Mapping[str, SourceConfig], long_r
     if config.overlap_threshold > 0:
         for name, source in [*((source.path, source) for source in config.exclude), *held_out.items()]:
             rows = _without(long_rows.exceeding, read_rows(source, config, []), name, [])
-            benchmarks.add(name, (plain_text(row.question) for row in rows))
+            benchmarks.add(name, (plain_text(row.question) for row in rows), whole=bool(source.gym_task))
     return benchmarks
 
 

@@ -13,6 +13,7 @@ from oblr_megatron.checkpoint.hf_dir import check_hf_dir, check_hf_files
 from oblr_megatron.checkpoint.resume import find
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.checks.run_dir import check_run_dir
+from oblr_megatron.data.gym import check_gym
 from oblr_megatron.data.sources import convention_of, kind_of
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.pass_plan import longest_sample
@@ -155,7 +156,14 @@ def _state(path: Path) -> str:
 
 
 def _is_here(source: SourceConfig) -> bool:
-    """Whether a source is local; data sets on the hub are not."""
+    """Whether a source is local; data sets on the hub are not.
+
+    Raises:
+        UserError: rows cannot be generated as asked, here or on another machine.
+    """
+    if source.gym_task:
+        check_gym(source)
+        return True
     try:
         return kind_of(source) != "hub"
     except UserError:

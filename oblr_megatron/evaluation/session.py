@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.checks.machine import check_head_size
+from oblr_megatron.config import with_own_scores
 from oblr_megatron.data.sources import kind_of
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.accuracy import Grade, Grades
@@ -23,7 +24,7 @@ from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets, ope
 from oblr_megatron.evaluation.summary import SetReport
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.observe.console import progress
-from oblr_megatron.rewards.registry import check_reward
+from oblr_megatron.rewards.registry import check_reward, check_rows
 
 if TYPE_CHECKING:
     import argparse
@@ -64,10 +65,12 @@ def check(options: argparse.Namespace) -> Task:
     model = check_hf_dir(options.model, quantized=True)
     config = config_of(options, model, {} if options.k is None else {"evaluate.samples_per_prompt": options.k})
     check_positions(config, model.config)
-    check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     sources = named_sets(options.data, "--data") if options.data else config.evaluate.data
     if not sources:
         raise UserError("no data set", where="--data", fix="give one, or a --config with evaluate.data")
+    config = with_own_scores(config, sources.values())
+    check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+    check_rows(config.reward, sources.values())
     _check_writable(options.json)
     for source in sources.values():
         kind_of(source)

@@ -94,11 +94,12 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
     from oblr_megatron.checkpoint.store import check_space
     from oblr_megatron.checks.lengths import check_positions
     from oblr_megatron.checks.machine import check_head_size
+    from oblr_megatron.config import with_own_scores
     from oblr_megatron.data.sources import named_source
     from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets
     from oblr_megatron.quantize.calibration import read_rows
     from oblr_megatron.quantize.pipeline import Task
-    from oblr_megatron.rewards.registry import check_reward
+    from oblr_megatron.rewards.registry import check_reward, check_rows
 
     calibration = named_source(options.calibration)[1] if options.calibration else None
     config = config_of(options, source, {"data.train": calibration.path} if calibration else {})
@@ -108,9 +109,12 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
         changes["max_prompt_tokens"] = options.max_tokens
     tokenizer = source.tokenizer()
     rows = read_rows(config.data.model_copy(update=changes), tokenizer, options.num_samples)
-    sets = load_sets(named_sets(options.accuracy, "--accuracy"), config, tokenizer)
-    if sets:
+    sources = named_sets(options.accuracy, "--accuracy")
+    if sources:
+        config = with_own_scores(config, sources.values())
         check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+        check_rows(config.reward, sources.values())
+    sets = load_sets(sources, config, tokenizer)
     check_space(options.target.parent, source.num_bytes)
     engine = _engine(options.accuracy_engine)
     if sets and engine == "vllm":

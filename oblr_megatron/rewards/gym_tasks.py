@@ -92,6 +92,8 @@ def extracted(response: str) -> str | None:
 def score(answer: str, row: Mapping[str, Any]) -> float:
     """The task's own score of an answer, 0 to 1. Runs in the worker processes.
 
+    An answer on which the task raises scores 0: some raise on a text that they cannot parse.
+
     Raises:
         ValueError: the row is not one of a reasoning_gym source.
     """
@@ -100,7 +102,11 @@ def score(answer: str, row: Mapping[str, Any]) -> float:
     item = row[COLUMN]
     if item["name"] in EVALUATED and _CODE.search(answer):
         return 0.0
-    return float(_scorer(item["name"], repr(item["options"])).score_answer(answer, ast.literal_eval(item["entry"])))
+    task, entry = _scorer(item["name"], repr(item["options"])), ast.literal_eval(item["entry"])
+    try:
+        return float(task.score_answer(answer, entry))
+    except Exception:  # noqa: BLE001  of any class, by task
+        return 0.0
 
 
 @lru_cache(maxsize=64)

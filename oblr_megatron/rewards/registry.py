@@ -5,16 +5,18 @@ To add a reward to the package, write a class and add a line to `REWARDS`. A use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from oblr_megatron.checks.packages import require_reasoning_gym
 from oblr_megatron.config.reward import RewardConfig, RewardTermConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult, pair
 from oblr_megatron.rewards.combined import CombinedReward, Term
 from oblr_megatron.rewards.format import BoxFormatReward, PatternFormatReward, check_pattern
 from oblr_megatron.rewards.function import FunctionReward, check_function, takes_row
+from oblr_megatron.rewards.gym import GYM_REWARDS, GymReward
 from oblr_megatron.rewards.http import HttpReward, bearer_key, check_service, is_url
 from oblr_megatron.rewards.math import MathReward
 from oblr_megatron.rewards.overlong import OverlongReward, check_overlong
@@ -23,7 +25,7 @@ from oblr_megatron.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
-    from oblr_megatron.config.data import DataConfig
+    from oblr_megatron.config.data import DataConfig, SourceConfig
 
 
 class ExactMatchReward(Reward):
@@ -44,6 +46,10 @@ def _math(extract: Callable[[str], str | None], config: RewardConfig, max_respon
     return MathReward(extract, num_workers=config.num_workers, deadline_s=config.timeout_s)
 
 
+def _gym(extract: Callable[[str], str | None], config: RewardConfig, max_response_tokens: int) -> Reward:
+    return GymReward(extract, num_workers=config.num_workers, deadline_s=config.timeout_s)
+
+
 def _format(config: RewardConfig, max_response_tokens: int) -> Reward:
     if not config.format_pattern:
         return BoxFormatReward()
@@ -53,6 +59,7 @@ def _format(config: RewardConfig, max_response_tokens: int) -> Reward:
 REWARDS: dict[str, Callable[[RewardConfig, int], Reward]] = {
     "exact_match": lambda config, tokens: ExactMatchReward(),
     **{name: partial(_math, extract) for name, extract in EXTRACTIONS.items()},
+    **{name: partial(_gym, extract) for name, extract in GYM_REWARDS.items()},
     "format": _format,
     "overlong": lambda config, tokens: OverlongReward(tokens, config.overlong_buffer_tokens),
 }
@@ -98,6 +105,22 @@ def check_reward(config: RewardConfig, *, max_response_tokens: int) -> None:
         _check(name, config, max_response_tokens, where=f"config: reward.{'terms' if place else 'name'}")
 
 
+def check_rows(config: RewardConfig, sources: Iterable[SourceConfig]) -> None:
+    """Check that the rewards can score the rows of all sources.
+
+    Raises:
+        UserError: a reward is for reasoning-gym's tasks, and a source is none.
+    """
+    gym = next((name for name in (config.name, *(term.name for term in config.terms)) if name in GYM_REWARDS), None)
+    other = next((source.path for source in sources if not source.gym_task), None)
+    if gym is not None and other is not None:
+        raise UserError(
+            f"the reward {gym!r} cannot score the rows of {other!r}",
+            where="config: reward",
+            fix='use another reward, or sources "reasoning_gym:NAME" alone',
+        )
+
+
 def takes_rows(config: RewardConfig) -> bool:
     """Whether a configured reward takes the data row's other columns.
 
@@ -108,7 +131,8 @@ def takes_rows(config: RewardConfig) -> bool:
     functions = [name for name in names if ":" in name and name not in REWARDS and not is_url(name)]
     for name in functions:
         check_function(name, "config: reward")
-    return any(map(takes_row, functions)) or (config.send_rows and any(map(is_url, names)))
+    generated = not GYM_REWARDS.keys().isdisjoint(names)
+    return generated or any(map(takes_row, functions)) or (config.send_rows and any(map(is_url, names)))
 
 
 def data_for(config: Config) -> DataConfig:
@@ -138,6 +162,8 @@ def _build(name: str, config: RewardConfig, max_response_tokens: int) -> Reward:
 def _check(name: str, config: RewardConfig, max_response_tokens: int, where: str) -> None:
     if name == "format":
         check_pattern(config.format_pattern)
+    elif name in GYM_REWARDS:
+        require_reasoning_gym(where)
     elif name == "overlong":
         check_overlong(max_response_tokens, config.overlong_buffer_tokens)
     elif is_url(name):

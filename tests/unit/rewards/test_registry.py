@@ -1,7 +1,8 @@
 """Rewards by name: known names, user functions, and errors before the run starts.
 
 Not covered: scores of the mathematical reward (test_math.py), failing workers (test_pool.py), functions of many
-responses (test_functions.py), services (test_http.py), sums, format and overlong (test_combined.py).
+responses (test_functions.py), services (test_http.py), sums, format and overlong (test_combined.py),
+reasoning-gym (test_gym.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward
+from oblr_megatron.rewards.gym import GYM_REWARDS
 from oblr_megatron.rewards.registry import REWARDS, build_reward, check_reward, one_line
 from tests.unit.rewards.conftest import batch
 
@@ -31,7 +33,7 @@ def check(name: str) -> None:
     check_reward(config(name), max_response_tokens=16)
 
 
-@pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"format", "overlong"}))
+@pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"format", "overlong", *GYM_REWARDS}))
 def test_every_known_reward_separates_right_from_wrong(name: str) -> None:
     right = {"exact_match": "4", "math": r"\boxed{4}", "math:gsm8k": "2 + 2 = 4\n#### 4", "math:last_line": "so:\n4"}
     check(name)
