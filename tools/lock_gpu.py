@@ -20,6 +20,7 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements"
 UV = "uv==0.13.9"
+SOURCE_ONLY = ("cellpylib", "pycosat", "zss")  # of reasoning-gym; small, built on installation
 TARGET = ("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_31")
 HEADER = """\
 # Complete lock of the GPU stack for Python 3.12, made from gpu.in by `make lock-gpu`. `make gpu-env` installs it with
@@ -36,6 +37,7 @@ def main() -> int:
         python = str(Path(scratch) / "bin" / "python")
         subprocess.run([python, "-m", "pip", "install", "--quiet", UV], check=True)
         command = [python, "-m", "uv", "pip", "compile", "--quiet", "--no-python-downloads", *TARGET]
+        command += [argument for name in SOURCE_ONLY for argument in ("--no-binary", name)]
         command += ["--only-binary", ":all:", "--no-header", "--no-annotate", str(REQUIREMENTS / "gpu.in")]
         pins = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     engine = re.search(r"^transformer-engine==(\S+)$", pins, re.MULTILINE)

@@ -44,7 +44,7 @@ def test_optional_packages_in_the_gpu_lock_are_accepted(package: Package) -> Non
         assert package.accepts(str(version))
 
 
-@pytest.mark.parametrize("name", ["gpu", "quantize", "study"])
+@pytest.mark.parametrize("name", ["gpu", "quantize", "study", "gym"])
 def test_the_gpu_lock_satisfies_the_extra(name: str, extras: dict[str, list[str]]) -> None:
     locked = pins(GPU)
     for requirement in map(Requirement, extras[name]):
