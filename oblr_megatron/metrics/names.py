@@ -54,7 +54,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("baseline/spread", "", "standard deviation over prompts of the run's baseline, averaged over each group"),
     Metric("baseline/self_dependence", "", "change of a response's baseline per unit of its own reward"),
     Metric("pool/<source>/mean", "", "mean reward of a data source over earlier steps, weighted as the baseline asks"),
-    Metric("pool/prompt_std", "", "standard deviation over prompts of that mean, as their later rewards confirm it"),
+    Metric(
+        "pool/trust", "", "weight of a prompt's own history in what is predicted for it: 0 none, 1 as its norms say"
+    ),
     Metric("pool/pull", "", "weight of the pool in the baseline optimal_pooled"),
     Metric("snr/signal_sq", "", "this step's estimate of the squared norm of the true gradient (may be negative)"),
     Metric("snr/noise_trace", "", "this step's estimate of the trace of one prompt's gradient covariance"),

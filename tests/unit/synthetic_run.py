@@ -108,7 +108,7 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "snr/within": 50 + noise(3.0),
         "snr/best_group_size": 3.0 + noise(0.1),
         "pool/sums/mean": 0.3 + 0.4 * progress,
-        "pool/prompt_std": 0.1 + noise(0.01),
+        "pool/trust": 0.1 + noise(0.01),
         "pool/pull": 0.8,
         "optimizer/clip_factor": 1.0,
         "loss": noise(0.02),

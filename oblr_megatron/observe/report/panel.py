@@ -89,12 +89,12 @@ def pools(history: History) -> ChartSpec:
     return chart(
         "Pools of earlier rewards",
         "Mean reward of each data source over earlier steps, weighted as the baseline asks: the baseline of a prompt "
-        "that is new. The strip shows the spread of that mean over prompts, and the pool's weight in optimal_pooled.",
-        "A spread of half a reward's range: prompts differ so much that their own history matters.",
+        "that is new. The strip shows the weight of a prompt's own history, and the pool's weight in optimal_pooled.",
+        "A history with a weight near 1: prompts differ much and change slowly, so that their own past predicts best.",
         panel(
             "", *(CurveSpec(name, name[5:-5], "line", 1 + place) for place, name in enumerate(means)), include=(0.0,)
         ),
-        strip("", CurveSpec("pool/prompt_std", "spread", "line", 2), CurveSpec("pool/pull", "pull", "line", 3)),
+        strip("", CurveSpec("pool/trust", "history", "line", 2), CurveSpec("pool/pull", "pull", "line", 3)),
     )
 
 

@@ -25,7 +25,7 @@ def sections(history: History) -> Iterator[Section]:
     yield Section(
         "Signal, noise and learning rate", (SHRINK, LEARNING_RATE, SIGNAL, batch_size(history), group_size(history))
     )
-    of_pools = [pools(history)] if any("pool/pull" in r or "pool/prompt_std" in r for r in history.records) else []
+    of_pools = [pools(history)] if any("pool/pull" in r or "pool/trust" in r for r in history.records) else []
     yield Section("Baselines", (VARIANCE, every_baseline(history), *of_pools))
     yield Section("Gradients, and agreement with vLLM", (GRADIENT, SAMPLE_NORMS, MISMATCH, SOURCES))
     yield Section("Cost", (TIME, RANKS, UTILIZATION, THROUGHPUT))

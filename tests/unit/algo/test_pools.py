@@ -139,3 +139,39 @@ def test_a_prompts_own_history_helps_where_prompts_differ_and_does_no_harm_where
 def test_only_pooled_baselines_have_pools() -> None:
     assert pools_of(AlgoConfig(baseline="rloo")) is None and pools_of(AlgoConfig(baseline="pooled")) is not None
     assert NO_HISTORY.expected is None
+
+
+@pytest.mark.parametrize("rates", [(0.2, 0.8), (0.9, 0.9), (0.5, *(0.98,) * 7)])
+def test_a_history_of_few_responses_does_not_replace_the_weighted_pool(rates: tuple[float, ...]) -> None:
+    """Right answers have tiny norms, so that a response's plain reward is far from E[w r] / E[w].
+
+    Errors w (r - b)^2 relative to those of the pool alone.
+    """
+    random = torch.Generator().manual_seed(5)
+    prompts, pools = [prompt(str(k)) for k in range(64)], make(pool_decay=0.9)
+    true = torch.tensor(rates).repeat(64 // len(rates))[:, None]
+    own, pool = 0.0, 0.0
+    for number in range(40):
+        rewards = (torch.rand(64, 1, generator=random) < true).double()
+        weights = torch.where(rewards > 0, 0.003, 1.0) * (0.5 + torch.rand(64, 1, generator=random)).double()
+        if number >= 5:
+            predicted = pools.history(prompts).expected
+            assert predicted is not None
+            own += float((weights * (rewards - predicted[:, None]) ** 2).sum())
+            pool += float((weights * (rewards - expected(pools, prompt("new"))[0]) ** 2).sum())
+        step(pools, prompts, rewards, weights)
+    assert own < 1.02 * pool
+
+
+def test_a_history_counts_with_the_norms_that_it_rests_on() -> None:
+    """Two steps of two prompts by hand: x = D / (D + wbar) (h - b), beta from the second step."""
+    pools = make(pool_decay=0.0)
+    prompts = [prompt("a"), prompt("b")]
+    step(pools, prompts, tensor([1.0], [0.0]), tensor([1.0], [3.0]))  # b = 1/4, wbar = 2
+    assert expected(pools, *prompts) == [0.25, 0.25], "nothing says yet that histories predict anything"
+    step(pools, prompts, tensor([0.75], [0.0]), tensor([2.0], [2.0]))
+    away = [1 / 3 * 0.75, 3 / 5 * -0.25]
+    beta = (2 * 0.5 * away[0] + 2 * -0.25 * away[1]) / (2 * away[0] ** 2 + 2 * away[1] ** 2)
+    assert beta > 1, "so that it is cut to 1"
+    pool = 0.375  # pool_decay = 0: of the second step alone, and so are the histories and wbar = 2
+    assert expected(pools, *prompts) == pytest.approx([pool + 0.5 * 0.375, pool - 0.5 * 0.375])
