@@ -16,7 +16,7 @@ from oblr_megatron.algo.history import History
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, Baseline, BaselineName
 
-OPTIONS = AlgoConfig()
+OPTIONS = AlgoConfig(baseline="optimal_prior")
 Q, G = 6, 4
 
 
