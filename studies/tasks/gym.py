@@ -139,7 +139,7 @@ GYM = (
         "Spell this word backward (example: sun -> nus): " + string.ascii_letters,
         max_positions=96,
         max_response_tokens=9,
-        skills={"low": 0.1, "middle": 0.35, "high": 0.7},
+        skills={"low": 0.1, "middle": 0.5, "high": 0.7},
         min_word_len=4,
         max_word_len=7,
     ),
@@ -173,7 +173,7 @@ GYM = (
         max_response_tokens=4,
         skills={"low": 0.1, "middle": 0.35, "high": 0.7},
         max_terms=2,
-        max_value=20,
+        max_value=10,
     ),
     _gym_task(
         "number_sequence",
