@@ -161,5 +161,5 @@ def test_docs_examples_are_valid_configurations() -> None:
         table = tomllib.loads(block)
         sources.append(DataConfig.model_validate(table["data"]).train)
         EvaluateConfig.model_validate(table.get("evaluate", {}))
-    assert [len(own) for own in sources] == [1, 2]
+    assert [len(own) for own in sources] == [1, 2, 2]
     assert convention_of(sources[1][0]) is CONVENTIONS["dapo"]

@@ -82,4 +82,4 @@ def test_every_other_configuration_is_valid() -> None:
     checked = [config for config in CONFIGS if not config.name.startswith("http")]
     for config in checked:
         check_reward(config, max_response_tokens=1024)
-    assert len(checked) == len(CONFIGS) - 1 == 6
+    assert len(checked) == len(CONFIGS) - 1 == 7
