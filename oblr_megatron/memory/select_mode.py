@@ -89,17 +89,19 @@ def resolve(
         or _too_large(with_mode(config, mode), found[mode], free_bytes)
         for mode in found
     }
-    costs = {mode: _cost(hf_config, with_mode(config, mode), layout[mode], mode, on_gpu=on_gpu) for mode in found}
+    if problem := problems.get(asked):
+        raise UserError(f"mode {asked!r}: {problem[0]}", where="config: gradnorm.mode", fix=problem[1])
+    costs = {
+        mode: _cost(hf_config, with_mode(config, mode), layout[mode], mode, on_gpu=on_gpu)
+        for mode in found
+        if problems[mode] is None
+    }
     if asked != "auto":
-        problem = problems[asked]
-        if problem is not None:
-            raise UserError(f"mode {asked!r}: {problem[0]}", where="config: gradnorm.mode", fix=problem[1])
         return ModeChoice(asked, "as configured", costs[asked], found[asked])
-    possible = [mode for mode in MODES if problems[mode] is None]
     smallest = problems["two_pass"]
-    if not possible and smallest is not None:
+    if not costs and smallest is not None:
         raise UserError(f"no mode measures norms here: {smallest[0]}", where="config: gradnorm", fix=smallest[1])
-    best = min(possible, key=costs.__getitem__)
+    best = min(costs, key=costs.__getitem__)
     return ModeChoice(best, _reason(best, costs, problems, longest_sample(config)), costs[best], found[best])
 
 
@@ -222,8 +224,8 @@ def norm_over_product(hf_config: Mapping[str, Any], tokens: int) -> float:
 
 def _reason(best: str, costs: Mapping[str, float], problems: Mapping[str, Problem | None], tokens: int) -> str:
     others = ", ".join(
-        f"{mode} {cost:.2f}x" + (f", but {problem[0]}" if (problem := problems[mode]) else "")
-        for mode, cost in costs.items()
+        f"{mode} {costs[mode]:.2f}x" if problem is None else f"{mode}: {problem[0]}"
+        for mode, problem in problems.items()
         if mode != best
     )
     return f"expected {costs[best]:.2f}x a plain step at {tokens} tokens a sample ({others})"

@@ -51,6 +51,7 @@ def _world_size(_: Path, keys: dict[str, object]) -> None:
 
 def _group_of_one(_: Path, keys: dict[str, object]) -> None:
     keys["group_size"] = 1
+    keys["algo.baseline"] = "optimal"
 
 
 def _missing_model(root: Path, keys: dict[str, object]) -> None:

@@ -149,7 +149,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(arguments: Arguments, tmp_pat
 
 
 def test_a_bad_config_is_refused_by_the_dry_run(arguments: Arguments, tmp_path: Path) -> None:
-    job = Job(tmp_path / "job", arguments(group_size=1))
+    job = Job(tmp_path / "job", arguments(group_size=1, algo__baseline="optimal"))
     assert job.run() == 2, job.output()
     assert job.state() == "FAILED" and job.shown("Restarts") == "0"
     assert "group_size is 1" in job.output() and "Fix:" in job.output()
