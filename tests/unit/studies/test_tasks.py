@@ -29,12 +29,12 @@ def test_gold_answers_earn_one_and_fit(task: Task) -> None:
 
 
 def test_teachers_are_right_as_often_as_asked(task: Task) -> None:
-    """Wrong answers may be right by chance; right answers are never wrong beyond the sampling error."""
+    """Wrong answers may be right by chance, and most easy questions of `mixed` are right at any skill."""
     generator = random.Random(0)
     rows = task.rows(1500, 1)[0]
     for share in (0.2, 0.6):
         right = [task.reward(task.teach(row, generator, share), row.answer) == 1.0 for row in rows]
-        assert share - 0.05 < sum(right) / len(right) < share + 0.25
+        assert share - 0.05 < sum(right) / len(right) < share + 0.3
 
 
 def test_answers_of_an_untaught_teacher_fit(task: Task) -> None:

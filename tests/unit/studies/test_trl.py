@@ -224,7 +224,7 @@ def test_a_run_has_the_prompts_and_records_of_a_toy_run(trainer, start, tmp_path
 
 def test_unsupported_configs_are_refused(start, tmp_path):
     with pytest.raises(UserError, match=r"\[algo\.schedule\]"):
-        trl_backend.run_trl(run_config(start, tmp_path, algo={"snr": {"num_folds": 2}}), "rloo")
+        trl_backend.run_trl(run_config(start, tmp_path, algo={"schedule": "snr", "snr": {"num_folds": 2}}), "rloo")
     with pytest.raises(UserError, match=r"\[--loss-type\]"):
         trl_backend.run_trl(run_config(start, tmp_path), "rloo", loss_type="grpo")
     (tmp_path / "config.json").write_text("{}")
