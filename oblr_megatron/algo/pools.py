@@ -111,7 +111,7 @@ class Pools:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`. The state of another kind of pools is ignored, and the pools begin empty."""
-        if "sources" not in state:
+        if "usual" not in state:  # or of an earlier version
             return
         self._sources, self._prompts = dict(state["sources"]), dict(state["prompts"])
         self._usual, self._trust, self._pull = (list(state[name]) for name in ("usual", "trust", "pull"))

@@ -16,9 +16,9 @@ from functools import lru_cache
 from typing import Any
 
 from oblr_megatron.checks.packages import require_reasoning_gym
+from oblr_megatron.config.data import GYM_PREFIX
 from oblr_megatron.errors import UserError
 
-PREFIX = "reasoning_gym:"
 COLUMN = "reasoning_gym"  # of a generated row; see data/gym_rows.py
 NOT_TASKS = ("composite",)  # it mixes other tasks, as several sources of data.train do
 OWN_OPTIONS = ("seed", "size")  # of every task; keys of a source
@@ -98,7 +98,7 @@ def score(answer: str, row: Mapping[str, Any]) -> float:
         ValueError: the row is not one of a reasoning_gym source.
     """
     if COLUMN not in row:
-        raise ValueError(f"the row has no column {COLUMN!r}: its source is not {PREFIX}NAME")
+        raise ValueError(f"the row has no column {COLUMN!r}: its source is not {GYM_PREFIX}NAME")
     item = row[COLUMN]
     if item["name"] in EVALUATED and _CODE.search(answer):
         return 0.0
@@ -111,7 +111,7 @@ def score(answer: str, row: Mapping[str, Any]) -> float:
 
 @lru_cache(maxsize=64)
 def _scorer(name: str, options: str) -> Any:
-    return make_task(name, ast.literal_eval(options), where=f"{PREFIX}{name}")
+    return make_task(name, ast.literal_eval(options), where=f"{GYM_PREFIX}{name}")
 
 
 def warm_up() -> None:

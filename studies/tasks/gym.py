@@ -26,6 +26,7 @@ from typing import Any
 from oblr_megatron.rewards.gym_tasks import make_task
 from studies.tasks.base import Row, Skill, Task
 
+SKILLS: dict[Skill, float] = {"low": 0.1, "middle": 0.35, "high": 0.7}
 INDICES = 2**31  # an item of a task is a function of seed + index
 CLASSES = (string.digits, string.ascii_lowercase, string.ascii_uppercase)
 
@@ -36,7 +37,7 @@ def _gym_task(
     *,
     max_positions: int,
     max_response_tokens: int,
-    skills: dict[Skill, float],
+    skills: dict[Skill, float] = SKILLS,
     **options: Any,
 ) -> Task:
     """The package's task `name`.
@@ -99,7 +100,6 @@ GYM = (
         "Calculate +-. 0123456789",
         max_positions=64,
         max_response_tokens=5,
-        skills={"low": 0.1, "middle": 0.35, "high": 0.7},
         min_terms=3,
         max_terms=4,
         max_digits=1,
@@ -111,7 +111,6 @@ GYM = (
         "State the final answer to the following arithmetic problem: +-= 0123456789",
         max_positions=96,
         max_response_tokens=5,
-        skills={"low": 0.1, "middle": 0.35, "high": 0.7},
         min_terms=3,
         max_terms=4,
         max_digits=1,
@@ -121,7 +120,6 @@ GYM = (
         "Find the Greatest Common Divisor (GCD) of these numbers: Give only the GCD as your final answer., 0123456789",
         max_positions=128,
         max_response_tokens=4,
-        skills={"low": 0.1, "middle": 0.35, "high": 0.7},
         max_value=100,
     ),
     _gym_task(
@@ -129,7 +127,6 @@ GYM = (
         "Find the Least Common Multiple (LCM) of these numbers:, 0123456789",
         max_positions=96,
         max_response_tokens=6,
-        skills={"low": 0.1, "middle": 0.35, "high": 0.7},
         min_numbers=4,
         max_numbers=4,
         max_value=9,
@@ -150,7 +147,6 @@ GYM = (
         + "Ë",
         max_positions=128,
         max_response_tokens=19,
-        skills={"low": 0.1, "middle": 0.35, "high": 0.7},
         delimiter=" ",
         min_words=1,
         max_words=1,
@@ -161,7 +157,6 @@ GYM = (
         'How many times does the letter "e" appear in the text: "?"' + string.ascii_letters + string.digits + "àë",
         max_positions=128,
         max_response_tokens=4,
-        skills={"low": 0.1, "middle": 0.35, "high": 0.7},
         min_words=2,
         max_words=5,
     ),
@@ -171,7 +166,6 @@ GYM = (
         + string.ascii_lowercase,
         max_positions=96,
         max_response_tokens=4,
-        skills={"low": 0.1, "middle": 0.35, "high": 0.7},
         max_terms=2,
         max_value=10,
     ),
@@ -180,7 +174,6 @@ GYM = (
         ", ?- 0123456789",
         max_positions=64,
         max_response_tokens=6,
-        skills={"low": 0.1, "middle": 0.35, "high": 0.7},
         max_terms=5,
         max_complexity=1,
     ),
