@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import load_config
 from oblr_megatron.dryrun.checking import check_fits, check_run, model_of
 from oblr_megatron.dryrun.device_memory import rank_memory
@@ -42,11 +43,13 @@ def test_its_first_lines_say_how_to_run_and_check_it(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("nodes", [0, NODES])
 def test_it_fits(name: str, nodes: int) -> None:
-    """At its own size (as it stands, without larger folds) and on 128 nodes."""
+    """At its own size (as it stands, without larger folds) and on 128 nodes; norms in the gradient's pass if dense."""
     own = nodes_of(preset(name))
     config = at_size(preset(name), nodes) if nodes else load_config(preset(name))
     hf_config, _ = model_of(config.model.path)
     decided = check_run(hf_config, config, (nodes or own) * PER_NODE, PER_NODE, DEVICE)
+    assert (config.algo.baseline, config.algo.schedule) == ("pooled", "constant"), "the default recipe"
+    assert decided.gradnorm.mode == ("two_pass" if num_experts(hf_config) else "inline")
     check_fits(rank_memory(hf_config, decided, (nodes or own) * PER_NODE, DEVICE), decided, DEVICE)
 
 
