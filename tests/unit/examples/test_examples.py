@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.config import load_config
+from oblr_megatron.dryrun.checking import check_run
 from oblr_megatron.dryrun.device_memory import Device, rank_memory
 from oblr_megatron.model.published import published
 from oblr_megatron.preflight import write_config
@@ -216,10 +217,11 @@ def test_a_recipe_fits_its_model_and_states_its_cost(
     size, folder = RECIPES[name], ROOT / "examples" / name
     config = load_config(folder / "config.toml")
     model = published(size)
-    check_layout(model, config, 8)
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= model["max_position_embeddings"]
     device = Device(on_gpu=True, num_bytes=80 * 10**9, transformer_engine=True)
-    assert max(one.peak for one in rank_memory(model, config, 8, device)) < 0.95 * device.num_bytes
+    decided = check_run(model, config, 8, 8, device)
+    assert (decided.algo.baseline, decided.algo.schedule, decided.gradnorm.mode) == ("pooled", "constant", "inline")
+    assert max(one.peak for one in rank_memory(model, decided, 8, device)) < 0.95 * device.num_bytes
     readme = (folder / "README.md").read_text()
     command = re.search(r"`python tools/recipe_cost\.py ([^`]*)`", readme)
     assert command and f"{name}/config.toml" in command[1]
@@ -232,10 +234,10 @@ def test_a_recipe_fits_its_model_and_states_its_cost(
     assert f"{hours:.1f} GPU hours" in readme or f"{hours:.0f} GPU hours" in readme
 
 
-def test_recipes_of_the_papers_models_have_its_batch_size() -> None:
+def test_recipes_of_the_papers_models_have_its_number_of_responses() -> None:
     for name in ("math_qwen3_4b", "math_qwen3_8b"):
         config = load_config(ROOT / "examples" / name / "config.toml")
-        assert (config.num_prompts, config.group_size) == (128, 8)
+        assert config.num_prompts * config.group_size == 128 * 8
         assert r"within \boxed{}." in config.data.template and not config.data.chat_template
 
 
