@@ -7,7 +7,7 @@ Modes are compared by the time they add to a plain step, as a share of it. With 
     bookkeep    r / 3              r = min(1, T (p + d) / (2 p d)): FLOPs of the norm over those of dy^T x, which is
                                    a third of the step
     stash       B beta / (6 T)     B bytes moved per weight and sample, beta FLOPs of the machine per byte moved
-    two_pass    (2 + r) / 3        forward and input gradients once more
+    two_pass    (2 + r) / 3        forward and input gradients once more, of the share `gradnorm.sample_fraction`
 
 The pipeline bubble adds (pp - 1) / m with m microbatches between flushes. These numbers only rank the modes;
 docs/benchmarks.md has measurements.
@@ -204,7 +204,7 @@ def _cost(hf_config: Mapping[str, Any], config: Config, layout: Layout, mode: st
         "inline": min(ratio, SQUARED_FLOPS / tokens) / 3,
         "bookkeep": ratio / 3,
         "stash": BYTES_MOVED * FLOPS_A_BYTE[on_gpu] / (6 * tokens),
-        "two_pass": (2 + ratio) / 3,
+        "two_pass": (2 + ratio) / 3 * config.gradnorm.sample_fraction,
     }[mode]
     return 1 + added + bubble * (2 if mode == "two_pass" else 1)
 

@@ -5,8 +5,9 @@ A pass of m microbatches through pp stages takes, with T_s seconds per microbatc
     m max_s T_s + (pp - 1) / vp mean_s T_s          + 2 (m + pp - 1) messages of n h x to the next stage
     at least m mean_s T_s * stretch                 on a CPU, where other ranks use the cores of idle stages
 
-    norms      two_pass: a forward pass and (1 + r) / 2 of a backward pass's products. bookkeep: r / 3 of the products
-               of the gradient pass. stash: BYTES_MOVED per weight and sample at memory bandwidth.
+    norms      two_pass: a forward pass and (1 + r) / 2 of a backward pass's products, of the share
+               `gradnorm.sample_fraction`. bookkeep: r / 3 of the products of the gradient pass. stash: BYTES_MOVED per
+               weight and sample at memory bandwidth. inline: nothing.
                r is the ratio in `memory/select_mode.py`. With context parallelism r = 1, and each sample's gradient is
                all-reduced
     gradient   one pass per fold (window, group); after each an all-reduce over context-parallel ranks, the norm and the
@@ -83,7 +84,8 @@ class _Step:
         if self.links.cp > 1:
             ratio = 1.0  # a sample's partial gradient is computed in full, all-reduced, then squared
         if first.kind == "norms":
-            found = added(self.through(first, lambda stage, rows: self.norms_only(stage, rows, ratio)), self.fixed())
+            whole = self.through(first, lambda stage, rows: self.norms_only(stage, rows, ratio))
+            found = added(scaled(whole, self.config.gradnorm.sample_fraction), self.fixed())
         elif first.kind == "bookkeep":
             found = {"products": ratio / 3 * gradient["products"]}
         else:
@@ -98,7 +100,8 @@ class _Step:
             sum(2 * self.links.context(p * d * stage.sizes.wide) * count for p, d, count in stage.sizes.matrices)
             for stage in self.stages
         )
-        return {"context": samples_of_a_rank(self.config, self.layout) * each * self.stretch}
+        measured = samples_of_a_rank(self.config, self.layout) * self.config.gradnorm.sample_fraction
+        return {"context": measured * each * self.stretch}
 
     def forward_only(self) -> Terms:
         """The forward passes for token energies and for the reference model, if the run needs them."""

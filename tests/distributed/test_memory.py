@@ -52,7 +52,8 @@ def step(case: Case) -> Any:
     experts = parallel.get("expert_model_parallel_size", 1)
     prompts = 2 if cut == 1 or experts > 1 else 1
     folds = 1 if cut == 1 and experts > 1 else prompts  # a prompt a replica; replicas that share experts share a fold
-    algo = {"baseline": "optimal", "snr": {"num_folds": folds}}
+    baseline = "pooled" if gradnorm["mode"] == "inline" else "optimal"
+    algo = {"baseline": baseline, "snr": {"num_folds": folds}}
     return step_config(TOKENS, prompts=prompts, gradnorm=gradnorm, parallel=parallel, algo=algo)
 
 
@@ -70,7 +71,7 @@ def peaks(cases: list[Case]) -> list[int]:
 FULL = {"recompute_granularity": "full"}
 MLP = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 SHARDED = {"use_distributed_optimizer": True}
-MODES = ("two_pass", "stash", "bookkeep")
+MODES = ("two_pass", "stash", "bookkeep", "inline")
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp": (layout(tp=2), {}),
     "tp, sp": (layout(tp=2, sp=1), {}),

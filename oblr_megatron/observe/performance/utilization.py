@@ -1,7 +1,7 @@
 """Device utilization of a step: MFU of the training, and throughput.
 
     perf/mfu/actor       training FLOPs of the samples with a gradient / (T * ranks * peak)
-    perf/mfu/with_norms  the same, with twice the FLOPs if the norms take a separate pass
+    perf/mfu/with_norms  the same, with the FLOPs of a separate pass for the norms, if there is one
     perf/throughput      prompt and response tokens / (step time without evaluation * ranks)
 
 T is the time of the gradnorm, gradient and optimizer phases; docs/performance.md compares with verl's definitions.
@@ -56,7 +56,7 @@ class Utilization:
             return found
         flops = training_flops(self.hf_config, self._trained(samples, scored))
         found["perf/mfu/actor"] = flops / (seconds * self.world_size * self.peak_flops)
-        found["perf/mfu/with_norms"] = found["perf/mfu/actor"] * (2 if self._norms_apart else 1)
+        found["perf/mfu/with_norms"] = found["perf/mfu/actor"] * (1 + self._norms_apart)
         return found
 
     def _trained(self, samples: Sequence[Sample], scored: Scored) -> list[int]:
@@ -68,9 +68,11 @@ class Utilization:
         return [_length(sample) for n, sample in enumerate(samples) if active[n // group]]
 
     @property
-    def _norms_apart(self) -> bool:
-        """Whether norms take a separate forward and backward pass."""
-        return self.config.measures_norms and self.config.gradnorm.mode not in ("inline", "stash", "bookkeep")
+    def _norms_apart(self) -> float:
+        """Share of the samples that take a separate forward and backward pass for their norms."""
+        options = self.config.gradnorm
+        apart = self.config.measures_norms and options.mode not in ("inline", "stash", "bookkeep")
+        return options.sample_fraction if apart else 0.0
 
 
 def peak_flops(config: Config, device: Device | None) -> float | None:

@@ -51,6 +51,12 @@ def test_the_default_baseline_has_its_norms_in_the_plain_pass_and_two_with_a_pen
     assert choose(config_of(algo={"kl_coefficient": 0.1})).mode == "two_pass"
 
 
+def test_a_share_of_the_norms_costs_that_share_of_a_pass() -> None:
+    whole, some = (choose(config_of(algo={}, gradnorm={"mode": "two_pass", "sample_fraction": s})) for s in (1, 0.25))
+    assert some.cost - 1 == pytest.approx((whole.cost - 1) / 4)
+    assert choose(config_of(algo={}, gradnorm={"sample_fraction": 0.25})).mode == "two_pass"
+
+
 @pytest.mark.parametrize(("response", "mode"), [(16, "bookkeep"), (2000, "stash"), (8000, "stash")])
 def test_auto_depends_on_the_length(response: int, mode: str) -> None:
     choice = choose(config_of(response=response))

@@ -37,6 +37,7 @@ def recompute(granularity: str) -> dict[str, Any]:
     return {"parallel": {"recompute_granularity": granularity}}
 
 
+INLINE = mode("inline") | {"algo": {"baseline": "pooled"}}
 LARGE, TIED = {"vocab_size": 2000}, {"vocab_size": 1000, "tie_word_embeddings": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no norms": ({"algo": {"baseline": "rloo"}}, {}),
@@ -44,6 +45,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two_pass, rows, folds": (mode("two_pass") | {"rows": 2, "prompts": 2}, {}),
     "two_pass, packed": (mode("two_pass") | {"rows": 2, "parallel": {"packing": "packed"}}, {}),
     "two_pass, tied": (mode("two_pass"), TIED),
+    "inline": (INLINE, {}),
+    "inline, rows, folds": (INLINE | {"rows": 2, "prompts": 2}, {}),
+    "inline, packed": (INLINE | {"rows": 2, "parallel": {"packing": "packed"}}, {}),
+    "inline, tied": (INLINE, TIED),
+    "inline, large vocabulary": (INLINE, LARGE),
+    "inline, full recomputation": (INLINE | recompute("full"), {"num_hidden_layers": 4}),
+    "inline, weights in bf16": (INLINE | {"model": {"dtype": "bfloat16"}}, LARGE),
+    "inline, experts": (INLINE, {"num_experts": 4, "moe_intermediate_size": 96}),
     "bookkeep": (mode("bookkeep"), {}),
     "bookkeep, rows": (mode("bookkeep") | {"rows": 2}, {}),
     "bookkeep, windows": (mode("bookkeep", window_tokens=100) | {"prompts": 2, "algo": {"snr": {"num_folds": 1}}}, {}),

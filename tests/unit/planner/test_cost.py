@@ -115,21 +115,24 @@ def test_ranks_share_cores_and_use_those_of_idle_stages() -> None:
 
 
 def test_costs_of_norm_modes_match_select_mode() -> None:
-    """With products alone: two_pass (2 + r) / 3 of a gradient, bookkeep r / 3 of it, stash moved bytes."""
+    """With products alone: two_pass (2 + r) / 3 of a gradient, bookkeep r / 3, stash moved bytes, inline nothing."""
     from oblr_megatron.memory.select_mode import BYTES_MOVED, norm_over_product
 
     alone = replace(PLAIN, attention=1e9, memory=1e9)
     machine, ratio = Machine(ROUND, alone), norm_over_product(setting(1).hf_config, 2048)
 
-    def phases(mode: str) -> Any:
+    def phases(mode: str, baseline: str = "optimal", **options: float) -> Any:
         sections: dict[str, dict[str, Any]] = {
-            "gradnorm": {"mode": mode},
-            "algo": {"baseline": "optimal", "snr": {"num_folds": 1}},
+            "gradnorm": {"mode": mode, **options},
+            "algo": {"baseline": baseline, "snr": {"num_folds": 1}},
         }
         return training_phases(setting(1, sections, machine=machine))
 
     gradient = phases("two_pass")["gradient"].terms["products"]
     assert phases("two_pass")["norms"].terms["products"] == pytest.approx((2 + ratio) / 3 * gradient)
+    some = phases("two_pass", "pooled", sample_fraction=0.25)["norms"].terms["products"]
+    assert some == pytest.approx((2 + ratio) / 12 * gradient)
+    assert phases("inline", "pooled")["norms"].seconds == 0
     assert phases("bookkeep")["norms"].terms["products"] == pytest.approx(ratio / 3 * gradient)
     parameters = RankSizes.of(setting(1).hf_config, run_config(), 0).parameters
     moved = BYTES_MOVED * parameters * 128 / 1e21

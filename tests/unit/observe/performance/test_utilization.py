@@ -63,13 +63,15 @@ def test_mfu_counts_the_samples_that_are_trained_on() -> None:
         (("gradnorm.mode=two_pass",), 2),
         (("gradnorm.mode=two_pass", "gradnorm.source=sketch"), 2),
         (("gradnorm.mode=two_pass", "gradnorm.source=length"), 1),
+        (("gradnorm.mode=two_pass", "algo.baseline=pooled", "gradnorm.sample_fraction=0.25"), 1.25),
+        (("gradnorm.mode=inline", "algo.baseline=pooled"), 1),
         (("gradnorm.mode=stash",), 1),
         (("gradnorm.mode=bookkeep",), 1),
         (("gradnorm.mode=two_pass", "algo.baseline=rloo"), 1),
         (("gradnorm.mode=two_pass", "algo.baseline=rloo", "gradnorm.always=true"), 2),
     ],
 )
-def test_norms_count_if_they_take_a_separate_pass(overrides: tuple[str, ...], passes: int) -> None:
+def test_norms_count_if_they_take_a_separate_pass(overrides: tuple[str, ...], passes: float) -> None:
     found = metrics(*overrides)
     assert found["perf/mfu/with_norms"] == pytest.approx(passes * found["perf/mfu/actor"])
 
