@@ -13,8 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+from oblr_megatron.gradient.step import TrainingGradient
 from tests.distributed.launch import layout, run_ranks
-from tests.distributed.test_gradnorm_modes import check, config_of, expected, relative_difference, step_of
+from tests.distributed.test_gradnorm_modes import (
+    GROUP,
+    PROMPTS,
+    RTOL,
+    check,
+    config_of,
+    expected,
+    make_samples,
+    policy_of,
+    relative_difference,
+    step_of,
+)
 from tests.tiny import make_moe_hf_dir
 
 MODES = {name: {"mode": name} for name in ("two_pass", "stash", "bookkeep", "inline")}
@@ -63,3 +75,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_mode_is_the_oracles_step(model: str, world_size: int) -> None:
     check(expected(model), run_ranks(on_ranks, world_size, model, LAYOUTS[world_size]))
+
+
+SHARES = ([True, True, False, True], [False, True, False, False])
+
+
+def of_some_prompts(path: str) -> list[torch.Tensor]:
+    """Norms of the prompts in each share, by replicas that all hold a part of every expert."""
+    with layout(ep=2) as parallel:
+        config = config_of(path, MODES["two_pass"], folds=2)
+        gradients = TrainingGradient(policy_of(path, parallel, config), config)
+        return [gradients.norms(make_samples(), torch.tensor(share)) for share in SHARES]
+
+
+def test_norms_of_some_prompts_where_replicas_share_experts(model: str) -> None:
+    """`gradnorm.sample_fraction`: a replica may have fewer of the measured prompts than another, or none."""
+    whole = expected(model)["norms"].view(PROMPTS, GROUP)
+    active = whole.any(-1)  # the oracle leaves a group of equal rewards out
+    for found in run_ranks(of_some_prompts, 2, model):
+        norms_of = [norms.view(PROMPTS, GROUP) for norms in found]
+        for norms, share in zip(norms_of, torch.tensor(SHARES), strict=True):
+            assert not norms[~share].any() and norms[share].any()
+            torch.testing.assert_close(norms[share & active], whole[share & active], rtol=RTOL, atol=0)
