@@ -84,7 +84,7 @@ def good_record(step: int) -> dict[str, float]:
     [
         ({}, None),
         ({"loss": float("nan")}, "loss = nan is not finite"),
-        ({"timing_s/gradnorm": 0.0}, "timing_s/gradnorm = 0.0 is not above 0"),
+        ({"timing_s/gradient": 0.0}, "timing_s/gradient = 0.0 is not above 0"),
         ({"weights/version": 1}, "a push was lost"),
         ({"groups/mixed_fraction": 0.0}, "no group has differing rewards"),
         ({"gradnorm/nonfinite": 2}, "2 norms were not finite"),
