@@ -103,7 +103,10 @@ class Case:
                 "group_size": self.samples,
                 "model": {"path": "unused", "dtype": self.dtype, "transformer_impl": self.layers_of},
                 "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
-                "algo": {"baseline": "optimal", "snr": {"num_folds": self.prompts}},
+                "algo": {
+                    "baseline": "pooled" if self.mode == "inline" else "optimal",
+                    "snr": {"num_folds": self.prompts},
+                },
                 "rollout": {"max_response_tokens": self.tokens - PROMPT_TOKENS},
                 "gradnorm": {"mode": self.mode, "stash_offload": bool(self.offload)},
                 "checkpoint": {"every_steps": 0},
@@ -135,7 +138,7 @@ class Case:
 
 
 CASES = [
-    *(f"{mode} tokens=512" for mode in ("two_pass", "stash", "bookkeep")),
+    *(f"{mode} tokens=512" for mode in ("inline", "two_pass", "stash", "bookkeep")),
     *(f"{mode} tokens=1500 samples=2" for mode in ("two_pass", "stash", "bookkeep")),
     *(f"{mode} tokens=256 vocabulary=65536 tied=1" for mode in ("two_pass", "stash", "bookkeep")),
     "bookkeep tokens=256 dtype=bfloat16",

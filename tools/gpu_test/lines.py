@@ -48,7 +48,11 @@ TABLE = (
         title="cost of norms against a plain step",
         measure="norms:ratios",
         needs=GPU,
-        bounds=(Bound("step / plain, stash, *, 8192 tokens", high=1.1), Bound("step / plain, *", high=2.5)),
+        bounds=(
+            Bound("step / plain, inline, *, 8192 tokens", high=1.1),
+            Bound("step / plain, stash, *, 8192 tokens", high=1.1),
+            Bound("step / plain, *", high=2.5),
+        ),
         minutes=9,
         rehearsal={"shapes": ["tiny"], "tokens": [32], "layers_of": "auto", "more": ["--layers", "1", "--steps", "2"]},
     ),
@@ -77,6 +81,7 @@ TABLE = (
         arguments={
             "cases": [
                 f"two_pass {FULL} layers_of=local",
+                f"inline {FULL} layers_of=local",
                 f"stash {FULL} layers_of=local",
                 f"stash {FULL} layers_of=local offload=1",
                 f"bookkeep {FULL} layers_of=local",
@@ -154,6 +159,7 @@ TABLE = (
             needs=needs,
             bounds=(
                 Bound("MFU, plain", low=0.2, optional=True),
+                Bound("step / plain, inline", high=1.15),
                 Bound("step / plain, stash", high=1.15),
                 Bound("measured / planner, *", 0.67, 1.5, optional=True),
             ),

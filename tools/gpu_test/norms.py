@@ -90,7 +90,7 @@ def ratios(
     for shape in shapes:
         for length in tokens:
             row_of = ["--shapes", shape, "--tokens", str(length), "--layers-of", layers_of]
-            command = ["gradnorm.py", *row_of, "--modes", "two_pass", "stash", "bookkeep", *more]
+            command = ["gradnorm.py", *row_of, "--modes", "inline", "two_pass", "stash", "bookkeep", *more]
             for row in rows_of(command):
                 where = f"{row['mode']}, {shape}, {length} tokens"
                 report.put(f"seconds, {where}", row["seconds"])

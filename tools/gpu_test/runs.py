@@ -35,7 +35,7 @@ from tools.make_smoke_model import SAMPLE_TEXTS, make_model
 
 PROMPT_TOKENS = 16
 TRAINING = ("gradnorm", "gradient", "optimizer")
-MODES = {"plain": ["algo.baseline=rloo"]} | {
+MODES = {"plain": ["algo.baseline=rloo"], "inline": ["algo.baseline=pooled", "gradnorm.mode=inline"]} | {
     mode: ["algo.baseline=optimal", f"gradnorm.mode={mode}"] for mode in ("stash", "bookkeep", "two_pass")
 }
 POLL_S = 0.5
