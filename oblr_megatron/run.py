@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
-from oblr_megatron.algo.advantage import AdvantageRule, usual
+from oblr_megatron.algo.advantage import usual
 from oblr_megatron.algo.history import NO_HISTORY, History
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import AnyPools, pools_of
@@ -28,8 +25,8 @@ from oblr_megatron.model.reference import Reference
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.opening import open_sampling
+from oblr_megatron.policy_gradient import PolicyGradient
 from oblr_megatron.rewards.shared import NoRewardError
-from oblr_megatron.rollout.dynamic_sampling import call_seed
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.sampling import Sampling
 from oblr_megatron.weights.export import MegatronWeights
@@ -40,9 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.config import Config
-    from oblr_megatron.types import GradientStats, Prompt, Sample
-
-MAX_NONFINITE = 3  # norms of a step; more of them mean a broken model, and the run stops
+    from oblr_megatron.types import GradientStats, Prompt
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,83 +78,21 @@ class Run:
             self.logged = record
         self.facts = self._facts()
 
-    def policy_gradient(
-        self, samples: list[Sample], advantage: AdvantageRule, record: StepRecord
-    ) -> tuple[GradientStats, Tensor]:
-        """Norms w, coefficients c(w) and the policy gradient, in one pass or two.
+    def streams(self, prompts: Sequence[Prompt]) -> bool:
+        """Whether the gradient of a step may begin before all its prompts are finished (`rollout.overlap`).
 
-        Leaves g = sum_i c_i sum_t rho_t grad log pi(o_t) in main_grad, summed over all ranks.
-
-        Returns:
-            The statistics of g, and w [Q, G] fp64: zeros for groups without a gradient and where nothing needs w.
-
-        Raises:
-            RunError: more than MAX_NONFINITE norms are not finite; the samples are saved first.
+        A pooled baseline needs a history of every prompt. Without one it takes the other prompts' mean reward, as in
+        the first step of a run. Which prompts are finished together depends on the lengths of their responses, so that
+        the mean of a wave would bias the gradient.
         """
-        config, active = self.config, advantage.active
-        exact = self._check(samples, active, record.done - 1) if config.uses_norms else None
-        found = self.gradients(
-            samples,
-            advantage,
-            active,
-            norms_wanted=config.uses_norms,
-            measured=self._measured(len(active), record.done),
-            token_coefficients_of=advantage.of_tokens,
-            timer=self.sampling.timer,
-        )
-        norms_sq = found.norms_sq.view(len(active), -1)
-        if exact is not None:
-            measured = exact > 0
-            record.metrics["gradnorm/estimate_corr"] = step_metrics.correlation(exact[measured], norms_sq[measured])
-        if config.uses_norms:
-            self._refuse_broken(norms_sq, samples, record)
-        record.energies = found.energies
-        record.stats = self._for_estimator(found.stats, advantage, norms_sq)
-        return record.stats, norms_sq
+        if self.config.rollout.overlap != "stream" or self.pools is None:
+            return self.config.rollout.overlap == "stream"
+        expected = self.history(prompts).expected
+        return expected is not None and not bool(expected.isnan().any())
 
-    def _for_estimator(self, stats: GradientStats, advantage: AdvantageRule, norms_sq: Tensor) -> GradientStats:
-        """The statistics, with what the signal-to-noise estimators and the split of the noise need in addition."""
-        if self.config.measures_norms and self.config.gradnorm.sample_fraction == 1 and not self.config.algo.token_wise:
-            coefficients = advantage(range(len(norms_sq)), norms_sq)
-            stats = replace(stats, sample_sq_norm=float((coefficients**2 * norms_sq.nan_to_num(posinf=0.0)).sum()))
-        if self.momentum is not None:
-            with self.sampling.timer("gradient"):
-                stats = replace(stats, momentum_dot=self.momentum.take(stats.sq_norm))
-        return stats
-
-    def _measured(self, num_prompts: int, step: int) -> Tensor | None:
-        """The prompts of a step that norms are measured of, at random; None for all."""
-        fraction = self.config.gradnorm.sample_fraction
-        if fraction == 1:
-            return None
-        generator = torch.Generator().manual_seed(call_seed(self.config.seed, step))
-        chosen = torch.randperm(num_prompts, generator=generator)[: max(1, round(fraction * num_prompts))]
-        return torch.zeros(num_prompts, dtype=torch.bool).index_fill_(0, chosen, True)
-
-    def _check(self, samples: list[Sample], active: Tensor, step: int) -> Tensor | None:
-        """Exact norms [Q, G] of a few prompts when estimates are due for a comparison; computed before the gradient."""
-        options = self.config.gradnorm
-        if options.source == "exact" or not options.check_every or step % options.check_every:
-            return None
-        candidates = active.nonzero().flatten()
-        few = -(-options.check_samples // self.config.group_size)
-        chosen = torch.zeros_like(active)
-        chosen[candidates[:: max(1, len(candidates) // few)][:few]] = True
-        with self.sampling.timer("gradnorm"):
-            return self.gradients.norms(samples, chosen, source="exact").view(len(active), -1)
-
-    def _refuse_broken(self, norms_sq: Tensor, samples: Sequence[Sample], record: StepRecord) -> None:
-        """Count norms that are not finite; stop the run when there are many."""
-        broken = (~norms_sq.isfinite()).flatten().nonzero().flatten().tolist()
-        record.metrics["gradnorm/nonfinite"] = len(broken)
-        if len(broken) > MAX_NONFINITE:
-            path = self.config.run_dir / "nonfinite_samples.jsonl"
-            if self.sampling.parallel.rank == 0:
-                path.write_text("".join(json.dumps(asdict(samples[n])) + "\n" for n in broken), encoding="utf-8")
-            raise RunError(
-                f"{len(broken)} of {norms_sq.numel()} gradient norms are not finite: the model or its input is broken; "
-                f"the samples are in {path}"
-            )
+    def policy_gradient(self, record: StepRecord, *, whole: bool) -> PolicyGradient:
+        """The gradient of a step, to which its prompts are added: all at once if `whole`, else as they come."""
+        return PolicyGradient(self.gradients, self.sampling, self.momentum, record, whole=whole)
 
     def observe(self, stats: GradientStats, norms_sq: Tensor, record: StepRecord) -> None:
         """Let the schedule and the baseline learn from the step, for later steps and for the metrics."""

@@ -5,11 +5,13 @@ A run with `rollout.only` has only this half. A run that trains (run.py) adds th
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from oblr_megatron.algo.baseline import mixed_groups
 from oblr_megatron.checkpoint.resume import Checkpoint
 from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest
 from oblr_megatron.evaluation.accuracy import metrics as accuracies
@@ -27,6 +29,7 @@ from oblr_megatron.rewards.shared import FailedSteps
 from oblr_megatron.rollout.dynamic_sampling import Batch, call_seed, refill
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
+from oblr_megatron.rollout.waves import Collected, Wave, part_of, tokens_of_a_wave
 from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.runtime.stopping import StopRequest
 from oblr_megatron.timing import PhaseTimer
@@ -121,9 +124,50 @@ class Sampling:
         with self.timer("rollout"):
             request = SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1, batch))
             samples = self.engines.generate(prompts, request)
-        age = staleness((sample.version for sample in samples), self.version, config.rollout.max_staleness)
-        record.metrics["rollout/staleness_max"] = max(age, record.metrics.get("rollout/staleness_max", 0))
+        self._check_age(samples, record)
         return samples
+
+    def _check_age(self, samples: Sequence[Sample], record: StepRecord) -> None:
+        age = staleness((sample.version for sample in samples), self.version, self.config.rollout.max_staleness)
+        record.metrics["rollout/staleness_max"] = max(age, record.metrics.get("rollout/staleness_max", 0))
+
+    @property
+    def refills(self) -> bool:
+        """Whether groups of equal rewards are replaced."""
+        return self.config.rollout.dynamic_sampling and self.config.rollout.replay is None
+
+    def streamed(self, prompts: list[Prompt], record: StepRecord) -> Iterator[Wave]:
+        """Waves of prompts as the engines finish them, scored; the last one when all prompts of the step have come.
+
+        With rollout.dynamic_sampling, groups of equal rewards wait for the last wave, because others may replace them.
+        Raises as `rollout`, `score` and `refill`.
+        """
+        config, collected, used = self.config, Collected(), set[int]()
+        tokens = tokens_of_a_wave(config, self.parallel.dp_size)
+        with self.timer("rollout"):
+            flight = self.engines.begin(
+                prompts, SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1))
+            )
+        while len(collected) < len(prompts):
+            with self.timer("rollout"):
+                groups = flight.take(tokens)
+            positions, samples = list(groups), [sample for group in groups.values() for sample in group]
+            self._check_age(samples, record)
+            taken = [prompts[position] for position in positions]
+            part = Batch(taken, samples, self.score(taken, samples, record))
+            collected.add(positions, part)
+            if len(collected) < len(prompts):
+                ready = mixed_groups(part.scored.rewards).tolist() if self.refills else [True] * len(positions)
+                now = [place for place, certain in enumerate(ready) if certain]
+                used.update(positions[place] for place in now)
+                if now:
+                    yield Wave([positions[place] for place in now], part_of(part, now), last=False)
+                    record.metrics["rollout/waves"] = record.metrics.get("rollout/waves", 0) + 1
+        batch = self.refill(collected.batch(), record)
+        self.save(batch, record)
+        record.metrics["rollout/waves"] = record.metrics.get("rollout/waves", 0) + 1
+        rest = [position for position in range(len(prompts)) if position not in used]
+        yield Wave(rest, part_of(batch, rest), last=True)
 
     def score(self, prompts: list[Prompt], samples: list[Sample], record: StepRecord) -> Scored:
         """Rewards [Q, G] of samples in prompt-major order, the same on every rank."""
@@ -147,7 +191,7 @@ class Sampling:
             RunError: the reward has failed for every response of reward.max_failed_steps steps.
         """
         rollout = self.config.rollout
-        if rollout.dynamic_sampling and rollout.replay is None:
+        if self.refills:
 
             def draw(count: int, number: int) -> Batch:
                 further = self.stream.take(count)

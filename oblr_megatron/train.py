@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 from oblr_megatron.algo.advantage import AdvantageRule
@@ -23,16 +24,18 @@ from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.status import finished
 from oblr_megatron.opening import open_sampling, started
 from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import Wave
 from oblr_megatron.run import Run, open_run
 from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
 from oblr_megatron.runtime.processes import die_with_launcher
 from oblr_megatron.sampling import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from oblr_megatron.config import Config
     from oblr_megatron.observe.step_metrics import StepRecord
+    from oblr_megatron.types import Prompt
 
 
 def train(run: Run) -> None:
@@ -40,11 +43,17 @@ def train(run: Run) -> None:
     config, sampling = run.config, run.sampling
     run.begin()
     for step in range(sampling.start, config.num_steps):
-        batch, record = sample_step(sampling, step)  # Q prompts, N = Q * G responses, rewards r [Q, G]
-        sampling.release()  # engines on the trainer's GPUs free their memory until the push
-        history = run.history(batch.prompts)  # b_t of earlier steps, for pooled baselines
-        advantage = AdvantageRule(batch.scored, config, run.usual_norm, history)  # w -> A = r - b(w)       Theorem 7
-        stats, norms_sq = run.policy_gradient(batch.samples, advantage, record)  # w; g in main_grad
+        record = sampling.begin_step(step)
+        prompts = sampling.stream.take(config.num_prompts)  # Q
+        streams = run.streams(prompts)  # rollout.overlap: prompts are used as they are finished
+        gradient = run.policy_gradient(record, whole=not streams)
+        for wave in waves(sampling, prompts, record, streams=streams):  # responses with rewards r, G for each prompt
+            if wave.last:
+                sampling.release()  # engines on the trainer's GPUs free their memory until the push
+            history = run.history(wave.prompts)  # b_t of earlier steps, for pooled baselines
+            advantage = AdvantageRule(wave.scored, config, run.usual_norm, history)  # w -> A = r - b(w)   Theorem 7
+            gradient.add(wave, advantage)  # w; g, a sum over prompts
+        stats, norms_sq = gradient.finish()
         lr = run.schedule.rate(step)  # from earlier steps only                                              Theorem 4
         run.update(stats, lr, record)  # clip, optimizer step
         run.observe(stats, norms_sq, record)  # signal, noise and mean w, for later steps
@@ -56,21 +65,24 @@ def train(run: Run) -> None:
     run.export()
 
 
-def sample_step(sampling: Sampling, step: int) -> tuple[Batch, StepRecord]:
-    """The batch of one step, counted from 0, and its record."""
-    record = sampling.begin_step(step)
-    prompts = sampling.stream.take(sampling.config.num_prompts)  # Q
+def waves(sampling: Sampling, prompts: list[Prompt], record: StepRecord, *, streams: bool) -> Iterator[Wave]:
+    """The Q prompts of a step with samples and rewards: all at once, or in the order in which they are finished."""
+    if streams:
+        yield from sampling.streamed(prompts, record)
+        return
     samples = sampling.rollout(prompts, record)  # N = Q * G responses with log-probs
     scored = sampling.score(prompts, samples, record)  # r [Q, G]
     batch = sampling.refill(Batch(prompts, samples, scored), record)  # replaces groups with rollout.dynamic_sampling
     sampling.save(batch, record)  # writes with rollout.save
-    return batch, record
+    yield Wave(range(len(prompts)), batch, last=True)
 
 
 def sample(sampling: Sampling) -> None:
     """`rollout.only`: sample, score and save every step, train nothing."""
     for step in range(sampling.config.num_steps):
-        _, record = sample_step(sampling, step)
+        record = sampling.begin_step(step)
+        prompts = sampling.stream.take(sampling.config.num_prompts)
+        deque(waves(sampling, prompts, record, streams=False), maxlen=0)
         sampling.log(record)
         if sampling.stopped(record.done):
             return

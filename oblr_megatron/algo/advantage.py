@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class AdvantageRule:
-    """Coefficients c of the prompts of one step.
+    """Coefficients c of the prompts of one step, or of some of them (`rollout.overlap`).
 
     A sample with a norm that is not finite gets c = 0. Its gradient is not finite either, and one bad sample must not
     end a run.
 
     Args:
-        scored: rewards and lengths of the step.
+        scored: rewards and lengths of these prompts.
         config: baseline and aggregation are read.
         usual_norm: mean w of earlier steps, used as the norm of the prompts that a call leaves out. A baseline reads it
             only to decide whether a group's norms are negligible. It depends on no sample of this step.
@@ -87,9 +87,10 @@ class AdvantageRule:
 
     def _scaled(self, values: Tensor) -> Tensor:
         """Advantages [N] or [N, T] times the constant of the aggregation."""
-        (num_prompts, group_size), config = self._scored.rewards.shape, self._config
-        lengths, aggregation = self._scored.lengths.flatten(), config.algo.aggregation
-        return sample_coefficients(values, lengths, num_prompts, group_size, aggregation, config.token_scale)
+        config, lengths = self._config, self._scored.lengths.flatten()
+        return sample_coefficients(
+            values, lengths, config.num_prompts, config.group_size, config.algo.aggregation, config.token_scale
+        )
 
 
 def usual(norms_sq: Tensor, before: float, share: float = 0.1) -> float:

@@ -182,6 +182,31 @@ def _samples(config: Config) -> Iterator[Problem]:
         if getattr(rollout, first) and getattr(rollout, second):
             what = f"rollout.{first} and rollout.{second} exclude each other, because a replay samples nothing"
             yield what, "leave one of them out"
+    if rollout.overlap == "stream":
+        yield from _streaming(config)
     if rollout.dynamic_sampling and config.group_size == 1:
         what = "group_size is 1, but rollout.dynamic_sampling needs groups with different rewards"
         yield what, "set group_size to 2 or more, or rollout.dynamic_sampling to false"
+
+
+def _streaming(config: Config) -> Iterator[Problem]:
+    """What needs the whole batch before the first gradient, or before a gradient can be reduced."""
+    algo, facts, name = config.algo, BASELINES[config.algo.baseline], config.algo.baseline
+    reason = ""
+    if facts.prior or facts.over == "batch":
+        reason = f"algo.baseline {name!r} reads the rewards of all prompts"
+    elif facts.token_wise and facts.pool:
+        reason = f"algo.baseline {name!r} reads the rewards of all prompts at positions that no earlier step reached"
+    elif facts.divisor in ("batch_std", "centred_std"):
+        reason = f"algo.baseline {name!r} divides by the standard deviation over all prompts"
+    elif algo.aggregation == "token_mean":
+        reason = 'algo.aggregation "token_mean" divides by the tokens of all responses'
+    elif config.model.router_losses:
+        reason = "a router loss (model.moe_aux_loss_coeff, moe_z_loss_coeff) is a mean over the tokens of all responses"
+    elif config.parallel.overlap_grad_reduce:
+        reason = "parallel.overlap_grad_reduce sums the gradient over replicas once, in the last backward pass"
+    if reason:
+        yield (
+            f'{reason}, but with rollout.overlap "stream" the gradient begins before the batch is complete',
+            'set rollout.overlap to "none", or choose e.g. algo.baseline "pooled" and algo.aggregation "constant"',
+        )

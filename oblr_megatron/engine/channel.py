@@ -34,9 +34,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer: a value or an error. Example: Reply(error="weights are incomplete")"""
+    """The answer, or a part of it: a value or an error. Example: Reply(error="weights are incomplete")"""
 
     value: Any = None
+    more: bool = False  # further replies to the same call follow
     error: str | None = None
     kind: type[RunError] = RunError  # type of the error
 

@@ -5,7 +5,7 @@ Whether the engine may sample, and which step of a push comes next, is decided b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
@@ -38,6 +38,17 @@ class EngineServer:
     def generate(self, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[list[Sample]]:
         """Sample a group of responses for each prompt.
 
+        Prompt k has position `request.first_group + k` in the step's batch.
+        """
+        positions = range(request.first_group, request.first_group + len(prompts))
+        found = dict(self.stream(prompts, positions, request))
+        return [found[position] for position in positions]
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], positions: Sequence[int], request: SamplingRequest
+    ) -> Iterator[tuple[int, list[Sample]]]:
+        """Sample a group of responses for each prompt; yields (position, group) when the last response has ended.
+
         The prefix cache is emptied before each call: a cached prefix changes the last bits of the log-probs, and equal
         calls would return different values.
         """
@@ -48,21 +59,27 @@ class EngineServer:
         self._state.check_usable()
         self._llm.reset_prefix_cache()
         version = self._state.holding.version
-        positions = range(request.first_group, request.first_group + len(prompts))
-        outputs = self._llm.generate(
-            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts],
-            [sampling_params(request, position) for position in positions],
-            use_tqdm=False,
-        )
+        engine: Any = self._llm.llm_engine
         copies = request.group_size if request.greedy else 1
-        return [
-            [
-                to_sample(position, prompt, completion, version, self._tokenizer, self._vocab_size)
-                for completion in output.outputs
-            ]
-            * copies
-            for position, prompt, output in zip(positions, prompts, outputs, strict=True)
-        ]
+        waiting = {
+            str(position): (position, tuple(prompt)) for position, prompt in zip(positions, prompts, strict=True)
+        }
+        try:
+            for name, (position, prompt) in waiting.items():
+                tokens = TokensPrompt(prompt_token_ids=list(prompt))
+                engine.add_request(name, tokens, sampling_params(request, position))
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        position, prompt = waiting.pop(output.request_id)
+                        group = [
+                            to_sample(position, prompt, completion, version, self._tokenizer, self._vocab_size)
+                            for completion in output.outputs
+                        ]
+                        yield position, group * copies
+        finally:
+            if waiting:  # after an error: the next call must not meet these requests
+                engine.abort_request(list(waiting))
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
         """Pass the transport's parameters to vLLM."""

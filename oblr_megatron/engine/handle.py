@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +176,7 @@ class VllmEngine:
         """Wait for the answer to `post`."""
         assert self._wait_for is not None, "nothing was posted"
         wait_for, self._wait_for = self._wait_for, None
-        return self._receive(*wait_for)
+        return self._receive(*wait_for).value
 
     def generate(self, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[list[Sample]]:
         """Q prompts of token ids -> Q groups of G samples.
@@ -188,6 +188,22 @@ class VllmEngine:
         what = f"{len(prompts)} x {request.group_size} samples of {self.spec.name}"
         arguments = {"prompts": prompts, "request": request}
         return self.call("generate", arguments, what=what, seconds=self.deadlines.generate)
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], positions: Sequence[int], request: SamplingRequest
+    ) -> Iterator[tuple[int, list[Sample]]]:
+        """`generate` that yields (position, group) for each prompt as soon as its last response has ended.
+
+        The engine waits while nobody reads, so read it in a thread of its own (`rollout.feed`). `wait_ready` must have
+        returned before. Raises as `generate`.
+        """
+        what, begin = f"{len(prompts)} x {request.group_size} samples of {self.spec.name}", time.monotonic()
+        seconds = self.deadlines.generate
+        arguments = {"prompts": prompts, "positions": positions, "request": request}
+        self.post("stream", arguments, what=what, seconds=seconds, begin=begin)
+        self._wait_for = None
+        while (reply := self._receive(what, begin, seconds)).more:
+            yield reply.value
 
     def sleep(self, level: int = 1) -> None:
         """See `RolloutEngine.sleep`. Does nothing on a CPU: vLLM's CPU backend cannot sleep."""
@@ -239,7 +255,7 @@ class VllmEngine:
             channel.send(self.spec)
         return channel, process
 
-    def _receive(self, what: str, begin: float, seconds: float) -> Any:
+    def _receive(self, what: str, begin: float, seconds: float) -> Reply:
         self._check_lost()
         try:
             reply: Reply = self._channel.receive(begin + seconds, alive=lambda: self._process.poll() is None)
@@ -249,7 +265,7 @@ class VllmEngine:
             raise self._died(what) from None
         if reply.error is not None:
             raise reply.kind(f"{self.spec.name} failed while {self.owner} waited for {what}: {reply.error}")
-        return reply.value
+        return reply
 
     def _too_late(self, what: str, seconds: float) -> EngineDeadlineError:
         error = EngineDeadlineError(self.owner, what, seconds)

@@ -160,6 +160,22 @@ class PushStats:
     buckets: int
 
 
+class BatchInFlight(Protocol):
+    """A batch that is being sampled; every rank calls with the same arguments and gets the same result."""
+
+    def take(self, tokens: float) -> dict[int, list[Sample]]:
+        """Wait for finished prompts with at least `tokens` tokens, or for the rest of the batch.
+
+        Returns:
+            The group of responses of each finished prompt, by its position in the batch. Each group comes once; {} at
+            the end.
+
+        Raises:
+            RunError: an engine failed.
+        """
+        ...
+
+
 class RolloutEngine(Protocol):
     """The source of the step loop's samples: one engine or many, anywhere.
 
@@ -184,6 +200,14 @@ class RolloutEngine(Protocol):
             RunError: an engine failed, or the last push failed.
         """
         ...
+
+    def begin(self, prompts: Sequence[Prompt], request: SamplingRequest) -> BatchInFlight:
+        """Begin to sample what `generate` would return, and return; the engines go on in the background.
+
+        Raises:
+            RunError: as `generate`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no samples to wait for")
 
     def push(self, source: Source, version: int) -> PushStats:
         """Replace all weights and drop all cached prefixes. All ranks iterate the source, whatever an engine does.

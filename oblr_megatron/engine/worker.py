@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from oblr_megatron.engine.channel import Call, Channel, PeerGone, Reply
@@ -23,7 +23,7 @@ from oblr_megatron.runtime.processes import die_with
 from oblr_megatron.runtime.stopping import SIGNALS
 
 PUSH_METHODS = ("init_transfer", "start_push", "update_weights", "finish_push", "abort_push")
-METHODS = ("generate", "read_back", "sleep", "wake", *PUSH_METHODS)
+METHODS = ("generate", "stream", "read_back", "sleep", "wake", *PUSH_METHODS)
 
 
 def main(arguments: list[str]) -> int:
@@ -65,9 +65,18 @@ def _start(spec: EngineSpec) -> EngineServer:
 
 
 def _answer(channel: Channel, call: Callable[[], Any]) -> Any:
-    """Run a call and send its value or its error. Returns the value, or None after an error."""
+    """Run a call and send its value or its error. Returns the value, or None after an error.
+
+    The values of an iterator are sent one by one, as they come.
+    """
     try:
         value = call()
+        if isinstance(value, Iterator):
+            for part in value:
+                channel.send(Reply(value=part, more=True))
+            value = None
+    except PeerGone:
+        raise
     except RunError as error:
         kind = DamagedError if isinstance(error, DamagedError) else RunError
         channel.send(Reply(error=str(error), kind=kind))

@@ -41,26 +41,46 @@ class Sharing:
         self.rank = parallel.dp_rank % self.size
         self.group = share_group(parallel, self.size)
 
-    def folds(self, active: Tensor, *, split_prompts: bool) -> list[list[int]]:
+    @property
+    def folds_of_a_rank(self) -> int:
+        """Folds that each replica has a share of."""
+        return self.num_folds * self.size // self._parallel.dp_size
+
+    def folds(self, positions: Sequence[int], active: Tensor, *, split_prompts: bool) -> list[list[int]]:
         """This replica's sample indices in each of its folds, prompt-major, without inactive groups.
 
         Args:
-            active: [Q] bool.
+            positions: in the step's batch, of the k prompts that there are samples of: 0 to Q - 1 for a whole step.
+            active: [k] bool.
             split_prompts: with `stash_spread`, divide the responses of each prompt over replicas; else whole prompts.
+
+        Returns:
+            For each fold, indices among the k * G samples.
         """
         parallel, group = self._parallel, self._group_size
         folds = local_folds(
             self._num_prompts, self.num_folds, parallel.dp_rank // self.size, parallel.dp_size // self.size
         )
+        place = {position: number for number, position in enumerate(positions) if active[number]}
         if split_prompts and self._spread > 1:
             return [
-                [prompt * group + i for prompt in fold if active[prompt] for i in range(self.rank, group, self.size)]
+                [place[prompt] * group + i for prompt in fold if prompt in place for i in self._own_responses]
                 for fold in folds
             ]
         return [
-            [prompt * group + i for prompt in fold[self.rank :: self.size] if active[prompt] for i in range(group)]
+            [
+                place[prompt] * group + i
+                for prompt in fold[self.rank :: self.size]
+                if prompt in place
+                for i in range(group)
+            ]
             for fold in folds
         ]
+
+    @property
+    def _own_responses(self) -> range:
+        """The responses of each prompt that this replica has with `stash_spread`."""
+        return range(self.rank, self._group_size, self.size)
 
     def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Append empty microbatches until all replicas that share experts have the same number."""

@@ -14,10 +14,9 @@ further reduction. Replicas that share experts, or the responses of a prompt, sh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from oblr_megatron.algo.importance import truncated_ratios
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.data.packing import microbatches
 from oblr_megatron.gradient.estimate import sketches_of, sq_norms_of, token_energies
+from oblr_megatron.gradient.fold_sums import FoldPass, FoldSums
 from oblr_megatron.gradient.folds import Sharing
 from oblr_megatron.gradient.inline import InlinePass
 from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty, RatioFn
@@ -34,11 +34,6 @@ from oblr_megatron.gradient.plain import PlainPass
 from oblr_megatron.gradient.two_pass import norm_batches
 from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model.optimizer import grad_sq_norm
-from oblr_megatron.model.step import (
-    finish_overlapped_grads,
-    reduce_data_parallel_grads,
-    reduce_model_parallel_grads,
-)
 from oblr_megatron.model.token_values import token_values
 from oblr_megatron.types import GradientStats, MicroBatch, Sample, StepGradient
 
@@ -53,13 +48,6 @@ TokenAdvantageFn = Callable[["Tensor"], "Tensor"]
 """Energies of the step's response tokens [N, T] -> coefficients c [N, T], fp64."""
 
 Timer = Callable[[str], AbstractContextManager[object]]
-
-
-class FoldPass(Protocol):
-    """Adds the gradient of some samples to `main_grad`."""
-
-    def add(self, work: Work, indices: Sequence[int]) -> None:
-        """`indices`: this replica's samples of one fold, in prompt-major order; whole prompts, or its share of each."""
 
 
 class TrainingGradient:
@@ -98,35 +86,61 @@ class TrainingGradient:
         coefficients_of: AdvantageFn,
         active: Tensor,
         *,
+        timer: Timer = lambda _: nullcontext(),
+        **options: Any,
+    ) -> StepGradient:
+        """A step of which all samples are there: `begin`, `add` with these arguments, `finish`."""
+        sums = self.begin(whole=True)
+        positions = range(len(active))
+        norms_sq, energies = self.add(sums, positions, samples, coefficients_of, active, timer=timer, **options)
+        return StepGradient(norms_sq, self.finish(sums, timer), energies)
+
+    def begin(self, *, whole: bool) -> FoldSums:
+        """Begin a step. With `whole` a single `add` brings all prompts."""
+        return FoldSums(self._policy, self._sharing, self._config, whole=whole)
+
+    def add(
+        self,
+        sums: FoldSums,
+        positions: Sequence[int],
+        samples: Sequence[Sample],
+        coefficients_of: AdvantageFn,
+        active: Tensor,
+        *,
         norms_wanted: bool = True,
         measured: Tensor | None = None,
         token_coefficients_of: TokenAdvantageFn | None = None,
         timer: Timer = lambda _: nullcontext(),
-    ) -> StepGradient:
-        """Leave g in `main_grad`, summed over all ranks.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add the gradient of k prompts.
 
         Args:
-            samples: [N] of the step, the same on every rank.
-            coefficients_of: norms to coefficients: an `AdvantageRule` in training. Called for all prompts or for some
-                prompts as soon as their norms are known.
-            active: [Q] bool; the other groups have coefficients of zero for every w and are left out.
+            sums: of the step.
+            positions: of the prompts in the step's batch; all of them once, over all calls.
+            samples: [n = k G] of these prompts, the same on every rank.
+            coefficients_of: norms to coefficients: an `AdvantageRule` in training. Called for all k prompts or for some
+                of them as soon as their norms are known.
+            active: [k] bool; the other groups have coefficients of zero for every w and are left out.
             norms_wanted: False if nothing depends on w. `coefficients_of` then gets zeros, and one plain pass runs.
-            measured: [Q] bool; norms are measured of these prompts only. None: of all active ones.
+            measured: [k] bool; norms are measured of these prompts only. None: of all active ones.
             token_coefficients_of: replaces `coefficients_of` for a token-wise baseline.
             timer: entered with "gradnorm" and "gradient"; one-pass modes count as "gradient".
+
+        Returns:
+            w [n] fp64, zeros where not measured; energies [n, T] of the tokens, for a token-wise baseline.
         """
         work = Work(
-            samples, coefficients_of, self._ratios, torch.zeros(len(samples), dtype=torch.float64), PassMetrics()
+            samples, coefficients_of, self._ratios, torch.zeros(len(samples), dtype=torch.float64), sums.metrics
         )
         if norms_wanted and self._one_pass is not None:
             with timer("gradient"):
-                stats = self._in_folds(self._one_pass, work, active)
-                return StepGradient(self._from_all_replicas(work.norms_sq), stats)
+                sums.add(self._one_pass, work, self._sharing.folds(positions, active, split_prompts=True))
+                return self._from_all_replicas(work.norms_sq), None
         if norms_wanted:
             with timer("gradnorm"):
-                work.norms_sq = self.norms(samples, active if measured is None else active & measured)
+                work.norms_sq = self.norms(samples, active if measured is None else active & measured, positions)
         with timer("gradient"):
-            energies = self._energies(samples, active) if self._config.algo.token_wise else None
+            energies = self._energies(samples, active, positions) if self._config.algo.token_wise else None
             if energies is not None:
                 assert token_coefficients_of is not None, "a token-wise baseline needs coefficients of tokens"
                 coefficients = token_coefficients_of(energies)
@@ -134,18 +148,34 @@ class TrainingGradient:
                 coefficients = coefficients_of(range(len(active)), work.norms_sq.view(len(active), -1)).flatten()
             known = work.norms_sq.isfinite()  # otherwise the sample's gradient is not finite either
             coefficients[~known] = 0.0
-            stats = self.policy_gradient(samples, coefficients, self._penalty(samples, known))
-            return StepGradient(work.norms_sq, stats, energies)
+            self._add_plain(sums, positions, samples, coefficients, self._penalty(samples, known, positions))
+            return work.norms_sq, energies
 
-    def norms(self, samples: Sequence[Sample], active: Tensor, *, source: str | None = None) -> Tensor:
-        """Norms of the active groups by a separate pass: w [N] fp64, zeros for the other groups, same on every rank.
+    def finish(self, sums: FoldSums, timer: Timer = lambda _: nullcontext()) -> GradientStats:
+        """Leave g in `main_grad`, summed over all ranks; returns its statistics. The timer is that of `add`."""
+        with timer("gradient"):
+            stats = self._stats(sums.metrics, sums.finish())
+            if sums.in_plain_pass:
+                stats.routers = self._plain.router_metrics()
+            return stats
+
+    def norms(
+        self,
+        samples: Sequence[Sample],
+        active: Tensor,
+        positions: Sequence[int] | None = None,
+        *,
+        source: str | None = None,
+    ) -> Tensor:
+        """Norms of the active groups by a separate pass: w [n] fp64, zeros for the other groups, same on every rank.
 
         Args:
-            samples: [N] of the step, the same on every rank.
-            active: [Q] bool.
+            samples: [n] of k prompts, the same on every rank.
+            active: [k] bool.
+            positions: of the prompts in the step's batch; by default of a whole step.
             source: as `gradnorm.source`; the configured one by default.
         """
-        mine = [n for fold in self._sharing.folds(active, split_prompts=False) for n in fold]
+        mine = self._mine(active, positions)
         norms = torch.zeros(len(samples), dtype=torch.float64)
         batches, order = self._norm_batches(samples, mine)
         if batches:
@@ -168,21 +198,39 @@ class TrainingGradient:
                 zeros only are left out of the pass, unless the penalty has a gradient.
             penalty: its gradient is added to g.
         """
+        sums = self.begin(whole=True)
+        self._add_plain(sums, range(self._config.num_prompts), samples, coefficients, penalty)
+        return self.finish(sums)
+
+    def _add_plain(
+        self,
+        sums: FoldSums,
+        positions: Sequence[int],
+        samples: Sequence[Sample],
+        coefficients: Tensor,
+        penalty: Penalty | None,
+    ) -> None:
+        """Add the gradient of samples with known coefficients."""
         unused = torch.zeros(0, dtype=torch.float64)
-        work = Work(samples, lambda *_: unused, self._ratios, unused, PassMetrics())
+        work = Work(samples, lambda *_: unused, self._ratios, unused, sums.metrics)
         self._plain.prepare(coefficients, penalty)
         self._plain.begin(samples)
-        stats = self._in_folds(self._plain, work, torch.ones(self._config.num_prompts, dtype=torch.bool))
-        stats.routers = self._plain.router_metrics()
-        return stats
+        everything = torch.ones(len(positions), dtype=torch.bool)
+        sums.add(self._plain, work, self._sharing.folds(positions, everything, split_prompts=False))
+        sums.in_plain_pass = True
 
-    def _energies(self, samples: Sequence[Sample], active: Tensor) -> Tensor:
+    def _mine(self, active: Tensor, positions: Sequence[int] | None) -> list[int]:
+        """This replica's samples in active groups, as indices among the given ones."""
+        given = range(len(active)) if positions is None else positions
+        return [n for fold in self._sharing.folds(given, active, split_prompts=False) for n in fold]
+
+    def _energies(self, samples: Sequence[Sample], active: Tensor, positions: Sequence[int]) -> Tensor:
         """Energies of the active groups' tokens: [N, T] fp64 on the CPU, 0 elsewhere, the same on every rank."""
         energies_of = token_energies(self._policy, self._config.rollout.temperature, self._ratios)
-        return token_values(self._policy, samples, self._forward_batches(samples, active), energies_of).cpu()
+        return token_values(self._policy, samples, self._forward_batches(samples, active, positions), energies_of).cpu()
 
-    def _penalty(self, samples: Sequence[Sample], counted: Tensor) -> Penalty | None:
-        """The KL penalty of a step over all groups; samples [N] that are not `counted` are left out."""
+    def _penalty(self, samples: Sequence[Sample], counted: Tensor, positions: Sequence[int]) -> Penalty | None:
+        """The KL penalty over all groups; samples [n] that are not `counted` are left out."""
         if self._reference is None:
             return None
         config, device = self._config, self._policy.parallel.device
@@ -191,47 +239,17 @@ class TrainingGradient:
         coefficients = sample_coefficients(
             beta, lengths, config.num_prompts, config.group_size, config.algo.aggregation, config.token_scale
         )
-        batches = self._forward_batches(samples, torch.ones(config.num_prompts, dtype=torch.bool))
+        batches = self._forward_batches(samples, torch.ones(len(positions), dtype=torch.bool), positions)
         logprobs = self._reference.logprobs(samples, batches, temperature=config.rollout.temperature)
         return Penalty(coefficients.to(device), logprobs, config.algo.kl_loss)
 
-    def _forward_batches(self, samples: Sequence[Sample], active: Tensor) -> list[MicroBatch]:
+    def _forward_batches(self, samples: Sequence[Sample], active: Tensor, positions: Sequence[int]) -> list[MicroBatch]:
         """Microbatches of this replica's samples in active groups; every replica of a block has the same number."""
-        mine = [n for fold in self._sharing.folds(active, split_prompts=False) for n in fold]
+        mine = self._mine(active, positions)
         device = self._policy.parallel.device
         return self._sharing.even(
             microbatches(samples, mine, self._config.parallel, self._policy.padding, device=device)
         )
-
-    def _in_folds(self, fold_pass: FoldPass, work: Work, active: Tensor) -> GradientStats:
-        policy = self._policy
-        folds = self._sharing.folds(active, split_prompts=fold_pass is not self._plain)
-        if self._config.parallel.overlap_grad_reduce:
-            return self._stats(work.metrics, self._overlapped(fold_pass, work, folds))
-        accumulated = _Accumulator(policy, len(folds))
-        fold_sq_norms = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
-        for indices in folds:
-            policy.zero_grad()
-            fold_pass.add(work, indices)
-            reduce_model_parallel_grads(policy)
-            self._sharing.sum(policy)
-            fold_sq_norms += grad_sq_norm(policy, reduced=False)
-            accumulated.add()
-        accumulated.finish()
-        self._sharing.undo_repeats(policy)
-        reduce_data_parallel_grads(policy)
-        dist.all_reduce(fold_sq_norms, group=policy.parallel.dp_group)
-        return self._stats(work.metrics, self._sharing.num_folds * float(fold_sq_norms) / self._sharing.size)
-
-    def _overlapped(self, fold_pass: FoldPass, work: Work, folds: Sequence[Sequence[int]]) -> float:
-        """All folds as one, reduced over replicas during the backward pass. Returns M = NaN.
-
-        Megatron reduces a bucket as soon as its last gradient is complete, so no replica holds the gradient of a fold.
-        """
-        self._policy.zero_grad()
-        fold_pass.add(work, [n for fold in folds for n in fold])
-        finish_overlapped_grads(self._policy)
-        return math.nan
 
     def _stats(self, metrics: PassMetrics, fold_sq_norm_mean: float) -> GradientStats:
         """Statistics of the gradient in main_grad."""
@@ -302,26 +320,3 @@ def importance_ratios(config: Config, policy: Policy) -> RatioFn:
         return sums
 
     return ratios
-
-
-class _Accumulator:
-    """Sums the gradients of a rank's folds; main_grad holds one fold at a time.
-
-    With two or more folds a rank, the sum takes the memory of one more gradient.
-    """
-
-    def __init__(self, policy: Policy, folds: int) -> None:
-        self._main_grads = [
-            buffer.grad_data for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
-        self._sums = [torch.zeros_like(grad) for grad in self._main_grads] if folds > 1 else []
-
-    def add(self) -> None:
-        """Add the fold in main_grad."""
-        if self._sums:
-            torch._foreach_add_(self._sums, self._main_grads)
-
-    def finish(self) -> None:
-        """Copy the sum into main_grad."""
-        if self._sums:
-            torch._foreach_copy_(self._main_grads, self._sums)

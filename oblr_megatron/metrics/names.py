@@ -43,6 +43,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/truncated_ratio_fraction", "", "share of those tokens' ratios cut at rollout.importance_cap"),
     Metric("rollout/dynamic_batches", "", "batches that dynamic sampling drew for the step; at least 1"),
     Metric("rollout/staleness_max", "updates", "weight updates since the step's oldest sample was generated"),
+    Metric("rollout/waves", "count", 'parts that the prompts came in, with rollout.overlap = "stream"'),
     Metric("rollout/restarts", "", "engines restarted, or servers reconnected, since the previous step"),
     Metric("gradnorm/sq_mean", "", "mean squared norm w of a response's own gradient, where measured"),
     Metric("gradnorm/sq_max", "", "largest squared norm of a response's own gradient"),

@@ -4,7 +4,7 @@
     while not balance.finished:
         while (task := balance.next()) is not None:
             ...                                  # ask server task.server for prompts task.items
-        balance.store(task, results)             # or balance.lose(task.server), and others take its prompts
+        balance.finish(task)                     # or balance.lose(task.server), and others take its prompts
 
 A prompt costs its own tokens plus the most that its responses may have. A server gets only as many prompts as it can
 decode at once, so the remaining prompts go to the server that finishes first.
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 MOST_PROMPTS = 4
-"""Most prompts of one request. Few, since a request is answered as a whole; not one, since each request costs time."""
+"""Most prompts of one request when the whole batch is awaited. Few, since a request is answered as a whole; not one,
+since each request costs time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,35 +29,27 @@ class Task:
 
 
 class Balance:
-    """The prompts of one batch, sampled by several servers. Each result is stored once."""
+    """The prompts of one batch, sampled by several servers. Each prompt is finished once."""
 
-    def __init__(self, costs: Sequence[int], capacities: Sequence[int], sequences: int) -> None:
+    def __init__(
+        self, costs: Sequence[int], capacities: Sequence[int], sequences: int, *, together: int = MOST_PROMPTS
+    ) -> None:
         """Args:
         costs: tokens of each prompt and its responses.
         capacities: sequences that each server decodes at once; 0 for a server that is not used.
         sequences: of one prompt.
+        together: most prompts of one request.
         """
         self._costs, self._capacities, self._sequences = costs, list(capacities), sequences
+        self._together = together
         self._pending = list(range(len(costs)))
         self._running: list[set[Task]] = [set() for _ in capacities]
-        self._results: dict[int, Any] = {}
+        self._finished: set[int] = set()
 
     @property
     def finished(self) -> bool:
-        """Whether every prompt has its result."""
-        return len(self._results) == len(self._costs)
-
-    def results(self) -> list[Any]:
-        """All results, in the order of the prompts."""
-        assert self.finished, "some prompts have no result"
-        return [self._results[item] for item in range(len(self._costs))]
-
-    def restart(self, capacities: Sequence[int]) -> None:
-        """Continue with new capacities. Stored results are kept; all other prompts are assigned again."""
-        for server in range(len(self._running)):
-            self.lose(server)
-        self._capacities = list(capacities)
-        self._running = [set() for _ in capacities]
+        """Whether every prompt is finished."""
+        return len(self._finished) == len(self._costs)
 
     def next(self) -> Task | None:
         """The next request; None while every server is full, or if no prompt is left."""
@@ -67,20 +59,20 @@ class Balance:
         server = min(room, key=lambda server: (self.outstanding(server), server))
         servers = sum(capacity > 0 for capacity in self._capacities)
         fair = -(-len(self._pending) // (2 * servers))  # otherwise a short batch would be one request to one server
-        count = max(1, min(MOST_PROMPTS, fair, self._room(server)))
+        count = max(1, min(self._together, fair, self._room(server)))
         task = Task(server, tuple(self._pending[:count]))
         del self._pending[:count]
         self._running[server].add(task)
         return task
 
-    def store(self, task: Task, results: Sequence[Any]) -> None:
-        """Store a request's results, one per prompt. Results of a request that was given up are ignored."""
+    def finish(self, task: Task) -> bool:
+        """Note that a request was answered. Returns False if it was given up before: its answer must not be used."""
         if task not in self._running[task.server]:
-            return
+            return False
         self._running[task.server].discard(task)
-        for item, result in zip(task.items, results, strict=True):
-            assert item not in self._results, f"prompt {item} was sampled twice"
-            self._results[item] = result
+        assert self._finished.isdisjoint(task.items), f"a prompt of {task.items} was sampled twice"
+        self._finished.update(task.items)
+        return True
 
     def lose(self, server: int) -> None:
         """Take a lost server's prompts back; they are the next ones to be assigned."""

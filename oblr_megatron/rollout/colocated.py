@@ -27,6 +27,7 @@ from oblr_megatron.engine.handle import Deadlines, VllmEngine
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.errors import DamagedError, EngineLostError
 from oblr_megatron.model.parallel import local_world_size
+from oblr_megatron.rollout.feed import Feed, Put
 from oblr_megatron.rollout.placement import engine_spec, place
 from oblr_megatron.rollout.push import Pusher
 from oblr_megatron.rollout.recovery import RecoveringEngines
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.rollout import Waiting
-    from oblr_megatron.types import Prompt, Sample
+    from oblr_megatron.types import Prompt
     from oblr_megatron.weights.manifest import Source
 
 Value = TypeVar("Value")
@@ -78,7 +79,7 @@ class ColocatedEngines(RecoveringEngines):
         self._pusher = Pusher(self._engine, parallel.device, config.weights)
         if self._on_gpu:
             try:
-                self._until_done(lambda: None)
+                self.until_done(lambda: None)
             except BaseException:
                 self.close()  # an engine that did start holds GPU memory, and no one else can end it yet
                 raise
@@ -148,32 +149,30 @@ class ColocatedEngines(RecoveringEngines):
         owner = f"rank {self._parallel.rank}"
         return VllmEngine(spec, owner=owner, log=log, deadlines=self._deadlines, restart=restart)
 
-    def _sampling(self, prompts: Sequence[Prompt], request: SamplingRequest) -> Callable[[], list[Sample]]:
-        """Each engine samples a contiguous share. Shares that have arrived are kept when another engine is lost."""
-        shares: dict[int, list[Sample]] = {}
+    def ready(self) -> None:
+        """Bring the weights into an engine that was restarted, and wake all engines."""
+        if self._behind and self._source is not None:
+            self._deliver(self._source, self._version)
+        self._behind = False
+        self.wake()
 
-        def sample(engine: VllmEngine, index: int) -> list[Sample] | None:
-            if index in shares:
-                return None
-            share = self._placement.share(len(prompts), index)
-            ids = [prompt.token_ids for prompt in prompts[share]]
-            groups = engine.generate(ids, replace(request, first_group=share.start)) if ids else []
-            return [sample for group in groups for sample in group]
+    def feed(
+        self, prompts: Sequence[Prompt], positions: Sequence[int], request: SamplingRequest, *, whole: bool
+    ) -> Feed | None:
+        """Each engine samples its part of a contiguous division of the batch."""
+        engine, index = self._engine, self._index
+        if engine is None or index is None:
+            return None
+        share = self._placement.share(len(prompts), index)
+        mine = [position for position in positions if share.start <= position < share.stop]
+        ids = [prompts[position].token_ids for position in mine]
 
-        def sample_rest() -> list[Sample]:
-            if self._behind and self._source is not None:
-                self._deliver(self._source, self._version)
-            self._behind = False
-            self.wake()
-            what = f"{len(prompts)} x {request.group_size} samples"
-            outcomes, own = self._outcomes(sample, what, seconds=self._deadlines.generate)
-            for index, owner in enumerate(self._placement.owners):
-                if outcomes[owner].value is not None:
-                    shares[index] = outcomes[owner].value
-            raise_first(outcomes, own)
-            return [sample for _, share in sorted(shares.items()) for sample in share]
+        def run(put: Put) -> None:
+            if ids:
+                for position, group in engine.stream(ids, mine, request):
+                    put(position, group)
 
-        return sample_rest
+        return Feed(run)
 
     def _deliver(self, source: Source, version: int) -> PushStats:
         """One push into all engines, and a second one if a bucket arrived damaged."""
@@ -188,7 +187,7 @@ class ColocatedEngines(RecoveringEngines):
     def _push_once(self, source: Source, version: int) -> PushStats:
         own = attempt(partial(self._pusher.push, source, version))
         seconds = 2 * self._deadlines.push  # giving up a failed push has a deadline of its own
-        outcomes = self._gather(own, f"push {version}", seconds)
+        outcomes = self.gather(own, f"push {version}", seconds)
         raise_first(outcomes, own)
         stats = [outcomes[owner].value for owner in self._placement.owners]
         return replace(stats[0], seconds=max(part.seconds for part in stats))
@@ -205,7 +204,7 @@ class ColocatedEngines(RecoveringEngines):
         """(every rank's outcome, this rank's own) of a call that only owners make."""
         engine, index = self._engine, self._index
         own = Outcome() if engine is None or index is None else attempt(lambda: call(engine, index))
-        return self._gather(own, what, seconds), own
+        return self.gather(own, what, seconds), own
 
 
 def _free_cached_memory() -> None:

@@ -17,19 +17,32 @@ LATE_SECONDS = 5.0
 Ask = Callable[[VllmServer, tuple[int, ...], float], Awaitable[Sequence[Any]]]
 """(server, numbers of prompts, seconds left) -> one result per prompt."""
 
+Store = Callable[[int, Any], None]
+"""(number of a prompt, its result): called once for each prompt."""
+
 
 class Dispatch:
     """Gets one result for each prompt of a `Balance`."""
 
-    def __init__(self, servers: Sequence[VllmServer], balance: Balance, ask: Ask, *, what: str, seconds: float) -> None:
+    def __init__(
+        self,
+        servers: Sequence[VllmServer],
+        balance: Balance,
+        ask: Ask,
+        store: Store,
+        *,
+        what: str,
+        seconds: float,
+    ) -> None:
         """Args:
         servers: in the order that `balance` numbers them.
-        balance: keeps the results, even if `run` raises, so that another one can continue.
+        balance: assigns the prompts.
         ask: makes one request.
+        store: gets each result as it comes.
         what: is sampled, for error messages.
         seconds: the deadline.
         """
-        self._servers, self._balance, self._ask = servers, balance, ask
+        self._servers, self._balance, self._ask, self._store = servers, balance, ask, store
         self._what, self._seconds = what, seconds
         self._deadline = time.monotonic() + seconds
         self._asked: dict[asyncio.Future[Any], Task] = {}
@@ -77,12 +90,14 @@ class Dispatch:
                 continue  # of a server that was lost in this round
             number = self._watches[future] if task is None else task.server
             try:
-                result = future.result()
+                results = future.result()
             except (ServerLostError, ServerRefusedError) as error:
                 self._lose(number, error)
             else:
                 assert task is not None, "a watch never returns"
-                self._balance.store(task, result)
+                if self._balance.finish(task):
+                    for item, result in zip(task.items, results, strict=True):
+                        self._store(item, result)
 
     def _lose(self, number: int, error: RunError) -> None:
         """Return the server's prompts to `balance`, and stop using it."""

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.errors import EngineLostError, RunError
-from oblr_megatron.rollout.staleness import check_batch
+from oblr_megatron.rollout.in_flight import InFlight
 from oblr_megatron.runtime.collectives import Collectives, Outcome
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
+    from oblr_megatron.rollout.feed import Feed
     from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
 
@@ -98,15 +99,19 @@ class RecoveringEngines(RolloutEngine):
         """See `RolloutEngine.generate`."""
         if self._unusable is not None:
             raise RunError(self._unusable)
-        samples = self._until_done(self._sampling(prompts, request))
-        self._recovery.sampled()
-        check_batch(samples, len(prompts) * request.group_size, self._version)
-        return samples
+        groups = InFlight(self, prompts, request, whole=True).all(self._config.rollout.generate_timeout_s)
+        return [sample for group in groups.values() for sample in group]
+
+    def begin(self, prompts: Sequence[Prompt], request: SamplingRequest) -> InFlight:
+        """See `RolloutEngine.begin`."""
+        if self._unusable is not None:
+            raise RunError(self._unusable)
+        return InFlight(self, prompts, request, whole=False)
 
     def push(self, source: Source, version: int) -> PushStats:
         """See `RolloutEngine.push`."""
         self._unusable = f"push {version} did not reach {self._all}; generate again after one that does"
-        stats = self._until_done(lambda: self._deliver(source, version))
+        stats = self.until_done(lambda: self._deliver(source, version))
         self._source, self._version, self._unusable = source, version, None
         return stats
 
@@ -116,8 +121,25 @@ class RecoveringEngines(RolloutEngine):
         return {"rollout/restarts": restarts}
 
     @abstractmethod
-    def _sampling(self, prompts: Sequence[Prompt], request: SamplingRequest) -> Callable[[], list[Sample]]:
-        """A call that samples what its earlier calls have not, and returns the whole batch."""
+    def ready(self) -> None:
+        """Bring the weights into every engine that lacks them; collective."""
+
+    @abstractmethod
+    def feed(
+        self, prompts: Sequence[Prompt], positions: Sequence[int], request: SamplingRequest, *, whole: bool
+    ) -> Feed | None:
+        """Start to sample this rank's share of the prompts at some positions; None on a rank without an engine.
+
+        Args:
+            prompts: of the whole batch.
+            positions: of the prompts to sample, sorted.
+            request: how to sample them.
+            whole: whether nobody needs a prompt before all of them are complete.
+        """
+
+    def sampled(self) -> None:
+        """Note that the engines have sampled a whole batch."""
+        self._recovery.sampled()
 
     @abstractmethod
     def _deliver(self, source: Source, version: int) -> PushStats:
@@ -129,7 +151,7 @@ class RecoveringEngines(RolloutEngine):
     def _note_loss(self) -> None:
         self._behind = True
 
-    def _until_done(self, call: Callable[[], Value]) -> Value:
+    def until_done(self, call: Callable[[], Value]) -> Value:
         """Call with all engines up, and again after a loss, up to the limit."""
 
         def once() -> Value:
@@ -142,7 +164,7 @@ class RecoveringEngines(RolloutEngine):
 
         return self._recovery.until_done(once)
 
-    def _gather(self, own: Outcome[Any], what: str, seconds: float) -> list[Outcome[Any]]:
+    def gather(self, own: Outcome[Any], what: str, seconds: float) -> list[Outcome[Any]]:
         """Every rank's outcome. The wait covers the engines' deadline and the skew between the ranks."""
         patience = seconds + self._config.parallel.distributed_timeout_s
         return self._collectives.gather(own, what=what, seconds=patience)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.rewards.registry import takes_rows
+from oblr_megatron.rollout.in_flight import Complete
 from oblr_megatron.rollout.staleness import StaleSampleError, staleness
 from oblr_megatron.rollout.step_file import FIX, SavedStep, read_step, step_path
 
@@ -93,6 +94,13 @@ class ReplayEngine(RolloutEngine):
         assert self._saved is not None and list(prompts) == self._saved.prompts, "only saved prompts have samples"
         assert request.group_size == self._saved.group_size and not request.greedy
         return self._saved.samples
+
+    def begin(self, prompts: Sequence[Prompt], request: SamplingRequest) -> Complete:
+        """The saved responses, the shortest first."""
+        samples, size = self.generate(prompts, request), request.group_size
+        return Complete(
+            {position: samples[position * size : (position + 1) * size] for position in range(len(prompts))}
+        )
 
     def push(self, source: Source, version: int) -> PushStats:
         """Count the version; no rank reads the source."""

@@ -17,14 +17,15 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from oblr_megatron.engine.http_messages import GenerateBody, Holding
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
-from oblr_megatron.rollout.balance import Balance
+from oblr_megatron.rollout.balance import MOST_PROMPTS, Balance
 from oblr_megatron.rollout.dispatch import Dispatch
+from oblr_megatron.rollout.feed import Feed, Put
 from oblr_megatron.rollout.push import Receiver, push
 from oblr_megatron.rollout.recovery import RecoveringEngines
 from oblr_megatron.rollout.server_client import VllmServer, reasons
@@ -76,28 +77,25 @@ class ServerEngines(RecoveringEngines):
     def _holding(self, version: int) -> Holding:
         return Holding(holder=self._holder, version=version)
 
-    def _sampling(self, prompts: Sequence[Prompt], request: SamplingRequest) -> Callable[[], list[Sample]]:
+    def ready(self) -> None:
+        """Wait until one server is there, and bring the weights into servers that came back."""
+        if self._behind and self._source is not None:
+            self._deliver(self._source, self._version, check=True)
+        elif self._behind:
+            self._wait_for_servers()
+        self._behind = False
+
+    def feed(
+        self, prompts: Sequence[Prompt], positions: Sequence[int], request: SamplingRequest, *, whole: bool
+    ) -> Feed | None:
         """The servers share the prompts by the number of tokens that each still has to sample."""
-        ids = [prompt.token_ids for prompt in prompts]
-        costs = [len(prompt) + request.group_size * request.max_tokens for prompt in ids]
-        balance = Balance(costs, [], 1 if request.greedy else request.group_size)
+        servers = self._servers
+        if servers is None:
+            return None
+        holding = self._holding(self._version)
+        ids = {position: prompts[position].token_ids for position in positions}
         seconds = self._config.rollout.generate_timeout_s
-        what = f"{len(prompts)} x {request.group_size} samples"
-
-        def sample_rest() -> list[Sample]:
-            if self._behind and self._source is not None:
-                self._deliver(self._source, self._version, check=True)
-            elif self._behind:
-                self._wait_for_servers()
-            self._behind = False
-            holding = self._holding(self._version)
-            return self._from_first_rank(
-                lambda servers: servers.sample(ids, request, balance, holding, what=what, seconds=seconds),
-                what,
-                seconds,
-            )
-
-        return sample_rest
+        return Feed(lambda put: servers.sample(ids, request, holding, put, whole=whole, seconds=seconds))
 
     def _wait_for_servers(self) -> None:
         seconds = self._config.rollout.start_timeout_s
@@ -113,7 +111,7 @@ class ServerEngines(RecoveringEngines):
         """
         self._wait_for_servers()
         own = attempt(lambda: self._push_once(source, version))
-        outcomes = self._gather(own, f"push {version}", 2 * self._config.rollout.push_timeout_s)
+        outcomes = self.gather(own, f"push {version}", 2 * self._config.rollout.push_timeout_s)
         raise_first(outcomes, own)
         stats, checksums = outcomes[0].value
         if check and checksums != self._checksums:
@@ -144,7 +142,7 @@ class ServerEngines(RecoveringEngines):
         """Call on rank 0; every rank gets its result or its error."""
         servers = self._servers
         own: Outcome[Any] = Outcome() if servers is None else attempt(lambda: call(servers))
-        outcomes = self._gather(own, what, seconds)
+        outcomes = self.gather(own, what, seconds)
         raise_first(outcomes, own)
         return outcomes[0].value
 
@@ -199,23 +197,30 @@ class _Servers:
 
     def sample(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Mapping[int, Sequence[int]],
         request: SamplingRequest,
-        balance: Balance,
         holding: Holding,
+        put: Put,
         *,
-        what: str,
+        whole: bool,
         seconds: float,
-    ) -> list[Sample]:
-        """Sample what `balance` lacks, on the servers that are not lost. Returns all samples, prompt-major."""
-        balance.restart([0 if server.lost is not None else server.capacity for server in self.servers])
+    ) -> None:
+        """Sample the prompts, given by their positions in the batch, on the servers that are not lost."""
+        positions, ids = list(prompts), list(prompts.values())
+        costs = [len(prompt) + request.group_size * request.max_tokens for prompt in ids]
+        sequences = 1 if request.greedy else request.group_size
+        capacities = [0 if server.lost is not None else server.capacity for server in self.servers]
+        balance = Balance(costs, capacities, sequences, together=MOST_PROMPTS if whole else 1)
 
         async def ask(server: VllmServer, items: tuple[int, ...], left: float) -> list[list[Sample]]:
-            body = GenerateBody.of(holding, request, [prompts[item] for item in items], items)
+            body = GenerateBody.of(holding, request, [ids[n] for n in items], [positions[n] for n in items])
             return await server.generate(body, left)
 
-        self.loop.run(Dispatch(self.servers, balance, ask, what=what, seconds=seconds).run())
-        return [sample for group in balance.results() for sample in group]
+        def store(item: int, group: list[Sample]) -> None:
+            put(positions[item], group)
+
+        what = f"{len(ids)} x {request.group_size} samples"
+        self.loop.run(Dispatch(self.servers, balance, ask, store, what=what, seconds=seconds).run())
 
     def close(self) -> None:
         """Close the connections and the loop."""

@@ -35,7 +35,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def train_with_a_slow_rank(config: Config) -> tuple[int, str]:
     """A run in which rank 1 has more to compute than rank 0."""
-    original = TrainingGradient._in_folds
+    original = TrainingGradient._stats
 
     def burdened(self: TrainingGradient, *args: Any, **kwargs: Any) -> Any:
         end = time.thread_time() + EXTRA_S
@@ -43,7 +43,7 @@ def train_with_a_slow_rank(config: Config) -> tuple[int, str]:
             pass
         return original(self, *args, **kwargs)
 
-    TrainingGradient._in_folds = burdened  # type: ignore[method-assign]
+    TrainingGradient._stats = burdened  # type: ignore[method-assign]
     return train_here(config)
 
 

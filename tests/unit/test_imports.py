@@ -25,8 +25,8 @@ ROOT = PACKAGE.parent
 ORDER = (
     *("errors", "formatting", "types", "timing", "config", "checks", "metrics", "runtime", "algo", "rewards", "data"),
     *("memory", "model", "weights", "gradnorm", "checkpoint", "engine", "rollout", "gradient", "observe", "evaluation"),
-    *("preflight", "planner", "dryrun", "quantize", "cluster", "sampling", "opening", "run", "train", "doctor"),
-    *("init_command", "studies", "cli"),
+    *("preflight", "planner", "dryrun", "quantize", "cluster", "sampling", "opening", "policy_gradient", "run"),
+    *("train", "doctor", "init_command", "studies", "cli"),
 )
 """Folders and root modules from the bottom up: each imports only names to its left."""
 

@@ -22,8 +22,10 @@ from oblr_megatron.metrics import describe
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.rewards.base import RewardResult
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import Wave
 from oblr_megatron.timing import PhaseTimer
-from oblr_megatron.types import GradientStats, Sample, Scored, StepGradient
+from oblr_megatron.types import GradientStats, Sample, Scored
 
 NAN, INF = float("nan"), float("inf")
 SCORED = Scored(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([[2, 3], [4, 5]]), failures=1)
@@ -44,7 +46,7 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
     )
     parts = SimpleNamespace(
         config=config,
-        sampling=SimpleNamespace(timer=PhaseTimer(), parallel=SimpleNamespace(rank=0)),
+        sampling=SimpleNamespace(timer=PhaseTimer(), parallel=SimpleNamespace(rank=0), config=config),
         policy=None,
         usual_norm=0.0,
         momentum=None,
@@ -53,13 +55,12 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
         schedule=SimpleNamespace(observe=lambda _: None, metrics=dict),
         record=StepRecord(done=1, scored=SCORED),
     )
-    for name in ("_check", "_measured", "_refuse_broken", "_for_estimator", "history"):
-        setattr(parts, name, partial(getattr(run.Run, name), parts))
+    parts.history = partial(run.Run.history, parts)
     return parts
 
 
 class Gradients:
-    """Stands for the model: returns given norms and keeps the coefficients computed from them."""
+    """Stands for the model: returns given norms of the prompts and keeps the coefficients computed from them."""
 
     def __init__(self, *norms: float) -> None:
         self.norms = torch.tensor(norms, dtype=torch.float64)
@@ -67,8 +68,13 @@ class Gradients:
         self.wanted = False
         self.measured: Any = None
 
-    def __call__(
+    def begin(self, *, whole: bool) -> None:
+        assert whole
+
+    def add(
         self,
+        sums: Any,
+        positions: Any,
         samples: Any,
         coefficients_of: Any,
         active: Any,
@@ -77,18 +83,24 @@ class Gradients:
         measured: Any,
         token_coefficients_of: Any,
         timer: Any,
-    ) -> StepGradient:
+    ) -> tuple[torch.Tensor, None]:
         self.wanted, self.measured = norms_wanted, measured
         norms = self.norms if norms_wanted else torch.zeros_like(self.norms)
         self.coefficients = coefficients_of(range(2), norms.view(2, 2))
-        return StepGradient(norms, GradientStats(-0.5, 4.0, 9.0, 2, 1.5, 1e-6, 0.0, 14))
+        return norms, None
+
+    def finish(self, sums: Any, timer: Any) -> GradientStats:
+        return GradientStats(-0.5, 4.0, 9.0, 2, 1.5, 1e-6, 0.0, 14)
 
 
-def gradient_of(parts: Any, gradients: Gradients) -> GradientStats:
+def gradient_of(parts: Any, gradients: Gradients, step: int = 1) -> GradientStats:
     """The arrows of the loop that take the gradient and learn from it."""
-    parts.gradients, parts.record = gradients, StepRecord(done=1, scored=SCORED)
-    advantage = AdvantageRule(SCORED, parts.config, parts.usual_norm)
-    stats, norms = run.Run.policy_gradient(parts, SAMPLES, advantage, parts.record)
+    parts.gradients, parts.record = gradients, StepRecord(done=step, scored=SCORED, samples=SAMPLES)
+    parts.sampling.config = parts.config
+    gradient = run.Run.policy_gradient(parts, parts.record, whole=True)
+    wave = Wave(range(2), Batch([], SAMPLES, SCORED), last=True)
+    gradient.add(wave, AdvantageRule(SCORED, parts.config, parts.usual_norm))
+    stats, norms = gradient.finish()
     run.Run.observe(parts, stats, norms, parts.record)
     return stats
 
@@ -226,6 +238,11 @@ def test_a_share_of_the_prompts_is_measured_and_another_in_each_step(tmp_path: P
     assert gradients.measured is None, "all of them"
     gradnorm = parts.config.gradnorm.model_copy(update={"sample_fraction": 0.25})
     parts.config = parts.config.model_copy(update={"gradnorm": gradnorm})
-    chosen = [parts._measured(8, step).tolist() for step in range(6)]
-    assert all(sum(each) == 2 for each in chosen) and len({tuple(each) for each in chosen}) > 1
-    assert parts._measured(8, 3).tolist() == chosen[3], "a resumed run measures the same"
+
+    def measured(step: int) -> list[bool]:
+        gradient_of(parts, gradients, step)
+        return gradients.measured.tolist()
+
+    chosen = [measured(step) for step in range(6)]
+    assert all(sum(each) == 1 for each in chosen) and len({tuple(each) for each in chosen}) > 1
+    assert measured(3) == chosen[3], "a resumed run measures the same"

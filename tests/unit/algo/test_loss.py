@@ -34,9 +34,17 @@ def test_an_unknown_aggregation_is_refused():
         sample_coefficients(ADVANTAGES, LENGTHS, 3, 2, "median")
 
 
-def test_a_part_of_the_step_is_refused():
-    with pytest.raises(AssertionError, match="6"):
-        sample_coefficients(ADVANTAGES[:4], LENGTHS[:4], 3, 2)
+@pytest.mark.parametrize("aggregation", ["constant", "sample_mean"])
+def test_a_part_of_the_step_has_the_coefficients_of_the_whole(aggregation):
+    """Prompts that are finished first are used first (rollout.overlap)."""
+    whole = sample_coefficients(ADVANTAGES, LENGTHS, 3, 2, aggregation)
+    part = sample_coefficients(ADVANTAGES[:4], LENGTHS[:4], 3, 2, aggregation)
+    assert part.tolist() == whole[:4].tolist()
+
+
+def test_every_sample_has_a_length():
+    with pytest.raises(AssertionError, match="one length for each sample"):
+        sample_coefficients(ADVANTAGES[:4], LENGTHS, 3, 2)
 
 
 def test_the_token_scale_divides_the_constant_aggregation_alone():

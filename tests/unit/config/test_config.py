@@ -260,3 +260,39 @@ def test_values_are_not_converted(override: str) -> None:
     table = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
     with pytest.raises(UserError, match=override.split("=", maxsplit=1)[0]):
         parse_config(table, "test", [override])
+
+
+STREAM = "rollout.overlap=stream"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["algo.baseline=optimal_prior"], "optimal_prior"),
+        (["algo.baseline=james_stein"], "james_stein"),
+        (["algo.baseline=batch_mean"], "batch_mean"),
+        (["algo.baseline=pooled_token"], "no earlier step reached"),
+        (["algo.preset=reinforce_pp"], "reinforce_pp"),
+        (["algo.baseline=reinforce_pp_baseline"], "standard deviation over all prompts"),
+        (["algo.aggregation=token_mean"], "token_mean"),
+        (
+            [
+                "parallel.overlap_grad_reduce=true",
+                "parallel.use_distributed_optimizer=true",
+                "algo.baseline=rloo",
+                "algo.snr.estimator=momentum",
+            ],
+            "overlap_grad_reduce",
+        ),
+    ],
+)
+def test_a_streamed_step_refuses_what_needs_the_whole_batch(overrides: list[str], named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_config(MINIMAL, overrides=[STREAM, *overrides])
+    assert named in caught.value.what and "stream" in caught.value.what
+    parse_config(MINIMAL, overrides=overrides)
+
+
+@pytest.mark.parametrize("baseline", ["pooled", "optimal", "rloo", "grpo", "none", "optimal_pooled", "otb"])
+def test_a_streamed_step_takes_baselines_of_the_group_and_of_earlier_steps(baseline: str) -> None:
+    assert parse_config(MINIMAL, overrides=[STREAM, f"algo.baseline={baseline}"]).rollout.overlap == "stream"

@@ -5,7 +5,6 @@ Not covered: requests to real servers (tests/e2e/test_servers.py).
 
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,7 +40,7 @@ def test_a_full_server_gets_no_more_until_it_has_answered():
     balance = Balance([1] * 40, [16], sequences=8)
     (first,) = fill(balance)
     assert first.items == (0, 1), "16 sequences are two prompts of 8"
-    balance.store(first, ["a", "b"])
+    assert balance.finish(first)
     assert fill(balance)[0].items == (2, 3)
 
 
@@ -58,15 +57,17 @@ def test_a_lost_servers_prompts_come_next_and_its_late_answers_are_ignored():
     assert balance.next() is None, "the other one is full"
     for task in tasks:
         if task.server == 1:
-            balance.store(task, task.items)
+            assert balance.finish(task)
     again = fill(balance)
     assert {task.server for task in again} == {1}
     assert sorted(item for task in again for item in task.items) == sorted(item for task in lost for item in task.items)
-    for task in lost:
-        balance.store(task, ["late"] * len(task.items))
-    for task in again:
-        balance.store(task, task.items)
-    assert balance.results() == list(range(8))
+    assert not any(balance.finish(task) for task in lost), "they are late"
+    assert all(balance.finish(task) for task in again) and balance.finished
+
+
+def test_a_batch_that_is_used_prompt_by_prompt_is_asked_for_prompt_by_prompt():
+    balance = Balance([1] * 4, [64], sequences=1, together=1)
+    assert [task.items for task in fill(balance)] == [(0,), (1,), (2,), (3,)]
 
 
 def test_without_servers_nothing_is_sent():
@@ -81,35 +82,27 @@ def test_without_servers_nothing_is_sent():
     sequences=st.integers(1, 16),
     seed=st.integers(0, 2**32),
 )
-def test_every_result_is_stored_once_under_any_order_of_answers_and_losses(costs, capacities, sequences, seed):
+def test_every_prompt_is_finished_once_under_any_order_of_answers_and_losses(costs, capacities, sequences, seed):
     draw = random.Random(seed)
     balance = Balance(costs, capacities, sequences)
-    running = []
-    while not balance.finished:
+    running, finished = [], []
+    while not balance.finished and any(balance._capacities):
         tasks = fill(balance)
         assert all(1 <= len(task.items) <= MOST_PROMPTS for task in tasks)
         running += tasks
-        if not running:
-            assert not any(balance._capacities), "there is work unless all servers are lost"
-            balance.restart(capacities)
-        elif draw.random() < 0.2:
+        assert running or not any(balance._capacities), "there is work unless all servers are lost"
+        if draw.random() < 0.2 or not running:
             server = draw.randrange(len(capacities))
             balance.lose(server)
             running = [task for task in running if task.server != server or draw.random() < 0.3]
         else:
             task = running.pop(draw.randrange(len(running)))
-            balance.store(task, [("result", item) for item in task.items])
-    assert balance.results() == [("result", item) for item in range(len(costs))]
+            finished += task.items if balance.finish(task) else ()
+    assert len(set(finished)) == len(finished)
+    assert not balance.finished or sorted(finished) == list(range(len(costs)))
 
 
-def test_a_task_that_is_stored_twice_changes_nothing():
+def test_a_task_that_is_finished_twice_counts_once():
     balance = Balance([1, 1], [8], sequences=1)
     tasks = fill(balance)
-    for task in (*tasks, *tasks):
-        balance.store(task, task.items)
-    assert balance.results() == [0, 1]
-
-
-def test_an_unfinished_batch_has_no_results():
-    with pytest.raises(AssertionError, match="have no result"):
-        Balance([1], [8], sequences=1).results()
+    assert [balance.finish(task) for task in (*tasks, *tasks)] == [True] * len(tasks) + [False] * len(tasks)

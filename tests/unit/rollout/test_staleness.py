@@ -1,5 +1,6 @@
 """How old a sample may be. Not covered: how an old sample changes the gradient (unit/algo/test_importance.py)."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,7 @@ def test_a_step_checks_its_samples(tmp_path: Path, limit: int) -> None:
     config = parse_config(table)
     engine = ReplayEngine(config, SimpleNamespace(rank=0))  # type: ignore[arg-type]
     parts: Any = SimpleNamespace(config=config, engines=engine, timer=PhaseTimer(), version=1)
+    parts._check_age = partial(Sampling._check_age, parts)
     record = StepRecord(done=1)
     if limit == 0:
         with pytest.raises(StaleSampleError):

@@ -1,0 +1,115 @@
+"""The gradient of a step, summed fold by fold, from all prompts at once or from prompts that come in parts.
+
+    sums = FoldSums(policy, sharing, config, whole=False)
+    sums.add(fold_pass, work, folds)        # for each part
+    fold_sq_norm_mean = sums.finish()       # g in main_grad
+
+A fold's gradient is the same sum in both cases, up to the order of its terms. Which fold a prompt belongs to is decided
+by its position in the batch, never by when it was finished. So the folds stay equal in distribution, although short
+responses come first, and M = mean_f ||g_f||^2 keeps its expectation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from oblr_megatron.gradient.loss_fn import PassMetrics
+from oblr_megatron.model.optimizer import grad_sq_norm
+from oblr_megatron.model.step import (
+    finish_overlapped_grads,
+    reduce_data_parallel_grads,
+    reduce_model_parallel_grads,
+)
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.gradient.folds import Sharing
+    from oblr_megatron.gradient.one_pass import Work
+    from oblr_megatron.model.qwen3 import Policy
+
+
+class FoldPass(Protocol):
+    """Adds the gradient of some samples to `main_grad`."""
+
+    def add(self, work: Work, indices: Sequence[int]) -> None:
+        """`indices`: this replica's samples of one fold, in prompt-major order; whole prompts, or its share of each."""
+
+
+class FoldSums:
+    """Sums the gradients of this rank's folds; main_grad holds one fold, or a part of one, at a time.
+
+    A whole step with several folds on a rank keeps one more gradient. Parts keep one more for each fold of the rank.
+
+    Args:
+        policy: the model.
+        sharing: this rank's folds.
+        config: parallel.overlap_grad_reduce is read.
+        whole: whether a single `add` brings all prompts.
+    """
+
+    def __init__(self, policy: Policy, sharing: Sharing, config: Config, *, whole: bool) -> None:
+        self.metrics = PassMetrics()
+        self.in_plain_pass = False  # whether the plain pass was used, which knows the metrics of a mixture's router
+        self._policy, self._sharing, self._whole = policy, sharing, whole
+        self._overlapped = config.parallel.overlap_grad_reduce
+        self._grads = [
+            buffer.grad_data for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        folds = sharing.folds_of_a_rank
+        self._parts = [[torch.zeros_like(grad) for grad in self._grads] for _ in range(0 if whole else folds)]
+        self._total = [torch.zeros_like(grad) for grad in self._grads] if whole and folds > 1 else []
+        self._sq_norms = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
+
+    def add(self, fold_pass: FoldPass, work: Work, folds: Sequence[Sequence[int]]) -> None:
+        """Add the gradients of this rank's samples, given by their indices in each of its folds."""
+        if self._overlapped:
+            return self._add_overlapped(fold_pass, work, folds)
+        for fold, indices in enumerate(folds):
+            if not (self._whole or indices or self._sharing.size > 1):
+                continue  # replicas that share a fold go through its collectives together
+            self._policy.zero_grad()
+            fold_pass.add(work, indices)
+            if self._whole:
+                self._close()
+            else:
+                torch._foreach_add_(self._parts[fold], self._grads)
+        return None
+
+    def finish(self) -> float:
+        """Leave g in main_grad, summed over all ranks; returns M = mean_f ||g_f||^2, NaN where nobody has folds."""
+        if self._overlapped:
+            return math.nan
+        for fold, part in enumerate(self._parts):
+            torch._foreach_copy_(self._grads, part)
+            self._close()
+            if fold == 0 and len(self._parts) > 1:
+                torch._foreach_copy_(part, self._grads)  # reduced; the first fold's buffer takes the total
+                self._total = part
+        if self._total:
+            torch._foreach_copy_(self._grads, self._total)
+        self._sharing.undo_repeats(self._policy)
+        reduce_data_parallel_grads(self._policy)
+        dist.all_reduce(self._sq_norms, group=self._policy.parallel.dp_group)
+        return self._sharing.num_folds * float(self._sq_norms) / self._sharing.size
+
+    def _close(self) -> None:
+        """Reduce the fold in main_grad within the replica, and take its norm."""
+        reduce_model_parallel_grads(self._policy)
+        self._sharing.sum(self._policy)
+        self._sq_norms += grad_sq_norm(self._policy, reduced=False)
+        if self._total:
+            torch._foreach_add_(self._total, self._grads)
+
+    def _add_overlapped(self, fold_pass: FoldPass, work: Work, folds: Sequence[Sequence[int]]) -> None:
+        """All folds as one, reduced over replicas during the backward pass, so that no replica holds a fold's gradient.
+
+        Megatron reduces a bucket as soon as its last gradient is complete.
+        """
+        self._policy.zero_grad()
+        fold_pass.add(work, [n for fold in folds for n in fold])
+        finish_overlapped_grads(self._policy)

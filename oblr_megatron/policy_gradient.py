@@ -1,0 +1,157 @@
+"""The policy gradient of one step as the loop sees it: norms w, coefficients c(w), checks of the norms, statistics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from oblr_megatron.errors import RunError
+from oblr_megatron.observe import step_metrics
+from oblr_megatron.rollout.dynamic_sampling import call_seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from oblr_megatron.algo.advantage import AdvantageRule
+    from oblr_megatron.gradient.step import TrainingGradient
+    from oblr_megatron.model.momentum import GradientMomentum
+    from oblr_megatron.observe.step_metrics import StepRecord
+    from oblr_megatron.rollout.waves import Wave
+    from oblr_megatron.sampling import Sampling
+    from oblr_megatron.types import GradientStats
+
+MAX_NONFINITE = 3  # norms of a step; more of them mean a broken model, and the run stops
+
+
+class PolicyGradient:
+    """Adds up the gradient of a step's prompts, which come in one wave or in several.
+
+    Args:
+        gradients: of the model.
+        sampling: provides config, timer and rank.
+        momentum: average of earlier gradients, for the estimator with this name.
+        record: of the step.
+        whole: whether all prompts come in one wave.
+    """
+
+    def __init__(
+        self,
+        gradients: TrainingGradient,
+        sampling: Sampling,
+        momentum: GradientMomentum | None,
+        record: StepRecord,
+        *,
+        whole: bool,
+    ) -> None:
+        self._gradients, self._momentum, self._record = gradients, momentum, record
+        self._config = config = sampling.config
+        self._timer, self._rank = sampling.timer, sampling.parallel.rank
+        self._sums = gradients.begin(whole=whole)
+        self._norms_sq = torch.zeros(config.num_prompts, config.group_size, dtype=torch.float64)
+        self._exact = torch.zeros_like(self._norms_sq)  # of the samples that estimates are compared with
+        self._energies: dict[int, Tensor] = {}  # [G, T] of each prompt, for a token-wise baseline
+        self._measured = self._of_norms()
+        self._sums_samples = (
+            config.measures_norms and config.gradnorm.sample_fraction == 1 and not config.algo.token_wise
+        )
+        self._sample_sq_norm = 0.0
+
+    def add(self, wave: Wave, advantage: AdvantageRule) -> None:
+        """Add g = sum_i c_i sum_t rho_t grad log pi(o_i,t) of a wave's samples."""
+        config, active, chosen = self._config, advantage.active, list(wave.positions)
+        if config.uses_norms:
+            self._exact[chosen] = self._check(wave, active)
+        found, energies = self._gradients.add(
+            self._sums,
+            wave.positions,
+            wave.samples,
+            advantage,
+            active,
+            norms_wanted=config.uses_norms,
+            measured=None if self._measured is None else self._measured[chosen],
+            token_coefficients_of=advantage.of_tokens,
+            timer=self._timer,
+        )
+        norms_sq = found.view(len(chosen), -1)
+        self._norms_sq[chosen] = norms_sq
+        if energies is not None:
+            self._energies |= dict(zip(chosen, energies.view(*norms_sq.shape, -1), strict=True))
+        if self._sums_samples:
+            coefficients = advantage(range(len(norms_sq)), norms_sq)
+            self._sample_sq_norm += float((coefficients**2 * norms_sq.nan_to_num(posinf=0.0)).sum())
+
+    def finish(self) -> tuple[GradientStats, Tensor]:
+        """Leave g in main_grad, summed over all ranks.
+
+        Returns:
+            The statistics of g, and w [Q, G] fp64: zeros for groups without a gradient and where nothing needs w.
+
+        Raises:
+            RunError: more than MAX_NONFINITE norms are not finite; the samples are saved first.
+        """
+        record = self._record
+        stats = self._gradients.finish(self._sums, self._timer)
+        measured = self._exact > 0
+        if measured.any():
+            record.metrics["gradnorm/estimate_corr"] = step_metrics.correlation(
+                self._exact[measured], self._norms_sq[measured]
+            )
+        if self._config.uses_norms:
+            self._refuse_broken()
+        if self._sums_samples:
+            stats = replace(stats, sample_sq_norm=self._sample_sq_norm)
+        if self._momentum is not None:
+            with self._timer("gradient"):
+                stats = replace(stats, momentum_dot=self._momentum.take(stats.sq_norm))
+        if self._energies:
+            parts = [self._energies[position] for position in sorted(self._energies)]
+            record.energies = _padded(parts).flatten(0, 1)
+        record.stats = stats
+        return stats, self._norms_sq
+
+    def _of_norms(self) -> Tensor | None:
+        """The prompts of the step that norms are measured of, at random: [Q] bool; None for all."""
+        fraction, num_prompts = self._config.gradnorm.sample_fraction, self._config.num_prompts
+        if fraction == 1:
+            return None
+        generator = torch.Generator().manual_seed(call_seed(self._config.seed, self._record.done))
+        chosen = torch.randperm(num_prompts, generator=generator)[: max(1, round(fraction * num_prompts))]
+        return torch.zeros(num_prompts, dtype=torch.bool).index_fill_(0, chosen, True)
+
+    def _check(self, wave: Wave, active: Tensor) -> Tensor:
+        """Exact norms [k, G] of a few prompts when estimates are due for a comparison, before the gradient; else 0."""
+        config, options = self._config, self._config.gradnorm
+        none = torch.zeros(len(active), config.group_size, dtype=torch.float64)
+        if options.source == "exact" or not options.check_every or (self._record.done - 1) % options.check_every:
+            return none
+        candidates = active.nonzero().flatten()
+        few = -(-options.check_samples * len(active) // (config.group_size * config.num_prompts))
+        chosen = torch.zeros_like(active)
+        chosen[candidates[:: max(1, len(candidates) // few)][:few]] = True
+        with self._timer("gradnorm"):
+            found = self._gradients.norms(wave.samples, chosen, wave.positions, source="exact")
+        return found.view(none.shape)
+
+    def _refuse_broken(self) -> None:
+        """Count norms that are not finite; stop the run when there are many."""
+        broken = (~self._norms_sq.isfinite()).flatten().nonzero().flatten().tolist()
+        self._record.metrics["gradnorm/nonfinite"] = len(broken)
+        if len(broken) > MAX_NONFINITE:
+            path = self._config.run_dir / "nonfinite_samples.jsonl"
+            if self._rank == 0:
+                samples = self._record.samples
+                path.write_text("".join(json.dumps(asdict(samples[n])) + "\n" for n in broken), encoding="utf-8")
+            raise RunError(
+                f"{len(broken)} of {self._norms_sq.numel()} gradient norms are not finite: the model or its input is "
+                f"broken; the samples are in {path}"
+            )
+
+
+def _padded(parts: Sequence[Tensor]) -> Tensor:
+    """Stack energies [G, T_k] of prompts with zeros behind the shorter ones: [k, G, T]."""
+    longest = max(part.shape[-1] for part in parts)
+    return torch.stack([torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts])

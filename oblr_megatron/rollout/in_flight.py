@@ -1,0 +1,128 @@
+"""A batch that engines are sampling: every rank takes the finished prompts together.
+
+    batch = engines.begin(prompts, request)              # the engines sample in the background
+    while groups := batch.take(tokens=16_384):           # the same groups on every rank
+        ...                                              # use them while the other prompts are sampled
+
+When an engine is lost, the others finish their prompts. Then the engine is restarted and samples what is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.rollout.feed import Arrived, Feed, Groups, num_tokens
+from oblr_megatron.rollout.staleness import check_batch
+from oblr_megatron.runtime.collectives import Outcome, attempt, raise_first
+
+if TYPE_CHECKING:
+    from oblr_megatron.rollout.recovery import RecoveringEngines
+    from oblr_megatron.types import Prompt
+
+POLL_SECONDS = 0.2
+"""Longest wait of a rank with an engine for more tokens, before it shares what has come."""
+
+
+class Complete:
+    """A batch that is complete already. Groups come in the order in which engines finish them: the shortest first."""
+
+    def __init__(self, groups: Groups) -> None:
+        def longest(position: int) -> int:
+            return max(len(sample.response_ids) for sample in groups[position])
+
+        self._groups, self._left = groups, sorted(groups, key=lambda position: (longest(position), position))
+
+    def take(self, tokens: float) -> Groups:
+        """See `BatchInFlight.take`."""
+        found: Groups = {}
+        while self._left and sum(map(num_tokens, found.values())) < tokens:
+            position = self._left.pop(0)
+            found[position] = self._groups[position]
+        return dict(sorted(found.items()))
+
+
+class InFlight:
+    """One batch. Every rank makes it and calls every method with the same arguments."""
+
+    def __init__(
+        self, engines: RecoveringEngines, prompts: Sequence[Prompt], request: SamplingRequest, *, whole: bool
+    ) -> None:
+        """Start to sample.
+
+        Args:
+            engines: of the run.
+            prompts: of the batch; a prompt's position is its place here.
+            request: how to sample them.
+            whole: whether nobody needs a prompt before the whole batch is complete.
+        """
+        self._engines, self._prompts, self._request, self._whole = engines, prompts, request, whole
+        self._what = f"{len(prompts)} x {request.group_size} samples"
+        self._left = set(range(len(prompts)))
+        self._feed: Feed | None = None
+        self._ends: dict[int, Outcome[None]] = {}  # by rank, of the feeds that have ended
+        self._own_end: Outcome[None] = Outcome()
+        self._running = False
+        engines.until_done(self._start)
+
+    def all(self, seconds: float) -> Groups:
+        """All groups that were not taken, when the last one is complete; the engines' deadline is `seconds`."""
+        return self.take(math.inf, seconds=seconds)
+
+    def take(self, tokens: float, *, seconds: float = POLL_SECONDS) -> Groups:
+        """Wait for finished prompts with at least `tokens` tokens, or for the rest of the batch; {} after its end.
+
+        Raises:
+            EngineLostError: engines were lost, and restarted as often as `rollout.max_restarts` allows.
+            RunError: an engine refused.
+        """
+        found: Groups = {}
+
+        def more() -> None:
+            while self._left and sum(map(num_tokens, found.values())) < tokens:
+                self._start()
+                self._round(found, tokens, seconds)
+            while self._running and not self._left:  # an engine takes the next call only after the end of this one
+                self._round(found, tokens, seconds)
+
+        if self._left:
+            self._engines.until_done(more)
+            samples = [sample for group in found.values() for sample in group]
+            check_batch(samples, len(found) * self._request.group_size, self._engines.version)
+            if not self._left:
+                self._engines.sampled()
+        return dict(sorted(found.items()))
+
+    def _start(self) -> None:
+        """Let the engines sample what is missing, unless they do."""
+        if self._running:
+            return
+        self._engines.ready()
+        self._ends, self._own_end = {}, Outcome()
+        self._feed = self._engines.feed(self._prompts, sorted(self._left), self._request, whole=self._whole)
+        self._running = True
+
+    def _round(self, found: Groups, tokens: float, seconds: float) -> None:
+        """Add to `found` what has arrived on any rank; raise the errors of engines when all of them have ended."""
+        feed = self._feed
+        own: Outcome[Arrived | None] = attempt(lambda: None if feed is None else feed.take(tokens, seconds))
+        if own.value is not None and own.value.end is not None:
+            self._own_end, self._feed = own.value.end, None
+            own = Outcome(value=own.value.sent())
+        outcomes = self._engines.gather(own, self._what, seconds)
+        raise_first(outcomes, own)
+        for rank, outcome in enumerate(outcomes):
+            if outcome.value is None:
+                continue
+            found |= outcome.value.groups
+            self._left -= outcome.value.groups.keys()
+            if outcome.value.end is not None:
+                self._ends[rank] = outcome.value.end
+        waits = [outcome.value is not None and outcome.value.end is None for outcome in outcomes]
+        if any(waits):
+            return
+        self._running = False
+        raise_first(list(self._ends.values()), self._own_end)
+        assert not self._left, f"the engines ended without prompts {sorted(self._left)}"

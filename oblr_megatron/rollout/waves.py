@@ -1,0 +1,103 @@
+"""The prompts of a step in the order in which they become ready for the gradient.
+
+Without `rollout.overlap` all prompts are one wave. With "stream" a wave has the prompts that were finished since the
+wave before it. Prompts keep their positions in the batch, and `Collected` restores the batch at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.types import Sample, Scored
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.types import Prompt
+
+MICROBATCHES_OF_A_FLUSH = 4
+"""Microbatches for each pipeline stage that a wave should fill: with p stages the bubble is then under 1 / 5."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Prompts with their responses and rewards. Example: Wave([3, 7], Batch(...), last=False)"""
+
+    positions: Sequence[int]  # [k] of the prompts in the step's batch, ascending
+    batch: Batch
+    last: bool  # whether all prompts of the step have now come
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The k prompts."""
+        return self.batch.prompts
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Their k * G samples, prompt-major."""
+        return self.batch.samples
+
+    @property
+    def scored(self) -> Scored:
+        """Their rewards [k, G]."""
+        return self.batch.scored
+
+
+def tokens_of_a_wave(config: Config, replicas: int) -> int:
+    """Tokens that are worth a wave: a microbatch for every replica, and several for every stage of a pipeline.
+
+    Fewer would leave replicas or stages idle while the wave is computed. More would delay the first gradient.
+
+    Args:
+        config: rollout.wave_tokens replaces the rule.
+        replicas: the data-parallel size.
+    """
+    stages = config.parallel.pipeline_model_parallel_size
+    flush = MICROBATCHES_OF_A_FLUSH * stages if stages > 1 else 1
+    return config.rollout.wave_tokens or replicas * flush * config.parallel.micro_batch_tokens
+
+
+class Collected:
+    """The waves of a step so far, by position."""
+
+    def __init__(self) -> None:
+        self._batches: list[Batch] = []
+        self._places: dict[int, tuple[Batch, int]] = {}  # position in the step -> the prompt in one of the batches
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, positions: Sequence[int], batch: Batch) -> None:
+        """Keep the prompts at these positions."""
+        self._batches.append(batch)
+        self._places |= {position: (batch, place) for place, position in enumerate(positions)}
+
+    def batch(self) -> Batch:
+        """All of them in the order of their positions."""
+        places = [self._places[position] for position in sorted(self._places)]
+        found = [part_of(batch, [place]) for batch, place in places]
+        scored = Scored(
+            rewards=torch.cat([part.scored.rewards for part in found]),
+            lengths=torch.cat([part.scored.lengths for part in found]),
+            failures=sum(batch.scored.failures for batch in self._batches),
+        )
+        return Batch(
+            [prompt for part in found for prompt in part.prompts],
+            [sample for part in found for sample in part.samples],
+            scored,
+        )
+
+
+def part_of(batch: Batch, positions: Sequence[int]) -> Batch:
+    """The prompts of a batch at some positions; failures are those of the whole batch's scoring and stay there."""
+    size = batch.scored.rewards.shape[1]
+    chosen = list(positions)
+    return Batch(
+        [batch.prompts[position] for position in chosen],
+        [sample for position in chosen for sample in batch.samples[position * size : (position + 1) * size]],
+        Scored(rewards=batch.scored.rewards[chosen], lengths=batch.scored.lengths[chosen], failures=0),
+    )
