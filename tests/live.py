@@ -11,13 +11,14 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.gradient.one_pass import AdvantageFn
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import build_policy
 from oblr_megatron.model.reference import Reference
-from oblr_megatron.types import Sample
+from oblr_megatron.types import GradientStats, Sample
 from studies.live_bytes import LiveBytes, biases_uncounted
 
 GROUP, PROMPT = 4, 4  # responses a prompt, tokens of a prompt
@@ -68,6 +69,7 @@ class WatchedSteps:
 
     def __init__(self, hf_config: PreTrainedConfig, config: Config, parallel: Parallel) -> None:
         self.live = ExactBytes()
+        self._streams = config.rollout.overlap == "stream"
         self._samples, self._coefficients = _samples(hf_config.vocab_size, config)
         with biases_uncounted(), self.live:
             self.policy = build_policy(hf_config, config.model, parallel, config.parallel)
@@ -83,11 +85,25 @@ class WatchedSteps:
         active = torch.ones(len(self._coefficients), dtype=torch.bool)
         self.live.peak = self.live.now
         with biases_uncounted(), self.live:
-            found = self.gradients(self._samples, lambda prompts, _: self._coefficients[list(prompts)], active)
+            stats = self._streamed(active) if self._streams else self.gradients(*self._part(slice(None)), active).stats
             if self._momentum is not None:
-                self._momentum.take(found.stats.sq_norm)
-            self._optimizer.clip(found.stats.sq_norm)
+                self._momentum.take(stats.sq_norm)
+            self._optimizer.clip(stats.sq_norm)
             self._optimizer.step(lr)
+
+    def _streamed(self, active: torch.Tensor) -> GradientStats:
+        """The prompts one by one."""
+        sums = self.gradients.begin(whole=False)
+        for prompt in range(len(active)):
+            chosen = slice(prompt, prompt + 1)
+            self.gradients.add(sums, [prompt], *self._part(chosen), active[chosen])
+        return self.gradients.finish(sums)
+
+    def _part(self, prompts: slice) -> tuple[list[Sample], AdvantageFn]:
+        """The samples of some prompts, and their coefficients whatever their norms are."""
+        coefficients = self._coefficients[prompts]
+        first, last, _ = prompts.indices(len(self._coefficients))
+        return self._samples[first * GROUP : last * GROUP], lambda chosen, _: coefficients[list(chosen)]
 
 
 def peak_of_step(hf_config: PreTrainedConfig, config: Config, parallel: Parallel) -> int:

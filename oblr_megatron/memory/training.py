@@ -31,13 +31,13 @@ class MemoryEstimate:
     """Bytes of the fullest rank at its peak.
 
     Example, two layers of Qwen3-0.6B in fp32 with 512 tokens, in MiB:
-        MemoryEstimate(weights=136, main_grad=136, second_gradient=0, optimizer=272, activations=118, logits=20,
+        MemoryEstimate(weights=136, main_grad=136, fold_sums=0, optimizer=272, activations=118, logits=20,
                        norms=544, work=34, checkpoint=0, fixed=474, stage=0, moment="last layer's backward")
     """
 
     weights: int  # with the reference model of a KL penalty and with FP8 copies
     main_grad: int
-    second_gradient: int  # the sum over folds, if a rank has several
+    fold_sums: int  # the sum over folds, if a rank has several; with rollout.overlap "stream" the sum of each fold
     optimizer: int  # moments, fp32 masters of bf16 weights, the gradient average of the "momentum" estimator
     activations: int  # of the microbatches in flight
     logits: int  # with their softmax and gradient
@@ -116,8 +116,8 @@ def estimate_stage(
     layout = Layout.of(hf_config, config, world_size)
     sizes = RankSizes.of(hf_config, config, stage, on_gpu=on_gpu, transformer_engine=transformer_engine)
     updated = updated_elements(sizes, config, world_size)
-    several = folds_of_a_rank(config, layout) > 1
-    held = _Held.of(sizes, config, updated, several_folds=several, on_gpu=on_gpu)
+    folds = folds_of_a_rank(config, layout)
+    held = _Held.of(sizes, config, updated, folds=folds, on_gpu=on_gpu)
     moments = [update_moment(sizes, config, updated, on_gpu=on_gpu)]
     for run in passes_of(hf_config, config, layout, norms=config.measures_norms, transformer_engine=transformer_engine):
         tokens = sizes.tokens(run.rows, longest_sample(config))
@@ -132,22 +132,25 @@ class _Held:
 
     weights: int
     main_grad: int
-    second_gradient: int
+    fold_sums: int
+    streams: bool  # whether the folds' sums are kept during all passes of a step
     optimizer: int
     stash: int
     stash_between_steps: int
     checkpoint: int
 
     @classmethod
-    def of(cls, sizes: RankSizes, config: Config, updated: int, *, several_folds: bool, on_gpu: bool) -> _Held:
+    def of(cls, sizes: RankSizes, config: Config, updated: int, *, folds: int, on_gpu: bool) -> _Held:
         main_grad = sizes.parameters * sizes.wide
         stashes = config.gradnorm.mode == "stash" and config.measures_norms
         weights, optimizer = sizes.parameters * sizes.element, optimizer_bytes(sizes, config, updated)
         stash = stash_bytes(sizes, config, on_gpu=on_gpu) if stashes else 0
+        streams = config.rollout.overlap == "stream"
         return cls(
             weights=weights * (2 if config.algo.kl_coefficient else 1) + fp8_bytes(sizes, config),
             main_grad=main_grad,
-            second_gradient=main_grad if several_folds else 0,
+            fold_sums=main_grad * (folds if streams else int(folds > 1)),
+            streams=streams,
             optimizer=optimizer,
             checkpoint=weights + optimizer if copies_for_checkpoint(config) and not on_gpu else 0,
             stash=stash,
@@ -158,7 +161,7 @@ class _Held:
         return MemoryEstimate(
             weights=self.weights,
             main_grad=self.main_grad,
-            second_gradient=self.second_gradient if moment.in_folds else 0,
+            fold_sums=self.fold_sums if moment.in_folds or self.streams else 0,
             optimizer=self.optimizer,
             activations=moment.activations,
             logits=moment.logits,

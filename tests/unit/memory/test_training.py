@@ -53,6 +53,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "inline, full recomputation": (INLINE | recompute("full"), {"num_hidden_layers": 4}),
     "inline, weights in bf16": (INLINE | {"model": {"dtype": "bfloat16"}}, LARGE),
     "inline, experts": (INLINE, {"num_experts": 4, "moe_intermediate_size": 96}),
+    "streamed, folds": (mode("two_pass") | {"prompts": 2, "rollout": {"overlap": "stream"}}, {}),
+    "streamed, inline": (INLINE | {"rollout": {"overlap": "stream"}}, {}),
     "bookkeep": (mode("bookkeep"), {}),
     "bookkeep, rows": (mode("bookkeep") | {"rows": 2}, {}),
     "bookkeep, windows": (mode("bookkeep", window_tokens=100) | {"prompts": 2, "algo": {"snr": {"num_folds": 1}}}, {}),
