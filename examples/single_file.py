@@ -1,6 +1,6 @@
 """OBLR-PO in one file: plain PyTorch, one process, nothing imported from oblr_megatron.
 
-    python examples/single_file.py          # about a minute on one CPU core; accuracy 49% -> 96%
+    python examples/single_file.py          # one to three minutes on one CPU core; accuracy 49% -> 95%
 
 A small Qwen3 learns two-digit sums. Supervised learning on answers of mixed quality warms it up. Then each step does:
 
