@@ -168,9 +168,10 @@ class ColocatedEngines(RecoveringEngines):
         ids = [prompts[position].token_ids for position in mine]
 
         def run(put: Put) -> None:
-            if ids:
-                for position, group in engine.stream(ids, mine, request):
-                    put(position, group)
+            groups = engine.stream(ids, mine, request) if ids else ()
+            # A lost engine's share is then sampled again as a whole: the same batch gives the same samples to the bit.
+            for position, group in list(groups) if whole else groups:
+                put(position, group)
 
         return Feed(run)
 
