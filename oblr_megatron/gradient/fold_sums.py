@@ -62,13 +62,15 @@ class FoldSums:
         ]
         folds = sharing.folds_of_a_rank
         self._parts = [[torch.zeros_like(grad) for grad in self._grads] for _ in range(0 if whole else folds)]
-        self._total = [torch.zeros_like(grad) for grad in self._grads] if whole and folds > 1 else []
+        self._folds, self._total = folds, list[torch.Tensor]()
         self._sq_norms = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
 
     def add(self, fold_pass: FoldPass, work: Work, folds: Sequence[Sequence[int]]) -> None:
         """Add the gradients of this rank's samples, given by their indices in each of its folds."""
         if self._overlapped:
             return self._add_overlapped(fold_pass, work, folds)
+        if self._whole and self._folds > 1:  # not before: a pass for norms comes first, and needs memory
+            self._total = [torch.zeros_like(grad) for grad in self._grads]
         for fold, indices in enumerate(folds):
             if not (self._whole or indices or self._sharing.size > 1):
                 continue  # replicas that share a fold go through its collectives together

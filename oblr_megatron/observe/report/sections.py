@@ -164,6 +164,7 @@ SOURCES = chart(
         "",
         CurveSpec("rollout/staleness_max", "staleness, updates", "line", 1),
         CurveSpec("rollout/restarts", "restarts", "dots", 2),
+        CurveSpec("rollout/waves", "waves of a streamed step", "line", 3),
         include=(0.0, 1.0),
     ),
     strip("", CurveSpec("rollout/dynamic_batches", "batches", "line", 3), include=(0.0,)),
