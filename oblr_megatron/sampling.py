@@ -26,10 +26,10 @@ from oblr_megatron.observe.performance.utilization import Utilization
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.rewards.base import Reward
 from oblr_megatron.rewards.shared import FailedSteps
-from oblr_megatron.rollout.dynamic_sampling import Batch, call_seed, refill
+from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, call_seed, refill
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
-from oblr_megatron.rollout.waves import Collected, Wave, part_of, tokens_of_a_wave
+from oblr_megatron.rollout.waves import Collected, Wave, tokens_of_a_wave
 from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.runtime.stopping import StopRequest
 from oblr_megatron.timing import PhaseTimer
@@ -148,6 +148,7 @@ class Sampling:
             flight = self.engines.begin(
                 prompts, SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1))
             )
+        waves = 1  # with the last one
         while len(collected) < len(prompts):
             with self.timer("rollout"):
                 groups = flight.take(tokens)
@@ -156,18 +157,17 @@ class Sampling:
             taken = [prompts[position] for position in positions]
             part = Batch(taken, samples, self.score(taken, samples, record))
             collected.add(positions, part)
-            if len(collected) < len(prompts):
-                ready = mixed_groups(part.scored.rewards).tolist() if self.refills else [True] * len(positions)
-                now = [place for place, certain in enumerate(ready) if certain]
-                used.update(positions[place] for place in now)
-                if now:
-                    yield Wave([positions[place] for place in now], part_of(part, now), last=False)
-                    record.metrics["rollout/waves"] = record.metrics.get("rollout/waves", 0) + 1
-        batch = self.refill(collected.batch(), record)
+            certain = mixed_groups(part.scored.rewards).tolist() if self.refills else [True] * len(positions)
+            now = [position for position, kept in zip(positions, certain, strict=True) if kept]
+            if now and len(collected) < len(prompts):
+                used.update(now)
+                waves += 1
+                yield Wave(now, collected.part(now), last=False)
+        batch = self.refill(collected.whole(), record)
         self.save(batch, record)
-        record.metrics["rollout/waves"] = record.metrics.get("rollout/waves", 0) + 1
+        record.metrics["rollout/waves"] = waves
         rest = [position for position in range(len(prompts)) if position not in used]
-        yield Wave(rest, part_of(batch, rest), last=True)
+        yield Wave(rest, assembled({position: (batch, position) for position in rest}, failures=0), last=True)
 
     def score(self, prompts: list[Prompt], samples: list[Sample], record: StepRecord) -> Scored:
         """Rewards [Q, G] of samples in prompt-major order, the same on every rank."""

@@ -33,22 +33,14 @@ class EngineServer:
         self._asleep: set[str] = set()
         self._llm.update_weight_version("0")
         # vLLM finds some faults only in its first forward pass, e.g. a head_dim without a kernel: fail at the start.
-        self.generate([(0,)], SamplingRequest(group_size=1, temperature=0.0, max_tokens=1, seed=0))
-
-    def generate(self, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[list[Sample]]:
-        """Sample a group of responses for each prompt.
-
-        Prompt k has position `request.first_group + k` in the step's batch.
-        """
-        positions = range(request.first_group, request.first_group + len(prompts))
-        found = dict(self.stream(prompts, positions, request))
-        return [found[position] for position in positions]
+        list(self.stream([(0,)], [0], SamplingRequest(group_size=1, temperature=0.0, max_tokens=1, seed=0)))
 
     def stream(
         self, prompts: Sequence[Sequence[int]], positions: Sequence[int], request: SamplingRequest
     ) -> Iterator[tuple[int, list[Sample]]]:
         """Sample a group of responses for each prompt; yields (position, group) when the last response has ended.
 
+        The position of a prompt in the step's batch decides its seed.
         The prefix cache is emptied before each call: a cached prefix changes the last bits of the log-probs, and equal
         calls would return different values.
         """

@@ -2,7 +2,7 @@
 
     engine = VllmEngine(spec, owner="rank 0", log=log_file, deadlines=Deadlines(600, 1800, 300, 120))
     engine.wait_ready()            # the process was started above
-    engine.call("generate", {"prompts": [(5, 9)], "request": request}, what="64 prompts", seconds=60)
+    for position, group in engine.stream([(5, 9)], [0], request): ...
     engine.close()
 
 After a missed deadline or a death the engine is lost: the process is killed, and every further call raises an
@@ -178,24 +178,22 @@ class VllmEngine:
         wait_for, self._wait_for = self._wait_for, None
         return self._receive(*wait_for).value
 
-    def generate(self, prompts: Sequence[Sequence[int]], request: SamplingRequest) -> list[list[Sample]]:
-        """Q prompts of token ids -> Q groups of G samples.
+    def stream(
+        self, prompts: Sequence[Sequence[int]], positions: Sequence[int], request: SamplingRequest
+    ) -> Iterator[tuple[int, list[Sample]]]:
+        """Sample G responses for each prompt; yields (position, group) as soon as a prompt's last response has ended.
+
+        The engine waits while nobody reads, so read it in a thread of its own (`rollout.feed`). `wait_ready` must have
+        returned before.
+
+        Args:
+            prompts: Q of token ids.
+            positions: of the prompts in the step's batch; they decide the seeds.
+            request: how to sample them.
 
         Raises:
             EngineLostError: the engine died, or took longer than `deadlines.generate`.
             RunError: the engine refused.
-        """
-        what = f"{len(prompts)} x {request.group_size} samples of {self.spec.name}"
-        arguments = {"prompts": prompts, "request": request}
-        return self.call("generate", arguments, what=what, seconds=self.deadlines.generate)
-
-    def stream(
-        self, prompts: Sequence[Sequence[int]], positions: Sequence[int], request: SamplingRequest
-    ) -> Iterator[tuple[int, list[Sample]]]:
-        """`generate` that yields (position, group) for each prompt as soon as its last response has ended.
-
-        The engine waits while nobody reads, so read it in a thread of its own (`rollout.feed`). `wait_ready` must have
-        returned before. Raises as `generate`.
         """
         what, begin = f"{len(prompts)} x {request.group_size} samples of {self.spec.name}", time.monotonic()
         seconds = self.deadlines.generate

@@ -82,9 +82,9 @@ class GenerateBody(Message):
         cls, holding: Holding, request: SamplingRequest, prompts: Sequence[Sequence[int]], positions: Sequence[int]
     ) -> GenerateBody:
         """A request for some prompts of a batch."""
-        options = asdict(request)
-        del options["first_group"]  # each prompt has its position here
-        return cls(holding=holding, prompts=[list(ids) for ids in prompts], positions=list(positions), **options)
+        return cls(
+            holding=holding, prompts=[list(ids) for ids in prompts], positions=list(positions), **asdict(request)
+        )
 
     def request(self) -> SamplingRequest:
         """How to sample the prompts."""

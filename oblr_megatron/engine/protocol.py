@@ -33,15 +33,13 @@ MIN_TEMPERATURE = 0.01
 class SamplingRequest:
     """How to sample the prompts of a call.
 
-    Example: SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7, first_group=16) samples eight
-    responses for each of the prompts 16, 17, ... of the step.
+    Example: SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7)
     """
 
     group_size: int  # G, responses per prompt; greedy ones are equal and computed once
     temperature: float  # of the log-probs, too; 0 decodes greedily with log-probs of temperature 1
     max_tokens: int  # of a response; prompt and response together have at most max_model_len
     seed: int  # each call of a run has its own: equal seeds give equal samples
-    first_group: int = 0  # position of the call's first prompt in the step's batch
     top_p: float = 1.0
     top_k: int = -1  # -1: no filter
 
@@ -194,7 +192,7 @@ class RolloutEngine(Protocol):
 
         Args:
             prompts: Q prompts; sample n answers prompts[n // group_size].
-            request: its first_group is ignored; prompts are numbered from 0.
+            request: how to sample them; a prompt's position is its place in `prompts`.
 
         Raises:
             RunError: an engine failed, or the last push failed.
@@ -207,7 +205,7 @@ class RolloutEngine(Protocol):
         Raises:
             RunError: as `generate`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no samples to wait for")
+        ...
 
     def push(self, source: Source, version: int) -> PushStats:
         """Replace all weights and drop all cached prefixes. All ranks iterate the source, whatever an engine does.

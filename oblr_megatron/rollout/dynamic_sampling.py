@@ -19,7 +19,7 @@ docs/samples.md describes the effect on the estimates.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,7 +97,10 @@ def refill(first: Batch, draw: Callable[[int, int], Batch], *, max_batches: int,
     used = dict(zip(places, found, strict=False))
     equal = sum(int((~mixed_groups(batch.scored.rewards)).sum()) for batch in batches)
     return Refilled(
-        step=_assemble(batches, used),
+        step=assembled(
+            {place: used.get(place, (first, place)) for place in range(len(first.prompts))},
+            failures=sum(batch.scored.failures for batch in batches),
+        ),
         rewards=torch.cat([batch.scored.rewards for batch in batches]),
         batches=len(batches),
         dropped=equal - (len(places) - len(used)),
@@ -113,19 +116,24 @@ def next_size(missing: int, *, mixed: int, sampled: int, most: int) -> int:
     return min(most, -(-missing * sampled // mixed)) if mixed else most
 
 
-def _assemble(batches: Sequence[Batch], used: dict[int, tuple[Batch, int]]) -> Batch:
-    """The first batch, with some of its groups replaced by groups of other batches."""
-    first = batches[0]
-    size = first.scored.rewards.shape[1]
-    sources = [used.get(place, (first, place)) for place in range(len(first.prompts))]
-    samples = [
-        replace(sample, group=place)
-        for place, (batch, group) in enumerate(sources)
-        for sample in batch.samples[group * size : (group + 1) * size]
-    ]
-    scored = Scored(
-        rewards=torch.stack([batch.scored.rewards[group] for batch, group in sources]),
-        lengths=torch.stack([batch.scored.lengths[group] for batch, group in sources]),
-        failures=sum(batch.scored.failures for batch in batches),
+def assembled(sources: Mapping[int, tuple[Batch, int]], failures: int) -> Batch:
+    """A batch from prompts of other batches.
+
+    Args:
+        sources: position of a prompt in the step -> (a batch, the prompt's place in it); in the order of the result.
+        failures: of the result.
+    """
+    size = next(iter(sources.values()))[0].scored.rewards.shape[1]
+    return Batch(
+        [batch.prompts[place] for batch, place in sources.values()],
+        [
+            replace(sample, group=position)
+            for position, (batch, place) in sources.items()
+            for sample in batch.samples[place * size : (place + 1) * size]
+        ],
+        Scored(
+            rewards=torch.stack([batch.scored.rewards[place] for batch, place in sources.values()]),
+            lengths=torch.stack([batch.scored.lengths[place] for batch, place in sources.values()]),
+            failures=failures,
+        ),
     )
-    return Batch([batch.prompts[group] for batch, group in sources], samples, scored)

@@ -10,14 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from oblr_megatron.rollout.dynamic_sampling import Batch
-from oblr_megatron.types import Sample, Scored
+from oblr_megatron.rollout.dynamic_sampling import Batch, assembled
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
-    from oblr_megatron.types import Prompt
+    from oblr_megatron.types import Prompt, Sample, Scored
 
 MICROBATCHES_OF_A_FLUSH = 4
 """Microbatches for each pipeline stage that a wave should fill: with p stages the bubble is then under 1 / 5."""
@@ -65,39 +62,21 @@ class Collected:
     """The waves of a step so far, by position."""
 
     def __init__(self) -> None:
-        self._batches: list[Batch] = []
         self._places: dict[int, tuple[Batch, int]] = {}  # position in the step -> the prompt in one of the batches
+        self._failures = 0
 
     def __len__(self) -> int:
         return len(self._places)
 
     def add(self, positions: Sequence[int], batch: Batch) -> None:
         """Keep the prompts at these positions."""
-        self._batches.append(batch)
         self._places |= {position: (batch, place) for place, position in enumerate(positions)}
+        self._failures += batch.scored.failures
 
-    def batch(self) -> Batch:
+    def part(self, positions: Sequence[int]) -> Batch:
+        """The prompts at some positions, without the count of failures, which belongs to the whole batch."""
+        return assembled({position: self._places[position] for position in positions}, failures=0)
+
+    def whole(self) -> Batch:
         """All of them in the order of their positions."""
-        places = [self._places[position] for position in sorted(self._places)]
-        found = [part_of(batch, [place]) for batch, place in places]
-        scored = Scored(
-            rewards=torch.cat([part.scored.rewards for part in found]),
-            lengths=torch.cat([part.scored.lengths for part in found]),
-            failures=sum(batch.scored.failures for batch in self._batches),
-        )
-        return Batch(
-            [prompt for part in found for prompt in part.prompts],
-            [sample for part in found for sample in part.samples],
-            scored,
-        )
-
-
-def part_of(batch: Batch, positions: Sequence[int]) -> Batch:
-    """The prompts of a batch at some positions; failures are those of the whole batch's scoring and stay there."""
-    size = batch.scored.rewards.shape[1]
-    chosen = list(positions)
-    return Batch(
-        [batch.prompts[position] for position in chosen],
-        [sample for position in chosen for sample in batch.samples[position * size : (position + 1) * size]],
-        Scored(rewards=batch.scored.rewards[chosen], lengths=batch.scored.lengths[chosen], failures=0),
-    )
+        return assembled(dict(sorted(self._places.items(), key=lambda item: item[0])), failures=self._failures)

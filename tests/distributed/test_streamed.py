@@ -1,4 +1,4 @@
-"""`rollout.overlap = "stream"`: a run whose prompts come in waves, out of order, ends with the same weights. In fp64.
+"""`rollout.overlap = "stream"` in fp64: prompts come in waves, out of order, and a run ends with the same weights.
 
 Saved samples replace vLLM; a replay hands out the prompts with short responses first. A wave is smaller than a batch.
 Each gradient of a step is compared with the oracle in test_gradnorm_modes.py, in all layouts and modes. Real engines

@@ -76,8 +76,9 @@ def sample_on_one(engines):
     from oblr_megatron.engine.protocol import SamplingRequest
 
     request = SamplingRequest(group_size=GROUP, temperature=1.0, max_tokens=32, seed=3)
-    groups = engines._engine.generate([prompt.token_ids for prompt in make_prompts(PROMPTS)], request)
-    return [one.response_ids for group in groups for one in group]
+    ids = [prompt.token_ids for prompt in make_prompts(PROMPTS)]
+    groups = dict(engines._engine.stream(ids, range(PROMPTS), request))
+    return [one.response_ids for position in range(PROMPTS) for one in groups[position]]
 
 
 def error_of(call):

@@ -53,7 +53,8 @@ def ask(engines: ColocatedEngines, count: int, request: SamplingRequest) -> list
     """Ask the one engine, with filters that the run's config does not set."""
     prompts = [prompt.token_ids for prompt in make_prompts(count)]
     assert engines._engine is not None
-    return [sample for group in engines._engine.generate(prompts, request) for sample in group]
+    groups = dict(engines._engine.stream(prompts, range(count), request))
+    return [sample for position in range(count) for sample in groups[position]]
 
 
 def scores(model: Qwen3ForCausalLM, sample: Sample) -> torch.Tensor:
