@@ -38,11 +38,12 @@ from oblr_megatron.preflight import Inputs, preflight, write_config
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import FailedSteps, SharedReward
 from oblr_megatron.rollout import open_engines
+from oblr_megatron.rollout.prompt_source import PromptSource
 from oblr_megatron.rollout.replay import ReplayEngine
 from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
 from oblr_megatron.runtime.run_lock import run_lock
 from oblr_megatron.runtime.stopping import StopRequest
-from oblr_megatron.sampling import PromptSource, Sampling
+from oblr_megatron.sampling import Sampling
 from oblr_megatron.timing import PhaseTimer
 
 if TYPE_CHECKING:

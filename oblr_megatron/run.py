@@ -202,7 +202,7 @@ class Run:
         """What a resumed run needs in addition to tensors and configuration; `open_run` restores it."""
         return {
             "step": self.sampling.version,
-            "data": self.sampling.stream.state_dict(),
+            "data": self.sampling.position,
             "schedule": self.schedule.state_dict(),
             "usual_norm": self.usual_norm,
             "noise": self.noise.state_dict(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,9 @@ from oblr_megatron.observe.performance.utilization import Utilization
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.rewards.base import Reward
 from oblr_megatron.rewards.shared import FailedSteps
+from oblr_megatron.rollout.ahead import Ahead
 from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, call_seed, refill
+from oblr_megatron.rollout.prompt_source import PromptSource
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
 from oblr_megatron.rollout.waves import Collected, Wave, tokens_of_a_wave
@@ -42,32 +44,6 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.types import Prompt, Sample
-
-
-class PromptSource(Protocol):
-    """The source of a step's prompts: the data, or saved steps."""
-
-    @property
-    def epoch(self) -> int:
-        """Completed passes over the data."""
-        ...
-
-    @property
-    def num_skipped(self) -> int:
-        """Rows of the data that were skipped."""
-        ...
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next prompts, the same on every rank."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the source, as JSON values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the saved position; UserError when the state belongs to other data."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,6 +73,7 @@ class Sampling:
     longest_step_s: float = 0.0
     done: int = 0  # the last step in metrics.jsonl
     stopped_by: str | None = None  # why the run ends before its last step
+    ahead: Ahead | None = None  # the next step's samples, with rollout.overlap "one_step"
 
     @property
     def start(self) -> int:
@@ -108,6 +85,15 @@ class Sampling:
         self.stop.stepping = True
         self.timer.begin_step(step)
         return StepRecord(done=step + 1)
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Of the data, after the last step: a resumed run continues there."""
+        return self.stream.state_dict() if self.ahead is None else self.ahead.position
+
+    def prompts(self) -> list[Prompt]:
+        """The Q prompts of a step, the same on every rank."""
+        return self.stream.take(self.config.num_prompts) if self.ahead is None else self.ahead.prompts
 
     def rollout(self, prompts: list[Prompt], record: StepRecord, batch: int = 0) -> list[Sample]:
         """G samples for every prompt in prompt-major order, the same on every rank.
@@ -122,14 +108,32 @@ class Sampling:
         """
         config = self.config
         with self.timer("rollout"):
-            request = SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1, batch))
-            samples = self.engines.generate(prompts, request)
+            if self.ahead is not None:
+                samples, self.ahead = self.ahead.finish(), None
+            else:
+                request = SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1, batch))
+                samples = self.engines.generate(prompts, request)
         self._check_age(samples, record)
         return samples
 
+    def sample_ahead(self, record: StepRecord) -> None:
+        """With rollout.overlap "one_step", let the engines draw the samples of the step after this one."""
+        if self.config.rollout.overlap == "one_step" and record.done < self.config.num_steps:
+            with self.timer("rollout"):
+                self.ahead = Ahead(self.engines, self.stream, self.config, record.done)
+
+    def finish_ahead(self) -> None:
+        """Wait for them, because the weights are about to change: a lost engine samples with the same ones again."""
+        if self.ahead is not None:
+            with self.timer("rollout"):
+                self.ahead.finish()
+
     def _check_age(self, samples: Sequence[Sample], record: StepRecord) -> None:
         age = staleness((sample.version for sample in samples), self.version, self.config.rollout.max_staleness)
-        record.metrics["rollout/staleness_max"] = max(age, record.metrics.get("rollout/staleness_max", 0))
+        oldest = max(age, record.metrics.get("rollout/staleness_max", 0))
+        record.metrics["rollout/staleness_max"] = oldest
+        if self.config.rollout.max_staleness:
+            record.metrics["snr/biased"] = float(oldest > 0)
 
     @property
     def refills(self) -> bool:

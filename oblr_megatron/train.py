@@ -44,7 +44,7 @@ def train(run: Run) -> None:
     run.begin()
     for step in range(sampling.start, config.num_steps):
         record = sampling.begin_step(step)
-        prompts = sampling.stream.take(config.num_prompts)  # Q
+        prompts = sampling.prompts()  # Q
         streams = run.streams(prompts)  # rollout.overlap: prompts are used as they are finished
         gradient = run.policy_gradient(record, whole=not streams)
         for wave in waves(sampling, prompts, record, streams=streams):  # responses with rewards r, G for each prompt
@@ -54,6 +54,7 @@ def train(run: Run) -> None:
             advantage = AdvantageRule(wave.scored, config, run.usual_norm, history)  # w -> A = r - b(w)   Theorem 7
             gradient.add(wave, advantage)  # w; g, a sum over prompts
         stats, norms_sq = gradient.finish()
+        sampling.finish_ahead()
         lr = run.schedule.rate(step)  # from earlier steps only                                              Theorem 4
         run.update(stats, lr, record)  # clip, optimizer step
         run.observe(stats, norms_sq, record)  # signal, noise and mean w, for later steps
@@ -74,6 +75,7 @@ def waves(sampling: Sampling, prompts: list[Prompt], record: StepRecord, *, stre
     scored = sampling.score(prompts, samples, record)  # r [Q, G]
     batch = sampling.refill(Batch(prompts, samples, scored), record)  # replaces groups with rollout.dynamic_sampling
     sampling.save(batch, record)  # writes with rollout.save
+    sampling.sample_ahead(record)  # of the next step, with rollout.overlap "one_step"
     yield Wave(range(len(prompts)), batch, last=True)
 
 
@@ -81,7 +83,7 @@ def sample(sampling: Sampling) -> None:
     """`rollout.only`: sample, score and save every step, train nothing."""
     for step in range(sampling.config.num_steps):
         record = sampling.begin_step(step)
-        prompts = sampling.stream.take(sampling.config.num_prompts)
+        prompts = sampling.prompts()
         deque(waves(sampling, prompts, record, streams=False), maxlen=0)
         sampling.log(record)
         if sampling.stopped(record.done):

@@ -15,6 +15,7 @@ from oblr_megatron.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
+    from oblr_megatron.config.rollout import RolloutConfig
 
 COMMAND_LINE = "command line"
 EVALUATED = ("accuracy", "mean_at_k", "pass_at_k", "maj_at_k")
@@ -98,6 +99,11 @@ def problems(config: Config) -> Iterator[Problem]:
 def biases(config: Config) -> Iterator[str]:
     """What a run may do although it biases the gradient, one line each, for the start of the run."""
     rollout, facts, penalty = config.rollout, BASELINES[config.algo.baseline], config.algo.kl_coefficient
+    if rollout.overlap == "one_step":
+        yield (
+            'rollout.overlap "one_step" biases gradient, signal and noise: samples are one update old, and their '
+            f'importance ratios are cut at {rollout.importance_cap:g}; "stream" has neither'
+        )
     if rollout.dynamic_sampling and not (facts.zero_on_equal and not penalty):
         cause = "algo.kl_coefficient" if facts.zero_on_equal else f"baseline {config.algo.baseline!r}"
         yield (
@@ -182,11 +188,27 @@ def _samples(config: Config) -> Iterator[Problem]:
         if getattr(rollout, first) and getattr(rollout, second):
             what = f"rollout.{first} and rollout.{second} exclude each other, because a replay samples nothing"
             yield what, "leave one of them out"
-    if rollout.overlap == "stream":
+    if rollout.overlap != "none" and rollout.only:
+        what = f"rollout.overlap {rollout.overlap!r} with rollout.only: no gradient is computed while engines sample"
+        yield what, 'set rollout.overlap to "none"'
+    elif rollout.overlap == "stream":
         yield from _streaming(config)
+    elif rollout.overlap == "one_step":
+        yield from _one_step(rollout)
     if rollout.dynamic_sampling and config.group_size == 1:
         what = "group_size is 1, but rollout.dynamic_sampling needs groups with different rewards"
         yield what, "set group_size to 2 or more, or rollout.dynamic_sampling to false"
+
+
+def _one_step(rollout: RolloutConfig) -> Iterator[Problem]:
+    """Samples that are one update old are allowed and corrected."""
+    what = 'rollout.overlap "one_step" trains on samples that are one update old, but '
+    if rollout.replay is not None:
+        yield 'rollout.overlap "one_step" with rollout.replay: nothing is sampled', 'set rollout.overlap to "none"'
+    elif rollout.max_staleness < 1:
+        yield what + "rollout.max_staleness is 0", "set rollout.max_staleness to 1"
+    elif rollout.importance_sampling == "none":
+        yield what + "they are not corrected", 'set rollout.importance_sampling to "token" or "sequence"'
 
 
 def _streaming(config: Config) -> Iterator[Problem]:

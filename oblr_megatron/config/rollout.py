@@ -47,10 +47,11 @@ class RolloutConfig(Section):
     """Truncated importance weights against the mismatch of trainer and engine, per token or per sequence."""
     importance_cap: float = Field(2.0, ge=1)
     """Upper bound of the importance weights; cut weights are counted."""
-    overlap: Literal["none", "stream"] = "none"
+    overlap: Literal["none", "stream", "one_step"] = "none"
     """What the trainer does while the engines sample. "none": it waits for the whole batch. "stream": it scores
     finished prompts and computes their gradient while the others are sampled. The gradient is the same sum in another
-    order, strictly on-policy (docs/overlap.md)."""
+    order, strictly on-policy. "one_step": it trains on samples that are one update old, while the engines draw those of
+    the next step. Needs max_staleness of 1 or more and importance_sampling (docs/overlap.md)."""
     wave_tokens: int | None = Field(None, ge=1)
     """Tokens of finished prompts that "stream" waits for before it computes their gradient. By default a microbatch for
     every replica, and four for every stage of a pipeline."""

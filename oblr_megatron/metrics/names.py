@@ -63,6 +63,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("snr/noise_trace", "", "this step's estimate of the trace of one prompt's gradient covariance"),
     Metric("snr/shrink_raw", "", "this step's signal over squared gradient norm, neither averaged nor clamped"),
     Metric("snr/shrink_ema", "", "averaged, clamped shrink factor; scales the rate under the snr schedule"),
+    Metric("snr/biased", "", "1 in a step with stale samples, where signal and noise are estimates with a bias"),
     Metric("snr/snr", "", "averaged signal over averaged noise of one prompt's gradient; absent without a signal"),
     Metric("snr/between", "", "averaged part of the noise that differences between prompts cause"),
     Metric("snr/within", "", "averaged part of the noise that responses to the same prompt cause"),

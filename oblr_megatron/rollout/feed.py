@@ -47,20 +47,24 @@ class Feed:
         self._thread.start()
 
     def take(self, tokens: float, seconds: float) -> Arrived:
-        """Wait for groups with at least `tokens` tokens, for the end of the thread, or for `seconds`."""
+        """Wait for groups with at least `tokens` tokens, for the end of the thread, or for `seconds`.
+
+        Everything that has come by then is taken: the more responses share a pass, the less is padded.
+        """
         arrived, size, deadline = Arrived(), 0, time.monotonic() + seconds
-        while size < tokens:
+        while arrived.end is None:
+            left = max(0.0, deadline - time.monotonic()) if size < tokens else 0.0
             try:
-                item = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+                item = self._queue.get(timeout=left) if left else self._queue.get_nowait()
             except queue.Empty:
                 break
             if isinstance(item, Outcome):
                 arrived.end = item
                 self._thread.join()
-                break
-            position, group = item
-            arrived.groups[position] = group
-            size += num_tokens(group)
+            else:
+                position, group = item
+                arrived.groups[position] = group
+                size += num_tokens(group)
         return arrived
 
     def _run(self, run: Callable[[Put], None]) -> None:

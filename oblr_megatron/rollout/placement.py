@@ -56,10 +56,10 @@ def place(config: Config, world_size: int, per_node: int, *, on_gpu: bool) -> Pl
             where=where,
             fix="set rollout.tensor_parallel_size to 1; a CPU engine uses rollout.num_threads cores",
         )
-    if on_gpu and rollout.overlap == "stream" and rollout.takes_turns:
+    if on_gpu and rollout.overlap != "none" and rollout.takes_turns:
         raise UserError(
-            'rollout.overlap "stream" computes gradients while engines sample, but with rollout.sleep_level '
-            f"{rollout.sleep_level} engines on the trainer's GPUs sleep meanwhile",
+            f"rollout.overlap {rollout.overlap!r} computes gradients while engines sample, but with "
+            f"rollout.sleep_level {rollout.sleep_level} engines on the trainer's GPUs sleep meanwhile",
             where=where,
             fix="use engines of their own (rollout.servers), or set rollout.sleep_level to 0 if both fit in memory",
         )

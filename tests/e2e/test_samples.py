@@ -127,7 +127,7 @@ def test_an_id_out_of_the_vocabulary_is_refused() -> None:
 
 @pytest.mark.nightly
 def test_a_run_that_loses_its_engine_saves_its_state(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
-    """SIGKILL of the engine without restarts: both ranks name the cause and keep a checkpoint and the report."""
+    """SIGKILL of the engine without restarts: the cause is printed once, a checkpoint and the report are kept."""
     keys = overrides(tmp_path / "run", num_steps=100_000, rollout__max_restarts=0)
     job = subprocess.Popen(
         torchrun(2, keys), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -142,8 +142,8 @@ def test_a_run_that_loses_its_engine_saves_its_state(tmp_path: Path, overrides: 
         if job.poll() is None:
             os.kill(job.pid, signal.SIGKILL)
     assert job.returncode == 1, stderr[-2000:]
-    causes = [line.partition(": rank ")[2][3:] for line in stderr.splitlines() if line.startswith("error: rank ")]
-    assert len(causes) == 2 and causes[0] == causes[1] and "SIGKILL" in causes[0], stderr[-2000:]
+    causes = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(causes) == 1 and "SIGKILL" in causes[0], stderr[-2000:]  # both ranks raise it, the first one prints it
     assert "[rank0]:" not in stderr, "a traceback"
     steps = records(tmp_path / "run")
     updates = int(stdout.split("the run cannot go on; checkpoint of step ")[1].split(":")[0])

@@ -103,6 +103,7 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "snr/noise_trace": rest * math.exp(noise(0.15)),
         "snr/shrink_raw": min(0.95, shrink + noise(0.35)),
         "snr/shrink_ema": shrink,
+        "snr/biased": 0,
         "snr/snr": shrink / (1 - shrink) / CONFIG["num_prompts"],
         "snr/critical_batch_size": CONFIG["num_prompts"] * (1 - shrink) / shrink,
         "snr/between": 90 + noise(3.0),

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from tests.tiny import VOCAB, make_hf_dir  # noqa: E402
 
-MODES = ("none", "stream")
+MODES = ("none", "stream", "one_step")
 WARM = 2  # the first step of a pooled baseline is whole, and the second one meets cold caches
 LIMIT_S = 1200
 
@@ -78,6 +78,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--wave-tokens", type=int, default=2048)
+    parser.add_argument("--packing", choices=("rows", "packed"), default="rows")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args(arguments)
@@ -106,11 +107,13 @@ def run(directory: Path, model: Path, mode: str, number: int, options: argparse.
         "rollout.max_num_seqs": options.prompts * options.group,
         "rollout.overlap": mode,
         "rollout.wave_tokens": options.wave_tokens,
+        "rollout.max_staleness": int(mode == "one_step"),
         "reward.name": "exact_match",
         "algo.baseline": "pooled",
         "algo.snr.num_folds": 1,
         "gradnorm.mode": "inline",
         "parallel.micro_batch_tokens": 1024,
+        "parallel.packing": options.packing,
         "evaluate.every_steps": 0,
         "checkpoint.every_steps": 0,
         "checkpoint.export_hf": "false",

@@ -114,10 +114,12 @@ LEARNING_RATE = chart(
 SIGNAL = chart(
     "Signal and noise",
     "Unbiased estimate of the true gradient's squared norm; single steps may be negative. The strip shows the noise: "
-    "the estimated variance of one prompt's gradient.",
+    "the estimated variance of one prompt's gradient. With rollout.max_staleness, the second strip is 1 in steps with "
+    "stale samples: their importance ratios are cut, and both estimates have a bias.",
     "Noise that grows by orders of magnitude, or signal that vanishes while the reward still changes.",
     panel("", CurveSpec("snr/signal_sq", "signal, squared norm"), rules=(Rule(0.0, "", forced=True),)),
     strip("", CurveSpec("snr/noise_trace", "noise, trace", colour=2), log=True),
+    strip("", CurveSpec("snr/biased", "stale samples", "line", 3), include=(0.0, 1.0)),
 )
 
 GRADIENT = chart(

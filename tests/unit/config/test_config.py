@@ -293,6 +293,30 @@ def test_a_streamed_step_refuses_what_needs_the_whole_batch(overrides: list[str]
     parse_config(MINIMAL, overrides=overrides)
 
 
+ONE_STEP = "rollout.overlap=one_step"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ([ONE_STEP], "max_staleness is 0"),
+        ([ONE_STEP, "rollout.max_staleness=1", "rollout.importance_sampling=none"], "not corrected"),
+        ([ONE_STEP, "rollout.max_staleness=1", "rollout.replay=saved"], "nothing is sampled"),
+        ([ONE_STEP, "rollout.max_staleness=1", "rollout.only=true"], "no gradient is computed"),
+        ([STREAM, "rollout.only=true"], "no gradient is computed"),
+    ],
+)
+def test_overlap_refuses_what_it_cannot_be_exact_with(overrides: list[str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        parse_config(MINIMAL, overrides=overrides)
+
+
+def test_a_run_of_one_step_off_says_that_it_is_biased() -> None:
+    config = parse_config(MINIMAL, overrides=[ONE_STEP, "rollout.max_staleness=1"])
+    [line] = biases(config)
+    assert "signal and noise" in line and "cut at 2" in line
+
+
 @pytest.mark.parametrize("baseline", ["pooled", "optimal", "rloo", "grpo", "none", "optimal_pooled", "otb"])
 def test_a_streamed_step_takes_baselines_of_the_group_and_of_earlier_steps(baseline: str) -> None:
     assert parse_config(MINIMAL, overrides=[STREAM, f"algo.baseline={baseline}"]).rollout.overlap == "stream"

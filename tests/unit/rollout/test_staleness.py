@@ -44,7 +44,7 @@ def test_a_step_checks_its_samples(tmp_path: Path, limit: int) -> None:
     table |= {"algo": {"baseline": "none"}, "rollout": {"replay": str(tmp_path), "max_staleness": limit}}
     config = parse_config(table)
     engine = ReplayEngine(config, SimpleNamespace(rank=0))  # type: ignore[arg-type]
-    parts: Any = SimpleNamespace(config=config, engines=engine, timer=PhaseTimer(), version=1)
+    parts: Any = SimpleNamespace(config=config, engines=engine, timer=PhaseTimer(), version=1, ahead=None)
     parts._check_age = partial(Sampling._check_age, parts)
     record = StepRecord(done=1)
     if limit == 0:
@@ -52,4 +52,4 @@ def test_a_step_checks_its_samples(tmp_path: Path, limit: int) -> None:
             Sampling.rollout(parts, engine.take(1), record)
     else:
         assert Sampling.rollout(parts, engine.take(1), record) == samples
-        assert record.metrics == {"rollout/staleness_max": 1}
+        assert record.metrics == {"rollout/staleness_max": 1, "snr/biased": 1}

@@ -1,0 +1,53 @@
+"""Samples of the next step, which engines draw while the trainer works on this one (`rollout.overlap = "one_step"`).
+
+    ahead = Ahead(engines, stream, config, step=8)      # during step 7, with the weights before its update
+    ahead.finish()                                      # before that update: the engines still hold these weights
+    prompts, samples = ahead.prompts, ahead.finish()    # in step 8; the samples are one update old
+
+Nothing is in flight between two steps. A checkpoint therefore keeps the position of the data before these prompts. A
+resumed run samples them again, with newer weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest
+from oblr_megatron.rollout.dynamic_sampling import call_seed
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.rollout.prompt_source import PromptSource
+    from oblr_megatron.types import Prompt, Sample
+
+
+class Ahead:
+    """The batch of a later step. Every rank makes it and calls every method at the same point."""
+
+    def __init__(self, engines: RolloutEngine, stream: PromptSource, config: Config, step: int) -> None:
+        """Take the prompts and start to sample.
+
+        Args:
+            engines: of the run; they must not share memory with the trainer by turns.
+            stream: of prompts.
+            config: of the run.
+            step: that will train on the samples, counted from 0.
+        """
+        self.position: dict[str, Any] = stream.state_dict()
+        """Of the data, before the prompts were taken."""
+        self.prompts: list[Prompt] = stream.take(config.num_prompts)
+        """Of the step, Q."""
+        request = SamplingRequest.for_training(config, call_seed(config.seed, step))
+        self._flight = engines.begin(self.prompts, request)
+        self._count, self._groups = len(self.prompts), dict[int, list["Sample"]]()
+
+    def finish(self) -> list[Sample]:
+        """Wait for the rest of the samples, and return all of them: N = Q * G, prompt-major.
+
+        Raises:
+            EngineLostError: engines were lost, and restarted as often as `rollout.max_restarts` allows.
+            RunError: an engine refused.
+        """
+        while len(self._groups) < self._count:
+            self._groups |= self._flight.take(float("inf"))
+        return [sample for position in sorted(self._groups) for sample in self._groups[position]]
