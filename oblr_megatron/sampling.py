@@ -17,6 +17,7 @@ from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest
 from oblr_megatron.evaluation.accuracy import metrics as accuracies
 from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.items import RunItems
+from oblr_megatron.memory.pass_plan import tokens_of_a_wave
 from oblr_megatron.metrics import MetricsWriter
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.alarms import LiveAlarms
@@ -31,7 +32,7 @@ from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, call_seed, 
 from oblr_megatron.rollout.prompt_source import PromptSource
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
-from oblr_megatron.rollout.waves import Collected, Wave, tokens_of_a_wave
+from oblr_megatron.rollout.waves import Collected, Wave
 from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.runtime.stopping import StopRequest
 from oblr_megatron.timing import PhaseTimer

@@ -11,6 +11,9 @@ from oblr_megatron.config import Config
 
 Kind = Literal["gradient", "norms", "inline", "stash", "bookkeep"]
 
+MICROBATCHES_OF_A_FLUSH = 4
+"""Microbatches for each pipeline stage that a wave should fill: with p stages the bubble is then under 1 / 5."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -148,3 +151,17 @@ def stash_count(config: Config) -> int:
     options = config.gradnorm
     share = config.group_size // options.stash_spread
     return share * (1 + options.stash_lag) if options.stash_spread > 1 else share
+
+
+def tokens_of_a_wave(config: Config, replicas: int) -> int:
+    """Tokens that are worth a wave: a microbatch for every replica, and several for every stage of a pipeline.
+
+    Fewer would leave replicas or stages idle while the wave is computed. More would delay the first gradient.
+
+    Args:
+        config: rollout.wave_tokens replaces the rule.
+        replicas: the data-parallel size.
+    """
+    stages = config.parallel.pipeline_model_parallel_size
+    flush = MICROBATCHES_OF_A_FLUSH * stages if stages > 1 else 1
+    return config.rollout.wave_tokens or replicas * flush * config.parallel.micro_batch_tokens

@@ -87,6 +87,11 @@ class Links:
         span = self.world_size if self.pp > 1 else self.tp * self.ep
         return self._gather(num_bytes, self.tp * self.pp * self.ep, span)
 
+    def between_nodes(self, num_bytes: float) -> float:
+        """A pipelined broadcast from one device to any number of nodes."""
+        device, constants = self.machine.device, self.machine.constants
+        return num_bytes / (device.inter_node_gb_s * 1e9 * constants.link) + constants.node_message_s
+
     def _gather(self, num_bytes: float, size: int, span: int) -> float:
         """Seconds of an all-gather over `size` ranks that spread over `span` neighbouring ranks."""
         if size == 1:

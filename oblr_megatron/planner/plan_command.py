@@ -12,6 +12,7 @@ from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.runtime.arguments import amount, count
 
 TABLE_WIDTH = 150
+OVERLAPS = ("stream", "one_step")
 DTYPES = ("bfloat16", "float32")
 
 
@@ -29,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=count, metavar="N", help="longest prompt (default: an eighth of L)")
     parser.add_argument("--mean-response-tokens", type=count, metavar="N", help="mean (default: half the longest)")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="weights (default: %(default)s)")
+    parser.add_argument(
+        "--overlap", choices=OVERLAPS, help="engines on GPUs of their own, with this rollout.overlap (docs/overlap.md)"
+    )
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="read constants from a file of --calibrate")
     parser.add_argument("--config", type=Path, metavar="CONFIG.toml", help="take all other settings from this config")
     parser.add_argument("--top", type=count, default=10, metavar="K", help="layouts to show (default: %(default)s)")
@@ -44,9 +48,13 @@ def run(options: argparse.Namespace) -> int:
         return _calibrate(options)
     request = request_of(options)  # before torch is imported
     from oblr_megatron.planner.search import search
+    from oblr_megatron.planner.split import best_split
     from oblr_megatron.planner.table import as_json, summary, table, write_toml
 
-    found = search(request)
+    if options.overlap:
+        found, request = best_split(request, options.overlap)
+    else:
+        found = search(request)
     plans = found.plans[: options.top]
     if options.write:
         write_toml(plans[0], request, options.write)

@@ -17,13 +17,14 @@ class Request:
 
     model: str
     hf_config: Mapping[str, Any]
-    gpus: int
+    gpus: int  # of the trainer
     memory_bytes: int  # of a GPU
     machine: Machine
     prompt_tokens: int  # mean of a prompt
     mean_response_tokens: int
     table: Mapping[str, Any]  # the rest of the run, as in a config file
     modes: tuple[str, ...] = MODES[::-1]
+    engine_gpus: int = 0  # that only sample; 0: engines share the trainer's
     keep_free: int = 2 * 2**30  # bytes per GPU for CUDA, NCCL and fragmentation
 
     def config(self, layout: Mapping[str, Any]) -> Config:

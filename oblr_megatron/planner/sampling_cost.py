@@ -5,7 +5,8 @@
                bandwidth), plus 2 all-reduces per layer over the engine's devices, plus decode_step_s.
                B = min(sequences of the engine, max_num_seqs, sequences in the KV cache). sequences / B waves of mean
                length run at B, then the remaining tokens of the longest response at B = 1
-    push       an all-gather of the weights from the ranks that hold them, and two copies in memory (bucket, engine)
+    push       an all-gather of the weights from the ranks that hold them, two copies in memory (bucket, engine), and a
+               broadcast between nodes if the engines have GPUs of their own
 
 Of E experts with k per token, a step of B tokens reads E (1 - (1 - k / E)^B). Not modelled: the distribution of lengths
 between mean and longest, preemption, speculative decoding, rewards.
@@ -21,6 +22,7 @@ from oblr_megatron.memory.engine import EngineMemory, engine_bytes, engine_sizes
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.observe.performance.flops import active_parameters, forward_flops, total_parameters
 from oblr_megatron.planner.exchange import Links
+from oblr_megatron.planner.overlap import LONGEST
 from oblr_megatron.planner.setting import Phase
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def push_phase(setting: Setting) -> Phase:
     return Phase(
         {
             "gather": links.model(num_bytes) * stretch,
+            "network": links.between_nodes(num_bytes) if setting.engine_gpus else 0.0,
             "memory": 2 * PUSH_COPIES * num_bytes / config.rollout.tensor_parallel_size / memory * stretch,
             "fixed": machine.constants.step_s,
         }
@@ -69,7 +72,7 @@ class _Engine:
         on_gpu = setting.machine.on_gpu
         engines = config.rollout.num_engines
         if engines is None:
-            engines = setting.world_size // config.rollout.tensor_parallel_size if on_gpu else 1
+            engines = setting.sampling_gpus // config.rollout.tensor_parallel_size if on_gpu else 1
         memory = engine_bytes(setting.hf_config, config, device_bytes=device.memory_bytes if on_gpu else None)
         sizes = engine_sizes(setting.hf_config, config)
         return cls(setting, setting.typical, sizes, memory, setting.samples / engines)
@@ -90,7 +93,7 @@ class _Engine:
         return {
             "prefill": self.prefill(),
             **found,
-            "longest response": rest * sum(alone.values()),
+            LONGEST: rest * sum(alone.values()),
             "fixed": self.setting.machine.constants.step_s,
         }
 

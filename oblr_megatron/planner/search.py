@@ -23,6 +23,7 @@ from oblr_megatron.memory.engine import engine_bytes, push_bytes
 from oblr_megatron.memory.pass_plan import Layout, longest_sample
 from oblr_megatron.memory.select_mode import resolve
 from oblr_megatron.memory.training import MemoryEstimate
+from oblr_megatron.planner.overlap import hidden_seconds
 from oblr_megatron.planner.request import Request
 from oblr_megatron.planner.sampling_cost import push_phase, rollout_phase
 from oblr_megatron.planner.setting import Phase, Prediction, Setting, prediction_of
@@ -187,8 +188,10 @@ class _Tally:
             self.too_large += 1
             return None
         best: tuple[float, Config, int, int] | None = None
-        for width in powers(min(request.machine.device.gpus_per_node, request.gpus)):
-            fit = self.engine(config, width, memory.between_steps, memory.total, limit)
+        gpus = request.engine_gpus or request.gpus
+        for width in powers(min(request.machine.device.gpus_per_node, gpus)):
+            shared = (0, 0) if request.engine_gpus else (memory.between_steps, memory.total)
+            fit = self.engine(config, width, *shared, limit)
             if fit is None:
                 continue
             engine_config, sampling, training = fit
@@ -199,13 +202,16 @@ class _Tally:
             self.too_large += 1
             return None
         _, config, sampling, training = best
-        rollout = {
+        training = memory.total if request.engine_gpus else training
+        rollout: Sections = {
             "tensor_parallel_size": config.rollout.tensor_parallel_size,
             "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
         }
+        if request.engine_gpus:
+            rollout |= {"overlap": config.rollout.overlap, "max_staleness": config.rollout.max_staleness}
         setting = self.setting(config)
         phases = {"rollout": self.rollout(config), **training_phases(setting), "push": self.push(setting)}
-        prediction = prediction_of(setting, phases)
+        prediction = prediction_of(setting, phases, hidden_seconds(setting, phases))
         return Plan(sections | {"rollout": rollout}, config, prediction, memory, training, sampling)
 
     def engine(
@@ -216,7 +222,7 @@ class _Tally:
         None if the heads do not divide, or the KV cache does not hold one longest sample.
         """
         request, hf = self.request, self.request.hf_config
-        if hf["num_attention_heads"] % width or request.gpus % width:
+        if hf["num_attention_heads"] % width or (request.engine_gpus or request.gpus) % width:
             return None
         for share in UTILIZATIONS:
             rollout = {"tensor_parallel_size": width, "gpu_memory_utilization": share}
@@ -242,6 +248,7 @@ class _Tally:
             request.prompt_tokens,
             request.mean_response_tokens,
             transformer_engine=True,
+            engine_gpus=request.engine_gpus,
         )
 
     def rollout(self, config: Config) -> Phase:

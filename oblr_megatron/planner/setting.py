@@ -27,6 +27,12 @@ class Setting:
     prompt_tokens: int | None = None  # mean; by default data.max_prompt_tokens
     mean_response_tokens: int | None = None  # by default rollout.max_response_tokens
     transformer_engine: bool = False
+    engine_gpus: int = 0  # GPUs that only sample; 0: engines share the trainer's
+
+    @property
+    def sampling_gpus(self) -> int:
+        """GPUs that sample."""
+        return self.engine_gpus or self.world_size
 
     @property
     def typical(self) -> Config:
@@ -76,22 +82,24 @@ class Prediction:
     phases: dict[str, Phase]
     tokens: int  # of all samples
     model_flops: float  # of a plain gradient of all samples
-    devices: int
+    devices: int  # of the trainer
     peak_flops: float  # per device, 1/s
+    engine_devices: int = 0  # GPUs that only sample
+    hidden: float = 0.0  # seconds of phases that run at the same time as others
 
     @property
     def seconds(self) -> float:
         """Seconds of the step."""
-        return sum(phase.seconds for phase in self.phases.values())
+        return sum(phase.seconds for phase in self.phases.values()) - self.hidden
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second and device, over the whole step."""
-        return self.tokens / self.seconds / self.devices
+        return self.tokens / self.seconds / (self.devices + self.engine_devices)
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs of the gradient over the devices' peak during norms, gradient and optimizer."""
+        """Model FLOPs of the gradient over the trainer's peak during norms, gradient and optimizer."""
         training = sum(self.phases[name].seconds for name in ("norms", "gradient", "optimizer"))
         return self.model_flops / (training * self.devices * self.peak_flops)
 
@@ -102,10 +110,10 @@ class Prediction:
         return f"{name}: {self.phases[name].bound_by}"
 
 
-def prediction_of(setting: Setting, phases: dict[str, Phase]) -> Prediction:
-    """The prediction of a step from its phases."""
+def prediction_of(setting: Setting, phases: dict[str, Phase], hidden: float = 0.0) -> Prediction:
+    """The prediction of a step from its phases, of which `hidden` seconds run at the same time as others."""
     device = setting.machine.device
     fp8 = setting.config.model.fp8 != "none" and device.fp8_tflops is not None
     flops = training_flops(setting.hf_config, [longest_sample(setting.typical)]) * setting.samples
     peak = (device.fp8_tflops if fp8 and device.fp8_tflops else device.bf16_tflops) * 1e12
-    return Prediction(phases, setting.tokens, flops, setting.world_size, peak)
+    return Prediction(phases, setting.tokens, flops, setting.world_size, peak, setting.engine_gpus, hidden)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PHASES = ("rollout", "norms", "gradient", "optimizer", "push")
 COMMENT = """# Written by `oblr-megatron plan`: {name}
-# predicted {seconds:.1f} s a step on {gpus} x {device}, {peak:.1f} GB a GPU; docs/planner.md lists what that leaves out
+# predicted {seconds:.1f} s a step on {machines}, {peak:.1f} GB a GPU; docs/planner.md lists what that leaves out
 """
 
 
@@ -25,7 +25,7 @@ def table(plans: Sequence[Plan], request: Request) -> Table:
     """One row per plan."""
     sequence = request.config({})
     title = (
-        f"{request.model} on {request.gpus} x {request.machine.device.name}, {sequence.num_prompts} x "
+        f"{request.model} on {_machines(request)}, {sequence.num_prompts} x "
         f"{sequence.group_size} samples of {request.prompt_tokens} + {request.mean_response_tokens} tokens (mean)"
     )
     found = Table("#", "layout", title=title)
@@ -40,6 +40,12 @@ def table(plans: Sequence[Plan], request: Request) -> Table:
     return found
 
 
+def _machines(request: Request) -> str:
+    """Example: "48 x h100, engines on 16 more"."""
+    engines = f", engines on {request.engine_gpus} more" if request.engine_gpus else ""
+    return f"{request.gpus} x {request.machine.device.name}{engines}"
+
+
 def summary(found: Found) -> str:
     """How many layouts fit, are too large, or are refused."""
     return f"{len(found.plans)} layouts fit; {found.too_large} are too large, {found.refused} are refused"
@@ -50,6 +56,7 @@ def as_json(plans: Sequence[Plan], found: Found, request: Request) -> str:
     record = {
         "model": request.model,
         "gpus": request.gpus,
+        "engine_gpus": request.engine_gpus,
         "device": request.machine.device.name,
         "fit": len(found.plans),
         "too_large": found.too_large,
@@ -65,6 +72,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     return {
         "layout": plan.name,
         "step_s": cost.seconds,
+        "hidden_s": cost.hidden,
         "phases": {name: {"s": phase.seconds, **phase.terms} for name, phase in cost.phases.items()},
         "training_bytes": plan.training_bytes,
         "rollout_bytes": plan.rollout_bytes,
@@ -81,8 +89,7 @@ def write_toml(plan: Plan, request: Request, path: Path) -> None:
     head = COMMENT.format(
         name=plan.name,
         seconds=plan.prediction.seconds,
-        gpus=request.gpus,
-        device=request.machine.device.name,
+        machines=_machines(request),
         peak=plan.peak_bytes / 1e9,
     )
     path.parent.mkdir(parents=True, exist_ok=True)

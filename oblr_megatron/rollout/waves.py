@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING
 from oblr_megatron.rollout.dynamic_sampling import Batch, assembled
 
 if TYPE_CHECKING:
-    from oblr_megatron.config import Config
     from oblr_megatron.types import Prompt, Sample, Scored
-
-MICROBATCHES_OF_A_FLUSH = 4
-"""Microbatches for each pipeline stage that a wave should fill: with p stages the bubble is then under 1 / 5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +38,6 @@ class Wave:
     def scored(self) -> Scored:
         """Their rewards [k, G]."""
         return self.batch.scored
-
-
-def tokens_of_a_wave(config: Config, replicas: int) -> int:
-    """Tokens that are worth a wave: a microbatch for every replica, and several for every stage of a pipeline.
-
-    Fewer would leave replicas or stages idle while the wave is computed. More would delay the first gradient.
-
-    Args:
-        config: rollout.wave_tokens replaces the rule.
-        replicas: the data-parallel size.
-    """
-    stages = config.parallel.pipeline_model_parallel_size
-    flush = MICROBATCHES_OF_A_FLUSH * stages if stages > 1 else 1
-    return config.rollout.wave_tokens or replicas * flush * config.parallel.micro_batch_tokens
 
 
 class Collected:

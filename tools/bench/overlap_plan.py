@@ -1,0 +1,99 @@
+"""What the planner says that `rollout.overlap` is worth, for each preset on 8, 64 and 1,024 H100s.
+
+    python tools/bench/overlap_plan.py --json run/bench/overlap_plan.json     minutes
+
+A step has 256 x 4 responses, and 4,096 x 4 on 1,024 GPUs, with the preset's longest response and half of that on
+average. "none" shares all GPUs between trainer and engines. The others divide them at the best place that the planner
+tries. A dash: nothing fits. Predictions, not measurements; docs/planner.md lists what they leave out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from record import publish
+
+from oblr_megatron.config import load_config
+from oblr_megatron.errors import UserError
+from oblr_megatron.model.published import published
+from oblr_megatron.observe.performance.hardware import device_named
+from oblr_megatron.planner.constants import Machine
+from oblr_megatron.planner.request import Request, base_table
+from oblr_megatron.planner.search import Found, search
+from oblr_megatron.planner.split import best_split
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = {8: 256, 64: 256, 1024: 4096}
+"""Prompts of a step by GPUs."""
+MODELS = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One preset on so many GPUs.
+
+    Example: Row(model="Qwen3-8B", gpus=64, none_s=90.9, stream_s=85.2, one_step_s=85.1, engines="56, 56", ratio=0.94)
+    """
+
+    model: str
+    gpus: int
+    none_s: float | str
+    stream_s: float | str
+    one_step_s: float | str
+    engines: str  # GPUs that only sample, with stream and with one_step
+    ratio: float | str  # of stream to none
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Search, print the table, write the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args(arguments)
+    publish([row(model, gpus) for model in MODELS for gpus in GPUS], "overlap_plan", options.json)
+
+
+def row(size: str, gpus: int) -> Row:
+    """The fastest step in each mode."""
+    asked = request(size, gpus)
+    found: dict[str, tuple[float | str, str]] = {}
+    for mode in ("none", "stream", "one_step"):
+        try:
+            plans, used = (search(asked), asked) if mode == "none" else best_split(asked, mode)
+        except UserError:
+            found[mode] = "-", "-"
+            continue
+        found[mode] = seconds(plans), str(used.engine_gpus)
+    none, stream = found["none"][0], found["stream"][0]
+    ratio = stream / none if isinstance(none, float) and isinstance(stream, float) else "-"
+    engines = ", ".join(found[mode][1] for mode in ("stream", "one_step"))
+    return Row(f"Qwen3-{size}", gpus, none, stream, found["one_step"][0], engines, ratio)
+
+
+def request(size: str, gpus: int) -> Request:
+    """The preset's lengths on so many H100s."""
+    preset = load_config(ROOT / "slurm" / "configs" / f"qwen3_{size.lower().replace('-', '_')}.toml")
+    prompt, response = preset.data.max_prompt_tokens, preset.rollout.max_response_tokens
+    name = f"Qwen3-{size}"
+    table = base_table(
+        model=name,
+        prompts=GPUS[gpus],
+        group_size=4,
+        prompt_tokens=prompt,
+        sequence_length=prompt + response,
+        dtype="bfloat16",
+    )
+    device = device_named("h100")
+    machine = Machine(device)
+    return Request(name, published(name), gpus, device.memory_bytes, machine, prompt, response // 2, table)
+
+
+def seconds(found: Found) -> float:
+    """Of the fastest plan's step."""
+    return found.plans[0].prediction.seconds
+
+
+if __name__ == "__main__":
+    main()
