@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from oblr_megatron.config.padding import Padding, padding_of_layout
@@ -12,7 +14,11 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.types import MicroBatch, Sample
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from oblr_megatron.config import ParallelConfig
+
+    Integers = NDArray[np.int64]
 
 
 def pack(
@@ -161,8 +167,8 @@ def _first_fit(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: 
 
 def _batch(samples: Sequence[Sample], group: Sequence[int], width: int, device: torch.device | str) -> MicroBatch:
     """A microbatch with one sample in each row."""
-    rows = [_row(samples[index], width) for index in group]
-    ids, labels, mask, logprobs, index = (torch.stack(values).to(device) for values in zip(*rows, strict=True))
+    parts = [part.view(len(group), width).to(device) for part in _laid_out(samples, group, [width] * len(group))]
+    ids, labels, mask, logprobs, index = parts
     numbers = torch.tensor(list(group), device=device)
     return MicroBatch(ids, labels, mask, logprobs, sample_index=numbers, token_index=index)
 
@@ -171,32 +177,49 @@ def _packed(
     samples: Sequence[Sample], group: Sequence[int], widths: Mapping[int, int], device: torch.device | str
 ) -> MicroBatch:
     """A microbatch with all samples in one row."""
-    rows = [_row(samples[index], widths[index]) for index in group]
-    ids, labels, mask, logprobs, index = (torch.cat(values)[None].to(device) for values in zip(*rows, strict=True))
-    lengths = torch.tensor([0, *(widths[index] for index in group)], device=device)
+    own = [widths[index] for index in group]
+    ids, labels, mask, logprobs, index = (part[None].to(device) for part in _laid_out(samples, group, own))
     return MicroBatch(
         ids,
         labels,
         mask,
         logprobs,
         sample_index=torch.tensor(list(group), device=device),
-        cu_seqlens=lengths.cumsum(0, dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, *own], device=device).cumsum(0, dtype=torch.int32),
         token_index=index,
     )
 
 
-def _row(sample: Sample, width: int) -> tuple[torch.Tensor, ...]:
-    """Tokens, labels, mask, rollout log-probs and token indices of one sample, each [width], on the CPU."""
-    assert sample.prompt_ids, "without a prompt, no position predicts the first response token"
-    assert len(sample.logprobs) == len(sample.response_ids), "each response token needs one log-prob"
-    tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
-    first, last = len(sample.prompt_ids) - 1, len(tokens) - 1  # positions that predict the response
-    input_ids, labels, index = torch.zeros(3, width, dtype=torch.int64)
-    mask = torch.zeros(width, dtype=torch.bool)
-    logprobs = torch.zeros(width, dtype=torch.float32)
-    input_ids[: len(tokens)] = tokens
-    labels[:last] = tokens[1:]
-    mask[first:last] = True
-    logprobs[first:last] = torch.tensor(sample.logprobs)
-    index[first:last] = torch.arange(last - first)
-    return input_ids, labels, mask, logprobs, index
+def _laid_out(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[int]) -> list[torch.Tensor]:
+    """Tokens, labels, mask, rollout log-probs and token indices, each [sum of widths], on the CPU.
+
+    Each sample begins where the width of the one before it ends. All samples are written at once: a few tensor
+    operations for each sample took a tenth of a small step.
+    """
+    chosen = [samples[index] for index in group]
+    assert all(sample.prompt_ids for sample in chosen), "without a prompt, no position predicts the first token"
+    assert all(len(sample.logprobs) == len(sample.response_ids) for sample in chosen), "each token needs one log-prob"
+    prompts, responses = (
+        np.array([len(part) for part in parts])
+        for parts in ([sample.prompt_ids for sample in chosen], [sample.response_ids for sample in chosen])
+    )
+    starts = np.concatenate(([0], np.cumsum(widths)[:-1]))
+    tokens = chain.from_iterable(chain(sample.prompt_ids, sample.response_ids) for sample in chosen)
+    places, _ = _positions(starts, prompts + responses)
+    answers, within = _positions(starts + prompts - 1, responses)  # the positions that predict the response
+    total = int(sum(widths))
+    ids, labels, index = (np.zeros(total, dtype=np.int64) for _ in range(3))
+    mask, logprobs = np.zeros(total, dtype=bool), np.zeros(total, dtype=np.float32)
+    ids[places] = np.fromiter(tokens, dtype=np.int64, count=len(places))
+    labels[places[:-1]] = ids[places[1:]]
+    labels[starts + prompts + responses - 1] = 0  # a last token predicts nothing
+    mask[answers] = True
+    logprobs[answers] = np.fromiter(chain.from_iterable(sample.logprobs for sample in chosen), dtype=np.float32)
+    index[answers] = within
+    return [torch.from_numpy(part) for part in (ids, labels, mask, logprobs, index)]
+
+
+def _positions(starts: Integers, counts: Integers) -> tuple[Integers, Integers]:
+    """(start, start + 1, ...) of every run, count numbers each, and each number's place in its run."""
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(starts, counts) + within, within
