@@ -131,7 +131,9 @@ class Run:
         with sampling.timer("push"):
             if sampling.parallel.device.type == "cuda" and self.config.rollout.takes_turns:
                 self.gradients.release()  # the engines need the memory now
-            sampling.engines.push(MegatronWeights(self.policy, engine_dtype(self.config)), version)
+            piece = self.config.weights.piece_mib * 2**20
+            weights = MegatronWeights(self.policy, engine_dtype(self.config), piece_bytes=piece)
+            sampling.engines.push(weights, version)
 
     def checkpoint(self, record: StepRecord) -> bool:
         """Save the state after a step if that is due; whether the run stops here. Collective.

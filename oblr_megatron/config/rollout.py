@@ -103,6 +103,9 @@ class WeightsConfig(Section):
     bucket_mib: int = Field(8, ge=1)
     """Size of each of the two buckets, MiB. Shared memory splits larger tensors over several buckets; CUDA IPC sends
     whole tensors, in buckets as large as the largest."""
+    piece_mib: int = Field(512, ge=1)
+    """MiB of weights that the trainer's ranks gather with one message: a layer, or less (docs/weights.md). It grows to
+    the largest parameter, and to one expert's matrix from each expert-parallel rank."""
     checksum: bool = True
     """Check the bytes of every bucket on arrival (xxh3; cost in docs/benchmarks.md). CUDA IPC, to engines on the
     trainer's GPUs, has none: the bytes are not copied on the way."""

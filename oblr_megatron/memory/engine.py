@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oblr_megatron.config import Config, ParallelConfig
+from oblr_megatron.config.padding import padded_vocab_size
 from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.rank_shapes import RankSizes
@@ -81,13 +82,36 @@ def beside_training(hf_config: Mapping[str, Any], config: Config, device_bytes: 
 
 
 def push_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
-    """Bytes on a trainer's GPU during a push by CUDA IPC: vLLM's buffer, a gathered parameter, its contiguous copy.
+    """Bytes on a trainer's GPU during a push by CUDA IPC: vLLM's buffer, the gathered piece, and a tensor's copy.
 
     The first push meets an engine that is wholly awake; later ones meet a sleeping KV cache.
     """
     sizes = engine_sizes(hf_config, config)
     largest = max(hf_config["vocab_size"], 2 * hf_config["intermediate_size"]) * sizes.hidden * sizes.element
-    return max(config.weights.bucket_mib * 2**20, largest) + 2 * largest
+    return max(config.weights.bucket_mib * 2**20, largest) + gather_bytes(hf_config, config) + largest
+
+
+def gather_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
+    """Bytes of the largest piece that a trainer's rank gathers during a push (`weights/pieces.py`).
+
+    Where a layer is cut into several pieces, less than one parameter of a piece too much.
+    """
+    sizes, parallel = engine_sizes(hf_config, config), config.parallel
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    etp, stages = parallel.expert_tensor_parallel_size or tp, parallel.pipeline_model_parallel_size
+    hidden, head = sizes.hidden, sizes.head_dim
+    query, keys = hf_config["num_attention_heads"] * head, hf_config["num_key_value_heads"] * head
+    vocabulary = padded_vocab_size(hf_config["vocab_size"], config.model.make_vocab_size_divisible_by, tp) * hidden
+    copied = [sizes.experts * hidden * tp] + [hidden * tp] * 2 + [head * tp] * 2  # what every rank holds whole
+    dense = [(query + 2 * keys) * hidden, query * hidden, *copied]
+    if not sizes.experts:
+        dense += [2 * hf_config["intermediate_size"] * hidden, hf_config["intermediate_size"] * hidden]
+    one = ep * hidden * (hf_config["moe_intermediate_size"] if sizes.experts else 0)  # fc2 of one expert a rank
+    experts = [2 * one, one] * (sizes.experts // ep)
+    budget = max(config.weights.piece_mib * 2**20 // sizes.element, vocabulary, *dense, *experts)
+    groups = [[vocabulary], dense] if tp * stages > 1 else []
+    groups += [experts] if ep * etp * stages > 1 else []
+    return max((min(sum(group), budget) for group in groups), default=0) * sizes.element
 
 
 def engine_sizes(hf_config: Mapping[str, Any], config: Config) -> RankSizes:

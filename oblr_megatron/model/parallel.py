@@ -62,8 +62,8 @@ class Parallel:
     cp_group: ProcessGroup
     dp_group: ProcessGroup  # the same position in every replica
     dp_cp_group: ProcessGroup  # dp_group x cp_group
-    ep_group: ProcessGroup
     etp_group: ProcessGroup
+    expert_group: ProcessGroup  # all ep x etp ranks that share a layer's experts; etp varies fastest
     edp_group: ProcessGroup  # the ranks that hold the same shards of the same experts
     replica_group: ProcessGroup  # the tp x cp x pp ranks of one replica
     model_group: ProcessGroup  # the replica's tp x pp ranks that hold the same part of each sequence
@@ -306,8 +306,8 @@ def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:
         cp_group=cp_group,
         dp_group=state.get_data_parallel_group(),
         dp_cp_group=state.get_data_parallel_group(with_context_parallel=True),
-        ep_group=state.get_expert_model_parallel_group(),
         etp_group=state.get_expert_tensor_parallel_group(),
+        expert_group=state.get_expert_tensor_and_model_parallel_group(),
         edp_group=state.get_expert_data_parallel_group(),
         replica_group=replica_group,
         model_group=model_group,

@@ -1,4 +1,4 @@
-"""The policy's weights as a stream of whole Hugging Face tensors, gathered one parameter at a time.
+"""The policy's weights as a stream of whole Hugging Face tensors, gathered a layer at a time.
 
     weights = MegatronWeights(policy, dtype=torch.bfloat16)
     for name, tensor in weights:            # collective: on every rank, in the same order
@@ -6,14 +6,22 @@
     for name, view in weights.views():      # the same without copies; a view is valid until the next one
         ...
 
-Every rank receives every tensor. In addition to its own shards it holds at most one parameter at a time. (q, k, v are
-one parameter; so is one layer of one expert.) The order is: embedding, layers, final norm, output layer (none if tied).
-The tensors of a parameter are neighbours (q, k, v; gate, up), and so are the experts of a layer.
+Every rank receives every tensor. A layer takes one message for its parameters outside experts and one for its experts,
+or more if they exceed `piece_bytes` (weights/pieces.py). With pipeline parallelism each has a second message, which
+carries the owner stage's shards to the other stages. In addition to its own shards a rank holds at most one piece.
+
+    owner stage     copy (and cast) the shards into this rank's row of the piece [ranks, elements]
+    all stages      broadcast of that row, over pp
+    all ranks       all-gather of the rows, over tp, or over the ranks that share a layer's experts (ep x etp);
+                    with gloo a broadcast of each row
+
+The order is: embedding, layers, final norm, output layer (none if tied). The tensors of a parameter are neighbours
+(q, k, v; gate, up), and so are the experts of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,26 +29,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oblr_megatron.weights.names import (
-    EMBEDDING,
-    OUTPUT,
-    Entry,
-    ModelShape,
-    entry,
-    layer_of,
-    shard_shape,
-    table,
-    views,
-)
+from oblr_megatron.weights.names import EMBEDDING, OUTPUT, Entry, ModelShape, entry, layer_of, table, views
+from oblr_megatron.weights.pieces import Piece, pieces
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed import ProcessGroup
     from vllm.distributed.weight_transfer.base import WeightSource
 
     from oblr_megatron.model.qwen3 import Policy
 
-Room = Callable[[tuple[int, ...]], Tensor]
-"""Allocates memory of a shape, in the dtype that is sent."""
+PIECE_BYTES = 512 * 2**20
+"""Bytes of a piece by default (`weights.piece_mib`)."""
+
+Own = dict[tuple[str, ...], "nn.Parameter"]
+"""Hugging Face names -> this rank's shard."""
 
 
 class TensorMeta(NamedTuple):
@@ -51,40 +54,47 @@ class TensorMeta(NamedTuple):
     shape: tuple[int, ...]
 
 
-def metadata_of(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
-    """Names and shapes of a whole model in export order, from its sizes alone."""
-    return [
-        TensorMeta(name, dtype, size) for item in table(shape) for name, size in zip(item.hf, item.shapes, strict=True)
-    ]
+def metadata_of(items: Iterable[Entry], dtype: torch.dtype) -> list[TensorMeta]:
+    """Names and shapes of the parameters' tensors, in their order."""
+    return [TensorMeta(name, dtype, size) for item in items for name, size in zip(item.hf, item.shapes, strict=True)]
 
 
 class MegatronWeights:
     """The current weights of a policy; every `iter()` is a new pass over their values at that time.
 
-    Without tensor parallelism a tensor may share memory with the weights: use it before the next optimizer step, and do
-    not write to it.
+    A tensor that no other rank has a part of may share memory with the weights: use it before the next optimizer step,
+    and do not write to it.
     """
 
-    def __init__(self, policy: Policy, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, policy: Policy, dtype: torch.dtype | None = None, *, piece_bytes: int = PIECE_BYTES) -> None:
         """Args:
         policy: the model.
         dtype: tensors are cast to it before they are sent; by default the weights' own.
+        piece_bytes: that are gathered at a time; at least one parameter is.
         """
         self._policy = policy
         self._shape = ModelShape.of(policy.hf_config)
         self._dtype = dtype or policy.transformer_config.params_dtype
+        parallel = policy.parallel
+        self._pieces = pieces(
+            self._shape,
+            tp=parallel.tp_size,
+            ep=parallel.ep_size,
+            etp=parallel.etp_size,
+            padded_vocab=policy.padded_vocab_size,
+            budget=piece_bytes // self._dtype.itemsize,
+        )
 
     def metadata(self) -> list[TensorMeta]:
         """The tensors that iteration yields, in its order; no communication."""
-        return metadata_of(self._shape, self._dtype)
+        return metadata_of((item for piece in self._pieces for item in piece.items), self._dtype)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        def fresh(size: tuple[int, ...]) -> Tensor:
-            return torch.empty(size, dtype=self._dtype, device=self._policy.parallel.device)
-
-        for item, found in self._stream(fresh):
-            for (name, view), size in zip(found, item.shapes, strict=True):
-                yield name, view.to(self._dtype).reshape(size)
+        for item, stacked, shared in self._stream():
+            for (name, view), size in zip(views(item, stacked, self._shape), item.shapes, strict=True):
+                tensor = view.to(self._dtype).reshape(size)
+                reused = shared and tensor.data_ptr() == view.data_ptr()
+                yield name, tensor.clone() if reused else tensor
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """The same tensors without copies, for a caller that copies each one before it takes the next.
@@ -92,86 +102,76 @@ class MegatronWeights:
         A view has the tensor's elements in row-major order. It may have more dimensions, be strided, and have the
         weights' own dtype instead of the declared one. Its memory is reused for the next view.
         """
-        scratch = torch.empty(self._largest(), dtype=self._dtype, device=self._policy.parallel.device)
-        for _, found in self._stream(lambda size: scratch[: prod(size)].view(size)):
-            yield from found
+        for item, stacked, _ in self._stream():
+            yield from views(item, stacked, self._shape)
 
-    def _stream(self, room: Room) -> Iterator[tuple[Entry, list[tuple[str, Tensor]]]]:
-        items = table(self._shape)
-        names = {item.megatron: item.hf for item in items}  # the usual names; `entry` also knows those of fused norms
-        own = {
+    @torch.no_grad()
+    def _stream(self) -> Iterator[tuple[Entry, Tensor, bool]]:
+        """Each parameter's shards [ranks, *shard], and whether their memory is that of later pieces too."""
+        names = {item.megatron: item.hf for item in table(self._shape)}
+        own: Own = {
+            # The usual names; `entry` also knows those of fused norms and of grouped experts.
             names[name] if name in names else entry(name, self._shape).hf: parameter
             for name, parameter in self._policy.named_parameters()
             if not (self._shape.tied and name == OUTPUT)  # the last stage's copy of the embedding
         }
-        for item in items:
-            yield item, views(item, self._stacked(item, own.get(item.hf), room), self._shape)
+        largest = max((piece.numel for piece in self._pieces if self._travels(piece)), default=0)
+        memory = torch.empty(largest, dtype=self._dtype, device=self._policy.parallel.device)
+        for piece in self._pieces:
+            if self._travels(piece):
+                yield from ((item, stacked, True) for item, stacked in self._gathered(piece, own, memory))
+            else:
+                yield from ((item, own[item.hf].detach()[None], False) for item in piece.items)
 
-    @torch.no_grad()
-    def _stacked(self, item: Entry, parameter: nn.Parameter | None, room: Room) -> Tensor:
-        """All shards of a parameter, [ranks, *shard]: gathered by their owners, then sent to the other ranks."""
+    def _gathered(self, piece: Piece, own: Own, memory: Tensor) -> Iterator[tuple[Entry, Tensor]]:
+        """The piece's parameters with all their shards, in `memory`. Collective."""
         parallel = self._policy.parallel
-        stage, owner = self._stage_of(item), self._expert_rank_of(item)
-        assert (parameter is not None) == (stage == parallel.pp_rank and owner in (None, parallel.ep_rank)), (
-            f"{item.megatron} belongs to pipeline stage {stage}, expert-parallel rank {owner}"
-        )
-        size = self._stacked_shape(item)
-        if parameter is None:
-            stacked = room(size)
-        elif size[0] == 1 and (not self._travels(item) or parameter.dtype == self._dtype):
-            stacked = parameter.detach()[None]
-        else:
-            stacked = self._gathered(item, parameter, room(size))
-        if owner is not None and parallel.ep_size > 1 and stage == parallel.pp_rank:
-            dist.broadcast(stacked, group_src=owner, group=parallel.ep_group)
+        group = parallel.expert_group if piece.experts else parallel.tp_group
+        rows = memory[: piece.numel].view(group.size(), -1)
+        row, sizes = rows[group.rank()], [prod(shape) for shape in piece.shapes]
+        stage = self._stage_of(piece)
+        if stage == parallel.pp_rank:
+            for item, part in zip(piece.owners[group.rank() // piece.ranks], row.split(sizes), strict=True):
+                shard = own[item.hf].detach()
+                part.view(shard.shape).copy_(shard)
         if parallel.pp_size > 1:
-            dist.broadcast(stacked, src=parallel.stage_rank(stage), group=parallel.pp_group)
-        return stacked
+            dist.broadcast(row, src=parallel.stage_rank(stage), group=parallel.pp_group)
+        share_rows(rows, group, dist.get_backend(group))
+        for items, shards in zip(piece.owners, rows.split(piece.ranks), strict=True):
+            for item, part, shape in zip(items, shards.split(sizes, dim=1), piece.shapes, strict=True):
+                yield item, part.unflatten(1, shape)
 
-    def _gathered(self, item: Entry, parameter: nn.Parameter, stacked: Tensor) -> Tensor:
-        """Cast this rank's shard into its place, and receive the other shards.
+    def _travels(self, piece: Piece) -> bool:
+        """Whether another rank needs or has a part of the piece."""
+        return self._policy.parallel.pp_size * len(piece.owners) * piece.ranks > 1
 
-        Broadcasts from each rank move as many bytes as an all-gather, but gloo's all-gather (and NCCL's of a list)
-        needs a second copy of the whole tensor.
-        """
-        parallel = self._policy.parallel
-        group = parallel.tp_group if item.expert is None else parallel.etp_group
-        stacked[group.rank() if len(stacked) > 1 else 0].copy_(parameter.detach())
-        if len(stacked) > 1:
-            for rank, shard in enumerate(stacked):
-                dist.broadcast(shard, group_src=rank, group=group)
-        return stacked
-
-    def _travels(self, item: Entry) -> bool:
-        """Whether the parameter must be sent to ranks that hold no part of it."""
-        parallel = self._policy.parallel
-        return parallel.pp_size > 1 or (item.expert is not None and parallel.ep_size > 1)
-
-    def _stacked_shape(self, item: Entry) -> tuple[int, ...]:
-        parallel, padded = self._policy.parallel, self._policy.padded_vocab_size
-        ranks = parallel.tp_size if item.expert is None else parallel.etp_size
-        shard = shard_shape(item, self._shape, tp_size=ranks, padded_vocab=padded)
-        return (1 if item.cut == "replicated" else ranks, *shard)
-
-    def _largest(self) -> int:
-        """Elements of the largest parameter that is gathered or sent; 0 if all are used in place."""
-        sizes = [(self._stacked_shape(item), self._travels(item)) for item in table(self._shape)]
-        return max((prod(size) for size, travels in sizes if travels or size[0] > 1), default=0)
-
-    def _expert_rank_of(self, item: Entry) -> int | None:
-        """The expert-parallel rank that holds an expert's parameter; None for other parameters."""
-        if item.expert is None:
-            return None
-        return item.expert // (self._shape.experts // self._policy.parallel.ep_size)
-
-    def _stage_of(self, item: Entry) -> int:
-        """The pipeline stage that holds the parameter; chunks of layers are assigned to the stages in turn."""
-        parallel = self._policy.parallel
-        layer = layer_of(item)
+    def _stage_of(self, piece: Piece) -> int:
+        """The pipeline stage that holds the piece; chunks of layers are assigned to the stages in turn."""
+        parallel, first = self._policy.parallel, piece.owners[0][0]
+        layer = layer_of(first)
         if layer is not None:
             chunk = layer // (self._shape.layers // (parallel.pp_size * parallel.vp_size))
             return chunk % parallel.pp_size
-        return 0 if item.megatron == EMBEDDING else parallel.pp_size - 1
+        return 0 if first.megatron == EMBEDDING else parallel.pp_size - 1
+
+
+def share_rows(rows: Tensor, group: ProcessGroup, backend: str) -> None:
+    """All-gather in place: every rank gives its row, and receives the others. Collective.
+
+    Args:
+        rows: [ranks, elements], contiguous.
+        group: of the ranks.
+        backend: "nccl" or "gloo". gloo's all-gather copies everything twice more. Broadcasts of all rows at once move
+            as many bytes.
+    """
+    if group.size() == 1:
+        return
+    if backend == "nccl":
+        dist.all_gather_into_tensor(rows.view(-1), rows[group.rank()], group=group)
+        return
+    sent = [dist.broadcast(row, group_src=rank, group=group, async_op=True) for rank, row in enumerate(rows)]
+    for work in sent:
+        work.wait()
 
 
 def vllm_source(policy: Policy, dtype: torch.dtype | None = None) -> WeightSource:

@@ -255,7 +255,9 @@ def merge(item: Entry, shards: Sequence[Tensor], shape: ModelShape) -> list[tupl
 
 
 def views(item: Entry, stacked: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
-    """`merge` without a copy: views with the whole tensors' elements in row-major order, in up to three dimensions.
+    """`merge` without a copy: views with the whole tensors' elements in row-major order, in up to four dimensions.
+
+    q, k and v are copied if more ranks than KV groups hold them, unless the shards lie behind one another in memory.
 
     Args:
         item: the parameter.
@@ -273,8 +275,11 @@ def views(item: Entry, stacked: Tensor, shape: ModelShape) -> list[tuple[str, Te
     if item.cut == "gate_up":
         halves = stacked.unflatten(1, (2, -1))
         return [(name, halves[:, part]) for part, name in enumerate(item.hf)]
-    grouped = stacked.flatten(0, 1).unflatten(0, (shape.groups, -1))
-    return list(zip(item.hf, grouped.split(_group_rows(shape), dim=1), strict=True))
+    ranks = len(stacked)
+    if shape.groups % ranks:  # a group lies on several ranks: its rows are at no constant distance
+        stacked, ranks = stacked.reshape(1, -1, shape.hidden), 1
+    grouped = stacked.unflatten(1, (shape.groups // ranks, -1))
+    return list(zip(item.hf, grouped.split(_group_rows(shape), dim=2), strict=True))
 
 
 def shard_shape(item: Entry, shape: ModelShape, *, tp_size: int, padded_vocab: int) -> tuple[int, ...]:

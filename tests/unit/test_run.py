@@ -221,7 +221,7 @@ def test_buffers_go_back_before_engines_wake_where_they_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, rollout: dict[str, Any], told: list[str]
 ) -> None:
     """tests/unit/memory/test_training.py and tests/gpu check that the buffers are gone."""
-    monkeypatch.setattr(run, "MegatronWeights", lambda *_: None)
+    monkeypatch.setattr(run, "MegatronWeights", lambda *_, **__: None)
     said: list[str] = []
     parts = make_run(tmp_path)
     parts.config = parts.config.model_copy(update={"rollout": RolloutConfig(**rollout)})

@@ -98,3 +98,14 @@ def test_step_ratios_are_to_the_faster_of_trl_in_each_round() -> None:
 def test_a_system_of_trl_must_be_chosen() -> None:
     with pytest.raises(SystemExit):
         step.parse_options(["--systems", "oblr_po"])
+
+
+def test_push_messages(tmp_path: Path) -> None:
+    rows = rows_of("push_messages", tmp_path, "--layers", "2", "--dense-layers", "2", "--rounds", "1")
+    assert {row["layout"]: row["a_layer"] for row in rows} == {
+        "mixture, ep2": 2,  # gloo: a broadcast of each rank's row
+        "mixture, tp2 ep2": 4,
+        "mixture, pp2 ep2": 4,
+        "dense, tp2": 2,
+        "dense, pp2": 1,
+    }

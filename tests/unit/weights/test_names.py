@@ -214,7 +214,7 @@ def test_real_sizes_have_exactly_transformers_tensors(size: str) -> None:
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    metadata = metadata_of(ModelShape.of(config), torch.bfloat16)
+    metadata = metadata_of(table(ModelShape.of(config)), torch.bfloat16)
     assert {meta.name: meta.shape for meta in metadata} == expected
     assert len(metadata) == len(expected)
     assert ModelShape.of(config.to_dict()) == ModelShape.of(config)
@@ -245,7 +245,7 @@ def test_real_mixtures_have_exactly_the_published_tensors(size: str) -> None:
         num_experts=experts,
         num_experts_per_tok=8,
     )
-    metadata = metadata_of(ModelShape.of(config), torch.bfloat16)
+    metadata = metadata_of(table(ModelShape.of(config)), torch.bfloat16)
     shapes = {meta.name: meta.shape for meta in metadata}
     assert len(shapes) == len(metadata) == 3 + layers * (9 + 3 * experts)
     last = f"model.layers.{layers - 1}.mlp"
