@@ -129,6 +129,7 @@ class Run:
         sampling.version = version
         record.metrics["weights/version"] = version
         with sampling.timer("push"):
+            self.optimizer.offload()  # before the engines wake
             if sampling.parallel.device.type == "cuda" and self.config.rollout.takes_turns:
                 self.gradients.release()  # the engines need the memory now
             piece = self.config.weights.piece_mib * 2**20
@@ -240,6 +241,8 @@ def open_run(config: Config) -> Iterator[Run]:
                 seconds=config.parallel.distributed_timeout_s,
             )
         reference = Reference(policy) if penalised else None  # from the model path, not from the checkpoint
+        if config.optimizer.offload != "none":
+            sampling.release()  # the optimizer is made, and loaded, on the device; the first push wakes the engines
         optimizer, momentum = PolicyOptimizer(policy, config.optimizer), momentum_of(policy, config)
         schedule = build_schedule(
             config.algo,

@@ -90,6 +90,7 @@ class WatchedSteps:
                 self._momentum.take(stats.sq_norm)
             self._optimizer.clip(stats.sq_norm)
             self._optimizer.step(lr)
+            self._optimizer.offload()
 
     def _streamed(self, active: torch.Tensor) -> GradientStats:
         """The prompts one by one."""

@@ -87,6 +87,10 @@ def problems(config: Config) -> Iterator[Problem]:
     yield from _data(config)
     yield from _profile(config)
     yield from precision_problems(config)
+    optimizer = config.optimizer
+    if optimizer.offload != "none" and not (optimizer.keeps_moments or config.model.dtype == "bfloat16"):
+        what = 'optimizer.offload "sampling" has nothing to move: SGD without momentum keeps no state for '
+        yield f"{what}{config.model.dtype} weights", 'set optimizer.offload to "none"'
     push, patience = config.rollout.push_timeout_s, config.parallel.distributed_timeout_s
     if push >= patience:
         yield (

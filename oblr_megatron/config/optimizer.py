@@ -33,3 +33,11 @@ class OptimizerConfig(Section):
     """SGD's momentum."""
     clip_grad: float = Field(1.0, ge=0)
     """Largest global gradient norm; the norm is logged before clipping. 0: no clipping."""
+    offload: Literal["none", "sampling"] = "none"
+    """"sampling": fp32 masters and moments are in pinned host memory from each push to the next update, so that engines
+    and gradient passes have their place on the GPU. Not yet run on a GPU."""
+
+    @property
+    def keeps_moments(self) -> bool:
+        """Whether the optimizer has state of its own, besides fp32 masters."""
+        return self.name == "adam" or self.sgd_momentum > 0

@@ -35,6 +35,7 @@ class Moment:
     logits: int = 0
     norms: int = 0
     work: int = 0
+    updates: bool = False  # the optimizer's update, for which offloaded state is back on the GPU
     in_folds: bool = True  # the sum over folds is held as well; False in a norm pass, which comes before
 
     @property
@@ -279,7 +280,7 @@ def update_moment(sizes: RankSizes, config: Config, updated: int, *, on_gpu: boo
         on_gpu: whether the rank has a GPU.
     """
     if config.optimizer.name == "sgd":
-        return Moment("optimizer's update", in_folds=False)
+        return Moment("optimizer's update", updates=True, in_folds=False)
     one_by_one = 2 * sizes.largest_parameter + sizes.hidden * (sizes.ffn or sizes.query)
     elements = updated if on_gpu else min(one_by_one, 3 * updated)
-    return Moment("optimizer's update", work=elements * sizes.wide, in_folds=False)
+    return Moment("optimizer's update", work=elements * sizes.wide, updates=True, in_folds=False)

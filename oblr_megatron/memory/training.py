@@ -8,7 +8,7 @@ these moments is added: loss, backward of the output layer, backward of the last
 
 All samples count as long as the configuration allows. The distributed optimizer divides its state by the ranks that
 hold copies of a weight. FP8 copies of a weight take two bytes, because its transpose is kept too. Between steps the
-stash buffers are freed if engines use the same GPUs.
+stash buffers are freed if engines use the same GPUs. Optimizer state that is offloaded counts during the update only.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class _Held:
     main_grad: int
     fold_sums: int
     streams: bool  # whether the folds' sums are kept during all passes of a step
-    optimizer: int
+    optimizer: int  # during the update
+    in_passes: int  # of the same, while samples are drawn and differentiated
     stash: int
     stash_between_steps: int
     checkpoint: int
@@ -152,6 +153,7 @@ class _Held:
             fold_sums=main_grad * (folds if streams else int(folds > 1)),
             streams=streams,
             optimizer=optimizer,
+            in_passes=optimizer - (offloaded_bytes(sizes, config, updated) if on_gpu else 0),
             checkpoint=weights + optimizer if copies_for_checkpoint(config) and not on_gpu else 0,
             stash=stash,
             stash_between_steps=0 if on_gpu and config.rollout.takes_turns else stash,
@@ -162,7 +164,7 @@ class _Held:
             weights=self.weights,
             main_grad=self.main_grad,
             fold_sums=self.fold_sums if moment.in_folds or self.streams else 0,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer if moment.updates else self.in_passes,
             activations=moment.activations,
             logits=moment.logits,
             norms=moment.norms + self.stash,
@@ -171,7 +173,7 @@ class _Held:
             fixed=fixed,
             stage=stage,
             moment=moment.name,
-            between_steps=self.weights + self.main_grad + self.optimizer + self.stash_between_steps + fixed,
+            between_steps=self.weights + self.main_grad + self.in_passes + self.stash_between_steps + fixed,
         )
 
 
@@ -197,11 +199,19 @@ def updated_elements(sizes: RankSizes, config: Config, world_size: int) -> int:
 
 def optimizer_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
     """Bytes of Adam's two moments or SGD's momentum, fp32 masters, and the "momentum" estimator's gradient average."""
-    options = config.optimizer
-    copies = 2 if options.name == "adam" else int(options.sgd_momentum > 0)
-    masters = int(sizes.element < sizes.wide)
     average = sizes.parameters * (config.algo.snr.estimator == "momentum")
-    return (updated * (copies + masters) + average) * sizes.wide
+    return state_bytes(sizes, config, updated) + average * sizes.wide
+
+
+def state_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
+    """Bytes of the optimizer's moments and fp32 masters."""
+    copies = 2 if config.optimizer.name == "adam" else int(config.optimizer.keeps_moments)
+    return updated * (copies + int(sizes.element < sizes.wide)) * sizes.wide
+
+
+def offloaded_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
+    """Bytes of the state that a GPU rank keeps in host memory between updates (`optimizer.offload`)."""
+    return state_bytes(sizes, config, updated) if config.optimizer.offload == "sampling" else 0
 
 
 def fp8_bytes(sizes: RankSizes, config: Config) -> int:

@@ -29,6 +29,7 @@ from torch import nn
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.errors import RunError
 from oblr_megatron.model import cpu, moe
+from oblr_megatron.model.host_state import HostState
 from oblr_megatron.model.megatron_versions import take_rates
 from oblr_megatron.model.qwen3 import Policy
 from oblr_megatron.model.sharded_optimizer import load_sharded_state, sharded_state
@@ -117,6 +118,12 @@ class PolicyOptimizer:
             )
         for part in self._optimizer.chained_optimizers:
             part.init_state_fn = part.init_state_fn or _zero_momentum
+        self._state = HostState(self._optimizer.chained_optimizers, policy.parallel.device)
+
+    def offload(self) -> None:
+        """With `optimizer.offload` "sampling", move masters and moments to host memory until the next `step`."""
+        if self.config.offload == "sampling":
+            self._state.to_host()
 
     def grad_sq_norm(self) -> float:
         """||g||^2 of the reduced gradient, see the function `grad_sq_norm`."""
@@ -140,6 +147,7 @@ class PolicyOptimizer:
 
     def step(self, lr: float) -> None:
         """Update the weights from `main_grad` with this learning rate; norm weights do not decay."""
+        self._state.to_device()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
@@ -154,7 +162,7 @@ class PolicyOptimizer:
         """fp32 masters and moments for megatron-core's distributed checkpoints, to save or to load into.
 
         The format is the same with and without the distributed optimizer. Moments are created if no step has made them
-        yet.
+        yet. Offloaded state is given where it is, in host memory.
 
         Args:
             model_state: the policy's sharded state dict; each tensor is cut like its weight.
@@ -170,6 +178,7 @@ class PolicyOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from a `sharded_state_dict` that a checkpoint was loaded into."""
+        self._state.to_device()
         parts = self._optimizer.chained_optimizers
         if isinstance(parts[0], DistributedOptimizer):
             load_sharded_state(parts, state)

@@ -59,6 +59,9 @@ class Constants:
     """Fixed seconds per run of the pipeline (a fold, a window, a group); assumed."""
     step_s: float = 0.05
     """Fixed seconds per phase of a step (packing, clipping, logging); assumed."""
+    host_gb_s: float = 20.0
+    """1e9 bytes/s between a GPU and pinned host memory, one direction. PCIe 5 has 64; eight GPUs share the host's
+    memory; assumed."""
     hidden: float = 0.7
     """Share of a collective that an overlap option hides behind products; assumed."""
     decode: float = 0.60

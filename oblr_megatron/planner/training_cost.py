@@ -15,7 +15,8 @@ A pass of m microbatches through pp stages takes, with T_s seconds per microbatc
                all-gather without the distributed optimizer. Token-wise baselines and a KL penalty each add a forward
                pass
     optimizer  32 bytes per weight in fp32 (gradient, two moments and weight, each read and written), 2 more for a bf16
-               copy. The distributed optimizer divides this over data-parallel ranks and then all-gathers the weights
+               copy. The distributed optimizer divides this over data-parallel ranks and then all-gathers the weights.
+               `optimizer.offload` copies masters and moments over PCIe twice, out and back
 
 All samples have the mean length. Waiting for the longest sample or the slowest rank is not modelled.
 """
@@ -29,6 +30,7 @@ from oblr_megatron.config import Config
 from oblr_megatron.memory.pass_plan import Layout, Pass, folds_of_a_rank, longest_sample, passes_of, samples_of_a_rank
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.select_mode import BYTES_MOVED, norm_over_product
+from oblr_megatron.memory.training import offloaded_bytes
 from oblr_megatron.planner.exchange import Links
 from oblr_megatron.planner.setting import Phase, Setting
 from oblr_megatron.planner.stage import Stage, Terms, added, device_seconds, scaled
@@ -176,9 +178,9 @@ class _Step:
         return {"data": seconds * self.stretch * (1 - constants.hidden * parallel.overlap_grad_reduce)}
 
     def optimizer(self) -> Terms:
-        """The update, and the distributed optimizer's all-gather of the weights."""
+        """The update, the distributed optimizer's all-gather of the weights, and the moves of offloaded state."""
         sharded, links = self.config.parallel.use_distributed_optimizer, self.links
-        moved, gathered = 0.0, 0.0
+        moved, gathered, offloaded = 0.0, 0.0, 0.0
         for stage in self.stages:
             sizes = stage.sizes
             each = 8 * sizes.wide + (2 if sizes.element < sizes.wide else 0)
@@ -187,7 +189,10 @@ class _Step:
                 here = links.data(dense * sizes.element) + links.expert_data(experts * sizes.element)
                 gathered, dense, experts = max(gathered, here), dense / (links.dp * links.cp), experts / links.edp
             moved = max(moved, self.moved(each * (dense + experts)))
-        return {"memory": moved, "data": gathered * self.stretch}
+            offloaded = max(offloaded, offloaded_bytes(sizes, self.config, int(dense + experts)))
+        terms = {"memory": moved, "data": gathered * self.stretch}
+        host = self.setting.machine.constants.host_gb_s * 1e9
+        return terms | ({"offload": 2 * offloaded / host * self.stretch} if offloaded else {})
 
     def moved(self, num_bytes: float) -> float:
         """Seconds to move bytes through a rank's memory."""

@@ -228,8 +228,9 @@ def test_buffers_go_back_before_engines_wake_where_they_take_turns(
     parts.gradients = SimpleNamespace(release=lambda: said.append("release"))
     parts.sampling.parallel = SimpleNamespace(device=torch.device(device))
     parts.sampling.engines = SimpleNamespace(push=lambda *_: said.append("push"))
+    parts.optimizer = SimpleNamespace(offload=lambda: said.append("offload"))
     run.Run.push(parts, version=3, record=parts.record)
-    assert said == told and parts.sampling.version == parts.record.metrics["weights/version"] == 3
+    assert said == ["offload", *told] and parts.sampling.version == parts.record.metrics["weights/version"] == 3
 
 
 def test_a_share_of_the_prompts_is_measured_and_another_in_each_step(tmp_path: Path) -> None:

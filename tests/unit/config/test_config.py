@@ -90,6 +90,7 @@ def test_bad_values(override: str, named: list[str]) -> None:
         (["num_prompts=1", "algo.snr.num_folds=1", "algo.baseline=optimal_prior"], "optimal_prior"),
         (["data.template=Q:"], "'Q:' has no {question}"),
         (["rollout.push_timeout_s=60", "parallel.distributed_timeout_s=60"], "rollout.push_timeout_s 60 is not below"),
+        (["optimizer.offload=sampling", "optimizer.name=sgd"], "has nothing to move"),
         (["checkpoint.resume=nowhere"], "checkpoint.resume 'nowhere'"),
         (["checkpoint.best_metric=eval/a/accuracy"], "checkpoint.best_metric 'eval/a/accuracy'"),
         (["checkpoint.best_metric=eval/a/loss", "evaluate.data.a=a.jsonl"], "eval/a/accuracy, eval/a/mean_at_k, eval"),

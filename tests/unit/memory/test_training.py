@@ -68,6 +68,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "megatron's attention": (mode("two_pass") | {"model": {"attention": "local"}}, {"num_key_value_heads": 4}),
     "weights in bf16": (mode("two_pass") | {"model": {"dtype": "bfloat16"}}, LARGE),
     "weights in fp64": (mode("stash") | {"model": {"dtype": "float64"}}, {}),
+    "offloaded state": (
+        mode("two_pass") | {"model": {"dtype": "bfloat16"}, "optimizer": {"offload": "sampling"}},
+        LARGE,
+    ),
     "a reference": (mode("two_pass") | {"algo": {"kl_coefficient": 0.1}}, LARGE),
     "an average of gradients": (
         mode("two_pass") | {"algo": {"snr": {"estimator": "momentum", "num_folds": 1}}},
@@ -87,6 +91,30 @@ def test_estimate_is_what_is_alive(case: str, parallel: Parallel) -> None:
     found = estimate(hf_config.to_dict(), config, 1, fixed_bytes=0)
     measured = peak_of_step(hf_config, config, parallel)
     assert found.total == pytest.approx(measured, rel=0.05), found.table()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_holds_offloaded_state_during_the_update_only(dtype: str) -> None:
+    """The average of the "momentum" estimator stays."""
+    hf = tiny_config(**SIZES).to_dict()
+    algo = {"baseline": "rloo", "snr": {"estimator": "momentum", "num_folds": 1}}
+    stays, moves = (
+        estimate(
+            hf, step_config(TOKENS, model={"dtype": dtype}, algo=algo, optimizer={"offload": offload}), 1, on_gpu=True
+        )
+        for offload in ("none", "sampling")
+    )
+    average = RankSizes.of(hf, step_config(TOKENS), 0).parameters * 4
+    state = stays.optimizer - average
+    assert state == average * (3 if dtype == "bfloat16" else 2)
+    assert stays.between_steps - moves.between_steps == state
+    assert moves.optimizer == (stays.optimizer if "update" in moves.moment else average)
+    long = estimate(
+        hf, step_config(8192, model={"dtype": dtype}, algo=algo, optimizer={"offload": "sampling"}), 1, on_gpu=True
+    )
+    assert long.moment != "optimizer's update" and long.optimizer == average
+    on_cpu = estimate(hf, step_config(TOKENS, algo=algo, optimizer={"offload": "sampling"}), 1, fixed_bytes=0)
+    assert on_cpu == estimate(hf, step_config(TOKENS, algo=algo), 1, fixed_bytes=0), "the host's memory is the rank's"
 
 
 def test_a_row_for_everything_that_is_held() -> None:

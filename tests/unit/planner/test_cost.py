@@ -140,6 +140,25 @@ def test_costs_of_norm_modes_match_select_mode() -> None:
     assert training_phases(setting(1, machine=machine))["norms"].seconds == 0
 
 
+def test_offloaded_state_crosses_the_hosts_link_twice() -> None:
+    machine = Machine(ROUND, replace(PLAIN, host_gb_s=10.0))
+    parameters = RankSizes.of(setting(1).hf_config, run_config(), 0).parameters
+    for ranks, options in ((1, {}), (4, {"use_distributed_optimizer": True})):
+        stays, moves = (
+            training_phases(
+                setting(
+                    ranks,
+                    {"optimizer": {"offload": offload}, "algo": {"snr": {"num_folds": 4}}},
+                    machine=machine,
+                    **options,
+                )
+            )["optimizer"]
+            for offload in ("none", "sampling")
+        )
+        added = moves.seconds - stays.seconds
+        assert moves.terms["offload"] == pytest.approx(added) == pytest.approx(2 * 12 * parameters / ranks / 1e10)
+
+
 def test_the_distributed_optimizer_divides_the_update_and_gathers_the_weights() -> None:
     machine = Machine(ROUND, PLAIN)
     parameters = RankSizes.of(setting(1).hf_config, run_config(), 0).parameters
