@@ -1,13 +1,15 @@
 """Measure a whole step (sampling, reward, gradient, update) of the full stack against TRL's trainers.
 
     python tools/bench/step.py --json run/bench/step.json
+    python tools/bench/step.py --shape long --json run/bench/step_long.json
     python tools/bench/step.py --quick                        checks that it works; the times mean nothing
 
-Model and task are the demo's (examples/tiny_cpu): 64 prompts x 8 responses per step, fp32, equal threads for all:
+Models and tasks: step_shapes.py. fp32, equal threads for all:
 
-- oblr_po: megatron-core and vLLM, one rank; exact norms, optimal, the snr schedule, a push of weights per step
+- oblr_pooled: megatron-core and vLLM, one rank; the default recipe with exact norms, a push of weights per step
 - rloo: the same stack with RLOO's baseline and no norms, the estimator of TRL's RLOO
-- trl_grpo, trl_rloo: TRL's trainers with transformers' `generate`, no vLLM, default losses, the batch in one pass
+- trl_grpo, trl_rloo: TRL's trainers with transformers' `generate` (TRL 1.16 takes vLLM up to 0.31, the package needs
+  0.32), default losses, the batch in one pass
 
 Each system is a process. All stay alive and take one step per round in turn; two warm-up rounds are not counted.
 `ratio_to_trl` is the median over rounds of (system's time / faster TRL trainer's time) in one round. The learning rate
@@ -30,7 +32,8 @@ from pathlib import Path
 
 from record import publish
 from rounds import paired_ratio
-from step_system import PRESETS, ROOT, TRL, Work
+from step_shapes import SHAPES, make_inputs
+from step_system import PRESETS, TRL, Work
 
 SYSTEMS = (*PRESETS, *TRL)
 WARM_UP = 2  # uncounted rounds
@@ -40,7 +43,7 @@ WARM_UP = 2  # uncounted rounds
 class Row:
     """Results of one system.
 
-    Example: Row(system="oblr_po", samples=512, rounds=10, seconds=0.9, fastest=0.85, slowest=1.1, ratio_to_trl=0.6)
+    Example: Row(system="oblr_pooled", samples=512, rounds=10, seconds=0.9, fastest=0.85, slowest=1.1, ratio_to_trl=0.6)
     """
 
     system: str
@@ -68,13 +71,16 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="must include at least one of TRL's")
-    parser.add_argument("--prompts", type=int, help="prompts per step (default: 64)")
-    parser.add_argument("--group", type=int, default=8, help="responses per prompt")
+    parser.add_argument("--shape", choices=SHAPES, default="demo", help="of the step (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, help="prompts per step (default: the shape's)")
+    parser.add_argument("--group", type=int, help="responses per prompt (default: the shape's)")
     parser.add_argument("--rounds", type=int, help="measured rounds (default: 20)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads per process")
     parser.add_argument("--quick", action="store_true", help="8 prompts, one round, no rloo, a short warm start")
     options = parser.parse_args(arguments)
-    options.prompts = options.prompts or (8 if options.quick else 64)
+    prompts, group = SHAPES[options.shape]
+    options.prompts = options.prompts or (8 if options.quick else prompts)
+    options.group = options.group or group
     options.rounds = options.rounds or (1 if options.quick else 20)
     options.systems = options.systems or [name for name in SYSTEMS if name != "rloo" or not options.quick]
     if not set(options.systems) & set(TRL):
@@ -83,11 +89,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def prepare(directory: Path, options: argparse.Namespace) -> Work:
-    """Make the demo's data and warm-started model."""
-    steps = "150" if options.quick else "900"
-    command = [sys.executable, "examples/tiny_cpu/prepare.py", "--out", str(directory), "--steps", steps]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    """Make the shape's data and model."""
+    make_inputs(options.shape, directory, quick=options.quick)
     work = Work(
+        shape=options.shape,
         directory=str(directory),
         num_prompts=options.prompts,
         group_size=options.group,
@@ -109,7 +114,7 @@ class System:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stack.enter_context(self._log.open("w")),
-            env=os.environ | {"OMP_NUM_THREADS": str(work.num_threads)},
+            env=os.environ | {"OMP_NUM_THREADS": str(work.num_threads), "PYTHONPATH": os.pathsep.join(sys.path[:1])},
             text=True,
         )
         stack.callback(self._end)

@@ -11,32 +11,32 @@ import logging
 import os
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from step_shapes import even_words, table_of
 from transformers import TrainerCallback
 
 from oblr_megatron.config import Config, OptimizerConfig, parse_config
 from oblr_megatron.types import Prompt
 
-ROOT = Path(__file__).resolve().parents[2]
 STILL = 1e-12  # learning rate close to 0: every step samples from the same policy, so response lengths do not drift
 TRL = {"trl_grpo": "grpo", "trl_rloo": "rloo"}
-PRESETS = {"oblr_po": "oblr_po", "rloo": "rloo"}
+PRESETS = {"oblr_pooled": "oblr_pooled", "rloo": "rloo"}
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """Sizes of every system's step.
 
-    Example: Work(directory="/tmp/x", num_prompts=64, group_size=8, num_steps=12, num_threads=2)
+    Example: Work(shape="demo", directory="/tmp/x", num_prompts=64, group_size=8, num_steps=12, num_threads=2)
     """
 
-    directory: str  # output of examples/tiny_cpu/prepare.py
+    shape: str  # of step_shapes.py
+    directory: str  # with its model and data
     num_prompts: int
     group_size: int
     num_steps: int  # upper limit
@@ -80,8 +80,8 @@ def main(work_file: str, system: str) -> None:
 
 
 def config_of(work: Work, system: str) -> Config:
-    """The demo's config for this work."""
-    table: dict[str, Any] = tomllib.loads((ROOT / "examples/tiny_cpu/config.toml").read_text(encoding="utf-8"))
+    """The config for this work."""
+    table = table_of(work.shape)
     directory = Path(work.directory)
     del table["evaluate"], table["algo"]["baseline"], table["algo"]["schedule"]
     table |= {"run_dir": str(directory / system), "num_steps": work.num_steps, "log": {"tensorboard": False}}
@@ -138,11 +138,12 @@ def run_trl(work: Work, system: str, pace: Pace) -> None:
         optimizer=OptimizerConfig(lr=STILL, clip_grad=config.optimizer.clip_grad),
     )
 
-    def exact_match(index: int, tokens: list[int]) -> float:
-        return float(tokenizer.decode(tokens, skip_special_tokens=True) == rows[index]["answer"])
+    def score(index: int, tokens: list[int]) -> float:
+        text, answer = tokenizer.decode(tokens, skip_special_tokens=True), rows[index]["answer"]
+        return even_words(text, answer, "") if work.shape == "long" else float(text == answer)
 
     model, questions = Qwen3ForCausalLM.from_pretrained(config.model.path), [row["question"] for row in rows]
-    open_trainer(TRL[system], arguments, model, tokenizer, questions, exact_match, [Paced()]).train()
+    open_trainer(TRL[system], arguments, model, tokenizer, questions, score, [Paced()]).train()
 
 
 if __name__ == "__main__":

@@ -83,21 +83,22 @@ def test_verifier(tmp_path: Path) -> None:
 def test_step(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL, the compared package, is not installed")
     rows = rows_of("step", tmp_path, "--quick", "--threads", "1")
-    assert [row["system"] for row in rows] == ["oblr_po", "trl_grpo", "trl_rloo"]
+    assert [row["system"] for row in rows] == ["oblr_pooled", "trl_grpo", "trl_rloo"]
     assert min(row["ratio_to_trl"] for row in rows[1:]) == 1.0, "one round: the faster trainer of TRL is the base"
     assert all(row["seconds"] > 0 and row["samples"] == 64 for row in rows)
 
 
 def test_step_ratios_are_to_the_faster_of_trl_in_each_round() -> None:
-    times = {"oblr_po": [1.0, 2.0, 9.0], "trl_grpo": [2.0, 8.0, 3.0], "trl_rloo": [4.0, 4.0, 4.0]}
-    ours, grpo, rloo = step.rows_of(times, Work(directory="", num_prompts=4, group_size=2, num_steps=6, num_threads=1))
+    times = {"oblr_pooled": [1.0, 2.0, 9.0], "trl_grpo": [2.0, 8.0, 3.0], "trl_rloo": [4.0, 4.0, 4.0]}
+    work = Work(shape="demo", directory="", num_prompts=4, group_size=2, num_steps=6, num_threads=1)
+    ours, grpo, rloo = step.rows_of(times, work)
     assert (ours.ratio_to_trl, grpo.ratio_to_trl, rloo.ratio_to_trl) == (0.5, 1.0, 4 / 3)
     assert (ours.seconds, ours.fastest, ours.slowest, ours.samples, ours.rounds) == (2.0, 1.0, 9.0, 8, 3)
 
 
 def test_a_system_of_trl_must_be_chosen() -> None:
     with pytest.raises(SystemExit):
-        step.parse_options(["--systems", "oblr_po"])
+        step.parse_options(["--systems", "oblr_pooled"])
 
 
 def test_push_messages(tmp_path: Path) -> None:
