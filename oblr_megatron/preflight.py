@@ -30,6 +30,7 @@ from oblr_megatron.checks.machine import (
 from oblr_megatron.checks.run_dir import CHECKPOINTS, CONFIG_FILE, check_run_dir
 from oblr_megatron.data.packing import check_folds
 from oblr_megatron.data.prompts import PromptStream
+from oblr_megatron.engine.speculation import check_installed
 from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.setup import load_sets
 from oblr_megatron.memory.pass_plan import Layout, num_folds
@@ -86,6 +87,8 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     check_settings(model.config, config, world_size, local_world_size(world_size), on_gpu=torch.cuda.is_available())
     if config.rollout.replay is None and config.rollout.servers:
         check_servers(config)
+    if config.rollout.own_engines:
+        check_installed(config.rollout.speculation, "config: rollout.speculation")
     if owns_run_dir:
         check_replay(config, int(model.config["vocab_size"]), model.fingerprint)
         check_room(config, model)

@@ -55,6 +55,12 @@ class RolloutConfig(Section):
     wave_tokens: int | None = Field(None, ge=1)
     """Tokens of finished prompts that "stream" waits for before it computes their gradient. By default a microbatch for
     every replica, and four for every stage of a pipeline."""
+    speculation: Literal["none", "ngram", "suffix"] = "none"
+    """Where engines take drafts of the next tokens from while few responses are left. "ngram": from what follows the
+    same tokens earlier in the text. "suffix": also from other responses (needs arctic-inference). It changes no
+    distribution and no draw (docs/speculation.md). Servers must be started with the same --speculation."""
+    speculation_below: int | None = Field(None, ge=0)
+    """Most sequences of an engine that are sampled with drafts. By default each engine measures where they pay."""
     max_staleness: int = Field(0, ge=0)
     """Weight updates that a sample may lag behind the trainer; older samples are refused. 0: strictly on-policy."""
     dynamic_sampling: bool = False

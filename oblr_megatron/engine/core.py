@@ -12,6 +12,7 @@ from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.engine.http_messages import Holding
 from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
+from oblr_megatron.engine.speculation import Report, vllm_options
 from oblr_megatron.engine.state import WeightState, check_reset
 from oblr_megatron.errors import RunError
 from oblr_megatron.types import Sample
@@ -100,6 +101,12 @@ class EngineServer:
 
         return self._llm.apply_model(read_back)
 
+    def speculation(self) -> Report:
+        """What speculation did since the last call; only of an engine that speculates."""
+        core: Any = self._llm.llm_engine.engine_core  # in this process
+        report: Report = core.engine_core.scheduler.take_report()
+        return report
+
     def abort_push(self, reason: str) -> None:
         """Give up a push. The weights may be mixed until the next complete push."""
         self._state.fail(reason)
@@ -141,6 +148,8 @@ def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature applied
         "weight_transfer_config": WeightTransferConfig(backend=IPC_BACKEND if on_gpu else SHM_BACKEND),
     }
+    if spec.speculation != "none":
+        common |= vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)
     if on_gpu:
         return common | {
             "gpu_memory_utilization": spec.gpu_memory_utilization,

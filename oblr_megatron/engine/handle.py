@@ -27,6 +27,7 @@ import torch
 
 from oblr_megatron.engine.channel import CHECK_SECONDS, Call, Channel, PeerGone, Reply
 from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
+from oblr_megatron.engine.speculation import Report
 from oblr_megatron.errors import EngineDeadlineError, EngineLostError, RunError
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.shm import SharedBuffer
@@ -81,6 +82,7 @@ def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[
         "VLLM_ZENTORCH_WEIGHT_PREPACK": "0",  # AMD's build packs weights like oneDNN: see plugin.py
         # vLLM compiles one small function even in eager mode, which takes seconds and needs a C++ compiler.
         "TORCHDYNAMO_DISABLE": "1",
+        "NUMBA_NUM_THREADS": "1",  # vLLM looks up n-grams with one thread; the others spin meanwhile
     }
 
 
@@ -202,6 +204,12 @@ class VllmEngine:
         self._wait_for = None
         while (reply := self._receive(what, begin, seconds)).more:
             yield reply.value
+
+    def speculation(self) -> Report:
+        """What speculation did since the last call; see `EngineServer.speculation`."""
+        what = f"{self.spec.name}'s speculation"
+        report: Report = self.call("speculation", {}, what=what, seconds=self.deadlines.sleep)
+        return report
 
     def sleep(self, level: int = 1) -> None:
         """See `RolloutEngine.sleep`. Does nothing on a CPU: vLLM's CPU backend cannot sleep."""

@@ -19,13 +19,13 @@ from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.types import Sample
 
 PREFIX = "/oblr"
-INFO, GENERATE, DIGESTS = f"{PREFIX}/info", f"{PREFIX}/generate", f"{PREFIX}/digests"
+INFO, GENERATE, DIGESTS, SPECULATION = (f"{PREFIX}/{name}" for name in ("info", "generate", "digests", "speculation"))
 PUSH = tuple(f"{PREFIX}/push/{step}" for step in ("open", "start", "update", "finish", "abort"))
 PUSH_OPEN, PUSH_START, PUSH_UPDATE, PUSH_FINISH, PUSH_ABORT = PUSH
 REFUSED, INVALID, FAILED = 409, 400, 500
 """HTTP status if the server's state forbids the request, if the request is invalid, and if the engine failed."""
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages, to be raised with every change. Both sides must have the same."""
 
 
@@ -56,6 +56,7 @@ class Info(Message):
     shapes: str  # `shapes_digest` of the checkpoint it started from
     dtype: str
     quantization: str = "none"  # vLLM's name, e.g. "fp8_per_tensor"
+    speculation: str = "none"
     max_model_len: int
     max_num_seqs: int
     workers: int  # processes that receive weights, one per GPU
@@ -163,6 +164,15 @@ class AbortBody(Message):
 
     holding: Holding
     reason: str
+
+
+class SpeculationAnswer(Message):
+    """See `speculation.Report`."""
+
+    drafts: int
+    proposed: int
+    accepted: int
+    below: int
 
 
 class DigestsAnswer(Message):

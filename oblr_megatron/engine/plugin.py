@@ -1,10 +1,11 @@
 """vLLM plugin (entry point `vllm.general_plugins`): every vLLM process of ours runs it first. Imports no vllm.
 
-It registers our weight-transfer engines and, on a CPU, stops vLLM from packing weights. vLLM's CPU backend gives each
-linear layer's weight to oneDNN (or an sgl kernel) at load time, and then computes with that packed copy. A later weight
-update changes the parameter but not the copy: log-probs are wrong by more than 1, and no error is raised. vLLM packs
-experts in place, so an update would be read as if it were packed. Without packing the layers read their parameters in
-the checkpoint's layout. `engine.transfer` checks this before the first push.
+It registers our weight-transfer engines and makes speculation draw what plain sampling draws
+(`engine.exact_sampling`). On a CPU it also stops vLLM from packing weights. vLLM's CPU backend gives each linear
+layer's weight to oneDNN (or an sgl kernel) at load time, and then computes with that packed copy. A later weight update
+changes the parameter but not the copy: log-probs are wrong by more than 1, and no error is raised. vLLM packs experts
+in place, so an update would be read as if it were packed. Without packing the layers read their parameters in the
+checkpoint's layout. `engine.transfer` checks this before the first push.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ def register() -> None:
     """Register the transfer engines and, on a CPU, turn weight packing off. May be called any number of times."""
     from vllm.platforms import current_platform
 
+    from oblr_megatron.engine import exact_sampling
+
     die_with_server()
     register_transfer_engines()
+    exact_sampling.install()
     if current_platform.is_cpu():
         disable_weight_packing()
         disable_expert_packing()

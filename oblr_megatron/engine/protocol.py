@@ -125,6 +125,8 @@ class EngineSpec:
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of a GPU engine
     quantization: Literal["none", "fp8"] = "none"
     sleep_mode: bool = False  # whether a GPU engine can free its memory and take it back later
+    speculation: Literal["none", "ngram", "suffix"] = "none"
+    speculation_below: int | None = None  # most sequences that are sampled with drafts; None: measured
     seed: int = 0
 
     @property

@@ -23,6 +23,7 @@ from oblr_megatron.checks.machine import check_head_size
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.server_guard import KEY_VARIABLE, is_loopback
+from oblr_megatron.engine.speculation import METHODS, check_installed, vllm_options
 from oblr_megatron.errors import UserError
 from oblr_megatron.runtime.arguments import amount, count
 
@@ -72,6 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv-cache-gib", type=amount, default=0.5, help="KV cache on a CPU (default: %(default)s)")
     parser.add_argument("--num-threads", type=count, help="threads on a CPU; default: all cores")
+    parser.add_argument(
+        "--speculation",
+        choices=("none", *METHODS),
+        default="none",
+        help="where drafts come from while few sequences run; must equal the run's rollout.speculation",
+    )
+    parser.add_argument(
+        "--speculation-below", type=count, metavar="N", help="most sequences sampled with drafts (default: measured)"
+    )
     parser.add_argument("--seed", type=_seed, default=0, help="of requests without their own (default: %(default)s)")
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end together with the process that started the server"
@@ -97,6 +107,7 @@ def serve(options: argparse.Namespace) -> int:
 
     spec = spec_of(options, "cuda" if torch.cuda.is_available() else "cpu")
     check_quantization(spec)
+    check_installed(spec.speculation, "--speculation")
     check_sizes(spec, model.config, torch.cuda.device_count())
     model.tokenizer()  # raises if it does not fit the model
     environment = server_environment(os.environ, spec, key, own_key_variable=options.api_key_env)
@@ -252,6 +263,8 @@ def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> Engi
         gpu_memory_utilization=options.gpu_memory_utilization,
         tensor_parallel_size=options.tensor_parallel_size,
         quantization=options.quantization,
+        speculation=options.speculation,
+        speculation_below=options.speculation_below,
         seed=options.seed,
     )
 
@@ -294,6 +307,12 @@ def command(spec: EngineSpec, host: str, port: int) -> list[str]:
         "middleware": "oblr_megatron.engine.server_guard.Guard",
         "allowed-origins": "[]",
     }
+    if spec.speculation != "none":
+        found = vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)
+        options |= {
+            name.replace("_", "-"): value if isinstance(value, str) else json.dumps(value)
+            for name, value in found.items()
+        }
     if on_gpu:
         options |= {
             "gpu-memory-utilization": spec.gpu_memory_utilization,

@@ -66,6 +66,7 @@ class ServedModel:
             shapes=self._digest,
             dtype=self._dtype,
             quantization=self._model_config.quantization or "none",
+            speculation=getattr(self._config.speculative_config, "method", "none"),
             max_model_len=self._model_config.max_model_len,
             max_num_seqs=self._config.scheduler_config.max_num_seqs,
             workers=self._config.parallel_config.world_size_across_dp,
@@ -131,6 +132,17 @@ class ServedModel:
         """Digests of the weights in place."""
         async with self._push_lock:
             return http.DigestsAnswer(workers=await self._client.collective_rpc("oblr_read_back"))
+
+    async def speculation(self) -> http.SpeculationAnswer:
+        """What speculation did since the last call.
+
+        Raises:
+            Refusal: the server does not speculate.
+        """
+        if self._config.speculative_config is None:
+            raise Refusal("it was started without --speculation")
+        report = await self._client.engine_core.call_utility_async("oblr_speculation")  # see `engine.tail_scheduler`
+        return http.SpeculationAnswer(**report)
 
     async def abort_push(self, body: http.AbortBody) -> None:
         """Give up a push, if it is the open one or the last one."""

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 ROUTES: tuple[tuple[str, type[http.Message] | None, Callable[..., Awaitable[http.Message | None]]], ...] = (
     (http.INFO, None, ServedModel.info),
     (http.DIGESTS, None, ServedModel.digests),
+    (http.SPECULATION, None, ServedModel.speculation),
     (http.GENERATE, http.GenerateBody, ServedModel.generate),
     (http.PUSH_OPEN, http.OpenBody, ServedModel.open_push),
     (http.PUSH_START, http.StartBody, ServedModel.start_push),

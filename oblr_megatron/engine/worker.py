@@ -23,7 +23,7 @@ from oblr_megatron.runtime.processes import die_with
 from oblr_megatron.runtime.stopping import SIGNALS
 
 PUSH_METHODS = ("init_transfer", "start_push", "update_weights", "finish_push", "abort_push")
-METHODS = ("stream", "read_back", "sleep", "wake", *PUSH_METHODS)
+METHODS = ("stream", "read_back", "speculation", "sleep", "wake", *PUSH_METHODS)
 
 
 def main(arguments: list[str]) -> int:

@@ -110,12 +110,14 @@ def load_sets(
 @contextmanager
 def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
     """A local vLLM engine with config.model.path, and the reward; both are closed at the end of the block."""
+    from oblr_megatron.engine.speculation import check_installed
     from oblr_megatron.model import parallel as layout
     from oblr_megatron.observe.console import waiting
     from oblr_megatron.rewards.registry import build_reward
     from oblr_megatron.rewards.shared import SharedReward
     from oblr_megatron.rollout.colocated import ColocatedEngines
 
+    check_installed(config.rollout.speculation, "config: rollout.speculation")
     with ExitStack() as stack:
         scratch = stack.enter_context(TemporaryDirectory(prefix="oblr-eval-"))  # for the engine's log
         config = config.model_copy(update={"run_dir": Path(scratch)})

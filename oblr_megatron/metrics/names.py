@@ -44,6 +44,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/dynamic_batches", "", "batches that dynamic sampling drew for the step; at least 1"),
     Metric("rollout/staleness_max", "updates", "weight updates since the step's oldest sample was generated"),
     Metric("rollout/waves", "count", 'parts that the prompts came in, with rollout.overlap = "stream"'),
+    Metric("rollout/speculation_accepted", "tokens", "tokens of a draft that were accepted, mean over drafts"),
+    Metric("rollout/speculation_below", "sequences", "most sequences sampled with drafts, mean over engines"),
     Metric("rollout/restarts", "", "engines restarted, or servers reconnected, since the previous step"),
     Metric("gradnorm/sq_mean", "", "mean squared norm w of a response's own gradient, where measured"),
     Metric("gradnorm/sq_max", "", "largest squared norm of a response's own gradient"),

@@ -25,6 +25,7 @@ import torch
 from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.engine.handle import Deadlines, VllmEngine
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
+from oblr_megatron.engine.speculation import Report
 from oblr_megatron.errors import DamagedError, EngineLostError
 from oblr_megatron.model.parallel import local_world_size
 from oblr_megatron.rollout.feed import Feed, Put
@@ -174,6 +175,15 @@ class ColocatedEngines(RecoveringEngines):
                 put(position, group)
 
         return Feed(run)
+
+    def reports(self) -> list[Report]:
+        """See `RecoveringEngines.reports`. An engine that was lost says nothing; the next call restarts it."""
+        call, seconds = (lambda engine, _: engine.speculation()), self._deadlines.sleep
+        outcomes, _own = self._outcomes(call, "the engines' speculation", seconds)
+        found = [outcomes[owner] for owner in self._placement.owners]
+        if any(outcome.error is not None for outcome in found):
+            self._note_loss()
+        return [outcome.value for outcome in found if outcome.error is None]
 
     def _deliver(self, source: Source, version: int) -> PushStats:
         """One push into all engines, and a second one if a bucket arrived damaged."""

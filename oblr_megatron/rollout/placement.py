@@ -103,6 +103,8 @@ def engine_spec(config: Config, parallel: Parallel, index: int, placement: Place
         quantization=rollout.quantization,
         visible_devices=_visible_devices(parallel.device.index or 0, placement.width) if on_gpu else None,
         sleep_mode=on_gpu and rollout.sleep_level > 0,
+        speculation=rollout.speculation,
+        speculation_below=rollout.speculation_below,
         seed=config.seed,
     )
 

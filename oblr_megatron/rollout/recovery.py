@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
+from oblr_megatron.engine.speculation import Report, metrics_of
 from oblr_megatron.errors import EngineLostError, RunError
 from oblr_megatron.rollout.in_flight import InFlight
 from oblr_megatron.runtime.collectives import Collectives, Outcome
@@ -116,9 +117,14 @@ class RecoveringEngines(RolloutEngine):
         return stats
 
     def metrics(self) -> dict[str, float]:
-        """Restarts since the last call, of all engines together."""
+        """Restarts and speculation since the last call, of all engines together."""
+        speculated = {} if self._config.rollout.speculation == "none" else metrics_of(self.reports())
         restarts, self._restarts = self._restarts, 0
-        return {"rollout/restarts": restarts}
+        return {"rollout/restarts": restarts, **speculated}
+
+    @abstractmethod
+    def reports(self) -> list[Report]:
+        """What speculation did since the last call, one report for each engine that answers; collective."""
 
     @abstractmethod
     def ready(self) -> None:

@@ -95,6 +95,11 @@ def _check_info(url: str, info: Info, config: Config) -> None:
             f"start it with --quantization {config.rollout.quantization}, or set rollout.quantization",
         ),
         (
+            info.speculation != config.rollout.speculation,
+            f"has speculation {info.speculation!r}, but the run has {config.rollout.speculation!r}",
+            f"start it with --speculation {config.rollout.speculation}, or set rollout.speculation",
+        ),
+        (
             info.max_model_len < longest,
             f"takes {info.max_model_len} tokens of prompt and response together, but the run needs {longest}",
             f"start it with --max-model-len {longest}",

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.server_guard import HEALTH
+from oblr_megatron.engine.speculation import Report
 from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
 from oblr_megatron.runtime.http_loop import open_session
 from oblr_megatron.types import Sample
@@ -95,6 +96,11 @@ class VllmServer:
         """Digests of the weights that its workers hold; see `weights.verify`."""
         what = f"{self.name} to read its weights back"
         return (await self._ask(http.DIGESTS, None, http.DigestsAnswer, what, seconds)).workers
+
+    async def speculation(self, seconds: float) -> Report:
+        """What its speculation did since the last call."""
+        answer = await self._ask(http.SPECULATION, None, http.SpeculationAnswer, f"{self.name}'s speculation", seconds)
+        return Report(**answer.model_dump())
 
     async def tell(self, path: str, body: http.Message, what: str, seconds: float) -> None:
         """Send a step of a push. It is not retried: a server that received it would refuse it the second time."""

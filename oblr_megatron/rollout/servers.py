@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from oblr_megatron.engine.http_messages import GenerateBody, Holding
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
+from oblr_megatron.engine.speculation import Report
 from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
 from oblr_megatron.rollout.balance import MOST_PROMPTS, Balance
 from oblr_megatron.rollout.dispatch import Dispatch
@@ -96,6 +97,10 @@ class ServerEngines(RecoveringEngines):
         ids = {position: prompts[position].token_ids for position in positions}
         seconds = self._config.rollout.generate_timeout_s
         return Feed(lambda put: servers.sample(ids, request, holding, put, whole=whole, seconds=seconds))
+
+    def reports(self) -> list[Report]:
+        """See `RecoveringEngines.reports`."""
+        return self._from_first_rank(lambda servers: servers.reports(), "the servers' speculation", PROBE_SECONDS)
 
     def _wait_for_servers(self) -> None:
         seconds = self._config.rollout.start_timeout_s
@@ -194,6 +199,15 @@ class _Servers:
         if returns:
             logger.warning("%s is back, and gets the weights again", server.name)
         return returns
+
+    def reports(self) -> list[Report]:
+        """Of each server that answers; the next batch notices those that do not."""
+        return self.loop.run(self._reports())
+
+    async def _reports(self) -> list[Report]:
+        asked = (server.speculation(PROBE_SECONDS) for server in self.present())
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return [report for report in found if isinstance(report, Report)]
 
     def sample(
         self,

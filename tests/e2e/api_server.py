@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -21,8 +22,10 @@ START_SECONDS = 500  # for a busy machine; 20 to 60 on a quiet one
 class ApiServer:
     """One server process, which can be ended and restarted on its port."""
 
-    def __init__(self, model: Path, log: Path, key: str = KEY, max_model_len: int = 64) -> None:
-        self.model, self.log, self.key, self.max_model_len = model, log, key, max_model_len
+    def __init__(
+        self, model: Path, log: Path, key: str = KEY, max_model_len: int = 64, options: Sequence[str] = ()
+    ) -> None:
+        self.model, self.log, self.key, self.max_model_len, self.options = model, log, key, max_model_len, options
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -32,7 +35,7 @@ class ApiServer:
     def start(self) -> None:
         command = [sys.executable, "-m", "oblr_megatron.cli", "serve", "--model", str(self.model)]
         command += ["--port", str(self.port), "--max-model-len", str(self.max_model_len)]
-        command += ["--kv-cache-gib", "0.1", "--num-threads", "1"]
+        command += ["--kv-cache-gib", "0.1", "--num-threads", "1", *self.options]
         environment = os.environ | {"OBLR_API_KEY": self.key, "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(

@@ -89,6 +89,8 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "rollout/dynamic_batches": 1 + step % 3,
         "rollout/staleness_max": 0,
         "rollout/waves": 5,
+        "rollout/speculation_accepted": 1.6 + noise(0.1),
+        "rollout/speculation_below": 15,
         "rollout/restarts": int(step == num_steps // 2),
         "gradnorm/sq_mean": 31 * math.exp(-0.8 * progress + noise(0.1)),
         "gradnorm/sq_max": 380 * math.exp(-0.3 * progress + noise(0.3)),

@@ -159,7 +159,8 @@ MISMATCH = chart(
 SOURCES = chart(
     "Sample staleness and dynamic sampling",
     "Age of the step's oldest sample in weight updates (0 is on-policy), and engine restarts. With dynamic sampling, "
-    "the strips show the batches drawn, the groups dropped for equal rewards, and the mixed groups left unused.",
+    "the strips show the batches drawn, the groups dropped for equal rewards, and the mixed groups left unused. With "
+    "speculation: tokens accepted of a draft, and the most sequences sampled with drafts.",
     "Repeated restarts, or batches that stay at rollout.dynamic_sampling_max_batches: few groups are mixed, so the "
     "training groups are not representative of the data.",
     strip(
@@ -170,6 +171,8 @@ SOURCES = chart(
         include=(0.0, 1.0),
     ),
     strip("", CurveSpec("rollout/dynamic_batches", "batches", "line", 3), include=(0.0,)),
+    strip("", CurveSpec("rollout/speculation_accepted", "accepted tokens of a draft", "line", 4), include=(0.0,)),
+    strip("", CurveSpec("rollout/speculation_below", "sequences with drafts", "line", 5), include=(0.0,)),
     strip(
         "groups",
         CurveSpec("groups/dropped", "dropped", colour=2),

@@ -1,0 +1,177 @@
+"""Speculative decoding of an engine: vLLM's options, and the batch size up to which it pays. Imports no torch.
+
+Drafts come from the text that is there already, so no second model is needed. A step then checks several tokens of a
+sequence at once. That costs nearly nothing while few sequences run, and costs time while many do. `BreakEven` measures
+where that changes; `engine.tail_scheduler` asks it before each step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+from oblr_megatron.errors import UserError
+
+Method = Literal["ngram", "suffix"]
+METHODS: tuple[Method, ...] = get_args(Method)
+SCHEDULER = "oblr_megatron.engine.tail_scheduler.TailScheduler"
+BELOW = "oblr_speculation_below"
+"""Key of vLLM's `additional_config` with a fixed bound; None: the engine measures it."""
+
+OPTIONS: dict[Method, dict[str, Any]] = {
+    "ngram": {"num_speculative_tokens": 6, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    "suffix": {"num_speculative_tokens": 12},
+}
+SUFFIX_PACKAGE = "arctic_inference"
+
+BLOCK = 4
+"""Decode steps in a row that a measurement stays with or without drafts."""
+ENOUGH = 16
+"""Steps of each kind that a size needs before its result counts."""
+WINDOW = 64
+"""Newest steps of each kind that are kept, so that a result follows the policy as it changes."""
+LOOK_AGAIN = 32
+"""Every so many blocks of a size, one is of the kind that seemed slower."""
+OUTLIER = 4.0
+"""A step longer than this many medians counts as so many: the machine was busy with something else."""
+
+
+def vllm_options(method: Method, below: int | None, max_num_seqs: int) -> dict[str, Any]:
+    """vLLM's own options for an engine that speculates.
+
+    Args:
+        method: where drafts come from.
+        below: most sequences that are sampled with drafts; None: the engine measures it.
+        max_num_seqs: most sequences of the engine.
+    """
+    drafts = OPTIONS[method]["num_speculative_tokens"]
+    # The scheduler overrules this table. It names both widths, so that vLLM captures CUDA graphs for both.
+    table = [[1, max_num_seqs - 1, drafts], [max_num_seqs, max_num_seqs, 0]] if max_num_seqs > 1 else [[1, 1, drafts]]
+    return {
+        "speculative_config": {
+            "method": method,
+            **OPTIONS[method],
+            "num_speculative_tokens_per_batch_size": table,
+        },
+        "scheduler_cls": SCHEDULER,
+        "additional_config": {BELOW: below},
+    }
+
+
+def check_installed(method: str, where: str) -> None:
+    """Refuse a method without its package.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    if method == "suffix" and find_spec(SUFFIX_PACKAGE) is None:
+        raise UserError(
+            "speculation 'suffix' needs the package arctic-inference, which is not installed",
+            where=where,
+            fix="pip install --no-deps arctic-inference==0.3.0 (needs a C++ compiler), or choose 'ngram'",
+        )
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The newest decode steps of one size, with or without drafts."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    tokens: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # of each sequence
+
+    @property
+    def cost(self) -> float:
+        """Seconds until a sequence is one token longer."""
+        most = OUTLIER * statistics.median(self.seconds)
+        return sum(min(one, most) for one in self.seconds) / sum(self.tokens)
+
+
+class BreakEven:
+    """The most sequences of a batch that gets its tokens sooner with drafts than without, measured while sampling.
+
+    Sizes are taken together from one power of 2 to the next (1, 2-3, 4-7, ...). A size that is not known yet alternates
+    between blocks of steps with drafts and without. Then it does what was faster, and looks again now and then.
+    Speculation is worth it at all sizes up to `below`: the largest one for which no smaller size has lost.
+    """
+
+    def __init__(self, fixed: int | None = None, *, most: int) -> None:
+        """Args:
+        fixed: the bound, which is not measured then; None: measure it.
+        most: sequences that are tried with drafts at most.
+        """
+        self._fixed, self._most = fixed, most
+        self._steps: dict[tuple[int, bool], _Steps] = {}
+        self._turns: dict[int, int] = {}
+
+    @property
+    def below(self) -> int:
+        """The bound. Example: 7, if up to 7 sequences are faster with drafts."""
+        if self._fixed is not None:
+            return self._fixed
+        found = 0
+        for size in sorted(self._turns):
+            if not self._known(size):
+                continue
+            if self._steps[size, True].cost >= self._steps[size, False].cost:
+                break
+            found = min(2**size - 1, self._most)
+        return found
+
+    def choose(self, sequences: int) -> bool:
+        """Whether the next step of so many sequences is to have drafts."""
+        if self._fixed is not None:
+            return sequences <= self._fixed
+        if sequences > self._most:
+            return False
+        size = sequences.bit_length()
+        turn = self._turns[size] = self._turns.get(size, -1) + 1
+        block = turn // BLOCK
+        if not self._known(size):
+            return block % 2 == 0
+        return (sequences <= self.below) != (block % LOOK_AGAIN == 0)
+
+    def record(self, sequences: int, *, drafts: bool, seconds: float, tokens: int) -> None:
+        """Note a decode step.
+
+        Args:
+            sequences: of the step.
+            drafts: whether it was one with drafts. A step counts as such if none were found, too.
+            seconds: that it took, the search for drafts included.
+            tokens: that it added to all sequences together.
+        """
+        steps = self._steps.setdefault((sequences.bit_length(), drafts), _Steps())
+        steps.seconds.append(seconds)
+        steps.tokens.append(tokens / sequences)
+
+    def _known(self, size: int) -> bool:
+        """Whether enough steps of both kinds were seen."""
+        return all(
+            (size, drafts) in self._steps and len(self._steps[size, drafts].seconds) >= ENOUGH
+            for drafts in (True, False)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an engine's speculation did since the last report.
+
+    Example: Report(drafts=120, proposed=540, accepted=310, below=7)
+    """
+
+    drafts: int  # of one sequence in one step
+    proposed: int  # tokens in them
+    accepted: int  # of these tokens
+    below: int  # see `BreakEven.below`
+
+
+def metrics_of(reports: list[Report]) -> dict[str, float]:
+    """Metrics of all engines together; {} without engines that speculate."""
+    if not reports:
+        return {}
+    found: dict[str, float] = {"rollout/speculation_below": statistics.mean(report.below for report in reports)}
+    if drafts := sum(report.drafts for report in reports):
+        found["rollout/speculation_accepted"] = sum(report.accepted for report in reports) / drafts
+    return found
