@@ -23,7 +23,8 @@ KEY_VARIABLE = "OBLR_SERVER_KEY"
 """Environment variable with the key, set by `engine.serve_command` for the server process."""
 HEALTH = "/health"
 OPEN_PATHS = frozenset({HEALTH})
-PATHS = OPEN_PATHS | {http.INFO, http.GENERATE, http.DIGESTS, *http.PUSH, "/metrics", "/version", "/v1/models"}
+OURS = {http.INFO, http.GENERATE, http.DIGESTS, http.SPECULATION, *http.PUSH}
+PATHS = OPEN_PATHS | OURS | {"/metrics", "/version", "/v1/models"}
 
 BODY_BYTES = {
     http.GENERATE: 2**24,  # 4 prompts (`rollout.balance`) of 500,000 token ids, 8 bytes each

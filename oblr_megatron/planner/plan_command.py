@@ -29,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=count, default=8, help="responses per prompt, G (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=count, metavar="N", help="longest prompt (default: an eighth of L)")
     parser.add_argument("--mean-response-tokens", type=count, metavar="N", help="mean (default: half the longest)")
+    parser.add_argument(
+        "--speculation-acceptance",
+        type=_chance,
+        default=0.0,
+        metavar="P",
+        help="chance that a draft token is right while the longest response is sampled (default: no speculation)",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="weights (default: %(default)s)")
     parser.add_argument(
         "--overlap", choices=OVERLAPS, help="engines on GPUs of their own, with this rollout.overlap (docs/overlap.md)"
@@ -100,7 +107,19 @@ def request_of(options: argparse.Namespace) -> Any:
         prompt_tokens=prompt,
         mean_response_tokens=min(response, options.mean_response_tokens or max(1, response // 2)),
         table=run_table,
+        speculation_acceptance=options.speculation_acceptance,
     )
+
+
+def _chance(text: str) -> float:
+    """An option's type: a probability below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return value
 
 
 def _check(options: argparse.Namespace) -> None:

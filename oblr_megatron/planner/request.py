@@ -25,6 +25,7 @@ class Request:
     table: Mapping[str, Any]  # the rest of the run, as in a config file
     modes: tuple[str, ...] = MODES[::-1]
     engine_gpus: int = 0  # that only sample; 0: engines share the trainer's
+    speculation_acceptance: float = 0.0  # see `Setting`
     keep_free: int = 2 * 2**30  # bytes per GPU for CUDA, NCCL and fragmentation
 
     def config(self, layout: Mapping[str, Any]) -> Config:

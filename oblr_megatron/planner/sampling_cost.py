@@ -8,8 +8,10 @@
     push       an all-gather of the weights from the ranks that hold them, two copies in memory (bucket, engine), and a
                broadcast between nodes if the engines have GPUs of their own
 
-Of E experts with k per token, a step of B tokens reads E (1 - (1 - k / E)^B). Not modelled: the distribution of lengths
-between mean and longest, preemption, speculative decoding, rewards.
+Of E experts with k per token, a step of B tokens reads E (1 - (1 - k / E)^B). With `speculation_acceptance` p, a step
+of the longest response computes d + 1 tokens and gains 1 + p + ... + p^d of them, for drafts of d tokens ("ngram"), if
+that is faster. Not modelled: the distribution of lengths between mean and longest, preemption, the search for drafts,
+rewards.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oblr_megatron.config import Config
+from oblr_megatron.engine.speculation import OPTIONS
 from oblr_megatron.memory.engine import EngineMemory, engine_bytes, engine_sizes
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.observe.performance.flops import active_parameters, forward_flops, total_parameters
@@ -88,24 +91,30 @@ class _Engine:
         mean = self.config.rollout.max_response_tokens
         waves = max(1.0, self.sequences / self.batch)
         rest = max(0.0, self.setting.config.rollout.max_response_tokens - waves * mean)
-        full, alone = self.step(self.batch), self.step(1.0)
+        full = self.step(self.batch)
         found = {name: waves * mean * seconds for name, seconds in full.items()}
         return {
             "prefill": self.prefill(),
             **found,
-            LONGEST: rest * sum(alone.values()),
+            LONGEST: rest * self.next_token(),
             "fixed": self.setting.machine.constants.step_s,
         }
 
-    def step(self, batch: float) -> Terms:
-        """Seconds of one decoding step of `batch` sequences."""
+    def next_token(self) -> float:
+        """Seconds until a response that is decoded by itself is one token longer."""
+        drafts, chance = OPTIONS["ngram"]["num_speculative_tokens"], self.setting.speculation_acceptance
+        gained = sum(chance**accepted for accepted in range(drafts + 1))
+        return min(sum(self.step(1.0).values()), sum(self.step(1.0, 1 + drafts).values()) / gained)
+
+    def step(self, batch: float, tokens: int = 1) -> Terms:
+        """Seconds of one decoding step of `batch` sequences that computes `tokens` tokens of each."""
         device, constants = self.setting.machine.device, self.setting.machine.constants
         half = longest_sample(self.config) - self.config.rollout.max_response_tokens / 2  # cached tokens, on average
         bandwidth = device.memory_gb_s * 1e9 * constants.decode
-        weights = self.weights_read(batch) / bandwidth
+        weights = self.weights_read(batch * tokens) / bandwidth
         cache = batch * half * self.memory.kv_bytes_per_token / bandwidth
-        products = batch * 2 * active_parameters(self.setting.hf_config) / self.sizes.tp / self.peak()
-        hidden = batch * self.sizes.hidden * self.sizes.element
+        products = batch * tokens * 2 * active_parameters(self.setting.hf_config) / self.sizes.tp / self.peak()
+        hidden = batch * tokens * self.sizes.hidden * self.sizes.element
         reduced = 4 * self.sizes.layers * self.links.tensor(hidden)
         found = {"tensor": reduced, "scheduler": constants.decode_step_s}
         if products > weights + cache:

@@ -249,6 +249,7 @@ class _Tally:
             request.mean_response_tokens,
             transformer_engine=True,
             engine_gpus=request.engine_gpus,
+            speculation_acceptance=request.speculation_acceptance,
         )
 
     def rollout(self, config: Config) -> Phase:

@@ -28,6 +28,7 @@ class Setting:
     mean_response_tokens: int | None = None  # by default rollout.max_response_tokens
     transformer_engine: bool = False
     engine_gpus: int = 0  # GPUs that only sample; 0: engines share the trainer's
+    speculation_acceptance: float = 0.0  # chance that a draft token is right, in the tail; 0: no speculation
 
     @property
     def sampling_gpus(self) -> int:

@@ -205,9 +205,13 @@ class _Servers:
         return self.loop.run(self._reports())
 
     async def _reports(self) -> list[Report]:
-        asked = (server.speculation(PROBE_SECONDS) for server in self.present())
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        return [report for report in found if isinstance(report, Report)]
+        found = []
+        for server in self.present():
+            try:
+                found.append(await server.speculation(PROBE_SECONDS))
+            except RunError as error:
+                logger.warning("no report of its speculation: %s", error)
+        return found
 
     def sample(
         self,

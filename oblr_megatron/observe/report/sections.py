@@ -20,6 +20,7 @@ from oblr_megatron.timing import PHASES
 def sections(history: History) -> Iterator[Section]:
     """All sections of the report in order; some charts depend on what the run evaluated and measured."""
     evaluations = [_evaluation_chart(name) for name in history.evaluation_sets()] or [EVALUATION_MISSING]
+    speculation = [SPECULATION] if len(history.points("rollout/speculation_below")[1]) else []
     experts = [EXPERTS] if len(history.points("moe/max_load")[1]) else []
     yield Section("Learning", (REWARD, *evaluations, RESPONSE_LENGTH, ENTROPY, *experts))
     yield Section(
@@ -27,7 +28,7 @@ def sections(history: History) -> Iterator[Section]:
     )
     of_pools = [pools(history)] if any("pool/pull" in r or "pool/trust" in r for r in history.records) else []
     yield Section("Baselines", (VARIANCE, every_baseline(history), *of_pools))
-    yield Section("Gradients, and agreement with vLLM", (GRADIENT, SAMPLE_NORMS, MISMATCH, SOURCES))
+    yield Section("Gradients, and agreement with vLLM", (GRADIENT, SAMPLE_NORMS, MISMATCH, SOURCES, *speculation))
     yield Section("Cost", (TIME, RANKS, UTILIZATION, THROUGHPUT))
 
 
@@ -159,8 +160,7 @@ MISMATCH = chart(
 SOURCES = chart(
     "Sample staleness and dynamic sampling",
     "Age of the step's oldest sample in weight updates (0 is on-policy), and engine restarts. With dynamic sampling, "
-    "the strips show the batches drawn, the groups dropped for equal rewards, and the mixed groups left unused. With "
-    "speculation: tokens accepted of a draft, and the most sequences sampled with drafts.",
+    "the strips show the batches drawn, the groups dropped for equal rewards, and the mixed groups left unused.",
     "Repeated restarts, or batches that stay at rollout.dynamic_sampling_max_batches: few groups are mixed, so the "
     "training groups are not representative of the data.",
     strip(
@@ -171,14 +171,20 @@ SOURCES = chart(
         include=(0.0, 1.0),
     ),
     strip("", CurveSpec("rollout/dynamic_batches", "batches", "line", 3), include=(0.0,)),
-    strip("", CurveSpec("rollout/speculation_accepted", "accepted tokens of a draft", "line", 4), include=(0.0,)),
-    strip("", CurveSpec("rollout/speculation_below", "sequences with drafts", "line", 5), include=(0.0,)),
     strip(
         "groups",
         CurveSpec("groups/dropped", "dropped", colour=2),
         CurveSpec("groups/unused", "unused", colour=5),
         include=(0.0,),
     ),
+)
+
+SPECULATION = chart(
+    "Speculation",
+    "Tokens of a draft that were accepted, and the most sequences of an engine that are sampled with drafts.",
+    "A bound of 0: drafts do not pay on this machine, or the responses do not repeat themselves.",
+    strip("tokens", CurveSpec("rollout/speculation_accepted", "accepted of a draft", "line", 1), include=(0.0,)),
+    strip("", CurveSpec("rollout/speculation_below", "sequences with drafts", "line", 2), include=(0.0,)),
 )
 
 
