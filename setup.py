@@ -47,6 +47,7 @@ setup(
         "quantize": ["nvidia-modelopt>=0.47,<0.48"],
         "study": ["scipy"],
         "gym": ["reasoning-gym>=0.1.25,<0.2"],
+        "suffix": ["arctic-inference==0.3.0"],  # built from source; see docs/speculation.md
         "dev": [
             "pytest",
             "pytest-timeout",

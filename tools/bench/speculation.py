@@ -4,9 +4,9 @@
 
 The text repeats as often as is asked for: the model follows each token by the same next one with chance `--repeats`,
 and by any other token else. So acceptance is an input here, and time is what is measured. A response ends by chance, so
-lengths have a long tail, and few responses are sampled, so most steps belong to it. All methods have engines of
-their own, one at a time, and draw the same samples. The first WARM rollouts do not count: the engine measures its bound
-meanwhile. Each rollout has seeds of its own. `ratio` is the method's median over that of "none".
+lengths have a long tail, and few responses are sampled, so most steps belong to it. Every method has an engine of its
+own; in each round all of them sample the same prompts with the same seeds, one after the other. The first WARM rounds
+do not count: the engines measure their bounds meanwhile. Ratios are medians over rounds, to "none".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from oblr_megatron.engine.protocol import SamplingRequest  # noqa: E402
 from oblr_megatron.engine.speculation import METHODS, SUFFIX_PACKAGE  # noqa: E402
-from tests.e2e.tiny_rollout import make_prompts, start  # noqa: E402
+from oblr_megatron.rollout.colocated import ColocatedEngines  # noqa: E402
+from tests.e2e.tiny_rollout import engine_processes, make_prompts, start  # noqa: E402
 from tests.tiny import VOCAB, make_hf_dir  # noqa: E402
 
 
@@ -38,25 +39,52 @@ from tests.tiny import VOCAB, make_hf_dir  # noqa: E402
 class Row:
     """Results of one method.
 
-    Example: Row(method="ngram", rollout_s=3.1, longest=240, mean=90.0, accepted=2.1, below=7.0, same=1.0, ratio=0.61)
+    Example: Row(method="ngram", rollout_s=9.6, cpu_s=8.9, longest=698, mean=216.0, accepted=1.7, below=7.0, same=1.0,
+                 ratio=0.44, cpu_ratio=0.45)
     """
 
     method: str
     rollout_s: float
+    cpu_s: float  # processor seconds of the engine
     longest: int  # response, tokens
     mean: float  # response, tokens
     accepted: float  # tokens of a draft
     below: float  # sequences
     same: float  # share of responses that equal those of "none"
     ratio: float
+    cpu_ratio: float
+
+
+@dataclass(slots=True)
+class Work:
+    """An engine of one method, and what it has done."""
+
+    engines: ColocatedEngines
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    responses: list[tuple[int, ...]] = field(default_factory=list)  # of all rounds
+
+    def roll_out(self, number: int, options: argparse.Namespace) -> None:
+        """Sample a batch with seeds of its own."""
+        request = SamplingRequest(options.group, 1.0, options.max_tokens, seed=number)
+        prompts = make_prompts(options.prompts, seed=number)
+        (process,) = [one for one in engine_processes() if one.pid == self.engines._engine.pid]
+        cpu, began = process.cpu_times(), time.perf_counter()
+        samples = self.engines.generate(prompts, request)
+        seconds, after = time.perf_counter() - began, process.cpu_times()
+        if number >= options.warm:
+            self.seconds.append(seconds)
+            self.cpu_seconds.append(after.user + after.system - cpu.user - cpu.system)
+            self.responses += [one.response_ids for one in samples]
+        elif number == options.warm - 1:
+            self.engines.metrics()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the results."""
     options = parse_options(arguments)
     methods = ["none", *(method for method in METHODS if method != "suffix" or find_spec(SUFFIX_PACKAGE))]
-    rows: list[Row] = []
-    plain: list[tuple[int, ...]] = []
+    limits = {"max_response_tokens": options.max_tokens, "max_num_seqs": 256, "num_threads": 1, "kv_cache_gib": 0.3}
     with tempfile.TemporaryDirectory() as name:
         model = make_hf_dir(
             Path(name) / "model",
@@ -69,40 +97,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_position_embeddings=2048,
         )
         repeat(model, options.repeats)
-        for method in methods:
-            limits = {"max_response_tokens": options.max_tokens, "max_num_seqs": 256, "num_threads": 1}
-            engines = start(model, Path(name) / method, speculation=method, kv_cache_gib=0.5, **limits)
-            seconds = []
-            for number in range(options.warm + options.rounds):
-                request = SamplingRequest(options.group, 1.0, options.max_tokens, seed=number)
-                prompts = make_prompts(options.prompts, seed=number)
-                began = time.perf_counter()
-                samples = engines.generate(prompts, request)
-                if number >= options.warm:
-                    seconds.append(time.perf_counter() - began)
-                elif number == options.warm - 1:
-                    engines.metrics()
-            found = engines.metrics()
-            engines.close()
-            ids = [one.response_ids for one in samples]
-            plain = plain or ids
-            rows.append(
-                Row(
-                    method,
-                    statistics.median(seconds),
-                    max(map(len, ids)),
-                    statistics.mean(map(len, ids)),
-                    found.get("rollout/speculation_accepted", 0.0),
-                    found.get("rollout/speculation_below", 0.0),
-                    statistics.mean(one == other for one, other in zip(ids, plain, strict=True)),
-                    statistics.median(seconds) / (rows[0].rollout_s if rows else statistics.median(seconds)),
-                )
-            )
+        found = {way: Work(start(model, Path(name) / way, speculation=way, **limits)) for way in methods}
+        for number in range(options.warm + options.rounds):
+            for work in found.values():
+                work.roll_out(number, options)
+        rows = [row_of(method, work, found["none"]) for method, work in found.items()]
+        for work in found.values():
+            work.engines.close()
     publish(rows, "speculation", options.json)
 
 
+def row_of(method: str, work: Work, plain: Work) -> Row:
+    """The result of a method; ratios are medians over rounds."""
+    seen = work.engines.metrics()
+
+    def ratio(ours: list[float], theirs: list[float]) -> float:
+        return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+
+    return Row(
+        method,
+        statistics.median(work.seconds),
+        statistics.median(work.cpu_seconds),
+        max(map(len, work.responses)),
+        statistics.mean(map(len, work.responses)),
+        seen.get("rollout/speculation_accepted", 0.0),
+        seen.get("rollout/speculation_below", 0.0),
+        statistics.mean(one == other for one, other in zip(work.responses, plain.responses, strict=True)),
+        ratio(work.seconds, plain.seconds),
+        ratio(work.cpu_seconds, plain.cpu_seconds),
+    )
+
+
 def repeat(model: Path, chance: float) -> None:
-    """Rewrite a model: each token is followed by the usual one with this chance. Every product is computed as before."""
+    """Rewrite a model: the usual token follows each one with this chance. Every product is computed as before."""
     weights = load_file(model / "model.safetensors")
     for name, tensor in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

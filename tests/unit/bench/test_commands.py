@@ -80,6 +80,13 @@ def test_verifier(tmp_path: Path) -> None:
         assert row["per_s"] > 0 and 0 <= row["right"] <= 1
 
 
+def test_speculation(tmp_path: Path) -> None:
+    small = ["--hidden", "128", "--layers", "1", "--prompts", "2", "--max-tokens", "40", "--warm", "1", "--rounds", "1"]
+    rows = rows_of("speculation", tmp_path, *small)
+    assert [row["method"] for row in rows][:2] == ["none", "ngram"]
+    assert rows[0]["ratio"] == 1 and all(row["same"] == 1 and row["rollout_s"] > 0 for row in rows)
+
+
 def test_step(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL, the compared package, is not installed")
     rows = rows_of("step", tmp_path, "--quick", "--threads", "1")
