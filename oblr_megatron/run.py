@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from oblr_megatron.algo.advantage import usual
 from oblr_megatron.algo.history import NO_HISTORY, History
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import AnyPools, pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
+from oblr_megatron.algo.weighting import first_guess
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.checkpoint.saver import Best, Facts, Saved, Saver
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.config import Config
+    from oblr_megatron.rollout.waves import Wave
     from oblr_megatron.types import GradientStats, Prompt
 
 
@@ -113,6 +117,18 @@ class Run:
     def history(self, prompts: Sequence[Prompt]) -> History:
         """What earlier steps tell about the prompts of a step; nothing unless the baseline reads it."""
         return NO_HISTORY if self.pools is None else self.pools.history(prompts)
+
+    def history_of(self, wave: Wave) -> History:
+        """The same for a wave. Single responses without a history take the mean of the other prompts, not of siblings.
+
+        Such a wave is whole, see `streams`.
+        """
+        history = self.history(wave.prompts)
+        if history.expected is None or not self.config.by_response:
+            return history
+        groups = wave.scored.rewards.view(-1, self.config.group_size) if wave.whole else wave.scored.rewards
+        guess = first_guess(groups).repeat_interleave(groups.shape[1])
+        return replace(history, expected=torch.where(history.expected.isnan(), guess, history.expected))
 
     def update(self, stats: GradientStats, lr: float, record: StepRecord) -> None:
         """Clip the gradient and step the optimizer; a gradient of zero changes nothing."""
@@ -261,7 +277,7 @@ def open_run(config: Config) -> Iterator[Run]:
             policy=policy,
             optimizer=optimizer,
             schedule=schedule,
-            gradients=TrainingGradient(policy, config, reference),
+            gradients=TrainingGradient(policy, config.in_waves, reference),
             saver=Saver(config, sampling.parallel, sampling.model, best),
             momentum=momentum,
             noise=NoiseSplit(config.algo, config.num_prompts, config.group_size),

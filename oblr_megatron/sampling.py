@@ -32,7 +32,7 @@ from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, call_seed, 
 from oblr_megatron.rollout.prompt_source import PromptSource
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
-from oblr_megatron.rollout.waves import Collected, Wave
+from oblr_megatron.rollout.waves import Collected, Wave, of_prompts, of_responses
 from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.runtime.stopping import StopRequest
 from oblr_megatron.timing import PhaseTimer
@@ -141,42 +141,54 @@ class Sampling:
         """Whether groups of equal rewards are replaced."""
         return self.config.rollout.dynamic_sampling and self.config.rollout.replay is None
 
+    def wave(self, batch: Batch) -> Wave:
+        """All prompts of a step as one wave."""
+        units = of_responses(batch) if self.config.by_response else batch
+        return Wave(range(len(units.prompts)), units, last=True, whole=True)
+
     def streamed(self, prompts: list[Prompt], record: StepRecord) -> Iterator[Wave]:
         """Waves of prompts as the engines finish them, scored; the last one when all prompts of the step have come.
 
-        With rollout.dynamic_sampling, groups of equal rewards wait for the last wave, because others may replace them.
-        Raises as `rollout`, `score` and `refill`.
+        With `Config.by_response`, waves of single responses. With rollout.dynamic_sampling, groups of equal rewards
+        wait for the last wave, because others may replace them. Raises as `rollout`, `score` and `refill`.
         """
         config, collected, used = self.config, Collected(), set[int]()
-        tokens = tokens_of_a_wave(config, self.parallel.dp_size)
+        tokens, single = tokens_of_a_wave(config, self.parallel.dp_size), config.by_response
+        request = SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1))
+        group = config.group_size
+        units, request = (
+            ([prompt for prompt in prompts for _ in range(group)], request.by_response())
+            if single
+            else (prompts, request)
+        )
         with self.timer("rollout"):
-            flight = self.engines.begin(
-                prompts, SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1))
-            )
+            flight = self.engines.begin(units, request)
         waves = 1  # with the last one
-        while len(collected) < len(prompts):
+        while len(collected) < len(units):
             with self.timer("rollout"):
                 groups = flight.take(tokens)
             positions, samples = list(groups), [sample for group in groups.values() for sample in group]
             self._check_age(samples, record)
-            taken = [prompts[position] for position in positions]
+            taken = [units[position] for position in positions]
             part = Batch(taken, samples, self.score(taken, samples, record))
             collected.add(positions, part)
             certain = mixed_groups(part.scored.rewards).tolist() if self.refills else [True] * len(positions)
             now = [position for position, kept in zip(positions, certain, strict=True) if kept]
-            if now and len(collected) < len(prompts):
+            if now and len(collected) < len(units):
                 used.update(now)
                 waves += 1
                 yield Wave(now, collected.part(now), last=False)
-        batch = self.refill(collected.whole(), record)
+        found = collected.whole()
+        batch = self.refill(of_prompts(found, group) if single else found, record)
         self.save(batch, record)
         record.metrics["rollout/waves"] = waves
-        rest = [position for position in range(len(prompts)) if position not in used]
-        yield Wave(rest, assembled({position: (batch, position) for position in rest}, failures=0), last=True)
+        last = self.wave(batch).batch
+        rest = [position for position in range(len(units)) if position not in used]
+        yield Wave(rest, assembled({position: (last, position) for position in rest}, failures=0), last=True)
 
     def score(self, prompts: list[Prompt], samples: list[Sample], record: StepRecord) -> Scored:
         """Rewards [Q, G] of samples in prompt-major order, the same on every rank."""
-        group = self.config.group_size
+        group = len(samples) // len(prompts)
         with self.timer("reward"):
             result = self.reward.score(prompts, samples)
         record.rewards.append(result)

@@ -50,7 +50,7 @@ def train(run: Run) -> None:
         for wave in waves(sampling, prompts, record, streams=streams):  # responses with rewards r, G for each prompt
             if wave.last:
                 sampling.release()  # engines on the trainer's GPUs free their memory until the push
-            history = run.history(wave.prompts)  # b_t of earlier steps, for pooled baselines
+            history = run.history_of(wave)  # b_t of earlier steps, for pooled baselines
             advantage = AdvantageRule(wave.scored, config, run.usual_norm, history)  # w -> A = r - b(w)   Theorem 7
             gradient.add(wave, advantage)  # w; g, a sum over prompts
         stats, norms_sq = gradient.finish()
@@ -76,7 +76,7 @@ def waves(sampling: Sampling, prompts: list[Prompt], record: StepRecord, *, stre
     batch = sampling.refill(Batch(prompts, samples, scored), record)  # replaces groups with rollout.dynamic_sampling
     sampling.save(batch, record)  # writes with rollout.save
     sampling.sample_ahead(record)  # of the next step, with rollout.overlap "one_step"
-    yield Wave(range(len(prompts)), batch, last=True)
+    yield sampling.wave(batch)
 
 
 def sample(sampling: Sampling) -> None:

@@ -85,6 +85,20 @@ class Config(Section):
         """Whether a step measures norms in backward passes; the other sources need none."""
         return self.uses_norms and self.gradnorm.source in ("exact", "sketch")
 
+    @property
+    def by_response(self) -> bool:
+        """Whether streamed steps take single responses: no other response of the step decides a coefficient."""
+        facts, rollout = BASELINES[self.algo.baseline], self.rollout
+        alone = facts.over == "nothing" and not facts.token_wise and self.gradnorm.stash_spread == 1
+        return rollout.overlap == "stream" and alone and not rollout.dynamic_sampling
+
+    @property
+    def in_waves(self) -> Config:
+        """The run as the gradient of a step sees it: single responses count as prompts with `by_response`."""
+        if not self.by_response:
+            return self
+        return self.model_copy(update={"num_prompts": self.num_prompts * self.group_size, "group_size": 1})
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file or the config.json of a run, apply `section.key=value` overrides and validate.

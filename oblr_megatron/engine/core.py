@@ -38,9 +38,10 @@ class EngineServer:
 
     def stream(
         self, prompts: Sequence[Sequence[int]], positions: Sequence[int], request: SamplingRequest
-    ) -> Iterator[tuple[int, list[Sample]]]:
-        """Sample a group of responses for each prompt; yields (position, group) when the last response has ended.
+    ) -> Iterator[list[tuple[int, list[Sample]]]]:
+        """Sample a group of responses for each prompt.
 
+        Yields the (position, group) of all prompts that a decoding step has finished, as one message for the trainer.
         The position of a prompt in the step's batch decides its seed.
         The prefix cache is emptied before each call: a cached prefix changes the last bits of the log-probs, and equal
         calls would return different values.
@@ -54,6 +55,13 @@ class EngineServer:
         version = self._state.holding.version
         engine: Any = self._llm.llm_engine
         copies = request.group_size if request.greedy else 1
+
+        def group_of(output: Any) -> tuple[int, list[Sample]]:
+            position, prompt = waiting.pop(output.request_id)
+            responses = output.outputs
+            group = [to_sample(position, prompt, one, version, self._tokenizer, self._vocab_size) for one in responses]
+            return position, group * copies
+
         waiting = {
             str(position): (position, tuple(prompt)) for position, prompt in zip(positions, prompts, strict=True)
         }
@@ -62,14 +70,8 @@ class EngineServer:
                 tokens = TokensPrompt(prompt_token_ids=list(prompt))
                 engine.add_request(name, tokens, sampling_params(request, position))
             while engine.has_unfinished_requests():
-                for output in engine.step():
-                    if output.finished:
-                        position, prompt = waiting.pop(output.request_id)
-                        group = [
-                            to_sample(position, prompt, completion, version, self._tokenizer, self._vocab_size)
-                            for completion in output.outputs
-                        ]
-                        yield position, group * copies
+                if finished := [group_of(output) for output in engine.step() if output.finished]:
+                    yield finished
         finally:
             if waiting:  # after an error: the next call must not meet these requests
                 engine.abort_request(list(waiting))

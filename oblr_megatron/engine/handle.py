@@ -203,7 +203,7 @@ class VllmEngine:
         self.post("stream", arguments, what=what, seconds=seconds, begin=begin)
         self._wait_for = None
         while (reply := self._receive(what, begin, seconds)).more:
-            yield reply.value
+            yield from reply.value
 
     def speculation(self) -> Report:
         """What speculation did since the last call; see `EngineServer.speculation`."""

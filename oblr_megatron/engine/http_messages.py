@@ -77,6 +77,7 @@ class GenerateBody(Message):
     seed: int
     top_p: float
     top_k: int
+    siblings: int = Field(1, ge=1)
 
     @classmethod
     def of(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -42,6 +42,7 @@ class SamplingRequest:
     seed: int  # each call of a run has its own: equal seeds give equal samples
     top_p: float = 1.0
     top_k: int = -1  # -1: no filter
+    siblings: int = 1  # positions of a prompt, one for each response if responses are sampled one by one (G = 1)
 
     def __post_init__(self) -> None:
         if self.group_size < 1 or self.max_tokens < 1:
@@ -69,6 +70,10 @@ class SamplingRequest:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
         )
+
+    def by_response(self) -> SamplingRequest:
+        """The request that draws the same responses one by one: position n is response n % G of prompt n // G."""
+        return replace(self, group_size=1, siblings=self.group_size)
 
     @classmethod
     def for_evaluation(cls, config: Config, seed: int, *, greedy: bool) -> SamplingRequest:

@@ -2,12 +2,15 @@
 
 Without `rollout.overlap` all prompts are one wave. With "stream" a wave has the prompts that were finished since the
 wave before it. Prompts keep their positions in the batch, and `Collected` restores the batch at the end.
+
+A response is a unit of its own where no other response of its step decides its coefficient (`Config.by_response`). A
+group is complete only when its longest response is, so waves of responses come earlier, and hold similar lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from oblr_megatron.rollout.dynamic_sampling import Batch, assembled
@@ -18,11 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Prompts with their responses and rewards. Example: Wave([3, 7], Batch(...), last=False)"""
+    """Prompts with their responses and rewards; single responses count as prompts if the config says so.
+
+    Example: Wave([3, 7], Batch(...), last=False)
+    """
 
     positions: Sequence[int]  # [k] of the prompts in the step's batch, ascending
     batch: Batch
     last: bool  # whether all prompts of the step have now come
+    whole: bool = False  # whether all of them are here
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -38,6 +45,26 @@ class Wave:
     def scored(self) -> Scored:
         """Their rewards [k, G]."""
         return self.batch.scored
+
+
+def of_responses(batch: Batch) -> Batch:
+    """The same responses as groups of one, in the same order: q prompts become q * G."""
+    group = batch.scored.rewards.shape[1]
+    return Batch(
+        [prompt for prompt in batch.prompts for _ in range(group)],
+        batch.samples,
+        replace(batch.scored, rewards=batch.scored.rewards.view(-1, 1), lengths=batch.scored.lengths.view(-1, 1)),
+    )
+
+
+def of_prompts(batch: Batch, group: int) -> Batch:
+    """The inverse: groups of `group` responses from groups of one."""
+    scored = batch.scored
+    return Batch(
+        batch.prompts[::group],
+        [replace(sample, group=number // group) for number, sample in enumerate(batch.samples)],
+        replace(scored, rewards=scored.rewards.view(-1, group), lengths=scored.lengths.view(-1, group)),
+    )
 
 
 class Collected:

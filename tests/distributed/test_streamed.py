@@ -18,6 +18,12 @@ F64 = "model.dtype=float64"
 STREAM = ("rollout.overlap=stream", "rollout.wave_tokens=24")
 CASES = {
     "pooled inline": (1, ("algo.baseline=pooled", "gradnorm.mode=inline")),
+    "pooled bookkeep on two replicas": (2, ("algo.baseline=pooled", "gradnorm.mode=bookkeep")),
+    "pooled two_pass pp2": (
+        2,
+        ("algo.baseline=pooled", "gradnorm.mode=two_pass", "parallel.pipeline_model_parallel_size=2"),
+    ),
+    "none, tp2": (2, ("algo.baseline=none", "parallel.tensor_model_parallel_size=2")),
     "optimal bookkeep on two replicas": (2, ("algo.baseline=optimal",)),
     "optimal_pooled two_pass pp2": (
         2,
