@@ -54,7 +54,7 @@ def train(run: Run) -> None:
             advantage = AdvantageRule(wave.scored, config, run.usual_norm, history)  # w -> A = r - b(w)   Theorem 7
             gradient.add(wave, advantage)  # w; g, a sum over prompts
         stats, norms_sq = gradient.finish()
-        sampling.finish_ahead()
+        sampling.finish_ahead()  # rollout.overlap "one_step": the samples of the next step
         lr = run.schedule.rate(step)  # from earlier steps only                                              Theorem 4
         run.update(stats, lr, record)  # clip, optimizer step
         run.observe(stats, norms_sq, record)  # signal, noise and mean w, for later steps

@@ -1,6 +1,6 @@
 """Measure what `rollout.overlap` is worth: whole runs of real megatron-core and vLLM, each on one core of its own.
 
-    python tools/bench/overlap.py --rounds 3 --json run/bench/overlap.json
+    python tools/bench/overlap.py --rounds 3 --json run/bench/overlap.json      10 minutes
 
 The lengths have a long tail: a model with random weights ends a response with the same small chance after every token.
 In each round every mode makes a whole run with the same first samples. A row has the median step of all rounds; the
@@ -77,7 +77,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--wave-tokens", type=int, default=2048)
     parser.add_argument("--packing", choices=("rows", "packed"), default="rows")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
@@ -106,13 +105,12 @@ def run(directory: Path, model: Path, mode: str, number: int, options: argparse.
         "rollout.num_threads": 1,
         "rollout.max_num_seqs": options.prompts * options.group,
         "rollout.overlap": mode,
-        "rollout.wave_tokens": options.wave_tokens,
         "rollout.max_staleness": int(mode == "one_step"),
         "reward.name": "exact_match",
         "algo.baseline": "pooled",
         "algo.snr.num_folds": 1,
         "gradnorm.mode": "inline",
-        "parallel.micro_batch_tokens": 1024,
+        "parallel.micro_batch_tokens": 512,
         "parallel.packing": options.packing,
         "evaluate.every_steps": 0,
         "checkpoint.every_steps": 0,
