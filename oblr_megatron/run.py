@@ -124,10 +124,10 @@ class Run:
         Such a wave is whole, see `streams`.
         """
         history = self.history(wave.prompts)
-        if history.expected is None or not self.config.by_response:
+        if not self.config.by_response or history.expected is None or not history.expected.isnan().any():
             return history
-        groups = wave.scored.rewards.view(-1, self.config.group_size) if wave.whole else wave.scored.rewards
-        guess = first_guess(groups).repeat_interleave(groups.shape[1])
+        groups = wave.scored.rewards.view(-1, self.config.group_size)
+        guess = first_guess(groups).repeat_interleave(self.config.group_size)
         return replace(history, expected=torch.where(history.expected.isnan(), guess, history.expected))
 
     def update(self, stats: GradientStats, lr: float, record: StepRecord) -> None:

@@ -25,7 +25,7 @@ from oblr_megatron.observe.console import Display
 from oblr_megatron.observe.performance.ranks import RankLog
 from oblr_megatron.observe.performance.utilization import Utilization
 from oblr_megatron.observe.step_metrics import StepRecord
-from oblr_megatron.rewards.base import Reward
+from oblr_megatron.rewards.base import Reward, group_size
 from oblr_megatron.rewards.shared import FailedSteps
 from oblr_megatron.rollout.ahead import Ahead
 from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, call_seed, refill
@@ -144,7 +144,7 @@ class Sampling:
     def wave(self, batch: Batch) -> Wave:
         """All prompts of a step as one wave."""
         units = of_responses(batch) if self.config.by_response else batch
-        return Wave(range(len(units.prompts)), units, last=True, whole=True)
+        return Wave(range(len(units.prompts)), units, last=True)
 
     def streamed(self, prompts: list[Prompt], record: StepRecord) -> Iterator[Wave]:
         """Waves of prompts as the engines finish them, scored; the last one when all prompts of the step have come.
@@ -154,13 +154,9 @@ class Sampling:
         """
         config, collected, used = self.config, Collected(), set[int]()
         tokens, single = tokens_of_a_wave(config, self.parallel.dp_size), config.by_response
-        request = SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1))
-        group = config.group_size
-        units, request = (
-            ([prompt for prompt in prompts for _ in range(group)], request.by_response())
-            if single
-            else (prompts, request)
-        )
+        request, units = SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1)), prompts
+        if single:
+            request, units = request.by_response(), [prompt for prompt in prompts for _ in range(config.group_size)]
         with self.timer("rollout"):
             flight = self.engines.begin(units, request)
         waves = 1  # with the last one
@@ -179,7 +175,7 @@ class Sampling:
                 waves += 1
                 yield Wave(now, collected.part(now), last=False)
         found = collected.whole()
-        batch = self.refill(of_prompts(found, group) if single else found, record)
+        batch = self.refill(of_prompts(found, config.group_size) if single else found, record)
         self.save(batch, record)
         record.metrics["rollout/waves"] = waves
         last = self.wave(batch).batch
@@ -188,7 +184,7 @@ class Sampling:
 
     def score(self, prompts: list[Prompt], samples: list[Sample], record: StepRecord) -> Scored:
         """Rewards [Q, G] of samples in prompt-major order, the same on every rank."""
-        group = len(samples) // len(prompts)
+        group = group_size(prompts, samples)
         with self.timer("reward"):
             result = self.reward.score(prompts, samples)
         record.rewards.append(result)

@@ -10,6 +10,7 @@ resumed run samples them again, with newer weights.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest
@@ -39,7 +40,7 @@ class Ahead:
         """Of the step, Q."""
         request = SamplingRequest.for_training(config, call_seed(config.seed, step))
         self._flight = engines.begin(self.prompts, request)
-        self._count, self._groups = len(self.prompts), dict[int, list["Sample"]]()
+        self._samples: list[Sample] | None = None
 
     def finish(self) -> list[Sample]:
         """Wait for the rest of the samples, and return all of them: N = Q * G, prompt-major.
@@ -48,6 +49,7 @@ class Ahead:
             EngineLostError: engines were lost, and restarted as often as `rollout.max_restarts` allows.
             RunError: an engine refused.
         """
-        while len(self._groups) < self._count:
-            self._groups |= self._flight.take(float("inf"))
-        return [sample for position in sorted(self._groups) for sample in self._groups[position]]
+        if self._samples is None:
+            groups = self._flight.take(math.inf)
+            self._samples = [sample for group in groups.values() for sample in group]
+        return self._samples

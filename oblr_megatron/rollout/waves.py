@@ -29,7 +29,6 @@ class Wave:
     positions: Sequence[int]  # [k] of the prompts in the step's batch, ascending
     batch: Batch
     last: bool  # whether all prompts of the step have now come
-    whole: bool = False  # whether all of them are here
 
     @property
     def prompts(self) -> list[Prompt]:

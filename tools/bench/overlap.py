@@ -1,6 +1,6 @@
 """Measure what `rollout.overlap` is worth: whole runs of real megatron-core and vLLM, each on one core of its own.
 
-    python tools/bench/overlap.py --rounds 3 --json run/bench/overlap.json      10 minutes
+    python tools/bench/overlap.py --rounds 3 --json run/bench/overlap.json      6 minutes
 
 The lengths have a long tail: a model with random weights ends a response with the same small chance after every token.
 In each round every mode makes a whole run with the same first samples. A row has the median step of all rounds; the
