@@ -47,6 +47,10 @@ setup(
         "quantize": ["nvidia-modelopt>=0.47,<0.48"],
         "study": ["scipy"],
         "gym": ["reasoning-gym>=0.1.25,<0.2"],
+        "wandb": ["wandb>=0.31,<0.32"],
+        "mlflow": ["mlflow-skinny>=3.17,<4"],
+        "trackio": ["trackio>=0.43,<0.44"],
+        "docs": ["mkdocs-material>=9.8,<10"],
         "suffix": ["arctic-inference==0.3.0"],  # built from source; see docs/speculation.md
         "dev": [
             "pytest",
