@@ -131,7 +131,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         return dry_run(config, ranks)
     if ranks == 1:
-        from oblr_megatron.train import run_training
+        from oblr_megatron.step_loop import run_training
 
         return run_training(config)
     from oblr_megatron.preflight import preflight
@@ -140,7 +140,7 @@ def _train(options: argparse.Namespace) -> int:
     port = options.master_port
     rendezvous = ["--standalone"] if port is None else ["--master-port", str(port)]
     launcher = [sys.executable, "-m", "oblr_megatron.runtime.launch", "--nproc-per-node", str(ranks)]
-    script = ["-m", "oblr_megatron.train", str(options.config), *overrides]
+    script = ["-m", "oblr_megatron.step_loop", str(options.config), *overrides]
     return os.execv(sys.executable, [*launcher, *rendezvous, *script])
 
 

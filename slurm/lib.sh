@@ -248,7 +248,7 @@ oblr_train() {
     oblr_await oblr_srun "${all[@]}" --output="$logs/node_%n.log" -- \
         "$python" -m oblr_megatron.runtime.launch --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" --max-restarts 0 \
         --rdzv-id "$SLURM_JOB_ID-$attempt" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" \
-        -m oblr_megatron.train "$OBLR_CONFIG" "${overrides[@]}" --resume 2>"$logs/srun.log" || train_status=$?
+        -m oblr_megatron.step_loop "$OBLR_CONFIG" "${overrides[@]}" --resume 2>"$logs/srun.log" || train_status=$?
     cat "$logs/srun.log" >&2
     if grep -q "Exited with exit code $EXIT_USER\$" "$logs/srun.log"; then train_status=$EXIT_USER; fi
 }

@@ -1,6 +1,6 @@
 """Train one toy run: `python -m studies.toy_trainer CONFIG.json`.
 
-The step is that of oblr_megatron/train.py, with the package's baselines, loss, signal-to-noise estimators and
+The step is that of oblr_megatron/step_loop.py, with the package's baselines, loss, signal-to-noise estimators and
 schedules. A tiny transformers model replaces megatron-core, and a plain sampling loop replaces vLLM.
 RUN_DIR/metrics.jsonl uses the same metric names.
 """

@@ -50,13 +50,13 @@ def train_table(config: ToyConfig) -> dict[str, Any]:
 
 
 def run_train(config: ToyConfig) -> int:
-    """Run `oblr_megatron.train` in this process; returns its exit status.
+    """Run `oblr_megatron.step_loop` in this process; returns its exit status.
 
     Raises:
         UserError, RunError: see `run_training`.
     """
     from oblr_megatron.config import parse_config
-    from oblr_megatron.train import run_training
+    from oblr_megatron.step_loop import run_training
 
     table = json.loads(json.dumps(train_table(config)))
     return run_training(parse_config(table, "the study's config"))

@@ -22,7 +22,7 @@ START, STEP, WRITE, COMMIT, PRUNE = MOMENTS = ("start", "step", "write", "commit
 but not yet renamed, or just renamed; an older checkpoint is partly removed."""
 POLL_S = 0.0001
 LOOK_S = 0.5  # between two scans of the processes: a scan takes longer than writing a tiny checkpoint
-RANK = "oblr_megatron.train"
+RANK = "oblr_megatron.step_loop"
 
 
 @dataclass(slots=True)

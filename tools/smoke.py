@@ -67,7 +67,7 @@ def main() -> int:
         *options.overrides,
     ]
     start = time.perf_counter()
-    status, peak_bytes = run_watched([sys.executable, "-m", "oblr_megatron.train", "tools/smoke.toml", *overrides])
+    status, peak_bytes = run_watched([sys.executable, "-m", "oblr_megatron.step_loop", "tools/smoke.toml", *overrides])
     if status:
         print(f"error: the run ended with status {status}", file=sys.stderr)
         return status if status > 0 else 128 - status

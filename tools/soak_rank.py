@@ -1,4 +1,4 @@
-"""Run `oblr_megatron.train` on one rank and write its current phase to a file, which tools/soak.py reads.
+"""Run `oblr_megatron.step_loop` on one rank and write its current phase to a file, which tools/soak.py reads.
 
 SOAK_PHASE=FILE python tools/soak_rank.py CONFIG.toml [section.key=value ...]
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from oblr_megatron.observe.console import Display
-from oblr_megatron.train import main
+from oblr_megatron.step_loop import main
 
 FIELD = 64
 """Bytes of the file: the phase, the completed steps, padding. Example: "rollout 3" and spaces."""

@@ -1,6 +1,6 @@
 """torchrun with signal forwarding, so that a run saves a checkpoint before it ends.
 
-    python -m oblr_megatron.runtime.launch [torchrun's options] -m oblr_megatron.train CONFIG.toml [KEY=VALUE ...]
+    python -m oblr_megatron.runtime.launch [torchrun's options] -m oblr_megatron.step_loop CONFIG.toml [KEY=VALUE ...]
 
 SIGINT, SIGHUP, SIGTERM and SIGUSR1 are forwarded to the ranks of this node. They finish their step, save and end with
 status 0, and so does the launcher. torchrun alone would end its ranks (after 30 s with SIGKILL). A second SIGINT,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LATER_S = 2 * REPEAT_S  # longer than REPEAT_S, because ranks get the first SIGTERM a little later
 KEY_LATER_S = 2 * KEY_REPEAT_S
 RANK = "oblr_megatron.runtime.rank"
-TRAIN = "oblr_megatron.train"
+TRAIN = "oblr_megatron.step_loop"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -80,7 +80,7 @@ def train(config: Config, ranks: int = 1, *, status: int = 0) -> str:
 def train_here(config: Config) -> tuple[int, str]:
     """A run in this process, as one rank; returns the exit status and the output."""
     from oblr_megatron.runtime.command_line import guarded
-    from oblr_megatron.train import run_training
+    from oblr_megatron.step_loop import run_training
 
     names = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": dist.get_rank()}
     os.environ |= {name: str(value) for name, value in names.items()}

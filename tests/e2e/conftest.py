@@ -73,7 +73,7 @@ def saved(overrides: Callable[..., list[str]], tmp_path_factory: pytest.TempPath
 def torchrun(ranks: int, arguments: list[str]) -> list[str]:
     """The command line of a run on several ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, "-m", "oblr_megatron.train", "examples/tiny_cpu/config.toml", *arguments]
+    return [*launcher, "-m", "oblr_megatron.step_loop", "examples/tiny_cpu/config.toml", *arguments]
 
 
 def run(command: list[str], limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:

@@ -35,7 +35,7 @@ TORCHRUN = [*[sys.executable, "-m", "torch.distributed.run", "--standalone"], *[
 COMMANDS = {
     "one rank": (CLI, []),
     "launcher": (CLI, ["--nproc-per-node", "2"]),
-    "torchrun": ([*TORCHRUN, "-m", "oblr_megatron.train"], []),
+    "torchrun": ([*TORCHRUN, "-m", "oblr_megatron.step_loop"], []),
 }
 
 

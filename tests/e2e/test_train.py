@@ -138,7 +138,7 @@ def test_killed_rank_ends_the_job(tmp_path: Path, overrides: Callable[..., list[
         ranks = {
             int(child.environ()["RANK"]): child
             for child in family
-            if child.ppid() == job.pid and "oblr_megatron.train" in child.cmdline()
+            if child.ppid() == job.pid and "oblr_megatron.step_loop" in child.cmdline()
         }
         assert ranks.keys() == {0, 1}
         ranks[victim].send_signal(signal.SIGKILL)

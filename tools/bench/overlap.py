@@ -120,7 +120,7 @@ def run(directory: Path, model: Path, mode: str, number: int, options: argparse.
     }
     config = directory / "config.toml"
     config.write_text("", encoding="utf-8")
-    command = [sys.executable, "-m", "oblr_megatron.train", str(config), *(f"{k}={v}" for k, v in values.items())]
+    command = [sys.executable, "-m", "oblr_megatron.step_loop", str(config), *(f"{k}={v}" for k, v in values.items())]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     environment = os.environ | alone | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)

@@ -97,7 +97,7 @@ def config_of(work: Work, system: str) -> Config:
 def run_package(work: Work, system: str, pace: Pace) -> None:
     """Train with megatron-core and vLLM on one rank."""
     from oblr_megatron.run import open_run
-    from oblr_megatron.train import train
+    from oblr_megatron.step_loop import train
 
     logging.getLogger("vllm").setLevel(logging.ERROR)
     with open_run(config_of(work, system)) as run:

@@ -1,4 +1,4 @@
-"""The step loop of OBLR-PO: `torchrun --nproc-per-node N -m oblr_megatron.train CONFIG.toml [section.key=value ...]`.
+"""The step loop of OBLR-PO: `torchrun --nproc-per-node N -m oblr_megatron.step_loop CONFIG.toml [key=value ...]`.
 
 One step, with Q prompts of G responses each (arXiv 2511.23310):
 
@@ -119,8 +119,8 @@ def _report(config: Config, *, ended: bool = False) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m oblr_megatron.train CONFIG.toml [section.key=value ...]`, one call a rank."""
-    parser = argparse.ArgumentParser(prog="oblr_megatron.train", description="one rank of a run")
+    """`python -m oblr_megatron.step_loop CONFIG.toml [section.key=value ...]`, one call a rank."""
+    parser = argparse.ArgumentParser(prog="oblr_megatron.step_loop", description="one rank of a run")
     add_run_arguments(parser)
     options = parse(parser, arguments)
     die_with_launcher()
