@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env gpu-env gpu-test demo check test test-oldest test-all test-slurm lint format smoke bench lock lock-gpu clean
+.PHONY: env gpu-env gpu-test demo check test test-oldest test-all test-slurm lint format docs smoke bench lock lock-gpu clean
 
 env: $(VENV)/.ready
 
@@ -74,6 +74,11 @@ lint: env
 format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The documentation site, into build/site; a dead link or a page that the navigation lacks ends it.
+docs: env
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 smoke: env
 	$(BIN)/python tools/smoke.py

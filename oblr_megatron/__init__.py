@@ -1,3 +1,20 @@
-"""OBLR-PO post-training of Qwen3 on megatron-core with vLLM rollouts."""
+"""OBLR-PO post-training of Qwen3 on megatron-core with vLLM rollouts. The Python API: `api.py`, docs/python_api.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oblr_megatron.api import Config, RunError, TrainedRun, UserError, evaluate, load_config, parse_config, train
 
 __version__ = "0.1.0"
+__all__ = ["Config", "RunError", "TrainedRun", "UserError", "evaluate", "load_config", "parse_config", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the API when it is first used, so that `import oblr_megatron` loads nothing else."""
+    if name in __all__:
+        from oblr_megatron import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -103,7 +103,7 @@ def build_model(task: Task) -> Qwen3ForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=END,
-        pad_token_id=None,  # with an id, transformers keeps that embedding at 0, where RMSNorm has no gradient
+        pad_token_id=None,  # with an id, transformers keeps that embedding at 0, where the gradient of RMSNorm is huge
         dtype="float32",
     )
     model = Qwen3ForCausalLM(config)

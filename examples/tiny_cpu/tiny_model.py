@@ -52,7 +52,7 @@ def build_model(
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=None,  # with an id, transformers keeps that embedding at 0, where RMSNorm's gradient is huge
         dtype="float32",
     )
     model = (Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM)(config)

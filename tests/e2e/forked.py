@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 
-from oblr_megatron import cli, train
+from oblr_megatron import cli, step_loop
 from tests.distributed.launch import run_ranks
 from tests.e2e.conftest import LIMIT_S, ROOT
 
@@ -30,7 +30,7 @@ def forked(ranks: int, arguments: list[str], **variables: str) -> CompletedProce
     Raises:
         RankError: a rank raised an exception, was killed, or passed the deadline.
     """
-    return call_forked(train.main, ranks, [CONFIG, *arguments], variables)
+    return call_forked(step_loop.main, ranks, [CONFIG, *arguments], variables)
 
 
 def forked_cli(arguments: list[str], **variables: str) -> CompletedProcess[str]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oblr_megatron import train
+from oblr_megatron import step_loop
 from oblr_megatron.rollout.step_file import read_step, step_path
 from tests.e2e.conftest import records
 from tests.e2e.forked import CONFIG, call_forked, forked, forked_cli
@@ -53,7 +53,7 @@ def same_weights(first: Path, second: Path) -> None:
 
 
 def train_without_vllm(arguments: list[str]) -> int:
-    status = train.main(arguments)
+    status = step_loop.main(arguments)
     assert "vllm" not in sys.modules, "vllm was imported"
     return status
 

@@ -26,7 +26,7 @@ ORDER = (
     *("errors", "formatting", "types", "timing", "config", "checks", "metrics", "runtime", "algo", "rewards", "data"),
     *("memory", "model", "weights", "gradnorm", "checkpoint", "engine", "rollout", "gradient", "observe", "evaluation"),
     *("preflight", "planner", "dryrun", "quantize", "cluster", "sampling", "opening", "policy_gradient", "run"),
-    *("step_loop", "doctor", "init_command", "studies", "cli"),
+    *("step_loop", "doctor", "init_command", "studies", "cli", "api"),
 )
 """Folders and root modules from the bottom up: each imports only names to its left."""
 

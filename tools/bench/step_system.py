@@ -1,7 +1,7 @@
 """Run one of `step.py`'s systems: `python step_system.py WORK.json SYSTEM` takes one step per line of input.
 
-The loops are the systems' own: `train.train` of the package, `Trainer.train` of TRL. Each loop blocks at the start of a
-step (before its prompts are taken; at TRL's `on_step_begin`) until the next line of input.
+The loops are the systems' own: `step_loop.train` of the package, `Trainer.train` of TRL. Each loop blocks at the start
+of a step (before its prompts are taken; at TRL's `on_step_begin`) until the next line of input.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from oblr_megatron import train
+from oblr_megatron import step_loop
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.parallel import end_process, rank_from_environment
 
@@ -26,7 +26,7 @@ def main() -> int:
         return plain(self, *arguments, **options)
 
     TrainingGradient.__call__ = gradient  # type: ignore[method-assign]
-    return train.main()
+    return step_loop.main()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,175 @@
+"""The Python API, for scripts and notebooks: `load_config`, `train`, `evaluate`. Imports no torch.
+
+    import oblr_megatron as oblr
+
+    config = oblr.load_config("config.toml", ["num_steps=20"])
+    run = oblr.train(config, nproc_per_node=2)
+    print(run.records[-1]["reward/mean"])
+    print(oblr.evaluate(run.model, config)["heldout"]["accuracy"])
+
+A call runs the command of the same name in a process of its own, so checks, messages and files are the same. The
+caller's process joins no process group and starts no engine. So a notebook can train again in its next cell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from oblr_megatron.checks.run_dir import CONFIG_FILE
+from oblr_megatron.config import Config, load_config, parse_config
+from oblr_megatron.errors import EXIT_OK, EXIT_SIGNAL, EXIT_USER, RunError, UserError
+from oblr_megatron.metrics import Record, read_metrics
+
+__all__ = ["Config", "RunError", "TrainedRun", "UserError", "evaluate", "load_config", "parse_config", "train"]
+
+STARTER = """\
+import signal, sys
+from oblr_megatron.runtime.processes import die_with
+die_with(int(sys.argv.pop(1)), signal.SIGTERM)
+from oblr_megatron.cli import main
+sys.exit(main())
+"""
+ERROR = "error: "  # the start of a command's last line, which becomes the exception
+FORCED = ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")  # rich takes them for a terminal; Jupyter sets one
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRun:
+    """A run's directory after `train`. Example: TrainedRun(Path("run/config")).records[-1]["reward/mean"]"""
+
+    run_dir: Path
+
+    @property
+    def records(self) -> list[Record]:
+        """The metrics of each step, as in metrics.jsonl (docs/metrics.md)."""
+        return read_metrics(self.run_dir)
+
+    @property
+    def report(self) -> Path:
+        """The HTML report."""
+        return self.run_dir / "report.html"
+
+    @property
+    def model(self) -> Path | None:
+        """The trained model in Hugging Face format; None without one, e.g. if checkpoint.export_hf is false."""
+        exported = self.run_dir / "hf"
+        return exported if exported.is_dir() else None
+
+
+def train(config: Config, *, nproc_per_node: int = 1, resume: bool = False) -> TrainedRun:
+    """Train, as `oblr-megatron train` does. An interrupt saves a checkpoint first, as Ctrl-C does there.
+
+    Args:
+        config: from `load_config` or `parse_config`.
+        nproc_per_node: ranks on this machine.
+        resume: continue from the newest intact checkpoint of config.run_dir, if there is one.
+
+    Raises:
+        UserError: a mistake in the input, before any rank or engine is started.
+        RunError: the run failed.
+        KeyboardInterrupt: after the run has stopped.
+    """
+    options = ["--nproc-per-node", str(nproc_per_node), *(["--resume"] if resume else [])]
+    with TemporaryDirectory(prefix="oblr-api-") as scratch:
+        _run(["train", _saved(config, scratch), *options])
+    return TrainedRun(config.run_dir)
+
+
+def evaluate(
+    model: str | Path,
+    config: Config | None = None,
+    *,
+    data: Mapping[str, str | Path] | None = None,
+    k: int | None = None,
+    out: str | Path | None = None,
+    overrides: Sequence[str] = (),
+) -> dict[str, dict[str, Any]]:
+    """Measure the accuracy of a model on held-out sets, as `oblr-megatron eval` does.
+
+    Args:
+        model: Hugging Face directory.
+        config: template, reward and sampling of a run; the defaults if None.
+        data: sets by name, each a path or a source of docs/data.md; by default those of config.evaluate.
+        k: sampled responses of a prompt; by default config.evaluate.samples_per_prompt.
+        out: directory for all responses; the same call continues after a stop.
+        overrides: section.key=value.
+
+    Returns:
+        The metrics of each set with their 95% intervals, see docs/evaluate.md.
+        Example: {"heldout": {"prompts": 512, "k": 4, "accuracy": {"value": 0.98, "low": 0.96, "high": 0.99}, ...}}
+
+    Raises:
+        UserError: a mistake in the input, before an engine is started.
+        RunError: an engine failed, or a file cannot be written.
+    """
+    with TemporaryDirectory(prefix="oblr-api-") as scratch:
+        metrics = Path(scratch) / "metrics.json"
+        command = ["eval", "--model", str(model), "--json", str(metrics), *overrides]
+        if config is not None:
+            command += ["--config", _saved(config, scratch)]
+        if data:
+            command += ["--data", *(f"{name}={source}" for name, source in data.items())]
+        if k is not None:
+            command += ["--k", str(k)]
+        if out is not None:
+            command += ["--out", str(out)]
+        _run(command)
+        sets: dict[str, dict[str, Any]] = json.loads(metrics.read_text(encoding="utf-8"))["sets"]
+    return sets
+
+
+def _saved(config: Config, directory: str) -> str:
+    path = Path(directory) / CONFIG_FILE
+    path.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
+    return str(path)
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """Run a command and print its output; its last error line becomes an exception.
+
+    The process has a session of its own: Ctrl-C reaches it once, through the caller, in a terminal and in a notebook.
+    It gets SIGTERM when the caller dies, so that no run outlives its notebook.
+    """
+    terminal = sys.__stdout__
+    live = terminal is not None and sys.stdout is terminal and terminal.isatty()  # it shows the progress display
+    plain = {name: text for name, text in os.environ.items() if name not in FORCED}
+    child = subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(os.getpid()), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=None if live else subprocess.PIPE,
+        stderr=subprocess.PIPE if live else subprocess.STDOUT,
+        env=(dict(os.environ) if live else plain) | {"PYTHONUNBUFFERED": "1"},
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    interrupted, reason = False, ""
+    while True:
+        try:
+            for line in child.stderr or child.stdout or ():
+                found = line.startswith(ERROR)
+                print(reason if found else line, end="", flush=True)  # an earlier error is not the last line
+                reason = line.removeprefix(ERROR) if found else reason
+            status = child.wait()
+            break
+        except KeyboardInterrupt:
+            interrupted = True
+            child.send_signal(signal.SIGINT)
+        except BaseException:
+            child.terminate()
+            raise
+    if interrupted or status in (-signal.SIGINT, EXIT_SIGNAL + signal.SIGINT):
+        raise KeyboardInterrupt
+    if status == EXIT_USER:
+        raise UserError(reason.rstrip() or "the command ended with status 2; its lines above say why")
+    if status != EXIT_OK:
+        raise RunError(reason.rstrip() or f"the command ended with status {status}; its lines above say why")
