@@ -124,6 +124,18 @@ class RouterMetrics:
     max_load: float  # largest share of a layer's tokens on one expert, times the number of experts: 1 to num_experts
 
 
+@dataclass(frozen=True, slots=True)
+class RejectionMetrics:
+    """What `rollout.rejection` left out of a gradient, under verl's names.
+
+    Example: RejectionMetrics(rollout_rs_masked_fraction=2e-4, rollout_rs_seq_masked_fraction=0.03, kl=1e-4)
+    """
+
+    rollout_rs_masked_fraction: float  # share of response tokens
+    rollout_rs_seq_masked_fraction: float  # share of responses that lost a token
+    kl: float  # mean of log pi_rollout - log pi_trainer, nats
+
+
 @dataclass(slots=True)
 class GradientStats:
     """Statistics of the policy gradient; the gradient itself is in the model's main_grad.
@@ -144,6 +156,7 @@ class GradientStats:
     momentum_dot: float = math.nan  # <g, m>, m the average of earlier raw gradients; NaN without one
     sample_sq_norm: float = math.nan  # sum_n coefficient_n^2 w_n; NaN where norms are not measured
     routers: RouterMetrics | None = None  # of a mixture, when router losses have a pass
+    rejection: RejectionMetrics | None = None  # with rollout.rejection
 
 
 @dataclass(slots=True)

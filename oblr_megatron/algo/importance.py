@@ -67,16 +67,30 @@ def truncated_ratios(
 
 def _sample_totals(difference: Tensor, cu_seqlens: Tensor | None, reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
     """[b, t] log-ratios -> [b, t], each token's sum over its sample; -inf if pi(o_t) = 0 for a token of the sample."""
-    rows, length = difference.shape
+    sample, (totals, excluded) = sample_sums(torch.stack([difference, difference == -torch.inf]), cu_seqlens, reduce)
+    return totals.masked_fill(excluded > 0, -torch.inf).to(difference.dtype)[sample]
+
+
+def sample_sums(
+    values: Tensor, cu_seqlens: Tensor | None, reduce: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Sums over the tokens of each sample.
+
+    Args:
+        values: [k, b, t] of tokens, 0 outside the responses.
+        cu_seqlens: as in `truncated_ratios`.
+        reduce: as in `truncated_ratios`.
+
+    Returns:
+        The sample of each token [b, t], and the sums [k, n] in fp64: long sums in fp32 lose digits.
+    """
+    rows, length = values.shape[1:]
     if cu_seqlens is None:
-        sample = torch.arange(rows, device=difference.device)[:, None].expand(rows, length)
+        sample = torch.arange(rows, device=values.device)[:, None].expand(rows, length)
         count = rows
     else:
         count = len(cu_seqlens) - 1
-        sample = torch.arange(count, device=difference.device).repeat_interleave(cu_seqlens.diff())[None]
-    excluded = difference == -torch.inf
-    values = torch.stack([difference.double(), excluded.double()]).flatten(1)  # fp64: long sums in fp32 lose digits
-    totals = values.new_zeros(2, count).index_add(1, sample.flatten(), values)
-    if reduce is not None:
-        totals = reduce(totals)
-    return totals[0].masked_fill(totals[1] > 0, -torch.inf).to(difference.dtype)[sample]
+        sample = torch.arange(count, device=values.device).repeat_interleave(cu_seqlens.diff())[None]
+    flat = values.to(torch.float64).flatten(1)
+    sums = flat.new_zeros(len(flat), count).index_add(1, sample.flatten(), flat)
+    return sample, sums if reduce is None else reduce(sums)

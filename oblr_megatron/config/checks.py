@@ -108,6 +108,12 @@ def biases(config: Config) -> Iterator[str]:
             'rollout.overlap "one_step" biases gradient, signal and noise: samples are one update old, and their '
             f'importance ratios are cut at {rollout.importance_cap:g}; "stream" has neither'
         )
+    if rollout.rejection != "none":
+        low, high = rollout.rejection_band
+        yield (
+            f'rollout.rejection "{rollout.rejection}" biases the gradient: it leaves out what has an importance ratio '
+            f"outside {low:g} to {high:g}; importance_sampling alone has a smaller bias and a larger variance"
+        )
     if rollout.dynamic_sampling and not (facts.zero_on_equal and not penalty):
         cause = "algo.kl_coefficient" if facts.zero_on_equal else f"baseline {config.algo.baseline!r}"
         yield (
@@ -199,6 +205,9 @@ def _samples(config: Config) -> Iterator[Problem]:
         yield from _streaming(config)
     elif rollout.overlap == "one_step":
         yield from _one_step(rollout)
+    if rollout.rejection == "none" and (rollout.rejection_low, rollout.rejection_high) != (None, 2.0):
+        what = 'rollout.rejection_low and rejection_high are the band of rollout.rejection, which is "none"'
+        yield what, 'set rollout.rejection to "token", "sequence" or "geometric", or leave the band out'
     if rollout.dynamic_sampling and config.group_size == 1:
         what = "group_size is 1, but rollout.dynamic_sampling needs groups with different rewards"
         yield what, "set group_size to 2 or more, or rollout.dynamic_sampling to false"

@@ -47,6 +47,14 @@ class RolloutConfig(Section):
     """Truncated importance weights against the mismatch of trainer and engine, per token or per sequence."""
     importance_cap: float = Field(2.0, ge=1)
     """Upper bound of the importance weights; cut weights are counted."""
+    rejection: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Leave out what the engine drew from too different a policy: weight 0 outside the band of rejection_low and
+    rejection_high. "token": by each token's ratio pi / mu. "sequence": whole responses, by the product of their ratios.
+    "geometric": whole responses, by the geometric mean (docs/corrections.md)."""
+    rejection_low: float | None = Field(None, ge=0, le=1)
+    """Lower end of the band. By default 1 / rejection_high."""
+    rejection_high: float = Field(2.0, ge=1)
+    """Upper end of the band."""
     overlap: Literal["none", "stream", "one_step"] = "none"
     """What the trainer does while the engines sample. "none": it waits for the whole batch. "stream": it scores
     finished prompts and computes their gradient while the others are sampled. The gradient is the same sum in another
@@ -91,6 +99,12 @@ class RolloutConfig(Section):
     """Deadline of one weight push, seconds."""
     sleep_timeout_s: float = Field(120.0, gt=0)
     """Deadline for an engine to free or reclaim its GPU memory, seconds."""
+
+    @property
+    def rejection_band(self) -> tuple[float, float]:
+        """The importance ratios that rejection keeps, both ends included."""
+        low = 1 / self.rejection_high if self.rejection_low is None else self.rejection_low
+        return low, self.rejection_high
 
     @property
     def own_engines(self) -> bool:

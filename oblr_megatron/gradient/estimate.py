@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.gradient.loss_fn import RatioFn
+from oblr_megatron.gradient.ratios import RatioFn
 from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
 from oblr_megatron.gradnorm.sketch import Sketches
 

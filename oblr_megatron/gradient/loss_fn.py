@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from oblr_megatron.algo.kl import KLForm, kl_penalty, kl_slope
 from oblr_megatron.algo.loss import policy_gradient_loss
+from oblr_megatron.gradient.ratios import RATIO_SUMS, RatioFn
 from oblr_megatron.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -20,10 +21,7 @@ if TYPE_CHECKING:
     from oblr_megatron.model.qwen3 import Policy
     from oblr_megatron.model.step import LossFn
 
-RatioFn = Callable[["Tensor", MicroBatch], tuple["Tensor", "Tensor"]]
-"""(detached log-probs [b, t], their microbatch) -> (importance ratios [b, t], number of truncated ratios)."""
-
-SUM_NAMES = ("entropy", "abs_diff", "cut", "kl", "tokens")  # what `score_loss` records, sums over response tokens
+SUM_NAMES = ("entropy", *RATIO_SUMS, "kl", "tokens")  # what `score_loss` records, sums over response tokens
 
 
 @dataclass(slots=True)
@@ -37,6 +35,10 @@ class PassMetrics:
     entropy: float = 0.0  # nats
     abs_diff: float = 0.0  # |log pi_trainer - log pi_rollout|
     cut: float = 0.0  # importance ratios at their cap
+    mismatch: float = 0.0  # log pi_rollout - log pi_trainer
+    rejected: float = 0.0  # tokens with weight 0 (rollout.rejection)
+    rejected_samples: float = 0.0  # responses with such a token
+    samples: float = 0.0  # responses with a token; counted with rollout.rejection only
     kl: float = 0.0  # k3, nats; 0 without a penalty
     tokens: float = 0.0
 
@@ -98,7 +100,7 @@ def score_loss(
         ratios: computes the importance ratios rho; 1 if None.
         coefficients: computes c [b, t] of a microbatch's tokens; 1 if None.
         penalty: added to the loss.
-        records: return `SUM_NAMES` as "sums" [5], and sum_t c_t rho_t log pi(o_t) of each sample as "scores" [n], fp64.
+        records: return `SUM_NAMES` as "sums", and sum_t c_t rho_t log pi(o_t) of each sample as "scores" [n], fp64.
     """
     from oblr_megatron.model.logprobs import vocab_parallel_entropy, vocab_parallel_logprobs
 
@@ -107,7 +109,7 @@ def score_loss(
     def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs = vocab_parallel_logprobs(logits, batch.labels, **vocab)  # [b, t]
         found = logprobs.detach()
-        rho, cut = (torch.ones_like(found), found.new_zeros(())) if ratios is None else ratios(found, batch)
+        rho, sums_of = (torch.ones_like(found), _no_sums) if ratios is None else ratios(found, batch)
         own = torch.ones_like(found) if coefficients is None else coefficients(batch)
         loss, kl = policy_gradient_loss(logprobs, batch.mask, own, rho), found.new_zeros(())
         if penalty is not None:
@@ -116,8 +118,12 @@ def score_loss(
         if not records:
             return loss, {}
         entropy = vocab_parallel_entropy(logits, **vocab)[batch.mask].sum()
-        difference = (found - batch.rollout_logprobs).abs()[batch.mask].sum()
-        sums = torch.stack([part.to(torch.float64) for part in (entropy, difference, cut, kl, batch.mask.sum())])
+        around = torch.stack([part.to(torch.float64) for part in (entropy, kl, batch.mask.sum())])
+        sums = torch.cat([around[:1], sums_of().to(around.device), around[1:]])
         return loss, {"sums": sums, "scores": batch.per_sample((own * rho * found).to(torch.float64))}
 
     return loss_of
+
+
+def _no_sums() -> Tensor:
+    return torch.zeros(len(RATIO_SUMS), dtype=torch.float64)

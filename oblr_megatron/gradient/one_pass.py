@@ -18,7 +18,8 @@ import torch.distributed as dist
 from oblr_megatron.data.packing import one_per_microbatch
 from oblr_megatron.gradient.bookkeep import BookkeepSink
 from oblr_megatron.gradient.buffer import GradientBuffer, add_weighted
-from oblr_megatron.gradient.loss_fn import PassMetrics, RatioFn, score_loss
+from oblr_megatron.gradient.loss_fn import PassMetrics, score_loss
+from oblr_megatron.gradient.ratios import RatioFn
 from oblr_megatron.gradient.stash import StashSink
 from oblr_megatron.gradient.two_pass import norm_batches
 from oblr_megatron.gradnorm.accumulate import NormAccumulator

@@ -21,21 +21,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.algo.importance import truncated_ratios
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.data.packing import microbatches
 from oblr_megatron.gradient.estimate import sketches_of, sq_norms_of, token_energies
 from oblr_megatron.gradient.fold_sums import FoldPass, FoldSums
 from oblr_megatron.gradient.folds import Sharing
 from oblr_megatron.gradient.inline import InlinePass
-from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty, RatioFn
+from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty
 from oblr_megatron.gradient.one_pass import AdvantageFn, BookkeepPass, SpreadStashPass, StashBuffers, StashPass, Work
 from oblr_megatron.gradient.plain import PlainPass
+from oblr_megatron.gradient.ratios import RatioFn, importance_ratios
 from oblr_megatron.gradient.two_pass import norm_batches
 from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.token_values import token_values
-from oblr_megatron.types import GradientStats, MicroBatch, Sample, StepGradient
+from oblr_megatron.types import GradientStats, MicroBatch, RejectionMetrics, Sample, StepGradient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -265,7 +265,14 @@ class TrainingGradient:
             truncated_ratio_fraction=sums.cut / tokens,
             num_tokens=int(sums.tokens),
             kl=None if self._reference is None else sums.kl / tokens,
+            rejection=self._rejection(sums),
         )
+
+    def _rejection(self, sums: PassMetrics) -> RejectionMetrics | None:
+        if self._config.rollout.rejection == "none":
+            return None
+        tokens, samples = max(sums.tokens, 1), max(sums.samples, 1)
+        return RejectionMetrics(sums.rejected / tokens, sums.rejected_samples / samples, sums.mismatch / tokens)
 
     def _make_one_pass(self) -> FoldPass | None:
         options = self._config.gradnorm
@@ -298,25 +305,3 @@ class TrainingGradient:
     @property
     def _ratios(self) -> RatioFn:
         return importance_ratios(self._config, self._policy)
-
-
-def importance_ratios(config: Config, policy: Policy) -> RatioFn:
-    """The importance-ratio rule: log-probs [b, t], batch -> detached ratios [b, t], number of truncated ratios."""
-
-    def ratios(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return truncated_ratios(
-            logprobs.detach(),
-            batch.rollout_logprobs,
-            batch.mask,
-            level=config.rollout.importance_sampling,
-            cap=config.rollout.importance_cap,
-            cu_seqlens=batch.cu_seqlens,
-            reduce=over_context,
-        )
-
-    def over_context(sums: Tensor) -> Tensor:
-        """All-reduce sums over a sample's tokens, of which this context-parallel rank has a part."""
-        dist.all_reduce(sums, group=policy.parallel.cp_group)
-        return sums
-
-    return ratios

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron.data.packing import microbatches, one_per_microbatch
-from oblr_megatron.gradient.loss_fn import RatioFn, score_loss
+from oblr_megatron.gradient.loss_fn import score_loss
+from oblr_megatron.gradient.ratios import RatioFn
 from oblr_megatron.gradnorm.accumulate import NormAccumulator, buffered_bytes
 from oblr_megatron.gradnorm.norm_sink import NormSink
 from oblr_megatron.gradnorm.reduce import Reducer

@@ -28,7 +28,9 @@ def sections(history: History) -> Iterator[Section]:
     )
     of_pools = [pools(history)] if any("pool/pull" in r or "pool/trust" in r for r in history.records) else []
     yield Section("Baselines", (VARIANCE, every_baseline(history), *of_pools))
-    yield Section("Gradients, and agreement with vLLM", (GRADIENT, SAMPLE_NORMS, MISMATCH, SOURCES, *speculation))
+    rejection = [REJECTION] if len(history.points("rollout_corr/kl")[1]) else []
+    agreement = (GRADIENT, SAMPLE_NORMS, MISMATCH, *rejection, SOURCES, *speculation)
+    yield Section("Gradients, and agreement with vLLM", agreement)
     yield Section("Cost", (TIME, RANKS, UTILIZATION, THROUGHPUT))
 
 
@@ -155,6 +157,20 @@ MISMATCH = chart(
     "A sudden rise by orders of magnitude (vLLM serves other weights than the trainer's), or growth from step to step.",
     panel("nats", CurveSpec("rollout/logprob_abs_diff", "mean difference"), log=True),
     strip("", CurveSpec("rollout/truncated_ratio_fraction", "ratios cut", colour=2), include=(0.0, 0.01)),
+)
+
+REJECTION = chart(
+    "Rejection",
+    "Shares of tokens and of responses that rollout.rejection left out, because their importance ratio was outside the "
+    "band. The strip shows the mean difference between vLLM's and the trainer's log-probabilities, with its sign.",
+    "Shares that grow: the gradient is then that of ever fewer responses. Look for the cause in the mismatch first.",
+    panel(
+        "",
+        CurveSpec("rollout_corr/rollout_rs_seq_masked_fraction", "responses", colour=3),
+        CurveSpec("rollout_corr/rollout_rs_masked_fraction", "tokens", colour=2),
+        include=(0.0, 0.01),
+    ),
+    strip("nats", CurveSpec("rollout_corr/kl", "vLLM - trainer", colour=1), include=(0.0,)),
 )
 
 SOURCES = chart(

@@ -89,6 +89,7 @@ def test_bad_values(override: str, named: list[str]) -> None:
         (["num_prompts=6", "algo.snr.num_folds=4"], "num_prompts 6 "),
         (["num_prompts=1", "algo.snr.num_folds=1", "algo.baseline=optimal_prior"], "optimal_prior"),
         (["data.template=Q:"], "'Q:' has no {question}"),
+        (["rollout.rejection_low=0.5"], "rollout.rejection_low and rejection_high are the band of rollout.rejection"),
         (["rollout.push_timeout_s=60", "parallel.distributed_timeout_s=60"], "rollout.push_timeout_s 60 is not below"),
         (["optimizer.offload=sampling", "optimizer.name=sgd"], "has nothing to move"),
         (["checkpoint.resume=nowhere"], "checkpoint.resume 'nowhere'"),

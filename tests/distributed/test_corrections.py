@@ -1,0 +1,145 @@
+"""Rejection of tokens and responses in every mode and layout: norms, gradient and counts are the oracle's, fp64, 1e-10.
+
+The oracle takes autograd sample by sample, with the weights written out per response. The steps are those of
+test_gradnorm_modes.py. Not covered: the formulas' edge cases (tests/unit/algo/test_rejection.py), CUDA.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from oblr_megatron.algo.advantage import AdvantageRule
+from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
+from tests.distributed.launch import layout, run_ranks
+from tests.distributed.test_gradnorm_modes import (
+    GROUP,
+    MODES,
+    PACKED,
+    PROMPTS,
+    RTOL,
+    config_of,
+    make_samples,
+    policy_of,
+    relative_difference,
+    scored,
+)
+from tests.tiny import make_hf_dir
+
+ACTIVE = torch.tensor([True, True, False, True])  # the group of equal rewards has no gradient
+OPTIONS: dict[str, dict[str, Any]] = {
+    "icepop": {"rejection": "token", "rejection_low": 0.4, "rejection_high": 2.5, "importance_cap": 2.5},
+    "masked sequences": {"rejection": "sequence", "rejection_low": 0.03, "rejection_high": 2.2},
+    "masked means": {"rejection": "geometric", "rejection_low": 0.5, "rejection_high": 1.3, "importance_cap": 9.0},
+    "unweighted": {"rejection": "geometric", "rejection_high": 1.8, "importance_sampling": "none"},
+}
+LAYOUTS: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    1: [({}, {})],
+    2: [({}, {}), ({"tp": 2, "sp": True}, {}), ({"pp": 2}, {}), ({"cp": 2}, {}), ({"cp": 2}, PACKED)],
+}
+RUN_IN = ("two_pass", "stash", "bookkeep")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_hf_dir(tmp_path_factory.mktemp("models") / "tied", dtype=torch.float64, tied=True, seed=5))
+
+
+def weights_of(logprobs: torch.Tensor, drawn: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """rho [T] of one response, from the definitions."""
+    ratios = (logprobs - drawn).exp()
+    total = ratios if options["rejection"] == "token" else ratios.prod()
+    if options["rejection"] == "geometric" and len(ratios):
+        total = total ** (1 / len(ratios))
+    high = options["rejection_high"]
+    inside = ((total >= options.get("rejection_low", 1 / high)) & (total <= high)).double().expand(len(ratios))
+    if options.get("importance_sampling") == "none":
+        return inside
+    return ratios.clamp(max=options.get("importance_cap", 1.1)) * inside
+
+
+def expected(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    hf_config = AutoConfig.from_pretrained(path)
+    weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
+    gradients, rhos, mismatch = [], [], 0.0
+    for n, sample in enumerate(make_samples()):
+        logprobs, drawn = oracle_logprobs(weights, hf_config, sample, 0.8), torch.tensor(sample.logprobs).double()
+        rhos.append(weights_of(logprobs, drawn, options))
+        gradients.append(oracle_gradient(weights, hf_config, sample, 0.8, rhos[-1]))
+        mismatch += float((drawn - logprobs).sum()) if ACTIVE[n // GROUP] else 0.0
+    norms = torch.stack([sum(g.square().sum() for g in grad.values()) for grad in gradients])
+    norms = norms * ACTIVE.repeat_interleave(GROUP)
+    config = config_of(path, {"mode": "two_pass"}, folds=4)
+    coefficients = AdvantageRule(scored(), config, 0.0)(range(PROMPTS), norms.view(PROMPTS, GROUP)).flatten()
+    total = [-sum(c * gradient[name] for c, gradient in zip(coefficients, gradients, strict=True)) for name in weights]
+    used = [rho for n, rho in enumerate(rhos) if ACTIVE[n // GROUP] and len(rho)]
+    tokens = sum(len(rho) for rho in used)
+    return {
+        "norms": norms,
+        "B": sum(float(gradient.square().sum()) for gradient in total),
+        "rollout_rs_masked_fraction": sum(int((rho == 0).sum()) for rho in used) / tokens,
+        "rollout_rs_seq_masked_fraction": sum(bool((rho == 0).any()) for rho in used) / len(used),
+        "kl": mismatch / tokens,
+    }
+
+
+def steps(path: str, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    found = {}
+    for sizes, parallel_options in cases:
+        with layout(**sizes) as parallel:
+            for name, options in OPTIONS.items():
+                plain: dict[str, torch.Tensor] = {}
+                for mode in RUN_IN:
+                    config = config_of(path, MODES[mode], folds=4, **parallel_options)
+                    rollout = config.rollout.model_copy(update=options)
+                    config = config.model_copy(update={"rollout": rollout})
+                    policy = policy_of(path, parallel, config)
+                    step = TrainingGradient(policy, config)(
+                        make_samples(), AdvantageRule(scored(), config, 0.0), ACTIVE
+                    )
+                    gradient = {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
+                    plain = plain or gradient
+                    assert step.stats.rejection is not None
+                    found[f"{sizes} {parallel_options}", name, mode] = {
+                        "norms": step.norms_sq,
+                        "B": step.stats.sq_norm,
+                        "rejection": step.stats.rejection,
+                        "difference": max(relative_difference(gradient[key], plain[key]) for key in plain),
+                    }
+    return found
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_norms_gradient_and_counts_are_the_oracles(model: str, world_size: int) -> None:
+    wanted = {name: expected(model, options) for name, options in OPTIONS.items()}
+    for name, want in wanted.items():
+        assert 0.02 < want["rollout_rs_masked_fraction"] < 0.9, name  # some stay, some go
+    for results in run_ranks(steps, world_size, model, LAYOUTS[world_size]):
+        for case, found in results.items():
+            want, rejection = wanted[case[1]], found["rejection"]
+            torch.testing.assert_close(
+                found["norms"], want["norms"], rtol=RTOL, atol=0, msg=lambda m, c=case: f"{c}: {m}"
+            )
+            assert found["B"] == pytest.approx(want["B"], rel=RTOL), case
+            assert found["difference"] <= RTOL, case
+            assert rejection.rollout_rs_masked_fraction == pytest.approx(want["rollout_rs_masked_fraction"]) or (
+                case[2] == "two_pass"  # leaves out single samples with an advantage of 0
+            ), case
+            if case[2] != "two_pass":
+                seq = want["rollout_rs_seq_masked_fraction"]
+                assert rejection.rollout_rs_seq_masked_fraction == pytest.approx(seq, rel=1e-12), case
+                assert rejection.kl == pytest.approx(want["kl"], rel=1e-9), case
+
+
+def test_a_response_without_weight_leaves_no_trace(model: str) -> None:
+    """w = 0 and no gradient; the divisor and the others' advantages are those of the whole group."""
+    [found] = run_ranks(steps, 1, model, LAYOUTS[1])
+    norms = found["{} {}", "masked sequences", "stash"]["norms"].view(PROMPTS, GROUP)[ACTIVE]
+    lengths = scored().lengths[ACTIVE]
+    assert bool(((norms == 0) & (lengths > 0)).any()) and bool((norms > 0).any())
