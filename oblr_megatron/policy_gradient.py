@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import torch
 from oblr_megatron.errors import RunError
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.rollout.dynamic_sampling import call_seed
+from oblr_megatron.rollout.waves import mini_batches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,9 +61,53 @@ class PolicyGradient:
             config.measures_norms and config.gradnorm.sample_fraction == 1 and not config.algo.token_wise
         )
         self._sample_sq_norm = 0.0
+        self._later: list[tuple[Wave, AdvantageRule, Tensor]] = []  # further updates, with log pi_old [n, T]
 
     def add(self, wave: Wave, advantage: AdvantageRule) -> None:
-        """Add g = sum_i c_i sum_t rho_t grad log pi(o_i,t) of a wave's samples."""
+        """Add g = sum_i c_i sum_t rho_t grad log pi(o_i,t) of a wave's samples.
+
+        With `algo.updates_per_batch` the wave is the whole batch. Its first mini-batch is added; the others wait.
+        """
+        own, *others = mini_batches(wave, self._config.algo.updates_per_batch)
+        if others:
+            rules = [advantage.of_update(part.positions) for part in others]
+            with self._timer("gradient"):  # before the weights change
+                old = [
+                    self._gradients.old_logprobs(part.samples, rule.active)
+                    for part, rule in zip(others, rules, strict=True)
+                ]
+            self._later = list(zip(others, rules, old, strict=True))
+            advantage = advantage.of_update(own.positions)
+        self._add(own, advantage)
+
+    def later_updates(self) -> Iterator[GradientStats]:
+        """With `algo.updates_per_batch`, leave g of each further update in main_grad, and return its statistics.
+
+        The caller steps the optimizer after each. The record gets the statistics of all updates together.
+        """
+        found = self._record.stats
+        assert found is not None, "finish() comes first"
+        sq_norms = [found.sq_norm]
+        for part, advantage, old in self._later:
+            sums = self._gradients.begin(whole=True)
+            sums.metrics = self._sums.metrics  # counts over the updates of the step
+            self._gradients.add(
+                sums,
+                range(len(part.prompts)),
+                part.samples,
+                advantage,
+                advantage.active,
+                norms_wanted=False,
+                old_logprobs=old,
+                timer=self._timer,
+            )
+            stats = self._gradients.finish(sums, self._timer)
+            sq_norms.append(stats.sq_norm)
+            count = len(sq_norms)
+            self._record.stats = replace(stats, sq_norm=sum(sq_norms) / count, loss=stats.loss / count)
+            yield stats
+
+    def _add(self, wave: Wave, advantage: AdvantageRule) -> None:
         config, active, chosen = self._config, advantage.active, list(wave.positions)
         if config.uses_norms:
             self._exact[chosen] = self._check(wave, active)

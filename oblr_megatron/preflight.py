@@ -155,8 +155,8 @@ def check_dealing(hf_config: Mapping[str, Any], config: Config, world_size: int)
     Raises:
         UserError: names both numbers.
     """
-    layout = Layout.of(hf_config, config, world_size)
-    check_folds(config.num_prompts, num_folds(config), layout.replicas // layout.sharing)
+    layout, update = Layout.of(hf_config, config, world_size), config.per_update
+    check_folds(update.num_prompts, num_folds(update), layout.replicas // layout.sharing)
 
 
 def select_mode(model: HFDir, config: Config, world_size: int) -> ModeChoice:

@@ -99,7 +99,10 @@ class Run:
         return PolicyGradient(self.gradients, self.sampling, self.momentum, record, whole=whole)
 
     def observe(self, stats: GradientStats, norms_sq: Tensor, record: StepRecord) -> None:
-        """Let the schedule and the baseline learn from the step, for later steps and for the metrics."""
+        """Let the schedule and the baseline learn from the step, for later steps and for the metrics.
+
+        With `algo.updates_per_batch` the statistics are those of the first update, the only one on-policy.
+        """
         config, scored = self.config, record.scored
         assert scored is not None, "a step has rewards"
         self.schedule.observe(stats)
@@ -134,7 +137,10 @@ class Run:
         """Clip the gradient and step the optimizer; a gradient of zero changes nothing."""
         with self.sampling.timer("optimizer"):
             if stats.sq_norm != 0:  # clip refuses a norm that is not finite
-                record.metrics["optimizer/clip_factor"] = self.optimizer.clip(stats.sq_norm)
+                factor = self.optimizer.clip(stats.sq_norm)
+                record.metrics["optimizer/clip_factor"] = min(
+                    factor, record.metrics.get("optimizer/clip_factor", factor)
+                )
                 self.optimizer.step(lr)
         record.metrics["lr"] = lr
         self.updated = record
@@ -263,8 +269,8 @@ def open_run(config: Config) -> Iterator[Run]:
         schedule = build_schedule(
             config.algo,
             config.optimizer,
-            num_steps=config.num_steps,
-            num_prompts=config.num_prompts,
+            num_steps=config.num_steps * config.algo.updates_per_batch,
+            num_prompts=config.per_update.num_prompts,
             seed=config.seed,
         )
         best = None
@@ -277,10 +283,10 @@ def open_run(config: Config) -> Iterator[Run]:
             policy=policy,
             optimizer=optimizer,
             schedule=schedule,
-            gradients=TrainingGradient(policy, config.in_waves, reference),
+            gradients=TrainingGradient(policy, config.per_update.in_waves, reference),
             saver=Saver(config, sampling.parallel, sampling.model, best),
             momentum=momentum,
-            noise=NoiseSplit(config.algo, config.num_prompts, config.group_size),
+            noise=NoiseSplit(config.algo, config.per_update.num_prompts, config.group_size),
             pools=pools_of(config.algo),
         )
         if resumed is not None:

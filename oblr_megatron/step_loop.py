@@ -55,8 +55,11 @@ def train(run: Run) -> None:
             gradient.add(wave, advantage)  # w; g, a sum over prompts
         stats, norms_sq = gradient.finish()
         sampling.finish_ahead()  # rollout.overlap "one_step": the samples of the next step
-        lr = run.schedule.rate(step)  # from earlier steps only                                              Theorem 4
+        updates = step * config.algo.updates_per_batch  # so far
+        lr = run.schedule.rate(updates)  # from earlier steps only                                           Theorem 4
         run.update(stats, lr, record)  # clip, optimizer step
+        for number, later in enumerate(gradient.later_updates(), updates + 1):  # algo.updates_per_batch, off by default
+            run.update(later, run.schedule.rate(number), record)
         run.observe(stats, norms_sq, record)  # signal, noise and mean w, for later steps
         run.push(version=step + 1, record=record)
         sampling.evaluate(record)

@@ -136,6 +136,18 @@ class RejectionMetrics:
     kl: float  # mean of log pi_rollout - log pi_trainer, nats
 
 
+@dataclass(frozen=True, slots=True)
+class ClipMetrics:
+    """The clipped ratios of a step's updates so far, shares of their response tokens, under verl's names.
+
+    Example: ClipMetrics(pg_clipfrac=0.012, pg_clipfrac_lower=0.0, ppo_kl=3e-4)
+    """
+
+    pg_clipfrac: float  # ratios beyond 1 - clip_low or 1 + clip_high
+    pg_clipfrac_lower: float  # ratios above clip_dual with a negative advantage
+    ppo_kl: float  # mean of log pi_old - log pi, nats
+
+
 @dataclass(slots=True)
 class GradientStats:
     """Statistics of the policy gradient; the gradient itself is in the model's main_grad.
@@ -157,6 +169,7 @@ class GradientStats:
     sample_sq_norm: float = math.nan  # sum_n coefficient_n^2 w_n; NaN where norms are not measured
     routers: RouterMetrics | None = None  # of a mixture, when router losses have a pass
     rejection: RejectionMetrics | None = None  # with rollout.rejection
+    clipping: ClipMetrics | None = None  # with algo.updates_per_batch
 
 
 @dataclass(slots=True)

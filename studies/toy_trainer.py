@@ -151,7 +151,17 @@ class ToyRun:
 
 
 def run_toy(config: ToyConfig) -> None:
-    """Train, and write RUN_DIR/config.json and RUN_DIR/metrics.jsonl."""
+    """Train, and write RUN_DIR/config.json and RUN_DIR/metrics.jsonl.
+
+    Raises:
+        UserError: the config asks for several updates on a batch.
+    """
+    if config.algo.updates_per_batch > 1:
+        raise UserError(
+            f"the toy trainer takes one update on a batch, not {config.algo.updates_per_batch}",
+            where="algo.updates_per_batch",
+            fix="set it to 1, or use the real trainer as backend",
+        )
     toy = ToyRun(config)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(config.run_dir / "config.json", config.model_dump_json(indent=2) + "\n")

@@ -78,6 +78,12 @@ def _arguments(config: ToyConfig, trainer: TrainerName, loss_type: str | None) -
             where="algo.schedule",
             fix=f'set it to "constant", as algo.preset = "{trainer}" does',
         )
+    if config.algo.updates_per_batch > 1:
+        raise UserError(
+            f"the TRL backend takes one update on a batch, not {config.algo.updates_per_batch}",
+            where="algo.updates_per_batch",
+            fix="set it to 1",
+        )
     own: dict[str, Any] = {}
     if loss_type is not None:
         if trainer != "grpo":

@@ -41,6 +41,16 @@ class AdvantageRule:
 
     def __init__(self, scored: Scored, config: Config, usual_norm: float, history: History = NO_HISTORY) -> None:
         self._scored, self._config, self._usual, self._history = scored, config, usual_norm, history
+        self._own: Sequence[int] | None = None  # prompts of a mini-batch; None: all
+
+    def of_update(self, own: Sequence[int]) -> AdvantageRule:
+        """The rule of an update on some of the prompts (`algo.updates_per_batch`), which counts them from 0.
+
+        Baselines read the whole batch; divisors count only the update's own prompts.
+        """
+        rule = AdvantageRule(self._scored, self._config.per_update, self._usual, self._history)
+        rule._own = own
+        return rule
 
     @property
     def history(self) -> History:
@@ -50,7 +60,8 @@ class AdvantageRule:
     @property
     def active(self) -> Tensor:
         """[Q] bool: groups with a gradient. In the other groups A = 0 for every w, so their passes are skipped."""
-        return active_groups(self._config.algo.baseline, self._scored.rewards)
+        active = active_groups(self._config.algo.baseline, self._scored.rewards)
+        return active if self._own is None else active[list(self._own)]
 
     def __call__(self, prompts: Sequence[int], norms_sq: Tensor) -> Tensor:
         """Coefficients of k prompts.
@@ -63,12 +74,14 @@ class AdvantageRule:
             c [k, G] fp64.
         """
         rewards, lengths, config = self._scored.rewards, self._scored.lengths, self._config
-        chosen = list(prompts)
+        own = list(range(len(rewards)) if self._own is None else self._own)
+        chosen = [own[prompt] for prompt in prompts]
         norms = torch.full_like(rewards, self._usual)
         norms[chosen] = norms_sq
         values = advantages(config.algo.baseline, rewards, norms, lengths, config.algo, self._history)
         values = values.masked_fill(~norms.isfinite(), 0.0)
-        return self._scaled(values.flatten()).view(rewards.shape)[chosen]
+        scaled = self._scaled(values[own].flatten(), lengths[own].flatten()).view(len(own), -1)
+        return scaled[list(prompts)]
 
     def of_tokens(self, energies: Tensor) -> Tensor:
         """Coefficients of every token, for a token-wise baseline.
@@ -83,11 +96,11 @@ class AdvantageRule:
         broken = ~energies.isfinite().all(-1, keepdim=True)
         algo = self._config.algo
         values = token_advantages(algo.baseline, rewards, energies.masked_fill(broken, 0.0), lengths, self._history)
-        return self._scaled(values.masked_fill(broken, 0.0))
+        return self._scaled(values.masked_fill(broken, 0.0), lengths.flatten())
 
-    def _scaled(self, values: Tensor) -> Tensor:
-        """Advantages [N] or [N, T] times the constant of the aggregation."""
-        config, lengths = self._config, self._scored.lengths.flatten()
+    def _scaled(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Advantages [n] or [n, T] of samples with these lengths, times the constant of the aggregation."""
+        config = self._config
         return sample_coefficients(
             values, lengths, config.num_prompts, config.group_size, config.algo.aggregation, config.token_scale
         )

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.importance import sample_sums
+from oblr_megatron.algo.importance import geometric_means, sample_sums, sample_totals
 
 RejectionLevel = Literal["none", "token", "sequence", "geometric"]
 
@@ -67,25 +67,11 @@ def kept_tokens(
         return mask, nothing, nothing
     difference = torch.where(logprobs == rollout_logprobs, 0.0, logprobs - rollout_logprobs)
     difference = torch.where(mask, difference, 0.0)  # [b, t]
-    if level != "token":
-        difference = _of_samples(difference, mask, cu_seqlens, reduce, mean=level == "geometric")
+    if level == "sequence":
+        difference = sample_totals(difference, cu_seqlens, reduce)
+    elif level == "geometric":
+        difference = geometric_means(difference, mask, cu_seqlens, reduce)
     ratios = difference.exp()
     rejected = ((ratios < low) | (ratios > high)) & mask
     _, (lost, tokens) = sample_sums(torch.stack([rejected, mask]), cu_seqlens, reduce)
     return mask & ~rejected, (lost > 0).sum() / ranks, (tokens > 0).sum() / ranks
-
-
-def _of_samples(
-    difference: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    reduce: Callable[[Tensor], Tensor] | None,
-    *,
-    mean: bool,
-) -> Tensor:
-    """[b, t] log-ratios -> [b, t], each token's sum or mean over its sample; -inf if the sample has pi(o_t) = 0."""
-    values = torch.stack([difference, difference == -torch.inf, mask])
-    sample, (totals, excluded, tokens) = sample_sums(values, cu_seqlens, reduce)
-    if mean:
-        totals = totals / tokens.clamp(min=1)
-    return totals.masked_fill(excluded > 0, -torch.inf).to(difference.dtype)[sample]

@@ -22,6 +22,9 @@ PresetName = Literal[
     "reinforce_pp",
     "reinforce_pp_baseline",
     "otb",
+    "dapo",
+    "gspo",
+    "cispo",
 ]
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -55,6 +58,32 @@ PRESETS: dict[str, dict[str, Any]] = {
         "schedule": "constant",
     },
     "otb": {"baseline": "otb", "schedule": "constant"},  # arXiv 2602.07078
+    # Several clipped updates on a batch, off-policy (docs/clipping.md).
+    "dapo": {  # arXiv 2503.14476; also wants rollout.dynamic_sampling and the reward term overlong
+        "baseline": "grpo",
+        "aggregation": "token_mean",
+        "schedule": "constant",
+        "updates_per_batch": 16,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+    },
+    "gspo": {  # arXiv 2507.18071
+        "baseline": "grpo",
+        "aggregation": "sample_mean",
+        "schedule": "constant",
+        "updates_per_batch": 4,
+        "ratio": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
+    "cispo": {  # arXiv 2506.13585, with the bound 5 of arXiv 2510.13786
+        "baseline": "grpo",
+        "aggregation": "token_mean",
+        "schedule": "constant",
+        "updates_per_batch": 16,
+        "surrogate": "cispo",
+        "clip_high": 4.0,
+    },
 }
 """Values that `algo.preset` fills in. Keys that the user sets keep their values."""
 
@@ -89,7 +118,8 @@ class AlgoConfig(Section):
     """The gradient estimator: baseline, aggregation, KL penalty, learning-rate schedule."""
 
     preset: PresetName | None = None
-    """A recipe. Sets baseline, aggregation, token_scale, schedule and snr; other keys given here win."""
+    """A recipe. Sets baseline, aggregation, token_scale, schedule, snr, updates_per_batch and clipping; other keys
+    given here win."""
     baseline: BaselineName = "pooled"
     """Subtracted from the reward. "optimal" is OBLR-PO's leave-one-out estimate (Theorem 7); "optimal_prior" adds a
     prior from the other prompts. "pooled" is the norm-weighted mean reward of earlier steps, "pooled_mean" the plain
@@ -122,6 +152,21 @@ class AlgoConfig(Section):
     """Directory of the run that "shuffled" and "matched_decay" take their rates from."""
     snr: SnrConfig = SnrConfig()
     """Settings of the "snr" schedule."""
+    updates_per_batch: int = Field(1, ge=1)
+    """U, optimizer updates on the samples of a step, each on the next Q / U prompts, as with PPO's mini-batches. Above
+    1 the later updates are off-policy, and no norms are measured (docs/clipping.md)."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Ratio of the policy to the policy before the first update, for the later ones: of each token, or the geometric
+    mean over the response (GSPO)."""
+    surrogate: Literal["ppo", "cispo"] = "ppo"
+    """What is clipped in later updates. "ppo": the objective; tokens beyond the bound have no gradient. "cispo": the
+    weight of each token's gradient."""
+    clip_low: float | None = Field(None, gt=0)
+    """Lower bound of the ratio: 1 - clip_low. By default none."""
+    clip_high: float | None = Field(None, gt=0)
+    """Upper bound of the ratio: 1 + clip_high. By default none."""
+    clip_dual: float | None = Field(None, gt=1)
+    """Largest ratio of a token with a negative advantage (dual clip; clip_ratio_c in verl). By default none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -134,6 +179,12 @@ class AlgoConfig(Section):
         if not recipe or not isinstance(snr, dict):
             return given
         return {**recipe, **given, "snr": {**recipe.get("snr", {}), **snr}}
+
+    @property
+    def clips(self) -> bool:
+        """Whether a key has an effect only on a batch's later updates."""
+        bounds = (self.clip_low, self.clip_high, self.clip_dual)
+        return bounds != (None, None, None) or (self.ratio, self.surrogate) != ("token", "ppo")
 
     @property
     def token_wise(self) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.config.parallel_checks import parallel_problems
 from oblr_megatron.config.precision_checks import precision_problems
+from oblr_megatron.config.update_checks import update_problems
 from oblr_megatron.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def problems(config: Config) -> Iterator[Problem]:
     if config.num_prompts % folds:
         what = f"num_prompts {config.num_prompts} is not a multiple of algo.snr.num_folds {folds}"
         yield what, "change one of them; folds hold equally many whole prompts"
+    yield from update_problems(config)
     yield from _samples(config)
     yield from _checkpoints(config)
     yield from _data(config)
@@ -107,6 +109,11 @@ def biases(config: Config) -> Iterator[str]:
         yield (
             'rollout.overlap "one_step" biases gradient, signal and noise: samples are one update old, and their '
             f'importance ratios are cut at {rollout.importance_cap:g}; "stream" has neither'
+        )
+    if config.algo.updates_per_batch > 1:
+        yield (
+            f"algo.updates_per_batch {config.algo.updates_per_batch} biases the gradient of all updates but the first: "
+            "they use samples of an earlier policy; signal and noise are those of the first"
         )
     if rollout.rejection != "none":
         low, high = rollout.rejection_band

@@ -86,6 +86,12 @@ class Config(Section):
         return self.uses_norms and self.gradnorm.source in ("exact", "sketch")
 
     @property
+    def per_update(self) -> Config:
+        """The run as one optimizer update sees it: with algo.updates_per_batch, its share of the prompts."""
+        updates = self.algo.updates_per_batch
+        return self if updates == 1 else self.model_copy(update={"num_prompts": self.num_prompts // updates})
+
+    @property
     def by_response(self) -> bool:
         """Whether streamed steps take single responses: no other response of the step decides a coefficient."""
         facts, rollout = BASELINES[self.algo.baseline], self.rollout

@@ -39,6 +39,9 @@ class PassMetrics:
     rejected: float = 0.0  # tokens with weight 0 (rollout.rejection)
     rejected_samples: float = 0.0  # responses with such a token
     samples: float = 0.0  # responses with a token; counted with rollout.rejection only
+    clipped: float = 0.0  # tokens with a ratio beyond its bound, in a batch's later updates
+    beyond_dual: float = 0.0  # tokens with a negative advantage and a ratio above algo.clip_dual
+    drift: float = 0.0  # log pi_old - log pi, of the policy before the first update and now
     kl: float = 0.0  # k3, nats; 0 without a penalty
     tokens: float = 0.0
 

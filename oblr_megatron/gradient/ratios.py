@@ -1,16 +1,23 @@
-"""The weights rho_t of the score s = sum_t rho_t grad log pi(o_t): the correction of the mismatch with the engine.
+"""The weights rho_t of the score s = sum_t rho_t grad log pi(o_t).
 
-rho_t = min(pi / mu, C) inside the band, 0 outside      (algo/importance.py, algo/rejection.py)
+    rho_t = correction * m_t
+    correction = min(pi_old / mu, C) inside the band, 0 outside      (algo/importance.py, algo/rejection.py)
+    m_t = the clipped ratio of pi to pi_old                          (algo/clipping.py)
+
+mu is the rollout engine's policy, and pi_old the trainer's before the first update on the batch. In the first update
+pi_old = pi and m_t = 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from oblr_megatron.algo.clipping import ClippedRatios, clipped_ratios
 from oblr_megatron.algo.importance import truncated_ratios
 from oblr_megatron.algo.rejection import kept_tokens
 from oblr_megatron.types import MicroBatch
@@ -21,7 +28,10 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.qwen3 import Policy
 
-RATIO_SUMS = ("abs_diff", "cut", "mismatch", "rejected", "rejected_samples", "samples")
+RATIO_SUMS = (
+    *("abs_diff", "cut", "mismatch", "rejected", "rejected_samples", "samples"),
+    *("clipped", "beyond_dual", "drift"),
+)
 """What a RatioFn sums over this rank's response tokens; `PassMetrics` explains each."""
 
 RatioFn = Callable[["Tensor", MicroBatch], tuple["Tensor", Callable[[], "Tensor"]]]
@@ -30,8 +40,16 @@ RatioFn = Callable[["Tensor", MicroBatch], tuple["Tensor", Callable[[], "Tensor"
 The sums wait for the GPU, so passes that record nothing do not ask for them."""
 
 
-def importance_ratios(config: Config, policy: Policy) -> RatioFn:
-    """The weights of a run's options in [rollout]."""
+@dataclass(frozen=True, slots=True)
+class Old:
+    """What a batch's later update needs from before the first one."""
+
+    logprobs: Tensor  # [n, T] log pi_old of the update's samples, fp64
+    advantages: Tensor  # [n], numbers with the sign of A
+
+
+def importance_ratios(config: Config, policy: Policy, old: Old | None = None) -> RatioFn:
+    """The weights that [rollout] and [algo] ask for; without `old` those of a batch's first update."""
     rollout, parallel = config.rollout, policy.parallel
     low, high = rollout.rejection_band
 
@@ -42,8 +60,9 @@ def importance_ratios(config: Config, policy: Policy) -> RatioFn:
 
     def ratios(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Callable[[], Tensor]]:
         found, drawn, mask = logprobs.detach(), batch.rollout_logprobs, batch.mask
+        before = found if old is None else batch.of_tokens(old.logprobs).to(found.dtype)
         rho, cut = truncated_ratios(
-            found,
+            before,
             drawn,
             mask,
             level=rollout.importance_sampling,
@@ -52,7 +71,7 @@ def importance_ratios(config: Config, policy: Policy) -> RatioFn:
             reduce=over_context,
         )
         keep, lost, samples = kept_tokens(
-            found,
+            before,
             drawn,
             mask,
             level=rollout.rejection,
@@ -62,12 +81,24 @@ def importance_ratios(config: Config, policy: Policy) -> RatioFn:
             reduce=over_context,
             ranks=parallel.cp_size,
         )
+        rho = rho if rollout.rejection == "none" else rho.masked_fill(~keep, 0.0)
+        drift = None if old is None else later(found, before, batch, old)
 
         def sums() -> Tensor:
-            difference, rejected = (found - drawn)[mask], (mask & ~keep).sum()
-            values = (difference.abs().sum(), cut, -difference.sum(), rejected, lost, samples)
+            difference, rejected = (before - drawn)[mask], (mask & ~keep).sum()
+            values = [difference.abs().sum(), cut, -difference.sum(), rejected, lost, samples]
+            if drift is None:
+                values += [cut.new_zeros(())] * 3
+            else:
+                values += [drift.clipped.sum(), drift.beyond_dual.sum(), (before - found)[mask].sum()]
             return torch.stack([value.to(torch.float64) for value in values])
 
-        return rho if rollout.rejection == "none" else rho.masked_fill(~keep, 0.0), sums
+        return rho if drift is None else rho * drift.weights, sums
+
+    def later(found: Tensor, before: Tensor, batch: MicroBatch, old: Old) -> ClippedRatios:
+        signs = batch.per_token(old.advantages[batch.sample_index])
+        return clipped_ratios(
+            found, before, batch.mask, signs, config.algo, cu_seqlens=batch.cu_seqlens, reduce=over_context
+        )
 
     return ratios

@@ -30,12 +30,12 @@ from oblr_megatron.gradient.inline import InlinePass
 from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty
 from oblr_megatron.gradient.one_pass import AdvantageFn, BookkeepPass, SpreadStashPass, StashBuffers, StashPass, Work
 from oblr_megatron.gradient.plain import PlainPass
-from oblr_megatron.gradient.ratios import RatioFn, importance_ratios
+from oblr_megatron.gradient.ratios import Old, RatioFn, importance_ratios
 from oblr_megatron.gradient.two_pass import norm_batches
 from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model.optimizer import grad_sq_norm
-from oblr_megatron.model.token_values import token_values
-from oblr_megatron.types import GradientStats, MicroBatch, RejectionMetrics, Sample, StepGradient
+from oblr_megatron.model.token_values import response_logprobs, token_values
+from oblr_megatron.types import ClipMetrics, GradientStats, MicroBatch, RejectionMetrics, Sample, StepGradient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,6 +110,7 @@ class TrainingGradient:
         norms_wanted: bool = True,
         measured: Tensor | None = None,
         token_coefficients_of: TokenAdvantageFn | None = None,
+        old_logprobs: Tensor | None = None,
         timer: Timer = lambda _: nullcontext(),
     ) -> tuple[Tensor, Tensor | None]:
         """Add the gradient of k prompts.
@@ -124,6 +125,7 @@ class TrainingGradient:
             norms_wanted: False if nothing depends on w. `coefficients_of` then gets zeros, and one plain pass runs.
             measured: [k] bool; norms are measured of these prompts only. None: of all active ones.
             token_coefficients_of: replaces `coefficients_of` for a token-wise baseline.
+            old_logprobs: [n, T] of the policy before the batch's first update, in a later one (`old_logprobs`).
             timer: entered with "gradnorm" and "gradient"; one-pass modes count as "gradient".
 
         Returns:
@@ -148,7 +150,11 @@ class TrainingGradient:
                 coefficients = coefficients_of(range(len(active)), work.norms_sq.view(len(active), -1)).flatten()
             known = work.norms_sq.isfinite()  # otherwise the sample's gradient is not finite either
             coefficients[~known] = 0.0
-            self._add_plain(sums, positions, samples, coefficients, self._penalty(samples, known, positions))
+            old = None
+            if old_logprobs is not None:
+                device = self._policy.parallel.device
+                old = Old(old_logprobs.to(device), coefficients.to(device))
+            self._add_plain(sums, positions, samples, coefficients, self._penalty(samples, known, positions), old)
             return work.norms_sq, energies
 
     def finish(self, sums: FoldSums, timer: Timer = lambda _: nullcontext()) -> GradientStats:
@@ -202,6 +208,14 @@ class TrainingGradient:
         self._add_plain(sums, range(self._config.num_prompts), samples, coefficients, penalty)
         return self.finish(sums)
 
+    def old_logprobs(self, samples: Sequence[Sample], active: Tensor) -> Tensor:
+        """log pi [n, T] fp64 on the CPU, before a batch's first update, of the prompts of a later one.
+
+        By a forward pass; collective. Arguments as of `add`; 0 for groups that are not active.
+        """
+        batches = self._forward_batches(samples, active, range(len(active)))
+        return response_logprobs(self._policy, samples, batches, self._config.rollout.temperature).cpu()
+
     def _add_plain(
         self,
         sums: FoldSums,
@@ -209,10 +223,12 @@ class TrainingGradient:
         samples: Sequence[Sample],
         coefficients: Tensor,
         penalty: Penalty | None,
+        old: Old | None = None,
     ) -> None:
         """Add the gradient of samples with known coefficients."""
         unused = torch.zeros(0, dtype=torch.float64)
-        work = Work(samples, lambda *_: unused, self._ratios, unused, sums.metrics)
+        ratios = importance_ratios(self._config, self._policy, old)
+        work = Work(samples, lambda *_: unused, ratios, unused, sums.metrics)
         self._plain.prepare(coefficients, penalty)
         self._plain.begin(samples)
         everything = torch.ones(len(positions), dtype=torch.bool)
@@ -266,6 +282,7 @@ class TrainingGradient:
             num_tokens=int(sums.tokens),
             kl=None if self._reference is None else sums.kl / tokens,
             rejection=self._rejection(sums),
+            clipping=self._clipping(sums),
         )
 
     def _rejection(self, sums: PassMetrics) -> RejectionMetrics | None:
@@ -273,6 +290,12 @@ class TrainingGradient:
             return None
         tokens, samples = max(sums.tokens, 1), max(sums.samples, 1)
         return RejectionMetrics(sums.rejected / tokens, sums.rejected_samples / samples, sums.mismatch / tokens)
+
+    def _clipping(self, sums: PassMetrics) -> ClipMetrics | None:
+        if self._config.algo.updates_per_batch == 1:
+            return None
+        tokens = max(sums.tokens, 1)
+        return ClipMetrics(sums.clipped / tokens, sums.beyond_dual / tokens, sums.drift / tokens)
 
     def _make_one_pass(self) -> FoldPass | None:
         options = self._config.gradnorm

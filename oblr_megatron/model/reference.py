@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.model.logprobs import vocab_parallel_logprobs
-from oblr_megatron.model.token_values import token_values
+from oblr_megatron.model.token_values import response_logprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,15 +30,8 @@ class Reference:
 
     def logprobs(self, samples: Sequence[Sample], batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
         """log pi_ref [N, T] fp64 of every response token, by a forward pass; arguments as in `token_values`."""
-
-        def values_of(logits: Tensor, batch: MicroBatch) -> Tensor:
-            vocab_size, parallel = self._policy.vocab_size, self._policy.parallel
-            return vocab_parallel_logprobs(
-                logits, batch.labels, vocab_size=vocab_size, parallel=parallel, temperature=temperature
-            )
-
         with self.in_place():
-            return token_values(self._policy, samples, batches, values_of)
+            return response_logprobs(self._policy, samples, batches, temperature)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

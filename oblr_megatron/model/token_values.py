@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oblr_megatron.model.logprobs import vocab_parallel_logprobs
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.types import MicroBatch, Sample
 
@@ -47,3 +48,17 @@ def token_values(
     dist.all_reduce(table, group=parallel.pp_group)
     dist.all_reduce(table, group=parallel.dp_cp_group)
     return table
+
+
+def response_logprobs(
+    policy: Policy, samples: Sequence[Sample], batches: Sequence[MicroBatch], temperature: float
+) -> Tensor:
+    """log pi [N, T] fp64 of every response token, at the sampling temperature; other arguments as in `token_values`."""
+
+    def values_of(logits: Tensor, batch: MicroBatch) -> Tensor:
+        vocab_size, parallel = policy.vocab_size, policy.parallel
+        return vocab_parallel_logprobs(
+            logits, batch.labels, vocab_size=vocab_size, parallel=parallel, temperature=temperature
+        )
+
+    return token_values(policy, samples, batches, values_of)

@@ -161,6 +161,8 @@ def _of_gradient(stats: GradientStats) -> dict[str, float]:
             found["kl/mean"] = stats.kl
         if stats.rejection is not None:
             found |= {f"rollout_corr/{name}": value for name, value in asdict(stats.rejection).items()}
+        if stats.clipping is not None:
+            found |= {f"actor/{name}": value for name, value in asdict(stats.clipping).items()}
     if stats.routers is not None:
         found |= {f"moe/{name}": value for name, value in asdict(stats.routers).items()}
     return found

@@ -46,6 +46,18 @@ class Wave:
         return self.batch.scored
 
 
+def mini_batches(wave: Wave, count: int) -> list[Wave]:
+    """The prompts of a wave in `count` equal parts, in order; the wave itself if `count` is 1."""
+    if count == 1:
+        return [wave]
+    size = len(wave.positions) // count
+    parts = [range(start, start + size) for start in range(0, size * count, size)]
+    return [
+        Wave(part, assembled({place: (wave.batch, place) for place in part}, failures=0), last=wave.last)
+        for part in parts
+    ]
+
+
 def of_responses(batch: Batch) -> Batch:
     """The same responses as groups of one, in the same order: q prompts become q * G."""
     group = batch.scored.rewards.shape[1]

@@ -29,7 +29,8 @@ def sections(history: History) -> Iterator[Section]:
     of_pools = [pools(history)] if any("pool/pull" in r or "pool/trust" in r for r in history.records) else []
     yield Section("Baselines", (VARIANCE, every_baseline(history), *of_pools))
     rejection = [REJECTION] if len(history.points("rollout_corr/kl")[1]) else []
-    agreement = (GRADIENT, SAMPLE_NORMS, MISMATCH, *rejection, SOURCES, *speculation)
+    clipping = [CLIPPING] if len(history.points("actor/ppo_kl")[1]) else []
+    agreement = (GRADIENT, *clipping, SAMPLE_NORMS, MISMATCH, *rejection, SOURCES, *speculation)
     yield Section("Gradients, and agreement with vLLM", agreement)
     yield Section("Cost", (TIME, RANKS, UTILIZATION, THROUGHPUT))
 
@@ -171,6 +172,20 @@ REJECTION = chart(
         include=(0.0, 0.01),
     ),
     strip("nats", CurveSpec("rollout_corr/kl", "vLLM - trainer", colour=1), include=(0.0,)),
+)
+
+CLIPPING = chart(
+    "Clipped ratios",
+    "Shares of tokens with a ratio to the policy before the step's first update that was beyond its bound, over all "
+    "updates of the step. The strip shows the mean fall of their log-probabilities since then.",
+    "Shares that grow, or a divergence that jumps: the updates of a batch move the policy too far; use fewer.",
+    panel(
+        "",
+        CurveSpec("actor/pg_clipfrac", "clipped", colour=2),
+        CurveSpec("actor/pg_clipfrac_lower", "dual clip", colour=3),
+        include=(0.0, 0.01),
+    ),
+    strip("nats", CurveSpec("actor/ppo_kl", "old - new log-prob", colour=1), include=(0.0,)),
 )
 
 SOURCES = chart(

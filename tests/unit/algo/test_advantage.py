@@ -81,3 +81,17 @@ def test_usual_norm() -> None:
     assert usual(torch.tensor([1.0, 3.0, float("nan"), 0.0]), 0.0) == 2.0
     assert usual(torch.tensor([4.0]), 2.0, share=0.5) == 3.0
     assert usual(torch.zeros(3), 2.0) == 2.0
+
+
+@pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sample_mean"])
+@pytest.mark.parametrize("baseline", ["rloo", "grpo", "reinforce_pp"])
+def test_a_mini_batch_has_the_batches_advantages_and_its_own_divisor(baseline: str, aggregation: str) -> None:
+    scored, norms = step()
+    config = config_of(baseline=baseline, aggregation=aggregation, updates_per_batch=Q)
+    whole = AdvantageRule(scored, config, 0.0)
+    together, lengths = whole(range(Q), norms), scored.lengths.double()
+    for prompt in range(Q):
+        factor = float(lengths.sum() / lengths[prompt].sum()) if aggregation == "token_mean" else Q
+        part = whole.of_update([prompt])
+        torch.testing.assert_close(part([0], norms[:1]), factor * together[[prompt]], rtol=1e-12, atol=0)
+        assert part.active.tolist() == whole.active[[prompt]].tolist()

@@ -25,6 +25,15 @@ PUBLISHED = {
     "reinforce_pp": ("reinforce_pp", "token_mean", "constant"),
     "reinforce_pp_baseline": ("reinforce_pp_baseline", "token_mean", "constant"),
     "otb": ("otb", "constant", "constant"),
+    "dapo": ("grpo", "token_mean", "constant"),
+    "gspo": ("grpo", "sample_mean", "constant"),
+    "cispo": ("grpo", "token_mean", "constant"),
+}
+# preset -> updates_per_batch, ratio, surrogate, clip_low, clip_high: as published
+CLIPPED = {
+    "dapo": (16, "token", "ppo", 0.2, 0.28),
+    "gspo": (4, "sequence", "ppo", 3e-4, 4e-4),
+    "cispo": (16, "token", "cispo", None, 4.0),
 }
 
 
@@ -43,6 +52,14 @@ def test_what_a_preset_sets(preset: str) -> None:
     assert (algo.baseline, algo.aggregation, algo.schedule) == PUBLISHED[preset]
     assert algo.preset == preset and (algo.baseline in FORMULAS or algo.token_wise)
     assert algo.token_wise == (algo.baseline not in FORMULAS) == (preset == "otb")
+
+
+@pytest.mark.parametrize("preset", CLIPPED)
+def test_what_a_clipped_preset_sets(preset: str) -> None:
+    algo = parsed(f"algo.preset={preset}").algo
+    found = (algo.updates_per_batch, algo.ratio, algo.surrogate, algo.clip_low, algo.clip_high)
+    assert found == CLIPPED[preset] and algo.clips
+    assert parsed(f"algo.preset={preset}", "algo.updates_per_batch=1").algo.clips, "on-policy, nothing is clipped"
 
 
 def test_the_default_is_the_preset_oblr_pooled() -> None:
@@ -91,6 +108,17 @@ def test_what_a_run_saves_is_read_back(preset: str) -> None:
         (["algo.preset=otb", "algo.snr.estimator=samples"], "algo.snr.estimator 'samples'"),
         (["algo.preset=grpo", "algo.kl_coefficient=0.04", "gradnorm.mode=bookkeep"], "algo.kl_coefficient 0.04"),
         (["algo.preset=oblr_po", "algo.kl_coefficient=0.04", "gradnorm.mode=stash"], "gradnorm.mode 'stash'"),
+        (["algo.preset=dapo", "num_prompts=120"], "algo.updates_per_batch 16 does not divide num_prompts 120"),
+        (["algo.preset=dapo", "num_prompts=32"], "leaves 2 prompts for each update"),
+        (["algo.preset=dapo", "algo.baseline=pooled"], "algo.updates_per_batch 16 with algo.baseline 'pooled'"),
+        (["algo.preset=gspo", "gradnorm.always=true"], "algo.updates_per_batch 4 with gradnorm.always"),
+        (["algo.preset=gspo", "algo.baseline=otb"], "algo.baseline 'otb'"),
+        (["algo.preset=gspo", "algo.schedule=snr"], "algo.schedule 'snr'"),
+        (["algo.preset=cispo", "rollout.overlap=stream"], "rollout.overlap 'stream'"),
+        (["algo.preset=cispo", "rollout.overlap=one_step", "rollout.max_staleness=1"], "rollout.overlap 'one_step'"),
+        (["algo.preset=cispo", "algo.clip_dual=3"], "algo.clip_dual"),
+        (["algo.baseline=rloo", "algo.clip_high=0.2"], "algo.updates_per_batch is 1"),
+        (["algo.baseline=rloo", "algo.ratio=sequence"], "algo.updates_per_batch is 1"),
     ],
 )
 def test_contradictions_end_in_one_line(overrides: list[str], named: str) -> None:
