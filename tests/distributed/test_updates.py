@@ -21,7 +21,7 @@ from oblr_megatron.rollout.step_file import read_step, step_path
 from oblr_megatron.types import Sample
 from tests.distributed.replayed import GROUP, PROMPTS, certain, config_of, exported, make_inputs, train
 
-UPDATES, LR, STEPS = 2, 4.0, 2
+UPDATES, LR, STEPS = 2, 0.5, 2
 COMMON = (
     *("model.dtype=float64", f"num_steps={STEPS}", "checkpoint.every_steps=0", "gradnorm.mode=two_pass"),
     *("optimizer.name=sgd", f"optimizer.lr={LR}", "optimizer.clip_grad=0", f"algo.updates_per_batch={UPDATES}"),
@@ -43,7 +43,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
+    return make_inputs(tmp_path_factory.mktemp("inputs"), dtype=torch.float64)
 
 
 def weights_of_tokens(config: Config, now: Tensor, old: Tensor, drawn: Tensor, advantage: float) -> Tensor:
@@ -71,7 +71,8 @@ def by_hand(config: Config, inputs: Path) -> tuple[dict[str, Tensor], list[float
     shares = []
     for step in range(1, STEPS + 1):
         saved = read_step(step_path(inputs / "rollouts", step))
-        rewards = torch.tensor(saved.rewards, dtype=torch.float64).view(PROMPTS, GROUP)
+        right = [float(sample.text == saved.prompts[n // GROUP].answer) for n, sample in enumerate(saved.samples)]
+        rewards = torch.tensor(right, dtype=torch.float64).view(PROMPTS, GROUP)
         centred = rewards - rewards.mean(-1, keepdim=True)
         advantages = (centred / (rewards.std(-1, keepdim=True) + 1e-6)).flatten().tolist()
         old = [logprobs(sample) for sample in saved.samples]
@@ -104,8 +105,8 @@ def test_a_run_is_the_oracles_in_every_layout(arm: str, inputs: Path, tmp_path: 
     config = config_of(inputs, tmp_path / "one", *ARMS[arm], *COMMON)
     wanted, shares = by_hand(config, inputs)
     train(config)
-    for name in LAYOUTS:
-        train(config_of(inputs, tmp_path / name, *ARMS[arm], *COMMON, *LAYOUTS[name]), 2)
+    for name, layout in LAYOUTS.items():
+        train(config_of(inputs, tmp_path / name, *ARMS[arm], *COMMON, *layout), 2)
     one = certain(tmp_path / "one")
     if arm != "gspo":  # the oracle counts tokens, not sequences
         assert [record["actor/pg_clipfrac"] for record in one] == pytest.approx(shares, rel=1e-12)
