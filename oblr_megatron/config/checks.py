@@ -116,10 +116,9 @@ def biases(config: Config) -> Iterator[str]:
             "they use samples of an earlier policy; signal and noise are those of the first"
         )
     if rollout.rejection != "none":
-        low, high = rollout.rejection_band
         yield (
             f'rollout.rejection "{rollout.rejection}" biases the gradient: it leaves out what has an importance ratio '
-            f"outside {low:g} to {high:g}; importance_sampling alone has a smaller bias and a larger variance"
+            "outside its band; importance_sampling alone has a smaller bias and a larger variance"
         )
     if rollout.dynamic_sampling and not (facts.zero_on_equal and not penalty):
         cause = "algo.kl_coefficient" if facts.zero_on_equal else f"baseline {config.algo.baseline!r}"

@@ -101,12 +101,6 @@ class RolloutConfig(Section):
     """Deadline for an engine to free or reclaim its GPU memory, seconds."""
 
     @property
-    def rejection_band(self) -> tuple[float, float]:
-        """The importance ratios that rejection keeps, both ends included."""
-        low = 1 / self.rejection_high if self.rejection_low is None else self.rejection_low
-        return low, self.rejection_high
-
-    @property
     def own_engines(self) -> bool:
         """Whether the run starts engines itself, on the trainer's devices."""
         return self.replay is None and not self.servers

@@ -44,7 +44,7 @@ class Config(Section):
     run_dir: Path
     """Output directory; must be empty or absent, unless the run is resumed."""
     num_steps: int = Field(100, ge=1)
-    """Optimizer steps."""
+    """Steps of the run: a batch of samples, and one optimizer update unless algo.updates_per_batch is set."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of data order and sampling."""
     num_prompts: int = Field(128, ge=1)

@@ -51,7 +51,8 @@ class Old:
 def importance_ratios(config: Config, policy: Policy, old: Old | None = None) -> RatioFn:
     """The weights that [rollout] and [algo] ask for; without `old` those of a batch's first update."""
     rollout, parallel = config.rollout, policy.parallel
-    low, high = rollout.rejection_band
+    high = rollout.rejection_high
+    low = 1 / high if rollout.rejection_low is None else rollout.rejection_low
 
     def over_context(sums: Tensor) -> Tensor:
         """All-reduce sums over a sample's tokens, of which this context-parallel rank has a part."""

@@ -167,11 +167,11 @@ REJECTION = chart(
     "Shares that grow: the gradient is then that of ever fewer responses. Look for the cause in the mismatch first.",
     panel(
         "",
-        CurveSpec("rollout_corr/rollout_rs_seq_masked_fraction", "responses", colour=3),
-        CurveSpec("rollout_corr/rollout_rs_masked_fraction", "tokens", colour=2),
+        CurveSpec("rollout_corr/rollout_rs_seq_masked_fraction", "responses", "line", 3),
+        CurveSpec("rollout_corr/rollout_rs_masked_fraction", "tokens", "line", 2),
         include=(0.0, 0.01),
     ),
-    strip("nats", CurveSpec("rollout_corr/kl", "vLLM - trainer", colour=1), include=(0.0,)),
+    strip("nats", CurveSpec("rollout_corr/kl", "vLLM - trainer", "line", 1), include=(0.0,)),
 )
 
 CLIPPING = chart(
@@ -181,11 +181,11 @@ CLIPPING = chart(
     "Shares that grow, or a divergence that jumps: the updates of a batch move the policy too far; use fewer.",
     panel(
         "",
-        CurveSpec("actor/pg_clipfrac", "clipped", colour=2),
-        CurveSpec("actor/pg_clipfrac_lower", "dual clip", colour=3),
+        CurveSpec("actor/pg_clipfrac", "clipped", "line", 2),
+        CurveSpec("actor/pg_clipfrac_lower", "dual clip", "line", 3),
         include=(0.0, 0.01),
     ),
-    strip("nats", CurveSpec("actor/ppo_kl", "old - new log-prob", colour=1), include=(0.0,)),
+    strip("nats", CurveSpec("actor/ppo_kl", "old - new log-prob", "line", 1), include=(0.0,)),
 )
 
 SOURCES = chart(

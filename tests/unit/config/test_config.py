@@ -129,6 +129,8 @@ def test_baselines_that_need_no_other_response(baseline: str) -> None:
         (["rollout.dynamic_sampling=true", "algo.baseline=none"], ["baseline 'none'"]),
         (["rollout.dynamic_sampling=true", "algo.baseline=rloo", "algo.kl_coefficient=0.1"], ["kl_coefficient"]),
         (["rollout.top_p=0.9"], ["top_p 0.9"]),
+        (["rollout.rejection=token"], ['rollout.rejection "token"']),
+        (["algo.preset=gspo"], ["algo.updates_per_batch 4"]),
         (["rollout.top_k=20", "rollout.dynamic_sampling=true", "algo.baseline=none"], ["baseline 'none'", "top_k 20"]),
     ],
 )
