@@ -18,7 +18,8 @@ class OptimizerConfig(Section):
     """eta_0, the learning rate: constant; at the start of the cosine; for "snr" the rate at the end of warm-up
     (snr.reference "warmup") or at full signal ("one")."""
     lr_warmup_steps: int = Field(0, ge=0)
-    """Updates of linear warm-up: steps, unless algo.updates_per_batch is set. The control schedules ignore it and use the rates of their source run."""
+    """Updates of linear warm-up: steps, unless algo.updates_per_batch is set. The control schedules ignore it and use
+    the rates of their source run."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final rate of the cosine schedule as a share of lr."""
     weight_decay: float = Field(0.0, ge=0)
