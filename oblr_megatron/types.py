@@ -64,8 +64,57 @@ class Scored:
     failures: int  # responses without a score (exception, deadline), counted as 0
 
 
+class TokenRows:
+    """The layout of a microbatch: one sample a row, padded on the right, or all samples packed in one row."""
+
+    __slots__ = ()
+    input_ids: Tensor  # [b, t] int64
+    mask: Tensor  # [b, t] bool, True where a token counts
+    cu_seqlens: Tensor | None  # [n + 1] int32, packed only: sample i is tokens cu_seqlens[i]..cu_seqlens[i + 1]
+
+    @property
+    def num_samples(self) -> int:
+        """n, which is b unless packed."""
+        return len(self.input_ids) if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """Expand values of samples [n] to their tokens: [b, t]."""
+        if self.cu_seqlens is None:
+            return values[:, None].expand(self.input_ids.shape)
+        return values.repeat_interleave(self.cu_seqlens.diff())[None]
+
+    def per_sample(self, values: Tensor) -> Tensor:
+        """Sum values of this rank's tokens [b, t] over the counted tokens of each sample: [n]."""
+        values = values.masked_fill(~self.mask, 0.0)
+        if self.cu_seqlens is None:
+            return values.sum(dim=1)
+        import torch
+
+        segments = self.per_token(torch.arange(self.num_samples, device=values.device))[0]
+        return values.new_zeros(self.num_samples).index_add(0, segments, values[0])
+
+
 @dataclass(slots=True)
-class MicroBatch:
+class TokenBatch(TokenRows):
+    """A microbatch of the norms' library (docs/norms_library.md). Subclasses may have more fields.
+
+    Tensors with the shape of `input_ids` are padded and cut over context-parallel ranks like it. Tensors of [n] have
+    one value a sample.
+
+    Example, two samples as rows:    input_ids [[5, 9, 7], [3, 2, 0]]  labels [[9, 7, 0], [2, 0, 0]]
+        mask [[T, T, F], [T, F, F]]
+    Packed: input_ids [[5, 9, 7, 3, 2]], cu_seqlens [0, 3, 5]
+    """
+
+    input_ids: Tensor  # [b, t] int64
+    labels: Tensor  # [b, t] int64, what position j predicts
+    mask: Tensor  # [b, t] bool, True where a label counts
+    cu_seqlens: Tensor | None = None  # [n + 1] int32, packed only
+    sample_index: Tensor | None = None  # [n] int64, position among the samples of a call; the library sets it
+
+
+@dataclass(slots=True)
+class MicroBatch(TokenRows):
     """Samples that go through the model together, padded on the right.
 
     Position j predicts token j + 1: `labels[:, j]` is that token, `mask[:, j]` is True where it is a response token.
@@ -85,31 +134,10 @@ class MicroBatch:
     cu_seqlens: Tensor | None = None  # [n + 1] int32, packed only: sample i is tokens cu_seqlens[i]..cu_seqlens[i + 1]
     token_index: Tensor | None = None  # [b, t] int64, place of `labels` in its response, 0 where mask is False
 
-    @property
-    def num_samples(self) -> int:
-        """n."""
-        return len(self.sample_index)
-
-    def per_token(self, values: Tensor) -> Tensor:
-        """Expand values of samples [n] to their tokens: [b, t]."""
-        if self.cu_seqlens is None:
-            return values[:, None].expand(self.input_ids.shape)
-        return values.repeat_interleave(self.cu_seqlens.diff())[None]
-
     def of_tokens(self, table: Tensor) -> Tensor:
         """Look up values of response tokens: table [N, T] -> [b, t], 0 where mask is False."""
         assert self.token_index is not None, "the microbatch has no token_index"
         return table[self.per_token(self.sample_index), self.token_index].masked_fill(~self.mask, 0)
-
-    def per_sample(self, values: Tensor) -> Tensor:
-        """Sum values of this rank's tokens [b, t] over the response tokens of each sample: [n]."""
-        values = values.masked_fill(~self.mask, 0.0)
-        if self.cu_seqlens is None:
-            return values.sum(dim=1)
-        import torch
-
-        segments = self.per_token(torch.arange(self.num_samples, device=values.device))[0]
-        return values.new_zeros(self.num_samples).index_add(0, segments, values[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.config import Config, ParallelConfig
-from oblr_megatron.config.precision_checks import check_sizes
 from oblr_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config, ParallelConfig
 
 
 def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) -> None:
@@ -25,6 +26,8 @@ def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) 
     Raises:
         UserError: names both numbers and the fix.
     """
+    from oblr_megatron.config.precision_checks import check_sizes  # the norms' library loads no configuration
+
     check_world_size(config.parallel, world_size)
     check_model(hf_config, config.parallel, where=str(config.model.path))
     check_attention(config.model.attention, config.parallel)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.config.padding import FP8_TOKENS
 from oblr_megatron.errors import Problem, UserError
+from oblr_megatron.padding import FP8_TOKENS
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config

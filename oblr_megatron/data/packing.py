@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from oblr_megatron.config.padding import Padding, padding_of_layout
 from oblr_megatron.errors import UserError
+from oblr_megatron.padding import Padding, padding_of_layout
 from oblr_megatron.types import MicroBatch, Sample
 
 if TYPE_CHECKING:

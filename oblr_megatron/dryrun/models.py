@@ -22,12 +22,12 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig
-from oblr_megatron.config.padding import padded_vocab_size
 from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.model import moe
 from oblr_megatron.model.parallel import Parallel, Position, positions
 from oblr_megatron.model.qwen3 import build_model
 from oblr_megatron.model.transformer_config import HFConfig, transformer_config_of
+from oblr_megatron.padding import padded_vocab_size
 
 KERNELS_OFF = {
     "recompute_granularity": "none",

@@ -15,18 +15,41 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.gradnorm.accumulate import NormAccumulator
 from oblr_megatron.gradnorm.norm_sink import NormSink
-from oblr_megatron.gradnorm.rules import Rule
+from oblr_megatron.gradnorm.rules import Rule, untapped_aside
+from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.taps import add_product, add_rows, main_grad
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from oblr_megatron.gradnorm.accumulate import NormAccumulator
+    from oblr_megatron.gradnorm.reduce import Reducer
     from oblr_megatron.gradnorm.segments import Segments
     from oblr_megatron.gradnorm.sketch import Sketches
+    from oblr_megatron.model.step import LossFn
+    from oblr_megatron.model.tapped import TappedModel
     from oblr_megatron.model.taps import Splits
+    from oblr_megatron.types import TokenRows
+
+
+def keep_factors(
+    model: TappedModel,
+    batches: Sequence[TokenRows],
+    loss_of: LossFn,
+    rules: Sequence[Rule],
+    reducer: Reducer,
+    sketches: Sketches | None = None,
+) -> tuple[Tensor, list[dict[str, Tensor]], BookkeepSink]:
+    """Squared norms [n] fp64, the loss's records, and the sink with the factors of all gradients.
+
+    `main_grad` is unchanged until `BookkeepSink.add_gradient`. Arguments as in `sq_grad_norms`.
+    """
+    sink = BookkeepSink(rules, NormAccumulator(rules, batches, reducer), sketches)
+    with untapped_aside(rules):
+        records = run_schedule(model, batches, loss_of, sink=sink)
+        return reducer.finish(sink.accumulator), records, sink
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from oblr_megatron.memory.buffer_sizes import OFFLOADED_PIECE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.tapped import TappedModel
 
 CACHED = 2**18  # elements that fit in a CPU's cache while every gradient is added to them
 
@@ -21,18 +21,20 @@ class GradientBuffer:
     """One gradient of all of this rank's parameters.
 
     Args:
-        policy: the layout is that of its gradient buffers.
+        model: the layout is that of its gradient buffers.
         dtype: of the gradient; by default that of `main_grad`.
         device: stores the gradient; host memory is pinned on a machine with a GPU.
     """
 
-    def __init__(self, policy: Policy, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self, model: TappedModel, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> None:
         self.flats: list[list[Tensor]] = []  # [model chunk][megatron buffer]
         self.views: dict[int, Tensor] = {}  # id of the parameter -> view of its shape
-        for chunk in policy.chunks:
+        for chunk in model.chunks:
             flats = []
             for buffer in megatron_buffers(chunk):
-                flat = _empty(len(buffer.grad_data), dtype or buffer.grad_data.dtype, device or policy.parallel.device)
+                flat = _empty(len(buffer.grad_data), dtype or buffer.grad_data.dtype, device or model.parallel.device)
                 flats.append(flat)
                 for parameter, (start, end, _) in buffer.param_index_map.items():
                     self.views[id(parameter)] = flat[start:end].view(parameter.shape)
@@ -54,7 +56,7 @@ def megatron_buffers(chunk: Any) -> list[Any]:
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
-def add_weighted(policy: Policy, gradients: Sequence[GradientBuffer], coefficients: Sequence[float]) -> None:
+def add_weighted(policy: TappedModel, gradients: Sequence[GradientBuffer], coefficients: Sequence[float]) -> None:
     """main_grad += sum_i c_i gradient_i; gradients with c = 0 are not read."""
     used = [(gradient, factor) for gradient, factor in zip(gradients, coefficients, strict=True) if factor != 0]
     for index, chunk in enumerate(policy.chunks):

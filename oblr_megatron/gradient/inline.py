@@ -13,15 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.gradient.bookkeep import add_sample_products, add_sample_rows, add_sample_vectors
-from oblr_megatron.gradient.loss_fn import PassMetrics, score_loss
-from oblr_megatron.gradient.one_pass import untapped_aside, weighted
-from oblr_megatron.gradient.two_pass import norm_batches, pipeline_runs
 from oblr_megatron.gradnorm.accumulate import NormAccumulator
 from oblr_megatron.gradnorm.norm_sink import NormSink
 from oblr_megatron.gradnorm.products import product, sum_dtype, tile_rows, wants_product
-from oblr_megatron.gradnorm.reduce import Reducer
-from oblr_megatron.gradnorm.rules import Rule, classify
-from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
+from oblr_megatron.gradnorm.rules import Rule, untapped_aside
 from oblr_megatron.model.sq_norms import sq_norm
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.taps import main_grad
@@ -30,11 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from oblr_megatron.config import Config
-    from oblr_megatron.gradient.one_pass import Work
+    from oblr_megatron.gradnorm.reduce import Reducer
     from oblr_megatron.gradnorm.sketch import Sketches
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.step import LossFn
+    from oblr_megatron.model.tapped import TappedModel
     from oblr_megatron.model.taps import Splits
+    from oblr_megatron.types import TokenRows
 
 
 class InlineSink(NormSink):
@@ -116,40 +112,22 @@ class InlineSink(NormSink):
         return summed or wants_product(x[..., 0].numel(), x.shape[-1], dy.shape[-1], x)
 
 
-class InlinePass:
-    """Mode `inline`: microbatches as in plain training; of one sample if a parameter cannot tell samples apart."""
+def add_inline(
+    model: TappedModel,
+    batches: Sequence[TokenRows],
+    loss_of: LossFn,
+    coefficients: Tensor,
+    rules: Sequence[Rule],
+    reducer: Reducer,
+    sketches: Sketches | None = None,
+) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """main_grad += sum_i c_i grad_i; returns squared norms [n] fp64 and the loss's records.
 
-    def __init__(self, policy: Policy, config: Config, sketches: Sketches | None = None) -> None:
-        self._policy, self._config, self._sketches = policy, config, sketches
-        self._rules = classify(policy)
-        self._reducer = Reducer(policy.parallel)
-
-    def add(self, work: Work, indices: Sequence[int]) -> None:
-        """Leave the gradient of these samples in main_grad, which is zero before; whole prompts in prompt-major order.
-
-        If a norm is not finite, its sample has already spoilt main_grad. The pass is then repeated without that sample.
-        """
-        coefficients = torch.zeros_like(work.norms_sq)
-        coefficients[list(indices)] = weighted(work, indices, self._config.group_size)
-        metrics = self._add(work, indices, coefficients)
-        broken = ~work.norms_sq.isfinite()
-        if bool(broken[list(indices)].any()):
-            coefficients[broken] = 0.0
-            self._policy.zero_grad()
-            metrics = self._add(work, indices, coefficients)
-        work.metrics.include(metrics)
-
-    def _add(self, work: Work, indices: Sequence[int], coefficients: Tensor) -> PassMetrics:
-        metrics = PassMetrics()
-        loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
-        whole = norm_batches(self._policy, self._config, self._rules, work.samples, indices)
-        for batches in pipeline_runs(self._policy, whole, self._rules, KEPT_BYTES):
-            order = torch.cat([batch.sample_index for batch in batches]).cpu()
-            accumulator = NormAccumulator(self._rules, batches, self._reducer)
-            sink = InlineSink(self._rules, accumulator, coefficients[order], self._sketches)
-            with untapped_aside(self._rules):
-                records = run_schedule(self._policy, batches, loss_of, sink=sink)
-            sink.add_untapped()
-            work.norms_sq[order] = self._reducer.finish(accumulator).cpu()
-            metrics.add(records, coefficients[order])
-        return metrics
+    `coefficients` c [n] fp64 on the CPU are in the order of the samples. Other arguments as in `sq_grad_norms`.
+    """
+    accumulator = NormAccumulator(rules, batches, reducer)
+    sink = InlineSink(rules, accumulator, coefficients, sketches)
+    with untapped_aside(rules):
+        records = run_schedule(model, batches, loss_of, sink=sink)
+    sink.add_untapped()
+    return reducer.finish(accumulator), records

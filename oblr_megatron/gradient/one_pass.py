@@ -1,4 +1,4 @@
-"""Norms and policy gradient in one forward and backward pass: `bookkeep`, `stash`, and `stash` over several replicas.
+"""Norms and policy gradient in one forward and backward pass: `inline`, `bookkeep`, and `stash` on one replica or more.
 
 A pass processes whole prompts. It computes their norms, asks for the coefficients of a group as soon as its norms are
 known, and adds the gradient of the samples to `main_grad`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,17 +15,17 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron.data.packing import one_per_microbatch
-from oblr_megatron.gradient.bookkeep import BookkeepSink
+from oblr_megatron.gradient.bookkeep import keep_factors
 from oblr_megatron.gradient.buffer import GradientBuffer, add_weighted
+from oblr_megatron.gradient.inline import add_inline
 from oblr_megatron.gradient.loss_fn import PassMetrics, score_loss
 from oblr_megatron.gradient.ratios import RatioFn
-from oblr_megatron.gradient.stash import StashSink
-from oblr_megatron.gradient.two_pass import norm_batches
-from oblr_megatron.gradnorm.accumulate import NormAccumulator
+from oblr_megatron.gradient.stash import stash_gradients
+from oblr_megatron.gradient.two_pass import norm_batches, pipeline_runs
 from oblr_megatron.gradnorm.reduce import Reducer
-from oblr_megatron.gradnorm.rules import Kind, Rule, classify
+from oblr_megatron.gradnorm.rules import classify
+from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
 from oblr_megatron.memory.pass_plan import stash_count
-from oblr_megatron.model.step import run_schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.gradnorm.sketch import Sketches
     from oblr_megatron.model.qwen3 import Policy
-    from oblr_megatron.types import MicroBatch, Sample
+    from oblr_megatron.types import Sample
 
 AdvantageFn = Callable[[Sequence[int], "Tensor"], "Tensor"]
 """Positions of k prompts and their samples' norms w [k, G] -> coefficients c [k, G], fp64 on the CPU."""
@@ -51,6 +50,42 @@ class Work:
     metrics: PassMetrics
 
 
+class InlinePass:
+    """Mode `inline`: microbatches as in plain training; of one sample if a parameter cannot tell samples apart."""
+
+    def __init__(self, policy: Policy, config: Config, sketches: Sketches | None = None) -> None:
+        self._policy, self._config, self._sketches = policy, config, sketches
+        self._rules = classify(policy)
+        self._reducer = Reducer(policy.parallel)
+
+    def add(self, work: Work, indices: Sequence[int]) -> None:
+        """Leave the gradient of these samples in main_grad, which is zero before; whole prompts in prompt-major order.
+
+        If a norm is not finite, its sample has already spoilt main_grad. The pass is then repeated without that sample.
+        """
+        coefficients = torch.zeros_like(work.norms_sq)
+        coefficients[list(indices)] = weighted(work, indices, self._config.group_size)
+        metrics = self._add(work, indices, coefficients)
+        broken = ~work.norms_sq.isfinite()
+        if bool(broken[list(indices)].any()):
+            coefficients[broken] = 0.0
+            self._policy.zero_grad()
+            metrics = self._add(work, indices, coefficients)
+        work.metrics.include(metrics)
+
+    def _add(self, work: Work, indices: Sequence[int], coefficients: Tensor) -> PassMetrics:
+        metrics = PassMetrics()
+        loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
+        whole = norm_batches(self._policy, self._config, self._rules, work.samples, indices)
+        for batches in pipeline_runs(self._policy, whole, self._rules, KEPT_BYTES):
+            order = torch.cat([batch.sample_index for batch in batches]).cpu()
+            own = coefficients[order]
+            norms, records = add_inline(self._policy, batches, loss_of, own, self._rules, self._reducer, self._sketches)
+            work.norms_sq[order] = norms.cpu()
+            metrics.add(records, own)
+        return metrics
+
+
 class BookkeepPass:
     """Mode `bookkeep`: windows of prompts up to `window_tokens` tokens, several samples a microbatch."""
 
@@ -63,20 +98,16 @@ class BookkeepPass:
         """Add the gradient of these samples to main_grad; whole prompts in prompt-major order."""
         for window in self._windows(work.samples, indices):
             batches = norm_batches(self._policy, self._config, self._rules, work.samples, window)
-            accumulator = NormAccumulator(self._rules, batches, self._reducer)
-            sink = BookkeepSink(self._rules, accumulator, self._sketches)
-            with untapped_aside(self._rules):
-                records = self._run(work, batches, sink)
-                order = torch.cat([batch.sample_index for batch in batches]).cpu()
-                work.norms_sq[order] = self._reducer.finish(accumulator).cpu()
+            loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
+            norms, records, sink = keep_factors(
+                self._policy, batches, loss_of, self._rules, self._reducer, self._sketches
+            )
+            order = torch.cat([batch.sample_index for batch in batches]).cpu()
+            work.norms_sq[order] = norms.cpu()
             coefficients = torch.zeros_like(work.norms_sq)
             coefficients[window] = weighted(work, window, self._config.group_size)
             work.metrics.add(records, coefficients[order])
             sink.add_gradient(coefficients[order])
-
-    def _run(self, work: Work, batches: list[MicroBatch], sink: BookkeepSink) -> list[dict[str, Tensor]]:
-        loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
-        return run_schedule(self._policy, batches, loss_of, sink=sink)
 
     def _windows(self, samples: Sequence[Sample], indices: Sequence[int]) -> Iterator[list[int]]:
         """Windows of whole prompts: at least one prompt, otherwise at most `window_tokens` tokens."""
@@ -106,11 +137,8 @@ class StashPass:
         made_in, kept = self._buffers.take()
         for prompt in _groups(indices, self._config.group_size):
             batches = one_per_microbatch(work.samples, prompt, device=self._policy.parallel.device)
-            accumulator = NormAccumulator(self._rules, batches, self._reducer, squares_rows=False)
-            with untapped_aside(self._rules):
-                sink = StashSink(self._rules, accumulator, kept, made_in)
-                records = run_schedule(self._policy, batches, loss_of, sink=sink)
-                work.norms_sq[prompt] = self._reducer.finish(accumulator).cpu()
+            norms, records = stash_gradients(self._policy, batches, loss_of, self._rules, self._reducer, kept, made_in)
+            work.norms_sq[prompt] = norms.cpu()
             coefficients = weighted(work, prompt, self._config.group_size)
             work.metrics.add(records, coefficients)
             add_weighted(self._policy, kept, coefficients.tolist())
@@ -157,12 +185,8 @@ class SpreadStashPass:
     ) -> _Pending:
         """Backward of this replica's samples of one prompt into the buffers; starts the all-gather of their norms."""
         batches = one_per_microbatch(work.samples, own, device=self._policy.parallel.device)
-        accumulator = NormAccumulator(self._rules, batches, self._reducer, squares_rows=False)
         loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
-        with untapped_aside(self._rules):
-            sink = StashSink(self._rules, accumulator, buffers, made_in)
-            records = run_schedule(self._policy, batches, loss_of, sink=sink)
-            norms = self._reducer.finish(accumulator)
+        norms, records = stash_gradients(self._policy, batches, loss_of, self._rules, self._reducer, buffers, made_in)
         work.norms_sq[own] = norms.cpu()
         gathered = norms.new_zeros(self._group.size(), len(own))
         arrival = dist.all_gather(list(gathered), norms.contiguous(), group=self._group, async_op=True)
@@ -209,21 +233,6 @@ class StashBuffers:
         self._made_in = None
         if self._kept_on.type == self._policy.parallel.device.type:
             self._kept = []
-
-
-@contextmanager
-def untapped_aside(rules: Sequence[Rule]) -> Iterator[None]:
-    """Move the accumulated gradient of untapped parameters out of `main_grad`, and add it back at the end.
-
-    Inside, `main_grad` of an untapped parameter holds only the gradient of the current sample.
-    """
-    grads = [rule.grad for rule in rules if not rule.tapped and rule.kind is not Kind.FROZEN]
-    before = [grad.clone() for grad in grads]
-    for grad in grads:
-        grad.zero_()
-    yield
-    for grad, value in zip(grads, before, strict=True):
-        grad.add_(value)
 
 
 def _groups(indices: Sequence[int], size: int) -> list[list[int]]:

@@ -11,18 +11,42 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from oblr_megatron.gradient.buffer import GradientBuffer
+from oblr_megatron.gradnorm.accumulate import NormAccumulator
 from oblr_megatron.gradnorm.products import product
-from oblr_megatron.gradnorm.rules import EMBEDDING, OUTPUT, Kind, Rule
+from oblr_megatron.gradnorm.rules import EMBEDDING, OUTPUT, Kind, Rule, untapped_aside
 from oblr_megatron.gradnorm.segments import Segments, scale_grads
+from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.taps import add_product, add_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from oblr_megatron.gradnorm.accumulate import NormAccumulator
+    from oblr_megatron.gradnorm.reduce import Reducer
+    from oblr_megatron.model.step import LossFn
+    from oblr_megatron.model.tapped import TappedModel
     from oblr_megatron.model.taps import Splits
-    from oblr_megatron.types import MicroBatch
+    from oblr_megatron.types import TokenRows
+
+
+def stash_gradients(
+    model: TappedModel,
+    batches: Sequence[TokenRows],
+    loss_of: LossFn,
+    rules: Sequence[Rule],
+    reducer: Reducer,
+    kept: Sequence[GradientBuffer],
+    work: GradientBuffer | None,
+) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """The gradient of each microbatch's only sample, in `kept`; returns squared norms [n] fp64 and the loss's records.
+
+    `main_grad` is unchanged. Arguments as in `sq_grad_norms` and `StashSink`.
+    """
+    accumulator = NormAccumulator(rules, batches, reducer, squares_rows=False)
+    with untapped_aside(rules):
+        sink = StashSink(rules, accumulator, kept, work)
+        records = run_schedule(model, batches, loss_of, sink=sink)
+        return reducer.finish(accumulator), records
 
 
 class StashSink:
@@ -47,7 +71,7 @@ class StashSink:
         self.slot = 0
         self._written: set[int] = set()  # ids of the parameters with a gradient of this sample
 
-    def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
+    def begin(self, position: int, chunk: int, batch: TokenRows) -> None:
         """Start the gradient of the microbatch's sample."""
         assert batch.num_samples == 1, "mode stash needs one sample a microbatch"
         self.slot = self.accumulator.first[position]

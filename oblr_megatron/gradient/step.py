@@ -26,9 +26,16 @@ from oblr_megatron.data.packing import microbatches
 from oblr_megatron.gradient.estimate import sketches_of, sq_norms_of, token_energies
 from oblr_megatron.gradient.fold_sums import FoldPass, FoldSums
 from oblr_megatron.gradient.folds import Sharing
-from oblr_megatron.gradient.inline import InlinePass
 from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty
-from oblr_megatron.gradient.one_pass import AdvantageFn, BookkeepPass, SpreadStashPass, StashBuffers, StashPass, Work
+from oblr_megatron.gradient.one_pass import (
+    AdvantageFn,
+    BookkeepPass,
+    InlinePass,
+    SpreadStashPass,
+    StashBuffers,
+    StashPass,
+    Work,
+)
 from oblr_megatron.gradient.plain import PlainPass
 from oblr_megatron.gradient.ratios import Old, RatioFn, importance_ratios
 from oblr_megatron.gradient.two_pass import norm_batches

@@ -7,7 +7,7 @@ skips them if the Gram form is cheaper. It needs no extra memory for gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from oblr_megatron.gradient.ratios import RatioFn
 from oblr_megatron.gradnorm.accumulate import NormAccumulator, buffered_bytes
 from oblr_megatron.gradnorm.norm_sink import NormSink
 from oblr_megatron.gradnorm.reduce import Reducer
-from oblr_megatron.gradnorm.rules import Rule, classify
+from oblr_megatron.gradnorm.rules import Rule, classify, untapped_aside
 from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
+from oblr_megatron.model.step import run_schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.gradnorm.sketch import Sketches
     from oblr_megatron.model.qwen3 import Policy
-    from oblr_megatron.types import MicroBatch, Sample
+    from oblr_megatron.model.sequence import Batch
+    from oblr_megatron.model.step import LossFn
+    from oblr_megatron.model.tapped import TappedModel
+    from oblr_megatron.types import MicroBatch, Sample, TokenRows
 
 
 def sample_sq_grad_norms(
@@ -36,25 +40,35 @@ def sample_sq_grad_norms(
     *,
     temperature: float = 1.0,
     ratios: RatioFn | None = None,
+    **options: Any,
+) -> Tensor:
+    """w_i = ||grad_theta sum_t rho_t log pi(o_t)||^2 of every sample: `sq_grad_norms` of the score."""
+    return sq_grad_norms(policy, microbatches, score_loss(policy, temperature, ratios), **options)
+
+
+def sq_grad_norms(
+    model: TappedModel,
+    microbatches: Sequence[TokenRows],
+    loss_of: LossFn,
+    *,
     kept_bytes: int = KEPT_BYTES,
     sketches: Sketches | None = None,
     rules: Sequence[Rule] | None = None,
     reducer: Reducer | None = None,
 ) -> Tensor:
-    """w_i = ||grad_theta sum_t rho_t log pi(o_t)||^2 of every sample, over all trainable parameters.
+    """||grad_theta loss_i||^2 of every sample, over all trainable parameters.
 
     Collective over the replica, with the same samples on all its ranks. Replicas that share experts must all call it,
     with the same number of microbatches and one sample in each.
 
     Args:
-        policy: the model; weights are unchanged, `main_grad` is zero afterwards.
+        model: weights and `main_grad` are unchanged.
         microbatches: of any length, several samples each unless `rules_need_single_samples`.
-        temperature: of the sampling distribution.
-        ratios: computes the importance ratios rho; 1 if None.
+        loss_of: the sum of the samples' losses.
         kept_bytes: bound on a rank's buffered partial gradients; more samples take several pipeline runs.
         sketches: estimates the norms of linear layers by random projections.
         rules: by default those of `classify`.
-        reducer: by default one for the policy's layout.
+        reducer: by default one for the model's layout.
 
     Returns:
         [n] fp64 in the order of the microbatches' samples, the same on every rank of the replica. 0 for an empty
@@ -63,16 +77,13 @@ def sample_sq_grad_norms(
     Raises:
         UserError: no rule covers a trainable parameter.
     """
-    from oblr_megatron.model.step import run_schedule
-
-    rules, reducer = rules or classify(policy), reducer or Reducer(policy.parallel)
-    loss_of = score_loss(policy, temperature, ratios)
-    policy.zero_grad()
-    norms = [torch.zeros(0, dtype=torch.float64, device=policy.parallel.device)]
-    for batches in pipeline_runs(policy, microbatches, rules, kept_bytes):
-        accumulator = NormAccumulator(rules, batches, reducer)
-        run_schedule(policy, batches, loss_of, sink=NormSink(rules, accumulator, sketches))
-        norms.append(reducer.finish(accumulator))
+    rules, reducer = rules or classify(model), reducer or Reducer(model.parallel)
+    norms = [torch.zeros(0, dtype=torch.float64, device=model.parallel.device)]
+    with untapped_aside(rules):
+        for batches in pipeline_runs(model, microbatches, rules, kept_bytes):
+            accumulator = NormAccumulator(rules, batches, reducer)
+            run_schedule(model, batches, loss_of, sink=NormSink(rules, accumulator, sketches))
+            norms.append(reducer.finish(accumulator))
     return torch.cat(norms)
 
 
@@ -92,10 +103,10 @@ def rules_need_single_samples(rules: Sequence[Rule]) -> bool:
 
 
 def pipeline_runs(
-    policy: Policy, microbatches: Sequence[MicroBatch], rules: Sequence[Rule], kept_bytes: int
-) -> Iterator[Sequence[MicroBatch]]:
+    model: TappedModel, microbatches: Sequence[Batch], rules: Sequence[Rule], kept_bytes: int
+) -> Iterator[Sequence[Batch]]:
     """Split the microbatches into pipeline runs that buffer at most `kept_bytes` on any rank of the block."""
-    parallel = policy.parallel
+    parallel = model.parallel
     largest = max((buffered_bytes(rules, batch, parallel) for batch in microbatches), default=0)
     shared = torch.tensor(largest, device=parallel.device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=parallel.block_group)

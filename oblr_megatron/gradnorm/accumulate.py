@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from oblr_megatron.gradnorm.reduce import Reducer
     from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.types import MicroBatch
+    from oblr_megatron.types import TokenRows
 
 
 class NormAccumulator:
@@ -36,7 +36,7 @@ class NormAccumulator:
     """
 
     def __init__(
-        self, rules: Sequence[Rule], batches: Sequence[MicroBatch], reducer: Reducer, *, squares_rows: bool = True
+        self, rules: Sequence[Rule], batches: Sequence[TokenRows], reducer: Reducer, *, squares_rows: bool = True
     ) -> None:
         self.reducer, self.parallel = reducer, reducer.parallel
         self.first = _offsets(batch.num_samples for batch in batches)  # slot of each microbatch's first sample
@@ -92,17 +92,22 @@ class _Vectors:
         self.values = rules[0].grad.new_zeros(slots, ends[-1])
 
 
-def buffered_bytes(rules: Sequence[Rule], batch: MicroBatch, parallel: Parallel) -> int:
+def buffered_bytes(rules: Sequence[Rule], batch: TokenRows, parallel: Parallel) -> int:
     """Bytes that this rank buffers for one microbatch until `Reducer.finish`."""
     vectors = sum(rule.grad.nbytes for _, kind_rules in _buffered(rules, parallel) for rule in kind_rules)
     return vectors * batch.num_samples + EmbeddingRows.bytes_of(rules, batch, parallel)
 
 
 def _buffered(rules: Sequence[Rule], parallel: Parallel) -> list[tuple[Kind, list[Rule]]]:
-    """The small parameters to sum over ranks: partials, and with context parallelism also copies."""
-    kinds = (Kind.PARTIAL, Kind.COPY) if parallel.cp_size > 1 else (Kind.PARTIAL,)
-    found = [(kind, [rule for rule in rules if rule.kind is kind and rule.name != EMBEDDING]) for kind in kinds]
+    """The small parameters to sum over ranks: partials; with context parallelism also copies and column biases."""
+    small = [rule for rule in rules if rule.name != EMBEDDING and not (rule.kind is Kind.SHARD and _large(rule))]
+    kinds = (Kind.PARTIAL, Kind.COPY, Kind.SHARD) if parallel.cp_size > 1 else (Kind.PARTIAL,)
+    found = [(kind, [rule for rule in small if rule.kind is kind]) for kind in kinds]
     return [(kind, kind_rules) for kind, kind_rules in found if kind_rules]
+
+
+def _large(rule: Rule) -> bool:
+    return rule.expert or rule.param.dim() > 1
 
 
 def _offsets(counts: Iterable[int]) -> list[int]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.types import MicroBatch
+    from oblr_megatron.types import TokenRows
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class EmbeddingRows:
 
     @classmethod
     def of(
-        cls, rules: Sequence[Rule], batches: Sequence[MicroBatch], parallel: Parallel, *, squares: bool
+        cls, rules: Sequence[Rule], batches: Sequence[TokenRows], parallel: Parallel, *, squares: bool
     ) -> EmbeddingRows | None:
         """Allocate the rows of these microbatches' samples; None on a rank that needs none."""
         embedding, head = _uses(rules, parallel)
@@ -74,7 +74,7 @@ class EmbeddingRows:
         )
 
     @staticmethod
-    def bytes_of(rules: Sequence[Rule], batch: MicroBatch, parallel: Parallel) -> int:
+    def bytes_of(rules: Sequence[Rule], batch: TokenRows, parallel: Parallel) -> int:
         """Bytes that this rank buffers for one microbatch."""
         uses = [use for use in _uses(rules, parallel) if use is not None]
         if not uses:
@@ -122,7 +122,7 @@ def _uses(rules: Sequence[Rule], parallel: Parallel) -> tuple[Rule | None, Rule 
     return embedding, head
 
 
-def _ids(batch: MicroBatch) -> list[Tensor]:
+def _ids(batch: TokenRows) -> list[Tensor]:
     """The token ids of each sample, padding included."""
     if batch.cu_seqlens is None:
         return list(batch.input_ids)

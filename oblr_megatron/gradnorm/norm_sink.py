@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from oblr_megatron.gradnorm.accumulate import NormAccumulator
     from oblr_megatron.gradnorm.sketch import Sketches
     from oblr_megatron.model.taps import Splits
-    from oblr_megatron.types import MicroBatch
+    from oblr_megatron.types import TokenRows
 
 
 class NormSink:
@@ -52,7 +52,7 @@ class NormSink:
         self.tokens = 0  # t
         self.segments = Segments(0, None)
 
-    def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
+    def begin(self, position: int, chunk: int, batch: TokenRows) -> None:
         """Set the samples that the following factors belong to."""
         self.slot, self.tokens = self.accumulator.first[position], batch.input_ids.shape[1]
         offsets = None if batch.cu_seqlens is None else tuple(batch.cu_seqlens.tolist())

@@ -55,12 +55,15 @@ class Reducer:
         return whole.tensor_split(group.size())[dist.get_rank(group)]
 
     def vectors(self, kind: Kind, values: Tensor) -> Tensor:
-        """[n, P] partial gradients -> [n]: all-reduced over TP and CP, then squared; zeros except on the first rank."""
+        """[n, P] partial gradients -> [n]: all-reduced over TP and CP, then squared; zeros except on the first rank.
+
+        Shards are all-reduced over CP only, and counted on each TP rank.
+        """
         if kind is Kind.PARTIAL:
             self.over_tensor(values)
         self.over_context(values)
         norms = row_sq_norms(values)
-        counted = self.parallel.tp_rank == 0 and self.parallel.cp_rank == 0
+        counted = self.parallel.cp_rank == 0 and (kind is Kind.SHARD or self.parallel.tp_rank == 0)
         return norms if counted else torch.zeros_like(norms)
 
     def over_tensor(self, values: Tensor) -> None:

@@ -18,16 +18,20 @@ gradients (`finalize_model_grads`) and to measure their norm (`get_main_grads_fo
 - `tensor_model_parallel`: column and row weights, column biases, embedding and output layer.
 - `sequence_parallel` (true or false): norms, routers and row biases.
 
-The q and k norms are always partial: each rank applies the same weight to its own heads. A parameter without these
-attributes is refused by name.
+The q and k norms are always partial: each rank applies the same weight to its own heads. torch's norms have no
+attributes; where the sequence is not split their gradients are copies. Any other parameter without attributes is
+refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from oblr_megatron.errors import UserError
 
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
 
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.tapped import TappedModel
 
 HEAD_NORMS = ("q_layernorm", "k_layernorm")  # children of megatron's attention modules, applied to the rank's own heads
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -73,31 +77,33 @@ class Rule:
         return self.param.main_grad  # type: ignore[attr-defined]  # set by megatron's data-parallel wrapper
 
 
-def classify(policy: Policy) -> list[Rule]:
+def classify(policy: TappedModel) -> list[Rule]:
     """The rule of every parameter of this rank.
 
     Raises:
         UserError: no rule covers a trainable parameter.
     """
-    parallel, tied = policy.parallel, policy.hf_config.tie_word_embeddings
+    parallel, tied = policy.parallel, policy.tied
     rules = []
-    for chunk, name, param, head_norm in _parameters([chunk.module for chunk in policy.chunks]):
+    for chunk, name, param, head_norm, torch_norm in _parameters(policy.modules):
         expert = EXPERT in name
         kind: Kind | None = Kind.FROZEN
         if param.requires_grad:
             kind = _kind(param, head_norm=head_norm, expert=expert, sequence_parallel=parallel.sequence_parallel)
+            if kind is None and torch_norm and not parallel.sequence_parallel:
+                kind = Kind.COPY
         if kind is None:
             raise UserError(
                 f"the parameter {name!r} has no mark that says how its gradient is spread over ranks",
                 where="gradnorm",
-                fix="freeze the parameter, or select a baseline that needs no gradient norms",
+                fix="freeze the parameter, or train without gradient norms",
             )
         tapped = id(param) in policy.tap.weights
         if expert and kind is not Kind.FROZEN and not tapped and parallel.block_size > 1:
             raise UserError(
                 f"the gradient of {name!r} mixes samples of {parallel.block_size} replicas and cannot be tapped",
                 where="gradnorm",
-                fix="lower parallel.expert_model_parallel_size, or select a baseline that needs no gradient norms",
+                fix="lower expert_model_parallel_size, or train without gradient norms",
             )
         if kind is Kind.PARTIAL and parallel.tp_size == 1:
             kind = Kind.COPY  # one rank holds the whole sum
@@ -126,8 +132,8 @@ def _kind(param: Parameter, *, head_norm: bool, expert: bool, sequence_parallel:
     return Kind.PARTIAL if over_tokens and sequence_parallel else Kind.COPY
 
 
-def _parameters(chunks: list[Module]) -> Iterator[tuple[int, str, Parameter, bool]]:
-    """Every parameter once: (chunk, name, parameter, whether it is a q or k norm)."""
+def _parameters(chunks: Sequence[Module]) -> Iterator[tuple[int, str, Parameter, bool, bool]]:
+    """Every parameter once: (chunk, name, parameter, whether it is a q or k norm's, whether a norm's of torch)."""
     seen: set[int] = set()
     for index, chunk in enumerate(chunks):
         head_norms = {
@@ -137,7 +143,27 @@ def _parameters(chunks: list[Module]) -> Iterator[tuple[int, str, Parameter, boo
             if getattr(module, child, None) is not None
             for param in getattr(module, child).parameters()
         }
+        torch_norms = {id(param) for norm in _norms_of_torch(chunk) for param in norm.parameters()}
         for name, param in chunk.named_parameters():
             if id(param) not in seen:
                 seen.add(id(param))
-                yield index, name, param, id(param) in head_norms
+                yield index, name, param, id(param) in head_norms, id(param) in torch_norms
+
+
+def _norms_of_torch(chunk: Module) -> Iterator[Module]:
+    return (module for module in chunk.modules() if isinstance(module, (nn.LayerNorm, nn.RMSNorm)))
+
+
+@contextmanager
+def untapped_aside(rules: Sequence[Rule]) -> Iterator[None]:
+    """Move the accumulated gradient of untapped parameters out of `main_grad`, and add it back at the end.
+
+    Inside, `main_grad` of an untapped parameter holds only the gradient of the current sample.
+    """
+    grads = [rule.grad for rule in rules if not rule.tapped and rule.kind is not Kind.FROZEN]
+    before = [grad.clone() for grad in grads]
+    for grad in grads:
+        grad.zero_()
+    yield
+    for grad, value in zip(grads, before, strict=True):
+        grad.add_(value)

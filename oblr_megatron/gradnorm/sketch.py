@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from oblr_megatron.gradnorm.reduce import Reducer
     from oblr_megatron.gradnorm.segments import Segments
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.tapped import TappedModel
 
 
 class Sketch:
@@ -88,7 +88,7 @@ class Sketches:
     Each shard of a weight has its own projection. Context-parallel ranks use the same one.
     """
 
-    def __init__(self, policy: Policy, size: int, seed: int) -> None:
+    def __init__(self, policy: TappedModel, size: int, seed: int) -> None:
         parallel = policy.parallel
         where = f"{parallel.pp_rank}/{parallel.tp_rank}"
         self._sketches = {

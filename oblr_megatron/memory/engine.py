@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from oblr_megatron.config import Config, ParallelConfig
-from oblr_megatron.config.padding import padded_vocab_size
 from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.rank_shapes import RankSizes
+from oblr_megatron.padding import padded_vocab_size
 
 VOCABULARY_MULTIPLE = 64  # padding of vLLM's embedding (`DEFAULT_VOCAB_PADDING_SIZE`)
 CONTEXT = 2 * 2**30  # CUDA context, NCCL and cuBLAS of a trainer rank; typical, not yet measured on a GPU

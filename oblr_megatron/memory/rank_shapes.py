@@ -13,7 +13,7 @@ from typing import Any
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config
-from oblr_megatron.config.padding import Padding, padded_vocab_size, padding_of
+from oblr_megatron.padding import Padding, padded_vocab_size, padding_of
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 

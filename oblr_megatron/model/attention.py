@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,9 +18,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from oblr_megatron.model.sequence import PackedRows, chunks_of
 
-if TYPE_CHECKING:
-    from oblr_megatron.model.taps import Tap
-
 
 class RMSNorm(nn.RMSNorm):
     """RMSNorm that supports sequence parallelism; megatron-core's wrapper of torch's RMSNorm refuses it.
@@ -30,40 +27,10 @@ class RMSNorm(nn.RMSNorm):
     attention, on whole sequences, and are reduced by name. They have the attribute too, as in Transformer Engine.
     """
 
-    tap: Tap | None = None  # receives the weight's gradient (taps.py); without a tap autograd does
-
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         device = torch.get_default_device() if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]."""
-        if self.tap is None or not self.weight.requires_grad:
-            return super().forward(x)
-        return _TappedRMSNorm.apply(x, self.weight, self.eps, self.tap)
-
-
-class _TappedRMSNorm(torch.autograd.Function):
-    """y = w * x_hat, x_hat = x / sqrt(mean x^2 + eps); backward passes x_hat and dy to the tap."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, eps: float, tap: Tap) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.eps, ctx.tap = weight, eps, tap
-        return functional.rms_norm(x, weight.shape, weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x_hat, dy_wide = x.to(wide), dy.to(wide)
-        rstd = x_hat.square().mean(-1, keepdim=True).add_(ctx.eps).rsqrt_()
-        x_hat = x_hat * rstd
-        ctx.tap.sink.scale(ctx.weight, x_hat, dy_wide)
-        scaled = dy_wide * ctx.weight
-        dx = (scaled - x_hat * (scaled * x_hat).mean(-1, keepdim=True)) * rstd
-        return dx.to(x.dtype), None, None, None
 
 
 class SdpaAttention(nn.Module):

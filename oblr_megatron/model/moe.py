@@ -30,8 +30,8 @@ from oblr_megatron.model.router import Router
 
 if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.model.qwen3 import Policy
-    from oblr_megatron.model.taps import Splits, SplitsFn
+    from oblr_megatron.model.tapped import TappedModel
+    from oblr_megatron.model.taps import Splits, SplitsFn, Tap
     from oblr_megatron.model.transformer_config import HFConfig
 
 _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+|(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
@@ -104,7 +104,7 @@ def mark_experts(model: nn.Module) -> None:
                 parameter.allreduce = False
 
 
-def sum_expert_grads(policy: Policy) -> None:
+def sum_expert_grads(policy: TappedModel) -> None:
     """All-reduce the experts' `main_grad` within a replica if expert parallelism does not span its ranks.
 
     Part of `step.reduce_model_parallel_grads`. Example: TP4 and EP2 with whole experts (expert_tensor_parallel_size 1).
@@ -117,7 +117,7 @@ def sum_expert_grads(policy: Policy) -> None:
             dist.all_reduce(buffer.grad_data, group=policy.parallel.expert_sum_group)
 
 
-def share_expert_grads(policy: Policy) -> None:
+def share_expert_grads(policy: TappedModel) -> None:
     """Undo the repetition of `sum_expert_grads`: each of its ranks has the full sum, so divide by their number.
 
     Part of `step.reduce_data_parallel_grads`: megatron-core then sums experts over all ranks that hold them.
@@ -129,29 +129,31 @@ def share_expert_grads(policy: Policy) -> None:
             buffer.grad_data.div_(policy.parallel.expert_sum_group.size())
 
 
-def splits_of(model: nn.Module, parallel: Parallel) -> Mapping[nn.Module, SplitsFn]:
+def splits_of(model: nn.Module, parallel: Parallel, tap: Tap) -> Mapping[nn.Module, SplitsFn]:
     """For each linear layer of each local expert: a function that returns the replicas of the current tokens.
 
     Empty if all tokens belong to this rank's replica. For experts that are separate modules.
     """
     return {
         linear: partial(sources.splits, index)
-        for experts, sources in _dispatched(model, SequentialMLP, parallel)
+        for experts, sources in _dispatched(model, SequentialMLP, parallel, tap)
         for index, expert in enumerate(experts.local_experts)
         for linear in (expert.linear_fc1, expert.linear_fc2)
     }
 
 
-def grouped_splits_of(model: nn.Module, parallel: Parallel) -> Mapping[nn.Module, Sequence[SplitsFn]]:
+def grouped_splits_of(model: nn.Module, parallel: Parallel, tap: Tap) -> Mapping[nn.Module, Sequence[SplitsFn]]:
     """The same for Transformer Engine's grouped layers: one function for each local expert of a layer."""
     return {
         linear: [partial(sources.splits, index) for index in range(experts.num_local_experts)]
-        for experts, sources in _dispatched(model, TEGroupedMLP, parallel)
+        for experts, sources in _dispatched(model, TEGroupedMLP, parallel, tap)
         for linear in (experts.linear_fc1, experts.linear_fc2)
     }
 
 
-def _dispatched(model: nn.Module, kind: type[nn.Module], parallel: Parallel) -> Iterator[tuple[Any, _Sources]]:
+def _dispatched(
+    model: nn.Module, kind: type[nn.Module], parallel: Parallel, tap: Tap
+) -> Iterator[tuple[Any, _Sources]]:
     """Each layer's experts of this kind and the sources of their tokens; nothing if replicas do not share experts."""
     if parallel.block_size == 1:
         return
@@ -159,7 +161,7 @@ def _dispatched(model: nn.Module, kind: type[nn.Module], parallel: Parallel) -> 
     if layers:
         replicas = _senders(layers[0].token_dispatcher, parallel.block_rank)
         for layer in layers:
-            yield layer.experts, _Sources(layer.token_dispatcher, replicas)
+            yield layer.experts, _Sources(layer.token_dispatcher, replicas, tap)
 
 
 def _senders(dispatcher: MoEAlltoAllTokenDispatcher, block_rank: int) -> list[int]:
@@ -178,11 +180,11 @@ def _senders(dispatcher: MoEAlltoAllTokenDispatcher, block_rank: int) -> list[in
 class _Sources:
     """Records how many tokens each rank sent to the local experts of one layer in the last forward."""
 
-    def __init__(self, dispatcher: MoEAlltoAllTokenDispatcher, replicas: list[int]) -> None:
+    def __init__(self, dispatcher: MoEAlltoAllTokenDispatcher, replicas: list[int], tap: Tap) -> None:
         self._dispatcher, self._replicas = dispatcher, replicas
         self._counts: list[list[int]] = []  # [etp * ep, local experts]
         self._preprocess = dispatcher.preprocess
-        dispatcher.preprocess = self._record
+        tap.replace(dispatcher, "preprocess", self._record)
 
     def splits(self, expert: int) -> Splits:
         """The local expert's tokens as runs of (replica of the block, number of tokens); a replica may occur twice."""

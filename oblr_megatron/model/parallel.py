@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from oblr_megatron.checks.layout import check_world_size
-from oblr_megatron.config import ParallelConfig
-from oblr_megatron.errors import EXIT_RUN
+from oblr_megatron.errors import EXIT_RUN, UserError
 from oblr_megatron.model import cpu
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from oblr_megatron.config import ParallelConfig
 
 RANK_ORDER = "tp-cp-ep-dp-pp"  # megatron-core's default: tp varies fastest, then cp
 
@@ -207,7 +208,11 @@ def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int 
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    return _describe(config, timeout)
+    return describe(
+        vp_size=config.virtual_pipeline_model_parallel_size or 1,
+        sequence_parallel=config.sequence_parallel,
+        timeout=timeout,
+    )
 
 
 def shutdown(*, keep_process_group: bool = False) -> None:
@@ -258,7 +263,61 @@ def end_process(main: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
-def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:
+def from_megatron(*, vp_size: int, sequence_parallel: bool, timeout: timedelta = timedelta(minutes=10)) -> Parallel:
+    """The layout of ranks that the caller has initialised with megatron-core's `initialize_model_parallel`. Collective.
+
+    `close` ends the groups that this creates.
+
+    Args:
+        vp_size: model chunks of this rank.
+        sequence_parallel: whether the model splits sequences over tensor-parallel ranks.
+        timeout: of the collectives of new groups.
+
+    Raises:
+        UserError: megatron-core's groups are not there, or its ranks are not in the default order.
+    """
+    from megatron.core import parallel_state as state
+
+    if not state.model_parallel_is_initialized():
+        raise UserError(
+            "megatron-core's process groups do not exist",
+            where="parallel_state",
+            fix="call megatron.core.parallel_state.initialize_model_parallel first",
+        )
+    place = positions(
+        dist.get_world_size(),
+        tp=state.get_tensor_model_parallel_world_size(),
+        pp=state.get_pipeline_model_parallel_world_size(),
+        cp=state.get_context_parallel_world_size(),
+        ep=state.get_expert_model_parallel_world_size(),
+        etp=state.get_expert_tensor_parallel_world_size(),
+    )[dist.get_rank()]
+    found = (
+        state.get_tensor_model_parallel_rank(),
+        state.get_pipeline_model_parallel_rank(),
+        state.get_context_parallel_rank(),
+        state.get_data_parallel_rank(),
+    )
+    differs = torch.tensor(int(found != (place.tp, place.pp, place.cp, place.dp)), device=_device())
+    dist.all_reduce(differs)
+    if differs:
+        raise UserError(
+            f"{int(differs)} ranks are not where megatron-core's order {RANK_ORDER!r} has them",
+            where="parallel_state",
+            fix="leave `order` of initialize_model_parallel at its default",
+        )
+    return describe(vp_size=vp_size, sequence_parallel=sequence_parallel, timeout=timeout)
+
+
+def close(parallel: Parallel) -> None:
+    """Destroy the groups that `describe` created in addition to megatron-core's."""
+    own = {parallel.replica_group, parallel.block_group, parallel.expert_sum_group}
+    for group in own - {parallel.model_group, None}:
+        dist.destroy_process_group(group)
+
+
+def describe(*, vp_size: int, sequence_parallel: bool, timeout: timedelta) -> Parallel:
+    """This rank's position and groups; arguments as in `from_megatron`. Collective."""
     from megatron.core import parallel_state as state
 
     embedding_group = state.get_embedding_group(check_initialized=False)
@@ -291,7 +350,7 @@ def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:
         tp_size=state.get_tensor_model_parallel_world_size(),
         pp_rank=state.get_pipeline_model_parallel_rank(),
         pp_size=state.get_pipeline_model_parallel_world_size(),
-        vp_size=config.virtual_pipeline_model_parallel_size or 1,
+        vp_size=vp_size,
         cp_rank=state.get_context_parallel_rank(),
         cp_size=state.get_context_parallel_world_size(),
         dp_rank=dp_rank,
@@ -300,7 +359,7 @@ def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:
         ep_size=state.get_expert_model_parallel_world_size(),
         etp_rank=state.get_expert_tensor_parallel_rank(),
         etp_size=state.get_expert_tensor_parallel_world_size(),
-        sequence_parallel=config.sequence_parallel,
+        sequence_parallel=sequence_parallel,
         tp_group=state.get_tensor_model_parallel_group(),
         pp_group=state.get_pipeline_model_parallel_group(),
         cp_group=cp_group,
@@ -316,9 +375,13 @@ def _describe(config: ParallelConfig, timeout: timedelta) -> Parallel:
         block_size=block_size,
         expert_sum_group=expert_sum_group,
         embedding_group=embedding_group,
-        device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
+        device=_device(),
         timeout_s=timeout.total_seconds(),
     )
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def share_group(parallel: Parallel, size: int) -> ProcessGroup | None:

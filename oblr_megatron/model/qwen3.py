@@ -28,32 +28,24 @@ from torch import nn
 
 from oblr_megatron.checks.layout import check_attention, check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
-from oblr_megatron.config.padding import Padding, padded_vocab_size, padding_of
 from oblr_megatron.model import moe
 from oblr_megatron.model.attention import RMSNorm, SdpaAttention
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.precision import uses_transformer_engine
+from oblr_megatron.model.tapped import TappedModel
 from oblr_megatron.model.taps import Tap, install
 from oblr_megatron.model.te_taps import install_te
 from oblr_megatron.model.transformer_config import HFConfig, transformer_config_of, with_sizes
+from oblr_megatron.padding import padded_vocab_size, padding_of
 
 
 @dataclass(slots=True)
-class Policy:
-    """This rank's part of the model, inside megatron-core's data-parallel wrapper (which holds `main_grad`).
+class Policy(TappedModel):
+    """This rank's part of a Qwen3."""
 
-    `chunks` are this rank's groups of consecutive layers in order: one, or vp_size under the interleaved schedule.
-    Chunk c of pipeline stage s is group c * pp_size + s of the model.
-    """
-
-    chunks: list[DistributedDataParallel]
-    transformer_config: TransformerConfig
     hf_config: HFConfig
-    parallel: Parallel
     vocab_size: int  # without padding
     padded_vocab_size: int  # a multiple of make_vocab_size_divisible_by * tp_size
-    tap: Tap  # passes weight-gradient factors to the current sink
-    padding: Padding  # of microbatches
 
     @property
     def module(self) -> GPTModel:
@@ -69,11 +61,6 @@ class Policy:
         for chunk in self.chunks:
             for name, parameter in chunk.module.named_parameters():
                 yield self._global_name(chunk.module, name), parameter
-
-    def zero_grad(self) -> None:
-        """Set every `main_grad` to zero."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
 
     def _global_name(self, module: GPTModel, name: str) -> str:
         prefix = "decoder.layers."
@@ -118,14 +105,14 @@ def build_policy(
         chunks.append(DistributedDataParallel(transformer_config, ddp_config, model))
         if options.own_weight_gradients:
             continue
-        install(model, tap, moe.splits_of(model, parallel))
+        install(model, tap, moe.splits_of(model, parallel, tap))
         if uses_transformer_engine(config, parallel):
-            install_te(model, tap, transformer_config, moe.grouped_splits_of(model, parallel))
+            install_te(model, tap, transformer_config, moe.grouped_splits_of(model, parallel, tap))
     if options.overlap_grad_reduce:  # megatron-core skips the reduction until the last microbatch
         syncs = [chunk.no_sync for chunk in chunks]
         transformer_config.no_sync_func = syncs if len(chunks) > 1 else syncs[0]
     padding = padding_of(config, options, transformer_engine=uses_transformer_engine(config, parallel))
-    return Policy(chunks, transformer_config, hf_config, parallel, hf_config.vocab_size, padded, tap, padding)
+    return Policy(chunks, transformer_config, parallel, tap, padding, hf_config, hf_config.vocab_size, padded)
 
 
 def build_model(

@@ -11,20 +11,23 @@ Packed samples are each cut this way. Sequence parallelism splits a rank's token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn import functional
 
-from oblr_megatron.config.padding import Padding
-from oblr_megatron.types import MicroBatch
+from oblr_megatron.padding import Padding
+from oblr_megatron.types import TokenRows
 
 if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel
+
+Batch = TypeVar("Batch", bound=TokenRows)
+"""A dataclass: `MicroBatch`, or `TokenBatch` of the norms' library."""
 
 
 @dataclass
@@ -39,8 +42,8 @@ def chunks_of(cp_rank: int, cp_size: int) -> tuple[int, ...]:
     return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
 
 
-def local_part(parallel: Parallel, batch: MicroBatch, padding: Padding | None = None) -> MicroBatch:
-    """Pad a microbatch as the layout needs it and take this context-parallel rank's tokens.
+def local_part(parallel: Parallel, batch: Batch, padding: Padding | None = None) -> Batch:
+    """Pad a microbatch as the layout needs it and take this context-parallel rank's tokens, in each field [b, t].
 
     Padding has mask False; at the end of the row it belongs to the last sample. Position j of the result still
     predicts `labels[:, j]`. `cu_seqlens` counts this rank's tokens, 1 / cp_size of the padded ones.
@@ -65,18 +68,42 @@ def local_part(parallel: Parallel, batch: MicroBatch, padding: Padding | None = 
     def taken(values: Tensor) -> Tensor:
         return functional.pad(values, (0, 1)).index_select(1, source)
 
-    return MicroBatch(
-        taken(batch.input_ids),
-        taken(batch.labels),
-        taken(batch.mask),
-        taken(batch.rollout_logprobs),
-        sample_index=batch.sample_index,
-        cu_seqlens=None if batch.cu_seqlens is None else _bounds(padded, parallel.cp_size).to(batch.cu_seqlens),
-        token_index=None if batch.token_index is None else taken(batch.token_index),
-    )
+    cu_seqlens = None if batch.cu_seqlens is None else _bounds(padded, parallel.cp_size).to(batch.cu_seqlens)
+    return _changed(batch, cu_seqlens, {name: taken(values) for name, values in _of_tokens(batch).items()})
 
 
-def packed_params(parallel: Parallel, batch: MicroBatch) -> PackedRows | None:
+def single_samples(batch: Batch) -> list[Batch]:
+    """One microbatch for each sample, which is a row. Fields of [n] are cut too."""
+    samples = batch.num_samples
+    if samples == 1 and batch.cu_seqlens is None:
+        return [batch]
+    found = []
+    for index in range(samples):
+        row, columns = slice(index, index + 1), slice(None)
+        if batch.cu_seqlens is not None:
+            row, columns = slice(None), slice(*batch.cu_seqlens[index : index + 2].tolist())
+        values = {name: tensor[row, columns] for name, tensor in _of_tokens(batch).items()}
+        others = {name: value for name, value in _tensors(batch).items() if value.shape == (samples,)}
+        found.append(_changed(batch, None, values | {name: value[index : index + 1] for name, value in others.items()}))
+    return found
+
+
+def _tensors(batch: Any) -> dict[str, Tensor]:
+    """The fields of a dataclass that are tensors."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _of_tokens(batch: TokenRows) -> dict[str, Tensor]:
+    """The fields with one value a token."""
+    return {name: value for name, value in _tensors(batch).items() if value.shape == batch.input_ids.shape}
+
+
+def _changed(batch: Any, cu_seqlens: Tensor | None, values: dict[str, Tensor]) -> Any:
+    return replace(batch, cu_seqlens=cu_seqlens, **values)
+
+
+def packed_params(parallel: Parallel, batch: TokenRows) -> PackedRows | None:
     """megatron-core's parameters of a packed microbatch from `local_part`; None for rows.
 
     Lengths are those of whole samples, before the cut over context-parallel ranks. They include a sample's padding: it

@@ -31,14 +31,14 @@ from torch.autograd import Variable
 from oblr_megatron.data.packing import empty_batch
 from oblr_megatron.model import moe
 from oblr_megatron.model.sequence import local_part, packed_params
-from oblr_megatron.model.taps import AccumulateSink, Sink, Tap
-from oblr_megatron.types import MicroBatch
+from oblr_megatron.model.taps import DropSink, Sink, Tap
+from oblr_megatron.types import TokenRows
 
 if TYPE_CHECKING:
-    from oblr_megatron.model.qwen3 import Policy
     from oblr_megatron.model.router import RouterLosses
+    from oblr_megatron.model.tapped import TappedModel
 
-LossFn = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+LossFn = Callable[[Tensor, Any], tuple[Tensor, dict[str, Tensor]]]
 """(logits [b, t, Vp / tp], microbatch) -> (scalar loss, metrics), called on the last pipeline stage.
 
 The microbatch is this rank's part (`sequence.local_part`): padded for sequence or context parallelism, and cut under
@@ -48,8 +48,8 @@ only with weight 0, because the earlier stages wait for its gradient.
 
 
 def run_schedule(
-    policy: Policy,
-    microbatches: Sequence[MicroBatch],
+    policy: TappedModel,
+    microbatches: Sequence[TokenRows],
     loss_fn: LossFn,
     *,
     forward_only: bool = False,
@@ -88,7 +88,7 @@ def run_schedule(
     return records[: len(microbatches)]
 
 
-def reduce_model_parallel_grads(policy: Policy) -> None:
+def reduce_model_parallel_grads(policy: TappedModel) -> None:
     """All-reduce `main_grad` within a replica. Call once, after the last microbatch.
 
     - Context parallelism: everything except experts.
@@ -104,7 +104,7 @@ def reduce_model_parallel_grads(policy: Policy) -> None:
     moe.sum_expert_grads(policy)
 
 
-def reduce_data_parallel_grads(policy: Policy) -> None:
+def reduce_data_parallel_grads(policy: TappedModel) -> None:
     """Sum `main_grad` over replicas with megatron-core's gradient sync. Call once, after the last microbatch."""
     moe.share_expert_grads(policy)
     cp_size = policy.parallel.cp_size
@@ -115,7 +115,7 @@ def reduce_data_parallel_grads(policy: Policy) -> None:
         chunk.finish_grad_sync()
 
 
-def finish_overlapped_grads(policy: Policy) -> None:
+def finish_overlapped_grads(policy: TappedModel) -> None:
     """Wait for the sum over replicas and context-parallel ranks that the last microbatch started; then do the rest.
 
     The reversed order gives the same sum: tensor-parallel ranks, and the two stages of a tied embedding, add elements
@@ -126,17 +126,17 @@ def finish_overlapped_grads(policy: Policy) -> None:
     _reduce_partial_grads(policy)
 
 
-def _reduce_partial_grads(policy: Policy) -> None:
+def _reduce_partial_grads(policy: TappedModel) -> None:
     """All-reduce partial gradients over tensor-parallel ranks, and a tied embedding over its two stages."""
     _allreduce_non_tensor_model_parallel_grads(policy.chunks, policy.transformer_config)
     _allreduce_word_embedding_grads(policy.chunks, policy.transformer_config)
 
 
-Item = tuple[int | None, MicroBatch]
+Item = tuple[int | None, TokenRows]
 """(position among the microbatches, this rank's part of the microbatch); the position of a filler is None."""
 
 
-def _items(policy: Policy, microbatches: Sequence[MicroBatch]) -> list[Item]:
+def _items(policy: TappedModel, microbatches: Sequence[TokenRows]) -> list[Item]:
     """The pipeline's input: the microbatches, filled up to a multiple of pp_size for the interleaved schedule.
 
     megatron-core also accepts other numbers, but then works in larger groups, which keep more activations. A filler is
@@ -152,7 +152,7 @@ def _items(policy: Policy, microbatches: Sequence[MicroBatch]) -> list[Item]:
 
 
 def _forward_step(
-    policy: Policy, loss_fn: LossFn, *, announces: bool, masked: bool
+    policy: TappedModel, loss_fn: LossFn, *, announces: bool, masked: bool
 ) -> Callable[[Iterator[Item], DistributedDataParallel], tuple[Tensor, Callable[..., Any]]]:
     def forward_step(data: Iterator[Item], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
         position, batch = next(data)
@@ -171,7 +171,7 @@ def _forward_step(
     return forward_step
 
 
-def _announce(tap: Tap, position: int | None, chunk: int, batch: MicroBatch, grad: Tensor) -> None:
+def _announce(tap: Tap, position: int | None, chunk: int, batch: TokenRows, grad: Tensor) -> None:
     """Call `sink.begin` when a microbatch's backward reaches the chunk's output, and `sink.end` when it is complete.
 
     The autograd engine runs queued callbacks when the current backward ends, after the last weight gradient was
@@ -179,20 +179,20 @@ def _announce(tap: Tap, position: int | None, chunk: int, batch: MicroBatch, gra
     """
     sink = tap.sink
     if position is None:
-        tap.sink = AccumulateSink()
+        tap.sink = DropSink()
         Variable._execution_engine.queue_callback(partial(setattr, tap, "sink", sink))
     else:
         sink.begin(position, chunk, batch)
         Variable._execution_engine.queue_callback(partial(sink.end, position, chunk))
 
 
-def _loss(loss_fn: LossFn, batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _loss(loss_fn: LossFn, batch: TokenRows, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return three values: with `calculate_per_token_loss` this is the only form that megatron-core does not divide."""
     loss, metrics = loss_fn(logits, batch)
     assert loss.requires_grad or not torch.is_grad_enabled(), "loss_fn must return a loss that depends on the logits"
     return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
 
 
-def _no_loss(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def _no_loss(logits: Tensor, batch: TokenRows) -> tuple[Tensor, dict[str, Tensor]]:
     """A zero loss that depends on the logits, with gradient zero even for logits that are not finite."""
     return logits[..., :0].sum(), {}

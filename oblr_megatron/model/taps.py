@@ -3,14 +3,15 @@
     dW = sum over tokens of dy x^T
 
 From x and dy a sink can compute the norm of each sample's own dW, keep the factors for later, or add the product to
-`main_grad` as ordinary training does. `install` taps megatron-core's linear layers, its embedding and our RMSNorm;
-`te_taps.py` taps Transformer Engine's linear layers. Untapped parameters (Transformer Engine's norms, a router) get
-their gradient from autograd, in `main_grad`.
+`main_grad` as ordinary training does. `install` taps megatron-core's linear layers, its embedding and torch's norms;
+`te_taps.py` taps Transformer Engine's linear layers. Untapped parameters (Transformer Engine's norms, a router, biases
+that are added outside of their layer) get their gradient from autograd, in `main_grad`.
 
     tap = Tap()
     install(model, tap)
     with tap.into(sink):
         ...                       # backward calls sink.linear(weight, x, dy) and so on, instead of setting weight.grad
+    tap.remove()                  # the modules are as before
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from oblr_megatron.model.attention import RMSNorm
 from oblr_megatron.model.megatron_versions import linear_forward
+from oblr_megatron.model.norm_taps import torch_norms
 
 if TYPE_CHECKING:
-    from oblr_megatron.types import MicroBatch
+    from oblr_megatron.types import TokenRows
+
+_MISSING = object()
 
 Splits = Sequence[tuple[int, int]]
 """An expert's tokens as consecutive runs of (replica of the block, number of tokens)."""
@@ -51,7 +54,7 @@ class Sink(Protocol):
     `begin` and `end` enclose the backward of one microbatch through one model chunk. Backwards do not overlap.
     """
 
-    def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
+    def begin(self, position: int, chunk: int, batch: TokenRows) -> None:
         """The backward of microbatch number `position` through model chunk `chunk` starts."""
 
     def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
@@ -65,7 +68,10 @@ class Sink(Protocol):
         """dW[r] = sum of dy with rows = r: rows [b, t] int64, -1 if another rank holds the token; dy [b, t, h]."""
 
     def scale(self, weight: nn.Parameter, x_hat: Tensor, dy: Tensor) -> None:
-        """dW = sum of dy * x_hat over all dimensions but the last: [t, b, h] (t / tp under SP) or [t, b, heads, h]."""
+        """dW = sum of dy * x_hat over all dimensions but the last: [t, b, h] (t / tp under SP) or [t, b, heads, h].
+
+        For a bias x_hat is 1.
+        """
 
     def end(self, position: int, chunk: int) -> None:
         """All factors of this microbatch and chunk were passed, and untapped gradients are in `main_grad`."""
@@ -74,7 +80,7 @@ class Sink(Protocol):
 class AccumulateSink:
     """The sink of ordinary training: adds every gradient to `main_grad`."""
 
-    def begin(self, position: int, chunk: int, batch: MicroBatch) -> None:
+    def begin(self, position: int, chunk: int, batch: TokenRows) -> None:
         """Nothing to prepare."""
 
     def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
@@ -93,12 +99,26 @@ class AccumulateSink:
         """Nothing to finish."""
 
 
+class DropSink(AccumulateSink):
+    """Drops every gradient: that of a filler in the interleaved schedule, which is zero."""
+
+    def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
+        """Nothing."""
+
+    def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None:
+        """Nothing."""
+
+    def scale(self, weight: nn.Parameter, x_hat: Tensor, dy: Tensor) -> None:
+        """Nothing."""
+
+
 class Tap:
     """Connects the tapped modules of a rank to the current sink."""
 
     def __init__(self) -> None:
         self.sink: Sink = AccumulateSink()
         self.weights: set[int] = set()  # ids of the tapped parameters
+        self._undo: list[Callable[[], object]] = []
 
     @contextmanager
     def into(self, sink: Sink | None) -> Iterator[None]:
@@ -108,6 +128,22 @@ class Tap:
             yield
         finally:
             self.sink = before
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of an instance until `remove`."""
+        before = vars(owner).get(name, _MISSING)
+        self.on_remove(partial(delattr, owner, name) if before is _MISSING else partial(setattr, owner, name, before))
+        setattr(owner, name, value)
+
+    def on_remove(self, undo: Callable[[], object]) -> None:
+        """Have a function called by `remove`; the last one is called first."""
+        self._undo.append(undo)
+
+    def remove(self) -> None:
+        """Restore all tapped modules."""
+        while self._undo:
+            self._undo.pop()()
+        self.weights.clear()
 
 
 def install(module: nn.Module, tap: Tap, splits: Mapping[nn.Module, SplitsFn] | None = None) -> None:
@@ -120,16 +156,15 @@ def install(module: nn.Module, tap: Tap, splits: Mapping[nn.Module, SplitsFn] | 
     """
     for child in module.modules():
         if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
-            forward = partial(_linear, tap, child._forward_impl, (splits or {}).get(child))
-            child._forward_impl = forward
-            if child.bias is None and child.weight is not None:
-                tap.weights.add(id(child.weight))
+            tap.replace(child, "_forward_impl", partial(_linear, tap, child._forward_impl, (splits or {}).get(child)))
+            inside = child.bias if isinstance(child, ColumnParallelLinear) and not child.skip_bias_add else None
+            tap.weights.update(id(held) for held in (child.weight, inside) if held is not None)
         elif isinstance(child, VocabParallelEmbedding):
-            child.forward = partial(_embedding, tap, child)
+            tap.replace(child, "forward", partial(_embedding, tap, child))
             tap.weights.add(id(child.weight))
-        elif isinstance(child, RMSNorm):
-            child.tap = tap
-            tap.weights.add(id(child.weight))
+    for norm, forward in torch_norms(module, tap):
+        tap.replace(norm, "forward", forward)
+        tap.weights.update(id(held) for held in norm.parameters())
 
 
 def main_grad(weight: nn.Parameter) -> Tensor:
@@ -163,18 +198,36 @@ def _linear(
     bias: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """megatron-core's linear layer with a tapped weight gradient."""
-    if not weight.requires_grad or bias is not None:
-        return original(input=input, weight=weight, bias=bias, **options)
-    return _TappedLinear.apply(
-        input,
-        weight,
-        tap,
-        None if splits is None else splits(),
-        options["allreduce_dgrad"],
-        options["sequence_parallel"],
-        options["tp_group"],
-    )
+    """megatron-core's linear layer with tapped gradients of the weight and of a bias that the layer itself adds."""
+    if weight.requires_grad:
+        output = _TappedLinear.apply(
+            input,
+            weight,
+            tap,
+            None if splits is None else splits(),
+            options["allreduce_dgrad"],
+            options["sequence_parallel"],
+            options["tp_group"],
+        )
+    else:
+        output = original(input=input, weight=weight, bias=None, **options)
+    if bias is None:
+        return output
+    return _TappedBias.apply(output, bias, tap) if bias.requires_grad else output + bias
+
+
+class _TappedBias(torch.autograd.Function):
+    """output [t, b, p] + bias [p]."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, bias: nn.Parameter, tap: Tap) -> Tensor:
+        ctx.bias, ctx.tap = bias, tap
+        return output + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        ctx.tap.sink.scale(ctx.bias, dy.new_ones(()).expand_as(dy), dy)
+        return dy, None, None
 
 
 class _TappedLinear(torch.autograd.Function):

@@ -99,7 +99,9 @@ def install_te(
             continue
         weights = _weights(layer)
         tap.weights.update(id(weight) for weight in weights)
-        layer.register_forward_pre_hook(partial(_renew_store, tap, weights, (splits or {}).get(layer)))
+        tap.replace(layer, "wgrad_store", layer.wgrad_store)  # `_renew_store` sets another; `Tap.remove` this one
+        hook = layer.register_forward_pre_hook(partial(_renew_store, tap, weights, (splits or {}).get(layer)))
+        tap.on_remove(hook.remove)
     return left
 
 

@@ -16,9 +16,9 @@ import pytest
 from transformers import AutoConfig
 
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig
-from oblr_megatron.config.padding import FP8_TOKENS, PLANNED_TOKENS, Padding, padding_of
 from oblr_megatron.model import qwen3
 from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.padding import FP8_TOKENS, PLANNED_TOKENS, Padding, padding_of
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import RTOL, config_of, relative_difference, step_of
 from tests.tiny import make_hf_dir

@@ -23,10 +23,10 @@ PACKAGE = Path(oblr_megatron.__file__).parent
 ROOT = PACKAGE.parent
 
 ORDER = (
-    *("errors", "formatting", "types", "timing", "config", "checks", "metrics", "runtime", "algo", "rewards", "data"),
-    *("memory", "model", "weights", "gradnorm", "checkpoint", "engine", "rollout", "gradient", "observe", "evaluation"),
-    *("preflight", "planner", "dryrun", "quantize", "cluster", "sampling", "opening", "policy_gradient", "run"),
-    *("step_loop", "doctor", "init_command", "studies", "cli", "api"),
+    *("errors", "formatting", "types", "timing", "padding", "config", "checks", "metrics", "runtime", "algo"),
+    *("rewards", "data", "memory", "model", "weights", "gradnorm", "checkpoint", "engine", "rollout", "gradient"),
+    *("norms", "observe", "evaluation", "preflight", "planner", "dryrun", "quantize", "cluster", "sampling"),
+    *("opening", "policy_gradient", "run", "step_loop", "doctor", "init_command", "studies", "cli", "api"),
 )
 """Folders and root modules from the bottom up: each imports only names to its left."""
 

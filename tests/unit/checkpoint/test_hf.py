@@ -16,11 +16,11 @@ from transformers import Qwen3Config
 
 from oblr_megatron.checkpoint.hf import load_hf_weights, open_hf_tensors
 from oblr_megatron.config import ModelConfig, ParallelConfig
-from oblr_megatron.config.padding import padded_vocab_size
 from oblr_megatron.errors import UserError
 from oblr_megatron.model import cpu
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.padding import padded_vocab_size
 from tests.tiny import make_hf_dir
 
 

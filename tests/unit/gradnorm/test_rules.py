@@ -78,9 +78,9 @@ def test_on_one_rank_nothing_is_partial(policy):
     assert Kind.PARTIAL not in kinds(policy, tp_size=1).values()
 
 
-def test_tied_are_embedding_and_output_layer_of_a_tied_model(policy):
+def test_tied_are_embedding_and_output_layer_of_a_tied_model(policy, model):
     assert not any(rule.tied for rule in rules_of(policy))
-    policy.hf_config.tie_word_embeddings = True
+    model.share_embeddings_and_output_weights = True
     assert {r.name for r in rules_of(policy) if r.tied} == {"embedding.word_embeddings.weight", "output_layer.weight"}
 
 

@@ -14,12 +14,12 @@ from transformers import PreTrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
-from oblr_megatron.config.padding import padded_vocab_size
 from oblr_megatron.model import cpu
 from oblr_megatron.model.attention import RMSNorm
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from oblr_megatron.model.qwen3 import build_model
 from oblr_megatron.model.transformer_config import transformer_config_of
+from oblr_megatron.padding import padded_vocab_size
 from oblr_megatron.weights.names import ModelShape, entry, table
 from tests.tiny import tiny_config, tiny_moe_config
 from tests.unit.weights.test_names import SIZES, qwen3_config

@@ -16,10 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from oblr_megatron.config import ModelConfig, ParallelConfig
+from typing import Protocol
 
 FP8_TOKENS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """The number of tokens in a matrix product is a multiple of this."""
@@ -27,6 +24,28 @@ FP8_GATHERED_TOKENS = {"delayed": 1, "tensorwise": 1, "blockwise": 128, "mxfp8":
 """With sequence parallelism, the tokens that each rank gathers from are a multiple of this."""
 PLANNED_TOKENS = 128
 """Rows of Transformer Engine's layers are a multiple of this; see above. Not yet run on a GPU."""
+
+
+class LayoutSizes(Protocol):
+    """The fields of `ParallelConfig` that decide the padding; the norms' library loads no configuration."""
+
+    @property
+    def tensor_model_parallel_size(self) -> int: ...
+    @property
+    def context_parallel_size(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+    @property
+    def packing(self) -> str: ...
+
+
+class Precision(Protocol):
+    """The fields of `ModelConfig` that decide the padding."""
+
+    @property
+    def fp8(self) -> str: ...
+    @property
+    def fp8_recipe(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +94,13 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def padding_of(model: ModelConfig, parallel: ParallelConfig, *, transformer_engine: bool = False) -> Padding:
+def padding_of(model: Precision, parallel: LayoutSizes, *, transformer_engine: bool = False) -> Padding:
     """The padding of a run; `transformer_engine`: whether the layers are Transformer Engine's."""
     recipe = None if model.fp8 == "none" else model.fp8_recipe
     return padding_of_layout(parallel, recipe, planned=transformer_engine and parallel.packing == "rows")
 
 
-def padding_of_layout(parallel: ParallelConfig, recipe: str | None = None, *, planned: bool = False) -> Padding:
+def padding_of_layout(parallel: LayoutSizes, recipe: str | None = None, *, planned: bool = False) -> Padding:
     """The padding of a layout, with FP8 if a recipe is given, and with attention by plans."""
     return Padding.of(
         tp_size=parallel.tensor_model_parallel_size,

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig, parse_config
-from oblr_megatron.config.padding import FP8_GATHERED_TOKENS, FP8_TOKENS, Padding, padding_of, padding_of_layout
 from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.model.published import model_config
 from oblr_megatron.model.sequence import local_part
+from oblr_megatron.padding import FP8_GATHERED_TOKENS, FP8_TOKENS, Padding, padding_of, padding_of_layout
 from oblr_megatron.types import Sample
 
 RECIPES = get_args(ModelConfig.model_fields["fp8_recipe"].annotation)

@@ -1,0 +1,76 @@
+"""Taps of torch's LayerNorm and RMSNorm, which megatron-core's local layers use without apex.
+
+    y = w * x_hat + b,   x_hat = (x - mean x) / sqrt(var x + eps)         RMSNorm: without b and the mean
+    dw = sum of dy * x_hat,   db = sum of dy
+
+Not tapped: subclasses with a forward of their own, Transformer Engine's norms, and apex's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from oblr_megatron.model.taps import Tap
+
+_FORWARDS = (nn.LayerNorm.forward, nn.RMSNorm.forward)
+
+
+def torch_norms(module: nn.Module, tap: Tap) -> Iterator[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+    """Every norm with weights inside the module, and the tapped forward for it: [..., h] -> [..., h]."""
+    for child in module.modules():
+        if (
+            isinstance(child, (nn.LayerNorm, nn.RMSNorm))
+            and type(child).forward in _FORWARDS
+            and _is_vector(child.weight)
+        ):
+            yield child, partial(_forward, tap, child)
+
+
+def _is_vector(weight: Tensor | None) -> bool:
+    return weight is not None and weight.dim() == 1
+
+
+def _forward(tap: Tap, norm: Any, x: Tensor) -> Tensor:
+    bias = getattr(norm, "bias", None)
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    return _TappedNorm.apply(x, norm.weight, bias, eps, isinstance(norm, nn.LayerNorm), tap)
+
+
+class _TappedNorm(torch.autograd.Function):
+    """torch's norm; backward passes x_hat and dy to the tap."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, centred: bool, tap: Tap
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.eps, ctx.centred, ctx.tap = weight, bias, eps, centred, tap
+        if centred:
+            return functional.layer_norm(x, weight.shape, weight, bias, eps)
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x_hat, dy_wide = x.to(wide), dy.to(wide)
+        if ctx.centred:
+            x_hat = x_hat - x_hat.mean(-1, keepdim=True)
+        rstd = x_hat.square().mean(-1, keepdim=True).add_(ctx.eps).rsqrt_()
+        x_hat = x_hat * rstd
+        if ctx.weight.requires_grad:
+            ctx.tap.sink.scale(ctx.weight, x_hat, dy_wide)
+        if ctx.bias is not None and ctx.bias.requires_grad:
+            ctx.tap.sink.scale(ctx.bias, dy_wide.new_ones(()).expand_as(dy_wide), dy_wide)
+        scaled = dy_wide * ctx.weight
+        dx = (scaled - x_hat * (scaled * x_hat).mean(-1, keepdim=True)) * rstd
+        if ctx.centred:
+            dx -= scaled.mean(-1, keepdim=True) * rstd
+        return dx.to(x.dtype), None, None, None, None, None

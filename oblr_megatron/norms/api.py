@@ -1,0 +1,284 @@
+"""Norms of single samples' gradients, and sums of these gradients with weights, for any per-sample loss.
+
+    w_i = ||grad_theta loss_i||^2 over all trainable parameters of the whole model
+    g   = sum_i c_i grad_theta loss_i,   c_i given, computed from all w, or min(1, C / sqrt(w_i))
+
+| mode       | how                                                                  | c may depend on w |
+|------------|----------------------------------------------------------------------|-------------------|
+| `two_pass` | a pass for w, then an ordinary one with the loss sum_i c_i loss_i    | yes               |
+| `bookkeep` | one pass; keeps x and dy of every layer until c is known             | yes               |
+| `stash`    | one pass; keeps each sample's whole gradient until c is known        | yes               |
+| `inline`   | one pass; keeps nothing                                              | no                |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.gradient.bookkeep import keep_factors
+from oblr_megatron.gradient.buffer import GradientBuffer, add_weighted
+from oblr_megatron.gradient.inline import add_inline
+from oblr_megatron.gradient.stash import stash_gradients
+from oblr_megatron.gradient.two_pass import pipeline_runs, rules_need_single_samples, sq_grad_norms
+from oblr_megatron.gradnorm.reduce import Reducer
+from oblr_megatron.gradnorm.rules import classify
+from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
+from oblr_megatron.model.sequence import single_samples
+from oblr_megatron.model.step import reduce_model_parallel_grads, run_schedule
+from oblr_megatron.model.tapped import TappedModel
+from oblr_megatron.norms.attach import tapped
+from oblr_megatron.norms.own_gradients import OwnGradients, gradient_space
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from oblr_megatron.model.step import LossFn
+    from oblr_megatron.types import TokenBatch
+
+Mode = Literal["two_pass", "bookkeep", "stash", "inline"]
+Loss = Callable[["Tensor", Any], "Tensor"]
+"""(output [b, t, V / tp] of the model, this rank's part of the microbatch) -> losses [n] of its samples.
+
+Called on the last pipeline stage. Tensor-parallel ranks return the same losses. Under context parallelism each rank has
+a part of the tokens, and returns the part of the loss whose gradient with respect to its own logits is theirs: for a
+sum over tokens, the sum over its own.
+"""
+Weights = Callable[["Tensor"], "Tensor"]
+"""Squared norms [n] fp64 -> weights [n]."""
+
+
+def per_sample_sq_grad_norms(
+    model: nn.Module | Sequence[nn.Module] | TappedModel,
+    microbatches: Sequence[TokenBatch],
+    loss: Loss,
+    *,
+    mode: Mode = "two_pass",
+) -> Tensor:
+    """||grad_theta loss_i||^2 of every sample, over all trainable parameters of the whole model.
+
+    Every rank of a replica calls it with the same microbatches. Replicas have their own samples; where they share
+    experts they need the same number. Weights and gradients are unchanged.
+
+    Args:
+        model: as for `tapped`, or its handle, which saves the taps' installation at every call.
+        microbatches: on this rank's device, with whole sequences. The library pads them and cuts them over ranks. It
+            splits them into single samples where some layer cannot tell samples apart.
+        loss: the samples' losses, see `Loss`.
+        mode: "stash" forms each sample's gradient and squares it; the others never form one.
+
+    Returns:
+        [n] fp64 in the order of the microbatches' samples, the same on every rank of the replica.
+
+    Raises:
+        UserError: the model or its layout is not supported, or the loss has another shape.
+    """
+    _check_mode(mode)
+    with _prepared(model, microbatches, summed=False, alone=mode == "stash") as (handle, batches):
+        loss_of = partial(_total, loss, None)
+        if mode != "stash":
+            return sq_grad_norms(handle, batches, loss_of)
+        rules, reducer, work = classify(handle), Reducer(handle.parallel), GradientBuffer(handle)
+        runs = (stash_gradients(handle, [batch], loss_of, rules, reducer, [work], None)[0] for batch in batches)
+        return torch.cat([_none(handle), *runs])
+
+
+def weighted_grad_sum(
+    model: nn.Module | Sequence[nn.Module] | TappedModel,
+    microbatches: Sequence[TokenBatch],
+    loss: Loss,
+    weights: Tensor | Weights,
+    *,
+    mode: Mode = "two_pass",
+) -> Tensor:
+    """Add sum_i c_i grad_theta loss_i to the gradients; returns the squared norms as `per_sample_sq_grad_norms` does.
+
+    Inside DistributedDataParallel the sum is added to `main_grad`, as by a backward pass without reductions; call
+    `finalize_model_grads` next, as always. A model without it gets the sum over the replica's ranks in `.grad`.
+
+    Args:
+        model: as in `per_sample_sq_grad_norms`.
+        microbatches: likewise.
+        loss: likewise.
+        weights: c [n] of all samples, or a function of their squared norms. A sample with c = 0 is left out, even if
+            its gradient is not finite.
+        mode: see above. "stash" keeps n gradients, "bookkeep" the factors of all microbatches.
+
+    Raises:
+        UserError: mode "inline" with a function, or as in `per_sample_sq_grad_norms`.
+    """
+    _check_mode(mode)
+    if mode == "inline" and not isinstance(weights, torch.Tensor):
+        raise UserError(
+            "mode 'inline' needs the weights before it knows the norms",
+            where="weighted_grad_sum",
+            fix="use 'bookkeep', 'stash' or 'two_pass'",
+        )
+    with _prepared(model, microbatches, summed=True, alone=mode == "stash") as (handle, batches):
+        norms = _SUMS[mode](handle, batches, loss, weights)
+        if any(isinstance(chunk, OwnGradients) for chunk in handle.chunks):
+            reduce_model_parallel_grads(handle)
+        return norms
+
+
+def clipped_grad_sum(
+    model: nn.Module | Sequence[nn.Module] | TappedModel,
+    microbatches: Sequence[TokenBatch],
+    loss: Loss,
+    max_norm: float,
+    *,
+    mode: Mode = "two_pass",
+) -> Tensor:
+    """`weighted_grad_sum` with c_i = min(1, max_norm / ||grad_i||), as in DP-SGD (arXiv 1607.00133, Algorithm 1).
+
+    A sample with a norm that is not finite has c = 0. Noise is the caller's: see docs/norms_library.md.
+    """
+
+    def clipped(sq_norms: Tensor) -> Tensor:
+        scale = (max_norm / sq_norms.sqrt()).clamp(max=1.0)  # 1 for a norm of 0
+        return torch.where(sq_norms.isfinite(), scale, 0.0)
+
+    return weighted_grad_sum(model, microbatches, loss, clipped, mode=mode)
+
+
+def _two_pass(model: TappedModel, batches: Sequence[Any], loss: Loss, weights: Tensor | Weights) -> Tensor:
+    norms = sq_grad_norms(model, batches, partial(_total, loss, None))
+    factors = _factors(weights, len(norms), norms).to(norms.device)
+    run_schedule(model, _used(model, batches, factors), partial(_total, loss, factors))
+    return norms
+
+
+def _bookkeep(model: TappedModel, batches: Sequence[Any], loss: Loss, weights: Tensor | Weights) -> Tensor:
+    loss_of: LossFn = partial(_total, loss, None)
+    norms, _, sink = keep_factors(model, batches, loss_of, classify(model), Reducer(model.parallel))
+    sink.add_gradient(_factors(weights, len(norms), norms).cpu())
+    return norms
+
+
+def _stash(model: TappedModel, batches: Sequence[Any], loss: Loss, weights: Tensor | Weights) -> Tensor:
+    kept = [GradientBuffer(model) for _ in batches]
+    loss_of: LossFn = partial(_total, loss, None)
+    norms, _ = stash_gradients(model, batches, loss_of, classify(model), Reducer(model.parallel), kept, None)
+    add_weighted(model, kept, _factors(weights, len(norms), norms).tolist())
+    return norms
+
+
+def _inline(model: TappedModel, batches: Sequence[Any], loss: Loss, weights: Tensor | Weights) -> Tensor:
+    rules, reducer, norms = classify(model), Reducer(model.parallel), [_none(model)]
+    factors = _factors(weights, sum(batch.num_samples for batch in batches)).cpu()
+    loss_of: LossFn = partial(_total, loss, None)
+    for run in pipeline_runs(model, batches, rules, KEPT_BYTES):
+        own = factors[torch.cat([batch.sample_index for batch in run]).cpu()]
+        norms.append(add_inline(model, run, loss_of, own, rules, reducer)[0])
+    return torch.cat(norms)
+
+
+_SUMS = {"two_pass": _two_pass, "bookkeep": _bookkeep, "stash": _stash, "inline": _inline}
+
+
+@contextmanager
+def _prepared(
+    model: nn.Module | Sequence[nn.Module] | TappedModel,
+    microbatches: Sequence[TokenBatch],
+    *,
+    summed: bool,
+    alone: bool,
+) -> Iterator[tuple[TappedModel, list[TokenBatch]]]:
+    """The tapped model, with room for gradients, and its microbatches with numbered samples.
+
+    `alone`: one sample a microbatch, even if every layer can tell samples apart.
+    """
+    if not isinstance(model, TappedModel):
+        with tapped(model) as handle, _prepared(handle, microbatches, summed=summed, alone=alone) as found:
+            yield found
+        return
+    batches, count = list(microbatches), 0
+    if alone or rules_need_single_samples(classify(model)):
+        batches = [single for batch in batches for single in single_samples(batch)]
+    for index, batch in enumerate(batches):
+        numbers = torch.arange(count, count + batch.num_samples, device=batch.input_ids.device)
+        batches[index] = replace(batch, sample_index=numbers)
+        count += batch.num_samples
+    _check_counts(model, len(batches))
+    with gradient_space(model, summed=summed):
+        yield model, batches
+
+
+def _check_counts(model: TappedModel, count: int) -> None:
+    """Replicas that share experts go through their layers together."""
+    parallel = model.parallel
+    if parallel.block_size == 1:
+        return
+    bounds = torch.tensor([count, -count], device=parallel.device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=parallel.block_group)
+    most, least = int(bounds[0]), -int(bounds[1])
+    if most != least:
+        raise UserError(
+            f"replicas that share experts have {least} to {most} microbatches",
+            where="microbatches",
+            fix="give each replica the same number of samples; one with an empty mask counts as 0",
+        )
+
+
+def _total(loss: Loss, factors: Tensor | None, output: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of the samples' losses, each times its factor; samples with factor 0 are left out."""
+    values = loss(output, batch)
+    if values.shape != (batch.num_samples,):
+        raise UserError(
+            f"the loss has shape {tuple(values.shape)} for {batch.num_samples} samples",
+            where="loss",
+            fix="return one value a sample: [n]",
+        )
+    if factors is None:
+        return values.sum(), {}
+    return (values * factors[batch.sample_index]).sum(), {}
+
+
+def _used(model: TappedModel, batches: Sequence[TokenBatch], factors: Tensor) -> list[TokenBatch]:
+    """The microbatches without the samples with factor 0: their loss may not be finite, and 0 * NaN is NaN.
+
+    Replicas that share experts need the same number of microbatches, and keep all.
+    """
+    if model.parallel.block_size > 1:
+        return list(batches)
+    found: list[TokenBatch] = []
+    for batch in batches:
+        assert batch.sample_index is not None, "set by _prepared"
+        used = factors[batch.sample_index] != 0
+        if bool(used.all()):
+            found.append(batch)
+        else:
+            found += [single for single, kept in zip(single_samples(batch), used.tolist(), strict=True) if kept]
+    return found
+
+
+def _factors(weights: Tensor | Weights, count: int, norms: Tensor | None = None) -> Tensor:
+    """c [n] fp64 of `count` samples; a function is called with their squared norms."""
+    if isinstance(weights, torch.Tensor):
+        found = weights.to(torch.float64)
+    else:
+        assert norms is not None, "mode inline was refused"
+        found = weights(norms).to(torch.float64)
+    if found.shape != (count,):
+        raise UserError(
+            f"the weights have shape {tuple(found.shape)} for {count} samples",
+            where="weights",
+            fix="give one weight a sample: [n]",
+        )
+    return found
+
+
+def _none(model: TappedModel) -> Tensor:
+    return torch.zeros(0, dtype=torch.float64, device=model.parallel.device)
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in get_args(Mode):
+        raise UserError(f"there is no mode {mode!r}", where="mode", fix=f"use one of {', '.join(get_args(Mode))}")

@@ -1,0 +1,162 @@
+"""Taps on a model that somebody else has built, for as long as a `with` block lasts.
+
+    with tapped(model) as handle:            # a GPTModel, a wrapped one, or the list of a rank's chunks
+        per_sample_sq_grad_norms(handle, microbatches, loss)
+
+Inside, megatron-core's schedule divides no loss and starts no reduction over replicas; at the end everything is as
+before. What the passes cannot measure is refused, with the field to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.gradnorm.rules import classify
+from oblr_megatron.model import moe
+from oblr_megatron.model.parallel import close, from_megatron
+from oblr_megatron.model.tapped import TappedModel, unwrapped
+from oblr_megatron.model.taps import Tap, install
+from oblr_megatron.model.te_taps import install_te
+from oblr_megatron.norms.own_gradients import OwnGradients
+from oblr_megatron.padding import Padding
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import nn
+
+SCHEDULE: Mapping[str, Any] = {
+    "calculate_per_token_loss": True,  # the loss is not divided
+    "variable_seq_lengths": True,  # pipeline stages exchange shapes
+    "no_sync_func": None,
+    "grad_sync_func": None,
+    "finalize_model_grads_func": None,
+    "grad_scale_func": None,
+}
+"""Fields of megatron-core's configuration while a pass runs."""
+
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "moe_aux_loss_coeff": ((0, None), "router losses mix samples"),
+    "moe_z_loss_coeff": ((0, None), "router losses mix samples"),
+    "moe_input_jitter_eps": ((None,), "two passes would draw different noise"),
+    "moe_router_enable_expert_bias": ((False,), "a pass for norms would count its tokens again"),
+    "moe_expert_capacity_factor": ((None,), "dropped tokens depend on other samples"),
+    "moe_shared_expert_intermediate_size": ((None,), "shared experts are untested"),
+    "mtp_num_layers": ((None, 0), "multi-token prediction adds a loss of its own"),
+    "defer_embedding_wgrad_compute": ((False,), "the output layer's gradient would come after backward"),
+    "delay_wgrad_compute": ((False,), "weight gradients would come after backward"),
+    "overlap_moe_expert_parallel_comm": ((False,), "backwards of microbatches would overlap"),
+    "enable_cuda_graph": ((False,), "a graph replays kernels, not taps"),
+    "external_cuda_graph": ((False,), "a graph replays kernels, not taps"),
+    "cuda_graph_impl": (("none", None), "a graph replays kernels, not taps"),
+    "cpu_offloading": ((False,), "offloaded activations are untested"),
+}
+"""Field of TransformerConfig -> accepted values, and the reason."""
+
+
+@contextmanager
+def tapped(model: nn.Module | Sequence[nn.Module]) -> Iterator[TappedModel]:
+    """Tap this rank's part of a model. Collective: every rank of the world enters it.
+
+    Args:
+        model: a GPTModel, alone or inside DistributedDataParallel and Float16Module; for the interleaved schedule the
+            list of this rank's chunks.
+
+    Yields:
+        A handle for the functions of `norms/api.py`.
+
+    Raises:
+        UserError: megatron-core's groups do not exist, or the model has something that the passes cannot measure.
+    """
+    given = list(model) if isinstance(model, Sequence) else [model]
+    check(given)
+    config = unwrapped(given[0]).config
+    parallel = from_megatron(vp_size=len(given), sequence_parallel=config.sequence_parallel)
+    tap = Tap()
+    padding = Padding.of(
+        tp_size=parallel.tp_size,
+        cp_size=parallel.cp_size,
+        sequence_parallel=parallel.sequence_parallel,
+        recipe=config.fp8_recipe if config.fp8 else None,
+    )
+    chunks: list[Any] = [part if isinstance(part, DistributedDataParallel) else OwnGradients(part) for part in given]
+    try:
+        for chunk in given:
+            install(chunk, tap, moe.splits_of(chunk, parallel, tap))
+            install_te(chunk, tap, config, moe.grouped_splits_of(chunk, parallel, tap))
+        handle = TappedModel(chunks, config, parallel, tap, padding)
+        classify(handle)  # refuses what no rule covers
+        with _scheduled([chunk.config for chunk in (*given, *handle.modules)], tap):
+            yield handle
+    finally:
+        tap.remove()
+        close(parallel)
+
+
+def check(chunks: Sequence[nn.Module]) -> None:
+    """Refuse what the passes cannot measure.
+
+    Raises:
+        UserError: names the module or field, and the fix.
+    """
+    for chunk in chunks:
+        module = unwrapped(chunk)
+        if not isinstance(module, GPTModel):
+            raise UserError(
+                f"the model is a {type(module).__name__}, not megatron-core's GPTModel",
+                where="model",
+                fix="pass the GPTModel, or the list of this rank's chunks",
+            )
+        if module.position_embedding_type == "learned_absolute":
+            raise UserError(
+                "position_embedding_type is 'learned_absolute', which has weights without a rule",
+                where="GPTModel",
+                fix="use 'rope'",
+            )
+        options = getattr(chunk, "ddp_config", None)
+        if getattr(options, "overlap_grad_reduce", False) or getattr(options, "use_megatron_fsdp", False):
+            raise UserError(
+                "the data-parallel wrapper reduces gradients during backward",
+                where="DistributedDataParallelConfig",
+                fix="set overlap_grad_reduce and use_megatron_fsdp to false",
+            )
+        _check_config(module.config, training=module.training)
+
+
+def _check_config(config: TransformerConfig, *, training: bool) -> None:
+    values = {name: getattr(config, name, accepted[0]) for name, (accepted, _) in REFUSED.items()}
+    wrong = {name: why for name, (accepted, why) in REFUSED.items() if values[name] not in accepted}
+    if training and (config.hidden_dropout or config.attention_dropout):
+        wrong["hidden_dropout" if config.hidden_dropout else "attention_dropout"] = "passes would draw different masks"
+    if config.num_moe_experts and config.moe_token_dispatcher_type != "alltoall":
+        raise UserError(
+            f"moe_token_dispatcher_type is {config.moe_token_dispatcher_type!r}: it hides the order of experts' tokens",
+            where="TransformerConfig",
+            fix="set it to 'alltoall'",
+        )
+    for name, why in wrong.items():
+        accepted = REFUSED[name][0][0] if name in REFUSED else 0.0
+        raise UserError(
+            f"{name} is {getattr(config, name)!r}: {why}", where="TransformerConfig", fix=f"set it to {accepted!r}"
+        )
+
+
+@contextmanager
+def _scheduled(configs: Sequence[TransformerConfig], tap: Tap) -> Iterator[None]:
+    """Set `SCHEDULE` in every configuration that megatron-core's schedule may read."""
+    unique = {id(config): config for config in configs}.values()
+    before = [(config, {name: getattr(config, name) for name in SCHEDULE}) for config in unique]
+    try:
+        for config, _ in before:
+            for name, value in SCHEDULE.items():
+                setattr(config, name, value)
+        yield
+    finally:
+        for config, values in before:
+            for name, value in values.items():
+                setattr(config, name, value)
