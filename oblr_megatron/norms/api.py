@@ -80,8 +80,7 @@ def per_sample_sq_grad_norms(
     Raises:
         UserError: the model or its layout is not supported, or the loss has another shape.
     """
-    _check_mode(mode)
-    with _prepared(model, microbatches, summed=False, alone=mode == "stash") as (handle, batches):
+    with _prepared(model, microbatches, mode, summed=False) as (handle, batches):
         loss_of = partial(_total, loss, None)
         if mode != "stash":
             return sq_grad_norms(handle, batches, loss_of)
@@ -114,14 +113,13 @@ def weighted_grad_sum(
     Raises:
         UserError: mode "inline" with a function, or as in `per_sample_sq_grad_norms`.
     """
-    _check_mode(mode)
     if mode == "inline" and not isinstance(weights, torch.Tensor):
         raise UserError(
             "mode 'inline' needs the weights before it knows the norms",
             where="weighted_grad_sum",
             fix="use 'bookkeep', 'stash' or 'two_pass'",
         )
-    with _prepared(model, microbatches, summed=True, alone=mode == "stash") as (handle, batches):
+    with _prepared(model, microbatches, mode, summed=True) as (handle, batches):
         norms = _SUMS[mode](handle, batches, loss, weights)
         if any(isinstance(chunk, OwnGradients) for chunk in handle.chunks):
             reduce_model_parallel_grads(handle)
@@ -187,20 +185,18 @@ _SUMS = {"two_pass": _two_pass, "bookkeep": _bookkeep, "stash": _stash, "inline"
 def _prepared(
     model: nn.Module | Sequence[nn.Module] | TappedModel,
     microbatches: Sequence[TokenBatch],
+    mode: Mode,
     *,
     summed: bool,
-    alone: bool,
 ) -> Iterator[tuple[TappedModel, list[TokenBatch]]]:
-    """The tapped model, with room for gradients, and its microbatches with numbered samples.
-
-    `alone`: one sample a microbatch, even if every layer can tell samples apart.
-    """
+    """The tapped model, with room for gradients, and its microbatches with numbered samples."""
     if not isinstance(model, TappedModel):
-        with tapped(model) as handle, _prepared(handle, microbatches, summed=summed, alone=alone) as found:
+        with tapped(model) as handle, _prepared(handle, microbatches, mode, summed=summed) as found:
             yield found
         return
+    _check_mode(mode, model)
     batches, count = list(microbatches), 0
-    if alone or rules_need_single_samples(classify(model)):
+    if mode == "stash" or rules_need_single_samples(classify(model)):
         batches = [single for batch in batches for single in single_samples(batch)]
     for index, batch in enumerate(batches):
         numbers = torch.arange(count, count + batch.num_samples, device=batch.input_ids.device)
@@ -279,6 +275,12 @@ def _none(model: TappedModel) -> Tensor:
     return torch.zeros(0, dtype=torch.float64, device=model.parallel.device)
 
 
-def _check_mode(mode: str) -> None:
+def _check_mode(mode: str, model: TappedModel) -> None:
     if mode not in get_args(Mode):
         raise UserError(f"there is no mode {mode!r}", where="mode", fix=f"use one of {', '.join(get_args(Mode))}")
+    if mode != "two_pass" and model.parallel.block_size > 1:
+        raise UserError(
+            f"an expert's gradient mixes the samples of {model.parallel.block_size} replicas in mode {mode!r}",
+            where="mode",
+            fix="use 'two_pass', or lower expert_model_parallel_size",
+        )

@@ -1,0 +1,185 @@
+"""The norms' library on models that a user builds equals autograd, sample by sample: fp64, relative 1e-10.
+
+Each case compares, in every mode: the norms, a weighted sum, and a sum of clipped gradients. With megatron-core's
+data-parallel wrapper the sums are those after `finalize_model_grads`; without it those in `.grad`.
+
+Not covered: Transformer Engine's layers, CUDA.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from torch import Tensor
+
+from oblr_megatron.norms import clipped_grad_sum, per_sample_sq_grad_norms, tapped, weighted_grad_sum
+from tests.distributed.launch import run_ranks
+from tests.distributed.user_models import (
+    LENGTHS,
+    LOSSES,
+    Batch,
+    build,
+    groups,
+    named,
+    oracle,
+    packed,
+    rows,
+    samples,
+    shard_of,
+)
+
+RTOL = 1e-10
+ROUTER_RTOL = 1e-6
+"""megatron-core's router has a softmax in fp32: its backward of c times a loss is not c times that of the loss."""
+MODES = ("two_pass", "bookkeep", "stash", "inline")
+FACTORS = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)
+Case = tuple[str, str, str, dict[str, Any]]
+CASES: dict[int, dict[str, Case]] = {  # family, loss, layout of the samples, sizes and options
+    1: {
+        "gpt": ("gpt", "margin", "rows", {}),
+        "qwen2 rows": ("qwen2", "cross_entropy", "rows", {}),
+        "qwen2 packed": ("qwen2", "margin", "packed", {"sdpa": True}),
+        "moe": ("moe", "cross_entropy", "rows", {}),
+    },
+    2: {
+        "gpt tp2": ("gpt", "cross_entropy", "single", {"tp": 2}),
+        "gpt pp2": ("gpt", "margin", "rows", {"pp": 2}),
+        "qwen2 tp2": ("qwen2", "margin", "rows", {"tp": 2}),
+        "qwen2 tp2 bare": ("qwen2", "cross_entropy", "rows", {"tp": 2, "bare": True}),
+        "qwen2 tp2 sp": ("qwen2", "cross_entropy", "rows", {"tp": 2, "sp": True}),
+        "qwen2 tp2 sp packed bare": ("qwen2", "margin", "packed", {"tp": 2, "sp": True, "sdpa": True, "bare": True}),
+        "qwen2 pp2": ("qwen2", "cross_entropy", "single", {"pp": 2}),
+        "qwen2 pp2 vp2 bare": ("qwen2", "margin", "single", {"pp": 2, "vp": 2, "bare": True}),
+        "qwen2 cp2": ("qwen2", "margin", "rows", {"cp": 2, "sdpa": True}),
+        "qwen2 cp2 packed bare": ("qwen2", "cross_entropy", "packed", {"cp": 2, "sdpa": True, "bare": True}),
+        "gpt cp2": ("gpt", "cross_entropy", "rows", {"cp": 2, "sdpa": True}),
+        "qwen2 dp2": ("qwen2", "cross_entropy", "rows", {}),
+        "moe ep2": ("moe", "cross_entropy", "single", {"ep": 2}),
+        "moe tp2 sp ep2": ("moe", "cross_entropy", "rows", {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
+        "moe tp2 sp": ("moe", "cross_entropy", "single", {"tp": 2, "sp": True}),
+    },
+}
+
+
+def wrapped(model: Any, bare: bool) -> Any:
+    if bare:
+        return model
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+
+
+def layout_of(mine: list[int], how: str) -> list[Batch]:
+    parts = [samples()[index] for index in mine]
+    if how == "single":
+        return parts
+    join = rows if how == "rows" else packed
+    return [join(parts[:3]), *(join([part]) for part in parts[3:])]
+
+
+def gradients(chunks: list[Any], bare: bool) -> dict[str, Tensor]:
+    found = {}
+    for chunk in chunks:
+        for name, param in named(chunk if bare else chunk.module):
+            grad = param.grad if bare else param.main_grad
+            assert grad is not None, name
+            found[name] = grad.clone()
+            assert not (bare and hasattr(param, "main_grad")), name
+    return found
+
+
+def error_of(found: dict[str, Tensor], chunks: list[Any], bare: bool, wanted: dict[str, Tensor]) -> float:
+    """The largest difference of any parameter, relative to its largest element in the whole model."""
+    errors = []
+    for chunk in chunks:
+        for name, param in named(chunk if bare else chunk.module):
+            difference = (found[name] - shard_of(name, param, wanted[name])).abs().max()
+            errors.append(float(difference / wanted[name].abs().max().clamp(min=1e-300)))
+    return max(errors)
+
+
+def case_of(
+    family: str, loss: str, how: str, sizes: dict[str, Any], wanted: list[dict[str, Tensor]]
+) -> dict[str, float]:
+    """Relative errors of everything in a case, on this rank."""
+    sizes = dict(sizes)
+    options = {name: sizes.pop(name) for name in ("sp", "sdpa") if name in sizes}
+    bare = sizes.pop("bare", False)
+    norms = torch.stack([sum(g.square().sum() for g in grads.values()) for grads in wanted])
+    limit = float(norms.sqrt().median())
+    clips = (limit / norms.sqrt()).clamp(max=1)
+    errors: dict[str, float] = {}
+    with groups(**sizes):
+        chunks = [wrapped(model, bare) for model in build(family, vp=sizes.get("vp"), **options)]
+        dp, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        mine = list(range(dp, len(LENGTHS), replicas))
+        batches, given = layout_of(mine, how), chunks if len(chunks) > 1 else chunks[0]
+
+        def summed(name: str, factors: Tensor, call: Any) -> None:
+            for chunk in chunks:
+                chunk.zero_grad(set_to_none=True) if bare else chunk.zero_grad_buffer()
+            found = call()
+            errors[f"{name}: norms"] = float((found / norms[mine] - 1).abs().max())
+            if not bare:
+                finalize_model_grads(chunks)
+            total = {k: sum(c * grads[k] for c, grads in zip(factors, wanted, strict=True)) for k in wanted[0]}
+            errors[name] = error_of(gradients(chunks, bare), chunks, bare, total)
+
+        per_sample = LOSSES[loss]
+        with tapped(given) as handle:
+            shared = sizes.get("ep", 1) > sizes.get("tp", 1)
+            for mode in MODES[:1] if shared else MODES:
+                found = per_sample_sq_grad_norms(handle, batches, per_sample, mode=mode)
+                errors[f"{mode}: norms alone"] = float((found / norms[mine] - 1).abs().max())
+                call = partial(weighted_grad_sum, handle, batches, per_sample, FACTORS[mine], mode=mode)
+                summed(f"{mode}: weighted", FACTORS, call)
+                if mode != "inline":
+                    call = partial(clipped_grad_sum, handle, batches, per_sample, limit, mode=mode)
+                    summed(f"{mode}: clipped", clips, call)
+        summed("no handle", clips, partial(clipped_grad_sum, given, batches, per_sample, limit))
+        plain(chunks, bare, errors)
+    return errors
+
+
+def plain(chunks: list[Any], bare: bool, errors: dict[str, float]) -> None:
+    """After the taps are gone, nothing of them is left in the modules."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            left = {"forward", "_forward_impl"} & vars(module).keys()
+            errors[f"left in {type(module).__name__}: {sorted(left)}"] = float(bool(left))
+
+
+def on_ranks(cases: dict[str, Case], oracles: Path) -> dict[tuple[str, str], float]:
+    wanted, found = torch.load(oracles), {}
+    for name, case in cases.items():
+        found |= {(name, what): error for what, error in case_of(*case, wanted[case[:2]]).items()}
+    return found
+
+
+def save_oracles(path: Path) -> None:
+    kinds = {(family, loss) for cases in CASES.values() for family, loss, *_ in cases.values()}
+    torch.save({kind: oracle(*kind) for kind in sorted(kinds)}, path)
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("oracles") / "gradients.pt"
+    run_ranks(save_oracles, 1, path)
+    return path
+
+
+def tolerance(name: str, what: str) -> float:
+    return ROUTER_RTOL if name.startswith("moe") and what in ("two_pass: clipped", "no handle") else RTOL
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_every_mode_equals_autograd(world_size: int, oracles: Path) -> None:
+    cases = CASES[world_size]
+    for rank in run_ranks(on_ranks, world_size, cases, oracles, deadline_s=400.0):
+        wrong = {case: error for case, error in rank.items() if not error <= tolerance(*case)}
+        assert not wrong, wrong
+        assert {name for name, _ in rank} == cases.keys() and len(rank) > 10 * len(cases)
