@@ -1,0 +1,193 @@
+"""The norms' library on one rank: what it refuses, what it leaves as it was, and what it loads.
+
+Not covered: layouts and modes against autograd (tests/distributed/test_norms_library.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import Tensor, nn
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.model.parallel import shutdown
+from oblr_megatron.norms import clipped_grad_sum, per_sample_sq_grad_norms, tapped, weighted_grad_sum
+from tests.distributed.user_models import Batch, build, groups, mean_cross_entropy, rows, samples
+
+ROOT = Path(__file__).resolve().parents[3]
+ONES = torch.ones(4, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with groups():
+        yield
+    shutdown()
+
+
+def ddp(model: Any, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(**options), model)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("moe", "moe_aux_loss_coeff", 0.01),
+        ("moe", "moe_z_loss_coeff", 1e-3),
+        ("moe", "moe_token_dispatcher_type", "allgather"),
+        ("moe", "moe_expert_capacity_factor", 1.0),
+        ("gpt", "hidden_dropout", 0.1),
+        ("gpt", "attention_dropout", 0.1),
+        ("gpt", "mtp_num_layers", 1),
+        ("gpt", "defer_embedding_wgrad_compute", True),
+        ("gpt", "cpu_offloading", True),
+    ],
+)
+def test_a_field_that_the_passes_cannot_measure_is_named(family: str, field: str, value: Any) -> None:
+    (model,) = build(family)
+    setattr(model.config, field, value)
+    with pytest.raises(UserError, match=field) as error:
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
+    assert error.value.where == "TransformerConfig" and error.value.fix
+
+
+def test_dropout_is_accepted_where_it_does_nothing() -> None:
+    (model,) = build("gpt")
+    model.config.hidden_dropout = 0.1
+    model.eval()
+    assert bool((per_sample_sq_grad_norms(model, samples(), mean_cross_entropy) > 0).all())
+
+
+def test_other_models_and_wrappers_are_refused() -> None:
+    with pytest.raises(UserError, match="Linear") as error:
+        per_sample_sq_grad_norms(nn.Linear(2, 2), samples(), mean_cross_entropy)
+    assert error.value.where == "model"
+    wrapped = ddp(build("gpt")[0], overlap_grad_reduce=True)
+    with pytest.raises(UserError) as error:
+        per_sample_sq_grad_norms(wrapped, samples(), mean_cross_entropy)
+    assert error.value.where == "DistributedDataParallelConfig"
+
+
+def test_a_parameter_without_a_rule_is_refused_by_name_and_no_tap_stays() -> None:
+    (model,) = build("gpt")
+    model.decoder.layers[1].mlp.adapter = nn.Linear(3, 3)
+    with pytest.raises(UserError, match=r"'decoder\.layers\.1\.mlp\.adapter\.weight'"):
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
+    assert not any({"forward", "_forward_impl"} & vars(module).keys() for module in model.modules())
+    model.decoder.layers[1].mlp.adapter.requires_grad_(False)
+    assert len(per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)) == 4
+
+
+def test_groups_must_exist() -> None:
+    (model,) = build("gpt")
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(UserError) as error:
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
+    assert error.value.where == "parallel_state"
+
+
+def scalar(logits: Tensor, batch: Batch) -> Tensor:
+    return mean_cross_entropy(logits, batch).sum()
+
+
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        ("mode", {"mode": "one_pass"}),
+        ("weights", {"weights": ONES[:3]}),
+        ("weights", {"weights": ONES[:3], "mode": "inline"}),
+        ("weighted_grad_sum", {"weights": torch.sqrt, "mode": "inline"}),
+        ("loss", {"loss": scalar}),
+    ],
+)
+def test_wrong_arguments_are_refused(where: str, options: dict[str, Any]) -> None:
+    arguments = {"loss": mean_cross_entropy, "weights": ONES} | options
+    with pytest.raises(UserError) as error:
+        weighted_grad_sum(build("qwen2")[0], samples(), **arguments)
+    assert error.value.where == where
+
+
+@pytest.mark.parametrize("mode", ["two_pass", "stash", "bookkeep", "inline"])
+def test_gradients_are_added_and_norms_leave_them_alone(mode: Any) -> None:
+    for family in ("gpt", "qwen2"):  # biases of the first get their gradient from autograd
+        model = ddp(build(family)[0])
+        weighted_grad_sum(model, samples(), mean_cross_entropy, ONES, mode=mode)
+        once = [param.main_grad.clone() for param in model.parameters()]
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy, mode=mode)
+        assert all(torch.equal(param.main_grad, grad) for param, grad in zip(model.parameters(), once, strict=True))
+        weighted_grad_sum(model, [rows(samples())], mean_cross_entropy, ONES, mode=mode)
+        for param, grad in zip(model.parameters(), once, strict=True):
+            torch.testing.assert_close(param.main_grad, 2 * grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_bare_model_keeps_its_gradients() -> None:
+    (model,) = build("gpt")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
+    assert all(bool((param.grad == 1).all()) for param in model.parameters())
+    weighted_grad_sum(model, samples(), mean_cross_entropy, 0 * ONES)
+    assert all(bool((param.grad == 1).all()) and not hasattr(param, "main_grad") for param in model.parameters())
+
+
+def broken(logits: Tensor, batch: Batch) -> Tensor:
+    """The loss of the sample of nine tokens is not finite."""
+    assert batch.lengths is not None
+    return mean_cross_entropy(logits, batch) * torch.where(batch.lengths == samples()[2].lengths, math.nan, 1.0)
+
+
+@pytest.mark.parametrize("mode", ["two_pass", "stash", "bookkeep"])
+def test_a_sample_that_is_not_finite_spoils_no_other(mode: Any) -> None:
+    found = {}
+    for name, loss, batch in (
+        ("broken", broken, samples()),
+        ("left out", mean_cross_entropy, samples()[:2] + samples()[3:]),
+    ):
+        (model,) = build("qwen2")
+        norms = clipped_grad_sum(model, [rows(batch)], loss, 1.0, mode=mode)
+        found[name] = norms, [param.grad for param in model.parameters()]
+    assert found["broken"][0].isfinite().tolist() == [True, True, False, True]
+    for one, other in zip(found["broken"][1], found["left out"][1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_no_samples_have_no_norms() -> None:
+    with tapped(build("qwen2")[0]) as handle:
+        assert per_sample_sq_grad_norms(handle, [], mean_cross_entropy).shape == (0,)
+
+
+USE = """
+import json, sys
+import torch.distributed as dist
+from oblr_megatron.norms import clipped_grad_sum
+from tests.distributed.user_models import build, groups, mean_cross_entropy, samples
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with groups():
+    for mode in ("two_pass", "stash", "bookkeep"):
+        assert bool((clipped_grad_sum(build("moe")[0], samples(), mean_cross_entropy, 1.0, mode=mode) > 0).all())
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_its_use_loads_neither_vllm_nor_the_trainer() -> None:
+    out = subprocess.run([sys.executable, "-c", USE], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    loaded = set(json.loads(out.splitlines()[-1]))
+    foreign = {"vllm", "transformers"} | {
+        f"oblr_megatron.{name}"
+        for name in ("config", "rewards", "rollout", "engine", "weights", "gradient.step", "run")
+    }
+    assert not foreign & loaded
+    assert "oblr_megatron.gradient.bookkeep" in loaded
