@@ -208,7 +208,7 @@ def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int 
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    return describe(
+    return from_megatron(
         vp_size=config.virtual_pipeline_model_parallel_size or 1,
         sequence_parallel=config.sequence_parallel,
         timeout=timeout,
@@ -263,15 +263,20 @@ def end_process(main: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
-def from_megatron(*, vp_size: int, sequence_parallel: bool, timeout: timedelta = timedelta(minutes=10)) -> Parallel:
-    """The layout of ranks that the caller has initialised with megatron-core's `initialize_model_parallel`. Collective.
+def close(parallel: Parallel) -> None:
+    """Destroy the groups that `from_megatron` created in addition to megatron-core's."""
+    own = {parallel.replica_group, parallel.block_group, parallel.expert_sum_group}
+    for group in own - {parallel.model_group, None}:
+        dist.destroy_process_group(group)
 
-    `close` ends the groups that this creates.
+
+def from_megatron(*, vp_size: int, sequence_parallel: bool, timeout: timedelta = timedelta(minutes=10)) -> Parallel:
+    """This rank's position and groups after megatron-core's `initialize_model_parallel`. Collective.
 
     Args:
         vp_size: model chunks of this rank.
         sequence_parallel: whether the model splits sequences over tensor-parallel ranks.
-        timeout: of the collectives of new groups.
+        timeout: of the collectives of groups that megatron-core does not have; `close` destroys these groups.
 
     Raises:
         UserError: megatron-core's groups are not there, or its ranks are not in the default order.
@@ -284,42 +289,6 @@ def from_megatron(*, vp_size: int, sequence_parallel: bool, timeout: timedelta =
             where="parallel_state",
             fix="call megatron.core.parallel_state.initialize_model_parallel first",
         )
-    place = positions(
-        dist.get_world_size(),
-        tp=state.get_tensor_model_parallel_world_size(),
-        pp=state.get_pipeline_model_parallel_world_size(),
-        cp=state.get_context_parallel_world_size(),
-        ep=state.get_expert_model_parallel_world_size(),
-        etp=state.get_expert_tensor_parallel_world_size(),
-    )[dist.get_rank()]
-    found = (
-        state.get_tensor_model_parallel_rank(),
-        state.get_pipeline_model_parallel_rank(),
-        state.get_context_parallel_rank(),
-        state.get_data_parallel_rank(),
-    )
-    differs = torch.tensor(int(found != (place.tp, place.pp, place.cp, place.dp)), device=_device())
-    dist.all_reduce(differs)
-    if differs:
-        raise UserError(
-            f"{int(differs)} ranks are not where megatron-core's order {RANK_ORDER!r} has them",
-            where="parallel_state",
-            fix="leave `order` of initialize_model_parallel at its default",
-        )
-    return describe(vp_size=vp_size, sequence_parallel=sequence_parallel, timeout=timeout)
-
-
-def close(parallel: Parallel) -> None:
-    """Destroy the groups that `describe` created in addition to megatron-core's."""
-    own = {parallel.replica_group, parallel.block_group, parallel.expert_sum_group}
-    for group in own - {parallel.model_group, None}:
-        dist.destroy_process_group(group)
-
-
-def describe(*, vp_size: int, sequence_parallel: bool, timeout: timedelta) -> Parallel:
-    """This rank's position and groups; arguments as in `from_megatron`. Collective."""
-    from megatron.core import parallel_state as state
-
     embedding_group = state.get_embedding_group(check_initialized=False)
     if embedding_group is not None and dist.get_rank() not in dist.get_process_group_ranks(embedding_group):
         embedding_group = None
@@ -336,6 +305,7 @@ def describe(*, vp_size: int, sequence_parallel: bool, timeout: timedelta) -> Pa
         ep=state.get_expert_model_parallel_world_size(),
         etp=state.get_expert_tensor_parallel_world_size(),
     )
+    _check_order(places[dist.get_rank()])
     replica_group = model_group if cp_group.size() == 1 else _group_by([place.dp for place in places], timeout)
     block_group = replica_group
     if block_size > 1:
@@ -378,6 +348,22 @@ def describe(*, vp_size: int, sequence_parallel: bool, timeout: timedelta) -> Pa
         device=_device(),
         timeout_s=timeout.total_seconds(),
     )
+
+
+def _check_order(place: Position) -> None:
+    """Refuse ranks in another order than `positions` assumes. Collective."""
+    from megatron.core import parallel_state as state
+
+    kinds = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "data_parallel")
+    found = tuple(getattr(state, f"get_{kind}_rank")() for kind in kinds)
+    differs = torch.tensor(int(found != (place.tp, place.pp, place.cp, place.dp)), device=_device())
+    dist.all_reduce(differs)
+    if differs:
+        raise UserError(
+            f"{int(differs)} ranks are not where megatron-core's order {RANK_ORDER!r} has them",
+            where="parallel_state",
+            fix="leave `order` of initialize_model_parallel at its default",
+        )
 
 
 def _device() -> torch.device:

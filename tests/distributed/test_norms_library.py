@@ -48,9 +48,9 @@ CASES: dict[int, dict[str, Case]] = {  # family, loss, layout of the samples, si
         "moe": ("moe", "cross_entropy", "rows", {}),
     },
     2: {
-        "gpt tp2": ("gpt", "cross_entropy", "single", {"tp": 2}),
+        "gpt tp2 recompute": ("gpt", "cross_entropy", "single", {"tp": 2, "recompute": True}),
         "gpt pp2": ("gpt", "margin", "rows", {"pp": 2}),
-        "qwen2 tp2": ("qwen2", "margin", "rows", {"tp": 2}),
+        "qwen2 tp2 recompute": ("qwen2", "margin", "rows", {"tp": 2, "recompute": True}),
         "qwen2 tp2 bare": ("qwen2", "cross_entropy", "rows", {"tp": 2, "bare": True}),
         "qwen2 tp2 sp": ("qwen2", "cross_entropy", "rows", {"tp": 2, "sp": True}),
         "qwen2 tp2 sp packed bare": ("qwen2", "margin", "packed", {"tp": 2, "sp": True, "sdpa": True, "bare": True}),
@@ -107,7 +107,7 @@ def case_of(
 ) -> dict[str, float]:
     """Relative errors of everything in a case, on this rank."""
     sizes = dict(sizes)
-    options = {name: sizes.pop(name) for name in ("sp", "sdpa") if name in sizes}
+    options = {name: sizes.pop(name) for name in ("sp", "sdpa", "recompute") if name in sizes}
     bare = sizes.pop("bare", False)
     norms = torch.stack([sum(g.square().sum() for g in grads.values()) for grads in wanted])
     limit = float(norms.sqrt().median())

@@ -91,10 +91,14 @@ def groups(
     parallel_state.destroy_model_parallel()
 
 
-def build(family: str, *, sp: bool = False, sdpa: bool = False, vp: int | None = None) -> list[GPTModel]:
+def build(
+    family: str, *, sp: bool = False, sdpa: bool = False, vp: int | None = None, recompute: bool = False
+) -> list[GPTModel]:
     """This rank's chunks of a model of four layers in fp64, with the weights of `fill`."""
     options = dict(FAMILIES[family])
     tied, experts = options.pop("tied"), options.get("num_moe_experts")
+    if recompute:
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = TransformerConfig(
         **{
             "num_layers": 4,

@@ -3,9 +3,9 @@
     python tools/bench/norms_library.py --clock cpu --tokens 512        # ten minutes on two cores
 
 The layers have Qwen3's sizes, and the loss is a cross-entropy, one sample a microbatch. `plain` is forward and backward
-of the same samples, and all ratios are to it. `inline` has given weights instead of clipping. `opacus_ghost` is Opacus's
-ghost clipping of the same layers in PyTorch, in one batch or one by one, whichever is faster. No row has an optimizer's
-step.
+of the same samples, and all ratios are to it. `inline` has given weights instead of clipping. `opacus_ghost` is ghost
+clipping by Opacus of the same layers in PyTorch, in one batch or one by one, whichever is faster. No row has an
+optimizer's step.
 """
 
 from __future__ import annotations
