@@ -43,6 +43,10 @@ SCHEDULE: Mapping[str, Any] = {
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "moe_aux_loss_coeff": ((0, None), "router losses mix samples"),
     "moe_z_loss_coeff": ((0, None), "router losses mix samples"),
+    "moe_router_load_balancing_type": (
+        ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        "its routing depends on other samples",
+    ),
     "moe_input_jitter_eps": ((None,), "two passes would draw different noise"),
     "moe_router_enable_expert_bias": ((False,), "a pass for norms would count its tokens again"),
     "moe_expert_capacity_factor": ((None,), "dropped tokens depend on other samples"),

@@ -47,6 +47,7 @@ def ddp(model: Any, **options: Any) -> DistributedDataParallel:
         ("moe", "moe_z_loss_coeff", 1e-3),
         ("moe", "moe_token_dispatcher_type", "allgather"),
         ("moe", "moe_expert_capacity_factor", 1.0),
+        ("moe", "moe_router_load_balancing_type", "sinkhorn"),
         ("gpt", "hidden_dropout", 0.1),
         ("gpt", "attention_dropout", 0.1),
         ("gpt", "mtp_num_layers", 1),
