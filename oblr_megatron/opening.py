@@ -21,6 +21,7 @@ from oblr_megatron.checks.layout import check_port
 from oblr_megatron.checks.run_dir import check_run_dir
 from oblr_megatron.config.checks import biases
 from oblr_megatron.engine.protocol import RolloutEngine
+from oblr_megatron.errors import RunError
 from oblr_megatron.evaluation.items import RunItems
 from oblr_megatron.formatting import flatten
 from oblr_megatron.memory.pass_plan import Layout, idle_replicas
@@ -33,7 +34,9 @@ from oblr_megatron.observe.console import open_display
 from oblr_megatron.observe.performance.profiler import Profiler, open_profiler
 from oblr_megatron.observe.performance.ranks import RankLog
 from oblr_megatron.observe.performance.utilization import Utilization
+from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.status import recorded
+from oblr_megatron.observe.trackers.feed import Trackers
 from oblr_megatron.preflight import Inputs, preflight, write_config
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import FailedSteps, SharedReward
@@ -86,15 +89,11 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         stack.enter_context(display)
         for line in _opening_lines(config, inputs.model.config, world_size, norms, resumed):
             display.message(line)
+        until = _metrics_until(config, resumed)
         metrics = stack.enter_context(
-            MetricsWriter(
-                config.run_dir,
-                config.log,
-                rank=parallel.rank,
-                world_size=world_size,
-                resume_step=_metrics_until(config, resumed),
-            )
+            MetricsWriter(config.run_dir, rank=parallel.rank, world_size=world_size, resume_step=until)
         )
+        trackers = stack.enter_context(Trackers(config, display.message, rank=parallel.rank, resume_step=until))
         stream = _prompt_source(inputs, engines)
         past: list[Record] = []
         if resumed is not None:
@@ -115,11 +114,12 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             held_out=inputs.held_out,
             evaluations=RunItems(config.run_dir / "evaluations" if config.evaluate.save and rank == 0 else None),
             metrics=metrics,
+            trackers=trackers,
             display=display,
             alarms=LiveAlarms(config.run_dir, settings, display.message, past) if parallel.rank == 0 else None,
             timer=_timer(display.phase, profiler),
             utilization=Utilization.of(inputs.model.config, config, world_size),
-            ranks=RankLog(config.run_dir, control_group, _metrics_until(config, resumed)),
+            ranks=RankLog(config.run_dir, control_group, until),
             failed_steps=FailedSteps(config.reward),
             stop=stop,
             collectives=collectives,
@@ -130,11 +130,25 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
 
 @contextmanager
 def started(sampling: Sampling) -> Iterator[None]:
-    """Record an open run in its directory, which stays as it was when opening was refused."""
+    """Record an open run in its directory, which stays as it was when opening was refused; at the end, its report."""
     if sampling.parallel.rank == 0:
         write_config(sampling.config)
-    with recorded(sampling):
-        yield
+    sampling.trackers.start()
+    try:
+        with recorded(sampling):
+            yield
+    except (RunError, KeyboardInterrupt):
+        _report(sampling)  # of the steps so far
+        raise
+    _report(sampling)
+
+
+def _report(sampling: Sampling) -> None:
+    """Rank 0 writes RUN_DIR/report.html, unless no step was logged."""
+    run_dir = sampling.config.run_dir
+    metrics = run_dir / METRICS_FILE
+    if sampling.parallel.rank == 0 and metrics.exists() and metrics.stat().st_size:
+        sampling.trackers.file(write_report(run_dir))
 
 
 def _inputs(config: Config, rank: int, world_size: int, stack: ExitStack) -> Inputs:

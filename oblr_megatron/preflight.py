@@ -38,6 +38,7 @@ from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, w
 from oblr_megatron.model.parallel import local_rank, local_world_size
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.observe.performance.profiler import check_profile
+from oblr_megatron.observe.trackers.registry import check_trackers
 from oblr_megatron.rewards.registry import check_reward, data_for
 from oblr_megatron.rollout.placement import place
 from oblr_megatron.rollout.replay import check_replay, check_replayed
@@ -74,6 +75,7 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
         UserError: the first problem.
     """
     check_time_left(config.checkpoint)
+    check_trackers(config.log.trackers)
     if owns_run_dir:
         check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     model = check_hf_dir(config.model.path)

@@ -16,7 +16,7 @@ from oblr_megatron.checkpoint.resume import Checkpoint
 from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest
 from oblr_megatron.evaluation.accuracy import metrics as accuracies
 from oblr_megatron.evaluation.answers import evaluate
-from oblr_megatron.evaluation.items import RunItems
+from oblr_megatron.evaluation.items import COLUMNS, RunItems
 from oblr_megatron.memory.pass_plan import tokens_of_a_wave
 from oblr_megatron.metrics import MetricsWriter
 from oblr_megatron.observe import step_metrics
@@ -25,6 +25,7 @@ from oblr_megatron.observe.console import Display
 from oblr_megatron.observe.performance.ranks import RankLog
 from oblr_megatron.observe.performance.utilization import Utilization
 from oblr_megatron.observe.step_metrics import StepRecord
+from oblr_megatron.observe.trackers.feed import Trackers
 from oblr_megatron.rewards.base import Reward, group_size
 from oblr_megatron.rewards.shared import FailedSteps
 from oblr_megatron.rollout.ahead import Ahead
@@ -60,6 +61,7 @@ class Sampling:
     held_out: dict[str, list[Prompt]]
     evaluations: RunItems
     metrics: MetricsWriter
+    trackers: Trackers
     display: Display
     alarms: LiveAlarms | None  # of the first rank
     timer: PhaseTimer
@@ -251,9 +253,10 @@ class Sampling:
                 sink = self.evaluations.sink(step, name)
                 grades = evaluate(name, self.engines, prompts, self.reward, self.config, sink=sink)
                 record.metrics |= {f"eval/{name}/{metric}": value for metric, value in accuracies(grades).items()}
+                self.trackers.table(step, name, COLUMNS, self.evaluations.rows)
 
     def log(self, record: StepRecord) -> None:
-        """Complete the record of a step and write it to metrics.jsonl, tensorboard and the console."""
+        """Complete the record of a step and write it to metrics.jsonl, trackers and console."""
         timing = self.timer.finish_step()
         self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"])
         samples, scored = record.samples, record.scored
@@ -268,11 +271,14 @@ class Sampling:
             self.display.message(line)
 
     def write(self, record: StepRecord) -> None:
-        """Pass the metrics of a record to metrics.jsonl, console and alarms."""
+        """Pass the metrics of a record to metrics.jsonl, trackers, console and alarms."""
         written = self.metrics.write(record.done, record.metrics)
+        self.trackers.log(written)
         self.display.step(record.done, record.metrics)
         if self.alarms is not None:
-            self.alarms.take(written, next((result.cause for result in record.rewards if result.error), ""))
+            cause = next((result.cause for result in record.rewards if result.error), "")
+            for alarm in self.alarms.take(written, cause):
+                self.trackers.alarm(alarm)
         self.done = record.done
 
     def stopped(self, step: int) -> bool:
@@ -280,6 +286,6 @@ class Sampling:
         reason = self.stop.agreed(self.longest_step_s, self.control_group)
         if reason is None or step == self.config.num_steps:
             return False
-        self.stopped_by = reason
+        self.stopped_by, self.trackers.state = reason, "stopped"
         self.display.message(f"stopped after step {step} of {self.config.num_steps} ({reason}); continue with --resume")
         return True

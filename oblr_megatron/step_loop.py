@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.config import load_config
-from oblr_megatron.errors import EXIT_OK, RunError
-from oblr_megatron.metrics import METRICS_FILE
+from oblr_megatron.errors import EXIT_OK
 from oblr_megatron.model.parallel import end_process, rank_from_environment
 from oblr_megatron.observe.console import closing_lines
-from oblr_megatron.observe.report import write_report
+from oblr_megatron.observe.report import REPORT_FILE
 from oblr_megatron.observe.status import finished
 from oblr_megatron.opening import open_sampling, started
 from oblr_megatron.rollout.dynamic_sampling import Batch
@@ -97,28 +96,17 @@ def run_training(config: Config) -> int:
     """Open a run, train it (or only sample), close it; returns the exit status. A finished run is not opened again."""
     if finished(config, rank=rank_from_environment()[0]):
         return EXIT_OK
-    try:
-        if config.rollout.only:
-            with open_sampling(config) as sampling, started(sampling):
-                sample(sampling)
-        else:
-            with open_run(config) as run, started(run.sampling):
-                train(run)
-    except (RunError, KeyboardInterrupt):
-        _report(config)  # of the steps so far
-        raise
-    _report(config, ended=True)
+    if config.rollout.only:
+        with open_sampling(config) as sampling, started(sampling):
+            sample(sampling)
+    else:
+        with open_run(config) as run, started(run.sampling):
+            train(run)
+    if rank_from_environment()[0] == 0:
+        report = config.run_dir / REPORT_FILE
+        for line in closing_lines(config, report if report.exists() else None):
+            print(line, flush=True)
     return EXIT_OK
-
-
-def _report(config: Config, *, ended: bool = False) -> None:
-    """Rank 0 writes RUN_DIR/report.html, unless no step was logged; at the end it names the results."""
-    metrics = config.run_dir / METRICS_FILE
-    if rank_from_environment()[0] != 0:
-        return
-    report = write_report(config.run_dir) if metrics.exists() and metrics.stat().st_size else None
-    for line in closing_lines(config, report) if ended else []:
-        print(line, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

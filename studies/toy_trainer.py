@@ -23,7 +23,7 @@ from oblr_megatron.algo.history import NO_HISTORY
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
-from oblr_megatron.config import LogConfig, OptimizerConfig, validated
+from oblr_megatron.config import OptimizerConfig, validated
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.config.section import Section
@@ -165,7 +165,7 @@ def run_toy(config: ToyConfig) -> None:
     toy = ToyRun(config)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(config.run_dir / "config.json", config.model_dump_json(indent=2) + "\n")
-    with MetricsWriter(config.run_dir, LogConfig(tensorboard=False)) as metrics:
+    with MetricsWriter(config.run_dir) as metrics:
         metrics.write(0, toy.evaluate())
         for done in range(1, config.num_steps + 1):
             record = toy.step(done - 1)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 
-from oblr_megatron.config import LogConfig
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
 from studies.policy import ToyPolicy
@@ -65,7 +64,7 @@ def run_trl(config: ToyConfig, trainer: TrainerName, loss_type: str | None = Non
     write_whole(config.run_dir / "config.json", config.model_dump_json(indent=2) + "\n")
     tokenizer = AutoTokenizer.from_pretrained(config.start_dir / "model")
     questions = [row.question for row in rows]
-    with MetricsWriter(config.run_dir, LogConfig(tensorboard=False)) as metrics:
+    with MetricsWriter(config.run_dir) as metrics:
         recorder = Recorder(config, metrics, policy, task, held_out)
         open_trainer(trainer, arguments, model, tokenizer, questions, score_batch, [recorder]).train()
 

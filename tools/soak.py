@@ -269,7 +269,7 @@ def settings(task: Task, run_dir: Path, steps: int, **more: object) -> list[str]
         "evaluate.data": "{}",
         "gradnorm.mode": "bookkeep",  # mode "auto" would depend on the free memory
         "log.console": "plain",
-        "log.tensorboard": "false",
+        "log.trackers": "[]",
         **{f"rollout.{name}": value for name, value in DEADLINES.items()},
         **{key.replace("__", "."): value for key, value in more.items()},
     }

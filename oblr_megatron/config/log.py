@@ -12,8 +12,15 @@ from oblr_megatron.config.section import Section
 class LogConfig(Section):
     """Where metrics go, besides metrics.jsonl; profiling."""
 
-    tensorboard: bool = True
-    """Write RUN_DIR/tensorboard."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Trackers that get metrics, config, alarms, evaluation tables and the report: "wandb", "mlflow", "trackio",
+    "tensorboard", or one of another package. They never stop or delay a step."""
+    project: str | None = Field(None, min_length=1)
+    """Project (mlflow: experiment) of the run. By default the tracker's own variable, or "oblr-megatron"."""
+    run_name: str | None = Field(None, min_length=1)
+    """Name of the run in its trackers; by default the name of run_dir."""
+    tracker_timeout_s: float = Field(30.0, gt=0)
+    """Seconds that all trackers together have at the end of the run, e.g. for an upload."""
     console: Literal["auto", "live", "plain"] = "auto"
     """"live": a progress display; "plain": one line per step; "auto": live on a terminal."""
     samples: int = Field(0, ge=0)

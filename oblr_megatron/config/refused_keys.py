@@ -24,6 +24,7 @@ REFUSED_KEYS: dict[str, tuple[str, str]] = {
         "checkpoints, fp32 masters and weight pushes all need the weights in bfloat16",
         "leave it out; matrix products use FP8 with model.fp8 alone",
     ),
+    "log.tensorboard": ("it is one of several trackers now", 'write log.trackers = ["tensorboard"], or [] for none'),
     "rollout.correction": ("it was renamed", "write rollout.importance_sampling"),
     "rollout.correction_cap": ("it was renamed", "write rollout.importance_cap"),
 }

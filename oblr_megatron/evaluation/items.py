@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 Kind = Literal["greedy", "sampled"]
 Key = tuple[str, str, int]
 """Identifies a line of a file: kind, prompt id, sample number."""
+COLUMNS = ("id", "kind", "prompt", "response", "gold", "answer", "verdict", "tokens")
+"""Of the table that trackers get."""
+ROWS = 100  # of that table
+LONGEST_TEXT = 2000  # characters in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,12 @@ class Item:
     finish_reason: str  # "stop", or "length" if truncated
     answer: str | None = None  # as extracted; None if not found
     reads_answers: bool = True  # whether the reward extracts answers; if not, the line has no "answer"
+
+    @property
+    def row_of_table(self) -> tuple[Any, ...]:
+        """The values of COLUMNS, long texts cut."""
+        values = (getattr(self, column) for column in COLUMNS)
+        return tuple(value[:LONGEST_TEXT] if isinstance(value, str) else value for value in values)
 
     @property
     def key(self) -> Key:
@@ -129,8 +139,9 @@ def _grade(line: bytes, key: Key, path: Path, number: int) -> Grade:
 
 
 class RunItems:
-    """Saves a run's evaluations as RUN_DIR/evaluations/step_000020/SET.jsonl. After a write error it logs one warning
-    and saves nothing more; the run continues.
+    """Saves a run's evaluations as RUN_DIR/evaluations/step_000020/SET.jsonl, and keeps the first rows of the latest.
+
+    After a write error it logs one warning and saves nothing more; the run continues.
 
     Args:
         directory: RUN_DIR/evaluations; None: save nothing.
@@ -138,13 +149,15 @@ class RunItems:
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
+        self.rows: list[tuple[Any, ...]] = []  # of the latest sink's first responses: COLUMNS
 
     def sink(self, step: int, name: str) -> Callable[[Sequence[Item]], None]:
         """The sink for a set's blocks. The file of the same step and set, left by an earlier attempt, is replaced."""
-        begun = False
+        begun, self.rows = False, []
 
         def write(items: Sequence[Item]) -> None:
             nonlocal begun
+            self.rows += [item.row_of_table for item in items[: ROWS - len(self.rows)]]
             if self._directory is None:
                 return
             try:

@@ -1,4 +1,4 @@
-"""Writes and reads a run's metrics.jsonl, tensorboard events and environment.json.
+"""Writes and reads a run's metrics.jsonl and environment.json.
 
 metrics.jsonl holds one strict JSON object per step, in rising order of `step`, the number of optimizer steps done. The
 record of step 0 is the evaluation before training.
@@ -14,7 +14,7 @@ import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TextIO
 
 from oblr_megatron.checks.packages import package_versions
 from oblr_megatron.errors import UserError
@@ -22,8 +22,6 @@ from oblr_megatron.metrics.names import Record, in_table_order
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-    from oblr_megatron.config import LogConfig
 
 METRICS_FILE = "metrics.jsonl"
 RANKS_FILE = "logs/ranks.jsonl"  # written by observe/performance/ranks.py
@@ -34,16 +32,16 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes every step to RUN_DIR/metrics.jsonl and RUN_DIR/tensorboard; on ranks other than 0 it writes nothing.
+    """Writes every step to RUN_DIR/metrics.jsonl; on ranks other than 0 it writes nothing.
 
-        with MetricsWriter(config.run_dir, config.log, rank=parallel.rank, world_size=parallel.world_size) as metrics:
+        with MetricsWriter(config.run_dir, rank=parallel.rank, world_size=parallel.world_size) as metrics:
             metrics.write(step, {"reward/mean": 0.53, ...})
 
-    The first write opens the files. So a run that is refused before it changes nothing.
+    The first write opens the file. So a run that is refused before it changes nothing. Every line is flushed, so that a
+    killed run loses nothing.
 
     Args:
         run_dir: created if absent.
-        config: `tensorboard` is read.
         rank: of this process.
         world_size: number of ranks, for environment.json.
         resume_step: last step of the resumed checkpoint. Later records are dropped and the file is continued.
@@ -52,13 +50,11 @@ class MetricsWriter:
         UserError: metrics.jsonl exists and resume_step is None, or at the first write is damaged.
     """
 
-    def __init__(
-        self, run_dir: Path, config: LogConfig, *, rank: int = 0, world_size: int = 1, resume_step: int | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, *, rank: int = 0, world_size: int = 1, resume_step: int | None = None) -> None:
         self.num_nonfinite = 0  # values written as null so far
         self._last_step = -1 if resume_step is None else resume_step
-        self._sinks: list[_Sink] | None = None if rank == 0 else []
-        self._run_dir, self._config, self._world_size, self._resume_step = run_dir, config, world_size, resume_step
+        self._file: TextIO | None = None
+        self._run_dir, self._rank, self._world_size, self._resume_step = run_dir, rank, world_size, resume_step
         if rank == 0 and resume_step is None and (run_dir / METRICS_FILE).exists():
             raise UserError(
                 "the run directory already has metrics",
@@ -78,24 +74,27 @@ class MetricsWriter:
         for name in in_table_order(values.keys() - {"step"}):
             record[name] = _finite_or_none(values[name])
         self.num_nonfinite += sum(value is None for value in record.values())
-        if self._sinks is None:
-            self._sinks = self._open()
-        for sink in self._sinks:
-            sink.write(step, record)
+        if self._rank == 0:
+            self._file = self._file or self._open()
+            self._file.write(_line(record))
+            self._file.flush()
         return record
 
-    def _open(self) -> list[_Sink]:
+    def _open(self) -> TextIO:
         run_dir, resume_step = self._run_dir, self._resume_step
         run_dir.mkdir(parents=True, exist_ok=True)
         if resume_step is None or not (run_dir / ENVIRONMENT_FILE).exists():
             _write_environment(run_dir, self._world_size)
-        sinks: list[_Sink] = [_JsonLines(run_dir, resume_step)]
-        return [*sinks, _Tensorboard(run_dir / "tensorboard", resume_step)] if self._config.tensorboard else sinks
+        path = run_dir / METRICS_FILE
+        if path.exists():
+            kept = [record for record in read_metrics(run_dir) if (record["step"] or 0) <= (resume_step or 0)]
+            write_whole(path, "".join(_line(record) for record in kept))
+        return path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        """Close the files; may be called twice."""
-        while self._sinks:
-            self._sinks.pop().close()
+        """Close the file; may be called twice."""
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -112,47 +111,6 @@ def _finite_or_none(value: float) -> float | None:
         return int(value)
     value = float(value)
     return value if math.isfinite(value) else None
-
-
-class _Sink(Protocol):
-    def write(self, step: int, record: Record) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _JsonLines:
-    """metrics.jsonl, flushed every step, so that a killed run loses nothing."""
-
-    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        path = run_dir / METRICS_FILE
-        if path.exists():
-            kept = [record for record in read_metrics(run_dir) if (record["step"] or 0) <= (resume_step or 0)]
-            write_whole(path, "".join(_line(record) for record in kept))
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, step: int, record: Record) -> None:
-        self._file.write(_line(record))
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _Tensorboard:
-    """One tensorboard scalar per name; non-finite values are left out."""
-
-    def __init__(self, directory: Path, resume_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(directory), purge_step=None if resume_step is None else resume_step + 1)
-
-    def write(self, step: int, record: Record) -> None:
-        for name, value in record.items():
-            if value is not None and name != "step":
-                self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def _line(record: Record) -> str:

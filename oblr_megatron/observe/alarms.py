@@ -274,14 +274,15 @@ class LiveAlarms:
             self._path.unlink(missing_ok=True)
         self._said = {alarm.name for record in past for alarm in self._watch.take(record)} | set(_names(self._path))
 
-    def take(self, record: Record, cause: str = "") -> None:
-        """Check the record of a logged step; `cause` is an error of its reward."""
-        for alarm in self._watch.take(record, cause):
-            if alarm.name not in self._said:
-                self._said.add(alarm.name)
-                self._say(f"alarm at step {alarm.step}: {alarm.text}")
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(alarm)) + "\n")
+    def take(self, record: Record, cause: str = "") -> list[Alarm]:
+        """Check the record of a logged step; `cause` is an error of its reward. The new alarms."""
+        new = [alarm for alarm in self._watch.take(record, cause) if alarm.name not in self._said]
+        for alarm in new:
+            self._said.add(alarm.name)
+            self._say(f"alarm at step {alarm.step}: {alarm.text}")
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(alarm)) + "\n")
+        return new
 
 
 def _names(path: Path) -> Iterable[str]:

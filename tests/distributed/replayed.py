@@ -65,7 +65,7 @@ def config_of(inputs: Path, run_dir: Path, *overrides: str) -> Config:
         "algo": {"snr": {"num_folds": 2, "warmup_steps": 2}} | recipe,
         "optimizer": {"lr": 1e-2},
         "checkpoint": {"every_steps": 4, "export_hf": True},
-        "log": {"console": "plain", "tensorboard": False},
+        "log": {"console": "plain", "trackers": []},
     }
     return parse_config(table, overrides=list(overrides))
 

@@ -51,7 +51,7 @@ def overrides(tiny: Path) -> Callable[..., list[str]]:
             "log.console": "plain",
             "evaluate.data.heldout": tiny / "heldout.jsonl",
             "evaluate.every_steps": 0,
-            "log.tensorboard": "false",
+            "log.trackers": "[]",
         }
         values |= {key.replace("__", "."): value for key, value in keys.items()}
         return [f"{key}={value}" for key, value in values.items()]

@@ -48,7 +48,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "make_vocab_size_divisible_by = 8\n[data]\ntrain = 'none'\nmax_prompt_tokens = 16\n[rollout]\n"
         f'replay = "{directory}/rollouts"\nmax_response_tokens = 16\nimportance_sampling = "none"\n[reward]\n'
         'name = "exact_match"\nnum_workers = 1\n[gradnorm]\nmode = "bookkeep"\n[algo.snr]\nnum_folds = 2\n'
-        "[optimizer]\nlr = 1e-2\n[checkpoint]\nevery_steps = 1\nexport_hf = true\n[log]\ntensorboard = false\n"
+        "[optimizer]\nlr = 1e-2\n[checkpoint]\nevery_steps = 1\nexport_hf = true\n[log]\ntrackers = []\n"
     )
     assert config_of(directory, directory / "run", f"num_steps={STEPS}").num_steps == STEPS
     return directory

@@ -17,12 +17,10 @@ import pytest
 import torch
 
 from oblr_megatron import formatting
-from oblr_megatron.config import LogConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import METRICS, MetricsWriter, describe, read_metrics
 from oblr_megatron.timing import PHASES, PhaseTimer
 
-QUIET = LogConfig(tensorboard=False)
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
@@ -66,7 +64,7 @@ def test_describe_knows_evaluation_sets_and_refuses_unknown_names():
 
 
 def test_every_line_is_strict_json_and_nonfinite_values_are_counted(tmp_path):
-    with MetricsWriter(tmp_path, QUIET) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"lr": float("nan"), "loss": float("-inf"), "reward/mean": 0.5})
         writer.write(2, {"lr": float("inf"), "reward/mean": 0.25})
         assert writer.num_nonfinite == 3
@@ -76,14 +74,14 @@ def test_every_line_is_strict_json_and_nonfinite_values_are_counted(tmp_path):
 
 
 def test_scalars_of_numpy_and_torch_become_plain_numbers(tmp_path):
-    with MetricsWriter(tmp_path, QUIET) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"lr": np.float32(0.5), "loss": torch.tensor(0.25), "weights/version": 3, "data/epoch": 0})
     line = lines_of(tmp_path)[0]
     assert line == '{"step": 1, "loss": 0.25, "lr": 0.5, "weights/version": 3, "data/epoch": 0}'
 
 
 def test_each_step_is_on_disk_before_the_next(tmp_path):
-    writer = MetricsWriter(tmp_path, QUIET)
+    writer = MetricsWriter(tmp_path)
     for step in range(1, 4):
         writer.write(step, {"lr": step / 8})
         assert read_metrics(tmp_path)[-1] == {"step": step, "lr": step / 8}
@@ -92,7 +90,7 @@ def test_each_step_is_on_disk_before_the_next(tmp_path):
 
 
 def test_unknown_names_and_repeated_steps_are_refused_before_anything_is_written(tmp_path):
-    with MetricsWriter(tmp_path, QUIET) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"lr": 1.0})
         with pytest.raises(KeyError, match="reward/average"):
             writer.write(2, {"reward/average": 1.0})
@@ -102,13 +100,13 @@ def test_unknown_names_and_repeated_steps_are_refused_before_anything_is_written
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    with MetricsWriter(tmp_path / "run", LogConfig(), rank=1) as writer:
+    with MetricsWriter(tmp_path / "run", rank=1) as writer:
         writer.write(1, {"lr": float("nan")})
     assert not (tmp_path / "run").exists()
 
 
 def test_environment_is_recorded(tmp_path):
-    with MetricsWriter(tmp_path, QUIET, world_size=4) as writer:
+    with MetricsWriter(tmp_path, world_size=4) as writer:
         writer.write(0, {"lr": 0.5})
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["world_size"] == 4
@@ -118,22 +116,22 @@ def test_environment_is_recorded(tmp_path):
 
 
 def test_a_directory_with_metrics_is_refused(tmp_path):
-    MetricsWriter(tmp_path, QUIET).close()  # a run that was refused before its first step wrote nothing
-    with MetricsWriter(tmp_path, QUIET) as writer:
+    MetricsWriter(tmp_path).close()  # a run that was refused before its first step wrote nothing
+    with MetricsWriter(tmp_path) as writer:
         writer.write(0, {"lr": 0.5})
     with pytest.raises(UserError) as error:
-        MetricsWriter(tmp_path, QUIET)
+        MetricsWriter(tmp_path)
     assert error.value.where == str(tmp_path / "metrics.jsonl")
 
 
 def test_resuming_drops_the_steps_after_the_checkpoint_and_appends(tmp_path):
-    with MetricsWriter(tmp_path, QUIET) as writer:
+    with MetricsWriter(tmp_path) as writer:
         for step in range(5):
             writer.write(step, {"lr": step + 0.5})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lr"')  # cut by a kill
     started = (tmp_path / "environment.json").read_text()
-    with MetricsWriter(tmp_path, QUIET, resume_step=2) as writer:
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
         with pytest.raises(AssertionError):
             writer.write(2, {"lr": 0.0})
         writer.write(3, {"lr": 9.0})
@@ -144,18 +142,6 @@ def test_resuming_drops_the_steps_after_the_checkpoint_and_appends(tmp_path):
         (3, 9.0),
     ]
     assert (tmp_path / "environment.json").read_text() == started
-
-
-def test_tensorboard_gets_the_finite_values(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with MetricsWriter(tmp_path, LogConfig()) as writer:
-        writer.write(1, {"lr": 0.5, "loss": float("nan")})
-        writer.write(2, {"lr": 0.25, "loss": 2.0})
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("lr")] == [(1, 0.5), (2, 0.25)]
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(2, 2.0)]
-    assert set(events.Tags()["scalars"]) == {"lr", "loss"}
 
 
 def test_a_half_written_last_line_is_left_out_with_a_warning(tmp_path, caplog):

@@ -116,7 +116,7 @@ def run(directory: Path, model: Path, mode: str, number: int, options: argparse.
         "checkpoint.every_steps": 0,
         "checkpoint.export_hf": "false",
         "log.console": "plain",
-        "log.tensorboard": "false",
+        "log.trackers": "[]",
     }
     config = directory / "config.toml"
     config.write_text("", encoding="utf-8")

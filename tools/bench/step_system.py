@@ -84,7 +84,7 @@ def config_of(work: Work, system: str) -> Config:
     table = table_of(work.shape)
     directory = Path(work.directory)
     del table["evaluate"], table["algo"]["baseline"], table["algo"]["schedule"]
-    table |= {"run_dir": str(directory / system), "num_steps": work.num_steps, "log": {"tensorboard": False}}
+    table |= {"run_dir": str(directory / system), "num_steps": work.num_steps, "log": {"trackers": []}}
     table |= {"num_prompts": work.num_prompts, "group_size": work.group_size}
     table["algo"]["preset"] = PRESETS.get(system)
     table["model"]["path"], table["data"]["train"] = str(directory / "model"), str(directory / "train.jsonl")

@@ -4,6 +4,6 @@ history.py (reads the run directory) -> sections.py, costs.py, panel.py (which c
 -> chart.py, axes.py (draw them as SVG) -> page.py (the page).
 """
 
-from oblr_megatron.observe.report.page import write_report
+from oblr_megatron.observe.report.page import REPORT_FILE, write_report
 
-__all__ = ["write_report"]
+__all__ = ["REPORT_FILE", "write_report"]

@@ -20,6 +20,7 @@ from oblr_megatron.observe.report.history import Array, History, load_history
 from oblr_megatron.observe.report.sections import ChartSpec, draw_chart, sections
 
 HERE = Path(__file__).parent
+REPORT_FILE = "report.html"
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -30,7 +31,7 @@ def write_report(run_dir: str | Path) -> Path:
     Raises:
         UserError: the run has logged no step, or its files cannot be read.
     """
-    path = Path(run_dir) / "report.html"
+    path = Path(run_dir) / REPORT_FILE
     write_whole(path, render(load_history(Path(run_dir))))  # a browser that reloads sees the old or the new report
     return path
 

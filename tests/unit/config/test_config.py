@@ -69,7 +69,7 @@ def test_a_config_cannot_be_changed() -> None:
         ("algo.baseline=best", ["algo.baseline = 'best'", "'optimal'"]),
         ("algo.snr.max_change=1", ["algo.snr.max_change = 1"]),
         ("rollout.num_engines=0", ["rollout.num_engines = 0"]),
-        ("log.tensorboard=perhaps", ["log.tensorboard = 'perhaps'"]),
+        ("rollout.save=perhaps", ["rollout.save = 'perhaps'"]),
         ("evaluate.data.set=5", ["evaluate.data.set = 5"]),
         ("model=5", ["model = 5"]),
         ("num_steps", ["'num_steps' is not section.key=value"]),

@@ -1,0 +1,59 @@
+"""The trackers by name, and the check before a run starts.
+
+A package adds a tracker with an entry point in the group GROUP. It names a subclass of `base.Tracker`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.observe.trackers.base import TrackedRun, Tracker
+
+GROUP = "oblr_megatron.trackers"
+HERE = "oblr_megatron.observe.trackers"
+TRACKERS = {
+    "tensorboard": f"{HERE}.tensorboard:TensorboardTracker",
+    "wandb": f"{HERE}.wandb:WandbTracker",
+    "mlflow": f"{HERE}.mlflow:MlflowTracker",
+    "trackio": f"{HERE}.trackio:TrackioTracker",
+}
+"""Name -> class. A name is also that of the package that it needs and of the pip extra."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check `log.trackers` before the run starts; imports no tracker.
+
+    Raises:
+        UserError: a name is listed twice or unknown, or its package is not installed.
+    """
+    where, others = "config: log.trackers", entry_points(group=GROUP).names
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise UserError(f"the tracker {name!r} is listed twice", where=where, fix="list it once")
+        if name not in TRACKERS and name not in others:
+            known = ", ".join(sorted({*TRACKERS, *others}))
+            raise UserError(f"there is no tracker {name!r}", where=where, fix=f"use one of {known}")
+        if name in TRACKERS and find_spec(name) is None:
+            raise UserError(
+                f"the tracker {name!r} needs the package {name}, which is not installed",
+                where=where,
+                fix=f"run `pip install oblr-megatron[{name}]`, or leave the tracker out",
+            )
+
+
+def open_tracker(run: TrackedRun) -> Tracker:
+    """Import and open a tracker; called in its own process.
+
+    Raises:
+        Exception: whatever its package raises.
+    """
+    if run.tracker in TRACKERS:
+        module, _, name = TRACKERS[run.tracker].partition(":")
+        found: Callable[[TrackedRun], Tracker] = getattr(importlib.import_module(module), name)
+    else:
+        found = entry_points(group=GROUP)[run.tracker].load()
+    return found(run)
