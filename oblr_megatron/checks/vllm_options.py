@@ -1,0 +1,135 @@
+"""The table [rollout.vllm]: options that go to vLLM unchanged, and those that it may not name.
+
+Imports no torch and no vllm. The names that vLLM knows are read from the source of its `EngineArgs`.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from oblr_megatron.errors import UserError
+
+ENGINE_ARGS = ("engine/arg_utils.py", "EngineArgs")  # in the package vllm
+KEY = "oblr_vllm"
+"""Key of vLLM's `additional_config` with a server's options, which the trainer compares with its own."""
+
+_SETS = "is set by {}"
+_MODEL = "the engine runs the model of model.path, which pushes replace"
+_WORKERS = "weights are pushed to the workers of rollout.tensor_parallel_size, on one node"
+_PLACES = "experts or layers would move away from where pushes put them"
+_DISTRIBUTION = "it changes what is sampled, and the trainer's log-probs would be of another distribution"
+_OLD_PREFIXES = "keys and values kept outside the engine would outlive a push of new weights"
+
+OWNED: dict[str, str] = {
+    "dtype": _SETS.format("rollout.dtype"),
+    "seed": _SETS.format("seed"),
+    "max_model_len": _SETS.format("data.max_prompt_tokens and rollout.max_response_tokens"),
+    "max_num_seqs": _SETS.format("rollout.max_num_seqs"),
+    "gpu_memory_utilization": _SETS.format("rollout.gpu_memory_utilization"),
+    "kv_cache_memory_bytes": _SETS.format("rollout.kv_cache_gib on a CPU, rollout.gpu_memory_utilization on GPUs"),
+    "tensor_parallel_size": _SETS.format("rollout.tensor_parallel_size"),
+    "enable_sleep_mode": _SETS.format("rollout.sleep_level"),
+    **dict.fromkeys(
+        ("quantization", "quantization_config", "allow_deprecated_quantization"), _SETS.format("rollout.quantization")
+    ),
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens", "scheduler_cls"),
+        _SETS.format("rollout.speculation"),
+    ),
+    "logprobs_mode": "the trainer needs log-probs of the distribution that is sampled from",
+    "weight_transfer_config": "pushes choose their transport",
+    "additional_config": "it carries our own settings",
+    **dict.fromkeys(("worker_cls", "worker_extension_cls"), "pushes and read-back need our worker"),
+    **dict.fromkeys(
+        (
+            *("model", "model_weights", "served_model_name", "tokenizer", "tokenizer_mode", "skip_tokenizer_init"),
+            *("tokenizer_revision", "revision", "code_revision", "hf_config_path", "hf_overrides", "config_format"),
+            *("model_class_overrides", "model_impl", "load_format", "trust_remote_code", "runner", "convert"),
+            "enable_lora",
+        ),
+        _MODEL,
+    ),
+    **dict.fromkeys(
+        (
+            *("distributed_executor_backend", "device_ids", "nnodes", "node_rank", "master_addr", "master_port"),
+            *("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"),
+            *("data_parallel_size", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"),
+            *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend", "data_parallel_hybrid_lb"),
+            *("data_parallel_external_lb", "data_parallel_multi_port_external_lb", "enable_elastic_ep"),
+        ),
+        _WORKERS,
+    ),
+    **dict.fromkeys(("enable_expert_parallel", "enable_eplb", "expert_placement_strategy"), _PLACES),
+    **dict.fromkeys(
+        ("logits_processors", "watermark_config", "diffusion_config", "override_generation_config"), _DISTRIBUTION
+    ),
+    **dict.fromkeys(
+        ("kv_transfer_config", "kv_events_config", "kv_offloading_size", "kv_offloading_backend"), _OLD_PREFIXES
+    ),
+}
+"""Name that [rollout.vllm] may not have -> why, or the option of ours that sets it."""
+
+OWNED_ON_CPU: dict[str, str] = {
+    "enforce_eager": "engines on a CPU compile nothing",
+    "enable_chunked_prefill": "a prompt in two steps rewinds a generator, which a CPU generator cannot do",
+    "max_num_batched_tokens": "a CPU engine must take a whole prompt in one step",
+}
+
+
+@cache
+def known_names() -> frozenset[str]:
+    """Names of vLLM's engine options; empty where vLLM is not installed."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        return frozenset()
+    file, name = ENGINE_ARGS
+    tree = ast.parse((Path(found.origin).parent / file).read_text(encoding="utf-8"))
+    (fields,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    targets = (node.target for node in fields.body if isinstance(node, ast.AnnAssign))
+    return frozenset(one.id for one in targets if isinstance(one, ast.Name) and not one.id.startswith("_"))
+
+
+def check_vllm_options(options: Mapping[str, Any], *, on_gpu: bool, where: str = "config: rollout.vllm") -> None:
+    """Refuse options that are ours, and those that the installed vLLM does not have. vLLM itself checks the values.
+
+    Args:
+        options: name -> value.
+        on_gpu: whether the engines run on GPUs.
+        where: for the message.
+
+    Raises:
+        UserError: names the option.
+    """
+    owned = OWNED if on_gpu else OWNED | OWNED_ON_CPU
+    for name in options:
+        if name in owned:
+            fix = "leave it out" if "set by" not in owned[name] else "leave it out, and use our option"
+            raise UserError(f"{name} cannot be passed on: {owned[name]}", where=where, fix=fix)
+        if known_names() and name not in known_names():
+            close = difflib.get_close_matches(name, known_names() - owned.keys(), 1)
+            fix = f"write {close[0]}" if close else "see vLLM's EngineArgs for the names"
+            raise UserError(f"the installed vLLM has no engine option {name!r}", where=where, fix=fix)
+
+
+def command_words(options: Mapping[str, Any]) -> list[str]:
+    """The options on the command line of vLLM's API server.
+
+    Example: {"enable_prefix_caching": False, "block_size": 16} -> ["--no-enable-prefix-caching", "--block-size", "16"]
+    """
+    words: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            words += [f"--{flag}", *(str(one) for one in value)]
+        else:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
