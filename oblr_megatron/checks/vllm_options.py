@@ -27,6 +27,8 @@ _PLACES = "experts or layers would move away from where pushes put them"
 _DISTRIBUTION = "it changes what is sampled, and the trainer's log-probs would be of another distribution"
 _OLD_PREFIXES = "keys and values kept outside the engine would outlive a push of new weights"
 
+_FLAGS = ("aggregate_engine_logging", "disable_log_stats")  # off unless named, without a form for false
+
 OWNED: dict[str, str] = {
     "dtype": _SETS.format("rollout.dtype"),
     "seed": _SETS.format("seed"),
@@ -118,6 +120,23 @@ def check_vllm_options(options: Mapping[str, Any], *, on_gpu: bool, where: str =
             raise UserError(f"the installed vLLM has no engine option {name!r}", where=where, fix=fix)
 
 
+def serve_words(options: Mapping[str, Any]) -> list[str]:
+    """The options on the command line of `oblr-megatron serve`.
+
+    Example: {"block_size": 16} -> ["--vllm", "block_size=16"]
+    """
+    return [word for name, value in options.items() for word in ("--vllm", f"{name}={toml_value(value)}")]
+
+
+def toml_value(value: object) -> str:
+    """A value as inline TOML. Example: {"a": [True]} -> '{"a" = [true]}'"""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(key)} = {toml_value(one)}' for key, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(toml_value(one) for one in value)}]"
+    return json.dumps(value)
+
+
 def command_words(options: Mapping[str, Any]) -> list[str]:
     """The options on the command line of vLLM's API server.
 
@@ -127,7 +146,7 @@ def command_words(options: Mapping[str, Any]) -> list[str]:
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            words += [f"--{flag}"] if value else [] if name in _FLAGS else [f"--no-{flag}"]
         elif isinstance(value, list):
             words += [f"--{flag}", *(str(one) for one in value)]
         else:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from oblr_megatron.checks.lengths import max_model_len
+from oblr_megatron.checks.vllm_options import serve_words
 from oblr_megatron.config import Config, load_config
 from oblr_megatron.engine import serve_command as serve
 from oblr_megatron.errors import EXIT_OK, RunError
@@ -71,13 +72,17 @@ def serve_arguments(config: Config, environment: Mapping[str, str], port: int, t
         "api-key-env": rollout.api_key_env,
         "dtype": str(engine_dtype(config)).removeprefix("torch."),
         "quantization": rollout.quantization,
+        "speculation": rollout.speculation,
         "max-model-len": max_model_len(config),
         "max-num-seqs": rollout.max_num_seqs,
         "kv-cache-gib": rollout.kv_cache_gib,
         "tensor-parallel-size": tensor_parallel_size,
         "seed": config.seed,
-    } | ({} if rollout.num_threads is None else {"num-threads": rollout.num_threads})
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        "num-threads": rollout.num_threads,
+        "speculation-below": rollout.speculation_below,
+    }
+    words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
+    return [*words, *serve_words(rollout.vllm)]
 
 
 def devices_of(environment: Mapping[str, str], tensor_parallel_size: int) -> str | None:

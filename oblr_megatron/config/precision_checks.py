@@ -31,6 +31,8 @@ def precision_problems(config: Config) -> Iterator[Problem]:
         yield what, 'set parallel.cp_comm_type to "p2p", or parallel.packing to "rows"'
     if config.rollout.quantization != "none" and config.rollout.replay is None:
         yield from _quantized_rollout(config)
+    if config.rollout.replay is None and not config.rollout.only:
+        yield from _rounded_cache(config)
 
 
 def check_sizes(hf_config: Mapping[str, Any], config: Config) -> None:
@@ -95,6 +97,15 @@ def _fp8(config: Config) -> Iterator[Problem]:
             "scales of the gradient pass",
             'set model.fp8_recipe to "tensorwise", or gradnorm.check_every to 0',
         )
+
+
+def _rounded_cache(config: Config) -> Iterator[Problem]:
+    """Keys and values in fewer bits change the engine's log-probs."""
+    rollout = config.rollout
+    kind = rollout.vllm.get("kv_cache_dtype", "auto")
+    if kind not in ("auto", "float32", "bfloat16", "float16") and rollout.importance_sampling == "none":
+        what = f'rollout.vllm.kv_cache_dtype {kind!r} with importance_sampling "none": its log-probs are not exact'
+        yield what, 'set rollout.importance_sampling to "token" or "sequence"'
 
 
 def _quantized_rollout(config: Config) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -69,6 +69,10 @@ class RolloutConfig(Section):
     distribution and no draw (docs/speculation.md). Servers must be started with the same --speculation."""
     speculation_below: int | None = Field(None, ge=0)
     """Most sequences of an engine that are sampled with drafts. By default each engine measures where they pay."""
+    vllm: dict[str, Any] = Field({})
+    """Further options of vLLM's engine (the fields of its `EngineArgs`), passed on unchanged, e.g.
+    {enable_prefix_caching = false}. Options that this package sets are refused (docs/engine_options.md). Servers must
+    be started with the same --vllm."""
     max_staleness: int = Field(0, ge=0)
     """Weight updates that a sample may lag behind the trainer; older samples are refused. 0: strictly on-policy."""
     dynamic_sampling: bool = False

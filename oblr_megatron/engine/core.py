@@ -149,6 +149,7 @@ def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature applied
         "weight_transfer_config": WeightTransferConfig(backend=IPC_BACKEND if on_gpu else SHM_BACKEND),
+        **spec.vllm,  # names none of the others: checks/vllm_options.py
     }
     if spec.speculation != "none":
         common |= vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)

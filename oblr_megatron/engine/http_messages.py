@@ -25,7 +25,7 @@ PUSH_OPEN, PUSH_START, PUSH_UPDATE, PUSH_FINISH, PUSH_ABORT = PUSH
 REFUSED, INVALID, FAILED = 409, 400, 500
 """HTTP status if the server's state forbids the request, if the request is invalid, and if the engine failed."""
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages, to be raised with every change. Both sides must have the same."""
 
 
@@ -57,6 +57,7 @@ class Info(Message):
     dtype: str
     quantization: str = "none"  # vLLM's name, e.g. "fp8_per_tensor"
     speculation: str = "none"
+    vllm: dict[str, Any] = {}  # further options that it was started with
     max_model_len: int
     max_num_seqs: int
     workers: int  # processes that receive weights, one per GPU

@@ -11,10 +11,10 @@ the last bits of log-probs differently, which can change a draw at the edge betw
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from oblr_megatron.checks.lengths import longest_evaluated
 from oblr_megatron.errors import UserError
@@ -133,6 +133,7 @@ class EngineSpec:
     speculation: Literal["none", "ngram", "suffix"] = "none"
     speculation_below: int | None = None  # most sequences that are sampled with drafts; None: measured
     seed: int = 0
+    vllm: Mapping[str, Any] = field(default_factory=dict)  # further options of vLLM's engine
 
     @property
     def vllm_quantization(self) -> str | None:

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oblr_megatron.checks.machine import check_head_size
+from oblr_megatron.checks.vllm_options import KEY, check_vllm_options, command_words
+from oblr_megatron.config.checks import apply_override
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.server_guard import KEY_VARIABLE, is_loopback
@@ -82,6 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculation-below", type=count, metavar="N", help="most sequences sampled with drafts (default: measured)"
     )
+    parser.add_argument(
+        "--vllm",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a further option of vLLM's engine, any number of times; must equal the run's rollout.vllm",
+    )
     parser.add_argument("--seed", type=_seed, default=0, help="of requests without their own (default: %(default)s)")
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end together with the process that started the server"
@@ -107,6 +116,7 @@ def serve(options: argparse.Namespace) -> int:
 
     spec = spec_of(options, "cuda" if torch.cuda.is_available() else "cpu")
     check_quantization(spec)
+    check_vllm_options(spec.vllm, on_gpu=spec.device == "cuda", where="--vllm")
     check_installed(spec.speculation, "--speculation")
     check_sizes(spec, model.config, torch.cuda.device_count())
     model.tokenizer()  # raises if it does not fit the model
@@ -266,7 +276,16 @@ def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> Engi
         speculation=options.speculation,
         speculation_below=options.speculation_below,
         seed=options.seed,
+        vllm=_vllm_options(options.vllm),
     )
+
+
+def _vllm_options(texts: list[str]) -> dict[str, Any]:
+    """Values are TOML or plain text, as in overrides. Example: ["block_size=16"] -> {"block_size": 16}"""
+    table: dict[str, Any] = {}
+    for text in texts:
+        apply_override(table, text)
+    return table
 
 
 def server_environment(
@@ -307,12 +326,16 @@ def command(spec: EngineSpec, host: str, port: int) -> list[str]:
         "middleware": "oblr_megatron.engine.server_guard.Guard",
         "allowed-origins": "[]",
     }
+    own: dict[str, Any] = {KEY: dict(spec.vllm)} if spec.vllm else {}
     if spec.speculation != "none":
         found = vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)
+        own |= found.pop("additional_config")
         options |= {
             name.replace("_", "-"): value if isinstance(value, str) else json.dumps(value)
             for name, value in found.items()
         }
+    if own:
+        options["additional-config"] = json.dumps(own)
     if on_gpu:
         options |= {
             "gpu-memory-utilization": spec.gpu_memory_utilization,
@@ -328,7 +351,7 @@ def command(spec: EngineSpec, host: str, port: int) -> list[str]:
         *([] if on_gpu else ["--enforce-eager", "--no-enable-chunked-prefill"]),
     ]
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags, *command_words(spec.vllm)]
 
 
 def _port(text: str) -> int:

@@ -18,6 +18,7 @@ from vllm import TokensPrompt
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
+from oblr_megatron.checks.vllm_options import KEY
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
@@ -67,6 +68,7 @@ class ServedModel:
             dtype=self._dtype,
             quantization=self._model_config.quantization or "none",
             speculation=getattr(self._config.speculative_config, "method", "none"),
+            vllm=self._config.additional_config.get(KEY, {}),
             max_model_len=self._model_config.max_model_len,
             max_num_seqs=self._config.scheduler_config.max_num_seqs,
             workers=self._config.parallel_config.world_size_across_dp,

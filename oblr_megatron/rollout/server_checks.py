@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.checks.lengths import max_model_len
+from oblr_megatron.checks.vllm_options import serve_words
 from oblr_megatron.engine.http_messages import PROTOCOL, Info, shapes_digest
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.rollout.placement import engine_dtype
@@ -98,6 +100,11 @@ def _check_info(url: str, info: Info, config: Config) -> None:
             info.speculation != config.rollout.speculation,
             f"has speculation {info.speculation!r}, but the run has {config.rollout.speculation!r}",
             f"start it with --speculation {config.rollout.speculation}, or set rollout.speculation",
+        ),
+        (
+            info.vllm != config.rollout.vllm,
+            f"was started with the vLLM options {info.vllm}, but rollout.vllm is {config.rollout.vllm}",
+            f"start it with {shlex.join(serve_words(config.rollout.vllm)) or 'no --vllm'}, or set rollout.vllm",
         ),
         (
             info.max_model_len < longest,

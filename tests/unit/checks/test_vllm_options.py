@@ -1,0 +1,93 @@
+"""[rollout.vllm]: which options are refused, and how they reach vLLM's command line.
+
+The oracle for names and flags is the installed vLLM's own parser. Not covered: what vLLM does with a value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from oblr_megatron.checks.vllm_options import (
+    OWNED,
+    OWNED_ON_CPU,
+    check_vllm_options,
+    command_words,
+    known_names,
+    serve_words,
+)
+from oblr_megatron.engine.serve_command import add_arguments, command, spec_of
+from oblr_megatron.errors import UserError
+
+OPTIONS: dict[str, Any] = {
+    "enable_prefix_caching": False,
+    "async_scheduling": True,
+    "disable_log_stats": False,
+    "block_size": 32,
+    "kv_cache_dtype": "fp8",
+    "long_prefill_token_threshold": 0,
+    "cudagraph_capture_sizes": [1, 2, 4],
+    "compilation_config": {"mode": 0, "custom_ops": ["none"]},
+}
+
+
+def test_every_refused_name_is_one_of_vllms() -> None:
+    assert {*OWNED, *OWNED_ON_CPU} <= known_names()
+    check_vllm_options(OPTIONS, on_gpu=False)
+
+
+@pytest.mark.parametrize("name", sorted(OWNED))
+def test_what_we_set_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_vllm_options({name: 1}, on_gpu=True)
+    assert caught.value.where == "config: rollout.vllm"
+    assert name in caught.value.what and OWNED[name] in caught.value.what
+
+
+def test_a_cpu_engine_sets_more() -> None:
+    for name in OWNED_ON_CPU:
+        check_vllm_options({name: 1}, on_gpu=True)
+        with pytest.raises(UserError):
+            check_vllm_options({name: 1}, on_gpu=False)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(UserError) as caught:
+        check_vllm_options({"enable_prefix_cache": True}, on_gpu=True)
+    assert caught.value.fix == "write enable_prefix_caching"
+
+
+def test_vllms_own_parser_reads_the_servers_command_line() -> None:
+    """Names, flags and values arrive as given; names without a flag of the server are the three known ones."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = parser.parse_args(["--model", "models/q", *serve_words(OPTIONS)])
+    spec = spec_of(given, "cpu")
+    assert spec.vllm == OPTIONS
+    words = command(spec, "127.0.0.1", 8000)
+    assert words[-len(command_words(OPTIONS)) :] == command_words(OPTIONS)
+    script = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+names, words = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+found, rest = parser.parse_known_args(words)
+missing = sorted(set(names) - {action.dest for action in parser._actions})
+config = found.compilation_config
+value = {name: getattr(found, name) for name in names if hasattr(found, name)}
+value["compilation_config"] = {"mode": int(config.mode), "custom_ops": config.custom_ops}
+print(json.dumps([missing, rest, {key: value[key] for key in json.loads(sys.argv[3])}], default=str))
+"""
+    free = sorted(known_names() - OWNED.keys())
+    arguments = [json.dumps(one) for one in (free, command_words(OPTIONS), list(OPTIONS))]
+    ran = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    missing, rest, found = json.loads(ran.stdout.splitlines()[-1])
+    assert missing == ["enable_mm_processor_stats", "mamba_config", "tokens_only"]
+    assert rest == []
+    assert found == OPTIONS
