@@ -156,6 +156,7 @@ def _check_first(config: Config, ranks: int, port: int | None) -> None:
     from oblr_megatron.checks.run_dir import check_run_dir
     from oblr_megatron.data.sources import kind_of
     from oblr_megatron.formatting import searched_from
+    from oblr_megatron.observe.trackers.registry import check_trackers
     from oblr_megatron.rewards.registry import check_reward, check_rows
     from oblr_megatron.runtime.run_lock import check_unlocked
 
@@ -163,6 +164,7 @@ def _check_first(config: Config, ranks: int, port: int | None) -> None:
         check_port(port)
     check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     check_unlocked(config.run_dir)
+    check_trackers(config.log.trackers)
     model = check_hf_dir(config.model.path)
     check_layout(model.config, config, ranks)
     check_positions(config, model.config)

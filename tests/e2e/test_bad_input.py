@@ -125,6 +125,18 @@ def _run_dir_in_use(root: Path, keys: dict[str, object]) -> None:
     (root / "run" / "metrics.jsonl").write_text("{}\n")
 
 
+def _no_such_tracker(_: Path, keys: dict[str, object]) -> None:
+    keys["log.trackers"] = '["wandbb"]'
+
+
+def _owned_option(_: Path, keys: dict[str, object]) -> None:
+    keys["rollout.vllm.max_model_len"] = 4096
+
+
+def _no_such_option(_: Path, keys: dict[str, object]) -> None:
+    keys["rollout.vllm.enable_prefix_cache"] = "true"
+
+
 def _impossible_mode(_: Path, keys: dict[str, object]) -> None:
     keys["gradnorm.mode"] = "stash"
     keys["gradnorm.stash_spread"] = 3
@@ -156,6 +168,9 @@ CASES: dict[str, tuple[Edit, str]] = {
     "truth value for a number": (_truth_for_a_number, "num_steps"),
     "too many engines": (_engines, "engines"),
     "tensor-parallel engine on a CPU": (_wide_engine, "tensor_parallel_size"),
+    "no such tracker": (_no_such_tracker, "'wandbb'"),
+    "engine option that we set": (_owned_option, "max_response_tokens"),
+    "no such engine option": (_no_such_option, "enable_prefix_caching"),
     "norm mode impossible": (_impossible_mode, "stash_spread 3"),
     "stash does not fit": (_buffers_do_not_fit, "1000000 stashed gradients"),
     "run directory in use": (_run_dir_in_use, "run_dir"),
