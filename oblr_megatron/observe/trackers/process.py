@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,10 +28,17 @@ def main(run_pid: int) -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     die_with(run_pid)
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    given = os.dup(0), os.dup(1)  # packages and their processes get other streams
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
+    with os.fdopen(given[0], encoding="utf-8") as messages, os.fdopen(given[1], "w", encoding="utf-8") as replies:
+        _serve(messages, replies)
+
+
+def _serve(messages: IO[str], replies: IO[str]) -> None:
     tracker: Tracker | None = None
-    for line in sys.stdin:
+    for line in messages:
         message: dict[str, Any] = json.loads(line)
         kind, error = message.pop("kind"), None
         try:
@@ -43,7 +51,8 @@ def main(run_pid: int) -> None:
             else:
                 getattr(tracker, kind)(**message)
         except Exception as caught:  # noqa: BLE001  a package may raise anything; the run goes on without this record
-            traceback.print_exc()
+            with suppress(OSError):  # the log's disk is full
+                traceback.print_exc()
             error = f"{type(caught).__name__}: {caught}"
         _reply(replies, error)
 

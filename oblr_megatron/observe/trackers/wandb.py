@@ -49,6 +49,15 @@ class WandbTracker(Tracker):
         self._run.save(str(path), base_path=str(path.parent), policy="now")
 
     def close(self, state: State) -> None:
-        """See `Tracker.close`. wandb's service process ends here."""
+        """See `Tracker.close`. wandb's service process ends here.
+
+        Raises:
+            RuntimeError: the service could not write or send records. It tells nobody; its log has a line for each.
+        """
+        log = Path(self._run.settings.log_internal)
         self._run.finish(exit_code=int(state == "failed"))
         wandb.teardown()
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        errors = [line for line in lines if '"level":"ERROR"' in line]
+        if errors:
+            raise RuntimeError(f"wandb's service had {len(errors):,} errors, e.g. {errors[0]}")
