@@ -7,86 +7,25 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import resource
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from oblr_megatron.config import Config, validated
 from oblr_megatron.errors import UserError
-from oblr_megatron.metrics import MetricsWriter, Record, read_metrics
-from oblr_megatron.observe.alarms import Alarm
+from oblr_megatron.metrics import Record, read_metrics
 from oblr_megatron.observe.trackers.feed import Trackers
 from oblr_megatron.observe.trackers.names import EVALUATIONS, STEP, VERL, tracked
 from oblr_megatron.observe.trackers.registry import check_trackers
-from oblr_megatron.runtime.processes import children_of
+from tests.unit.observe.following import ALARM, COLUMNS, ROWS, configured, follow
 
 pytestmark = pytest.mark.slow  # a process a tracker, which imports its package
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs" / "trackers.md"
-LINE = {"reward/mean": 0.5, "loss": 0.25, "lr": 1e-3, "perf/throughput": 812.5, "eval/sums/mean_at_k": 0.75}
-ALARM = Alarm("truncation", 2, "Truncated responses rose from 2% to 31%; raise rollout.max_response_tokens.")
-COLUMNS, ROWS = ("id", "response", "verdict"), [("a", "4", 1.0), ("b", "\\boxed{5} ü", 0.0)]
-
-
-@pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Every tracker local: wandb offline, mlflow and trackio in this directory. No process may be left behind."""
-    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    yield tmp_path
-    end = time.monotonic() + 20
-    while left := [one for one in Path("/proc").glob("[0-9]*") if f"HOME={tmp_path}\0" in environment_of(one)]:
-        assert time.monotonic() < end, [(one / "cmdline").read_text() for one in left]
-        time.sleep(0.1)
-
-
-def environment_of(process: Path) -> str:
-    """The variables that a process was started with; empty for a zombie."""
-    try:
-        return (process / "environ").read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def configured(run_dir: Path, *names: str, **log: object) -> Config:
-    table = {
-        "run_dir": str(run_dir),
-        "model": {"path": "unused"},
-        "data": {"train": "unused"},
-        "evaluate": {"samples_per_prompt": 8},
-        "log": {"trackers": list(names), "project": "sums", "tracker_timeout_s": 120.0, **log},
-    }
-    return validated(Config, table, "test")
-
-
-def follow(config: Config, steps: range, *, resume_step: int | None = None, report: bool = False) -> list[str]:
-    """Log steps as a run does, with an alarm, a table and a report if asked; the lines that the run says."""
-    said: list[str] = []
-    with (
-        MetricsWriter(config.run_dir, resume_step=resume_step) as metrics,
-        Trackers(config, said.append, rank=0, resume_step=resume_step) as trackers,
-    ):
-        trackers.start()
-        for step in steps:
-            trackers.log(metrics.write(step, {name: value * step for name, value in LINE.items()}))
-        if report:
-            trackers.alarm(ALARM)
-            trackers.table(2, "sums", COLUMNS, ROWS)
-            path = config.run_dir / "report.html"
-            path.write_text("<p>report</p>")
-            trackers.file(path)
-    return said
 
 
 def wandb_runs(run_dir: Path) -> list[dict[str, list[Any]]]:
@@ -257,159 +196,6 @@ def test_a_run_that_starts_over_is_a_new_run(offline: Path) -> None:
     (config.run_dir / "metrics.jsonl").unlink()
     follow(config, range(1, 2))
     assert (config.run_dir / "trackers" / "mlflow.json").read_text() != before
-
-
-REFUSING = {
-    "wandb": {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:1", "WANDB_API_KEY": 40 * "a"},
-    "mlflow": {"MLFLOW_TRACKING_URI": "http://127.0.0.1:1"},
-    "trackio": {"TRACKIO_SERVER_URL": "http://127.0.0.1:1", "TRACKIO_WRITE_TOKEN": "a"},
-}
-
-
-@pytest.mark.parametrize("name", REFUSING)
-def test_an_address_that_refuses_costs_the_run_its_deadline_at_most(
-    offline: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    for variable, value in REFUSING[name].items():
-        monkeypatch.setenv(variable, value)
-    config = configured(offline / "run", name, tracker_timeout_s=8.0)
-    before, start = set(children_of(os.getpid())), time.monotonic()
-    said = follow(config, range(1, 4))
-    assert time.monotonic() - start < 20
-    assert [record["step"] for record in read_metrics(config.run_dir)] == [1, 2, 3]
-    assert said and said[-1].startswith(f"tracker {name}: ")
-    assert set(children_of(os.getpid())) == before
-
-
-TRACKER = """
-import os, time
-from pathlib import Path
-from oblr_megatron.observe.trackers.base import Tracker
-
-class Hanging(Tracker):
-    def log(self, step, values):
-        os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "300")
-        Path(self.run.run_dir, "children").write_text(Path("/proc/self/task", str(os.getpid()), "children").read_text())
-        time.sleep(300)
-
-class Raising(Tracker):
-    def log(self, step, values):
-        if step == 2:
-            raise OSError(28, "No space left on device")
-        Path(self.run.run_dir, f"step-{step}").touch()
-
-class Dying(Tracker):
-    def log(self, step, values):
-        os.kill(os.getpid(), 9)
-"""
-
-
-@pytest.fixture
-def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trackers of an installed package, found by their entry points."""
-    site = tmp_path / "site"
-    (site / "foreign-1.0.dist-info").mkdir(parents=True)
-    (site / "foreign-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n")
-    entries = "".join(f"{name} = foreign:{name.title()}\n" for name in ("hanging", "raising", "dying"))
-    (site / "foreign-1.0.dist-info" / "entry_points.txt").write_text(f"[oblr_megatron.trackers]\n{entries}")
-    (site / "foreign.py").write_text(TRACKER)
-    monkeypatch.syspath_prepend(site)
-    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    yield
-
-
-def test_a_tracker_that_hangs_is_ended_with_its_children(tmp_path: Path, foreign: None) -> None:
-    config = configured(tmp_path / "run", "hanging", "raising", tracker_timeout_s=3.0)
-    check_trackers(config.log.trackers)
-    start = time.monotonic()
-    said = follow(config, range(1, 4))
-    assert time.monotonic() - start < 10
-    assert said[0].startswith("tracker hanging: 4 of 5 records were lost")  # log x 3 and close
-    assert "log.tracker_timeout_s" in said[0]
-    assert said[1].startswith("tracker raising: 1 of 5 records were lost") and "No space left" in said[1]
-    assert (config.run_dir / "step-3").exists()
-    children = [int(pid) for pid in (config.run_dir / "children").read_text().split()]
-    assert children and not any(running(pid) for pid in children)
-
-
-def test_a_step_never_waits_for_a_tracker(tmp_path: Path, foreign: None) -> None:
-    """More than the queue and a pipe hold: the rest is lost at once, and counted."""
-    config, said = configured(tmp_path / "run", "hanging", tracker_timeout_s=1.0), []
-    record: Record = {"step": 1, **{f"eval/{number}/accuracy": 0.5 for number in range(200)}}
-    with Trackers(config, said.append, rank=0, resume_step=None) as trackers:
-        trackers.start()
-        start = time.monotonic()
-        for _ in range(3000):
-            trackers.log(record)
-        assert time.monotonic() - start < 5
-    assert re.match("tracker hanging: 3,00[12] of 3,002 records were lost", said[-1])  # 3,001 if it was opened
-
-
-def test_a_tracker_that_dies_loses_its_records_only(tmp_path: Path, foreign: None) -> None:
-    config = configured(tmp_path / "run", "dying", "tensorboard")
-    (line,) = follow(config, range(1, 3))
-    assert line.startswith("tracker dying: 3 of 4 records were lost: its process has ended")
-    assert list((config.run_dir / "tensorboard").iterdir())
-
-
-def limited(action: Callable[[], None], size: int) -> None:
-    """Run an action while no process may write a file above `size` bytes, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        action()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-FULL = [(name, size) for name in ("tensorboard", "trackio", "wandb") for size in (2_000, 30_000)]
-"""Not even the config fits, or some records do. mlflow has a file for each metric, and 30,000 bytes hold each."""
-
-
-@pytest.mark.parametrize(("name", "size"), [*FULL, ("mlflow", 2_000)])
-def test_a_full_disk_ends_no_run_and_is_said(offline: Path, name: str, size: int) -> None:
-    config, said = configured(offline / "run", name, tracker_timeout_s=60.0), []
-
-    def attempt() -> None:
-        with Trackers(config, said.append, rank=0, resume_step=None) as trackers:
-            trackers.start()
-            for step in range(1, 60):
-                trackers.log({"step": step, **{f"eval/{number}/accuracy": 0.5 + step for number in range(100)}})
-
-    limited(attempt, size)
-    assert re.match(rf"tracker {name}: \d+ of 61 records were lost: .*(too large|disk)", said[-1])
-
-
-def test_a_killed_run_leaves_no_process(offline: Path) -> None:
-    script = f"""
-import os, signal, time
-from tests.unit.observe.test_trackers import configured, Path
-from oblr_megatron.observe.trackers.feed import Trackers
-config = configured(Path({str(offline / "run")!r}), "wandb", "mlflow", "trackio")
-with Trackers(config, print, rank=0, resume_step=None) as trackers:
-    trackers.start()
-    trackers.log({{"step": 1, "lr": 0.5}})
-    while not (config.run_dir / "wandb").exists() or any(feed.lost for feed in trackers._feeds):
-        time.sleep(0.1)
-    from oblr_megatron.observe.trackers.feed import _family
-    print(*_family(os.getpid())[1:], flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert result.returncode == -9, result.stderr
-    family = [int(pid) for pid in result.stdout.split()]
-    assert len(family) >= 4  # one a tracker, and wandb's service
-    end = time.monotonic() + 20
-    while alive := [pid for pid in family if running(pid)]:
-        assert time.monotonic() < end, alive
-        time.sleep(0.1)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize(("names", "part"), [(["wandbb"], "wandb"), (["mlflow", "mlflow"], "once")])
