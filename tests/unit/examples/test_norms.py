@@ -20,7 +20,7 @@ def test_the_example_agrees_with_opacus() -> None:
     assert f"torchrun {command}" in text and f"torchrun {command}" in (ROOT / "docs/norms_library.md").read_text(
         "utf-8"
     )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port", "0", *command.split()]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split()]
     done = subprocess.run(launcher, check=False, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.fullmatch(r"norms differ from Opacus by (\S+), clipped sums by (\S+)\n", done.stdout)
