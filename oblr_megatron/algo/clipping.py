@@ -21,13 +21,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from oblr_megatron.algo.importance import geometric_means
-from oblr_megatron.config.algo import AlgoConfig
+
+if TYPE_CHECKING:
+    from oblr_megatron.config.algo import AlgoConfig
 
 
 class ClippedRatios(NamedTuple):
