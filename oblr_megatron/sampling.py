@@ -192,7 +192,7 @@ class Sampling:
         record.rewards.append(result)
         return Scored(
             rewards=torch.tensor(result.rewards, dtype=torch.float64).view(-1, group),
-            lengths=torch.tensor([len(sample.response_ids) for sample in samples]).view(-1, group),
+            lengths=torch.tensor([sample.length for sample in samples]).view(-1, group),
             failures=result.failures + result.timeouts,
         )
 

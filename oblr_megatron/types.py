@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:  # `types` is imported by the torch-free half of the package
     from torch import Tensor
 
+FinishReason = Literal["stop", "length", "failed", "late"]
+"""How a response ended: by itself; at a limit of tokens or turns; by an error of the environment; after its deadline.
+The last two have an empty response."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -39,6 +43,9 @@ class Sample:
     `logprobs` are those of the distribution the tokens were drawn from (temperature applied), one for each response
     token; an end-of-sequence token that the model produced is part of the response.
 
+    With an environment (docs/environments.md) the response is all that follows the prompt. `mask` then says which of
+    its tokens the policy wrote. The score is the sum over these tokens alone; the others have a log-prob of 0.
+
     Example: Sample(group=0, prompt_ids=(5, 9, 2), response_ids=(7, 1), logprobs=(-0.1, -0.02), text="5",
                     finish_reason="stop", version=3)
     """
@@ -48,8 +55,22 @@ class Sample:
     response_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     text: str  # decoded without special tokens
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     version: int  # of the weights that produced it
+    mask: tuple[bool, ...] = ()  # True where the policy wrote the response's token; empty: everywhere
+    environment_reward: float | None = None  # of the environment, if it gives one
+
+    @property
+    def length(self) -> int:
+        """Response tokens that the policy wrote."""
+        return sum(self.mask) if self.mask else len(self.response_ids)
+
+    @property
+    def turns(self) -> int:
+        """Stretches of tokens that the policy wrote."""
+        before = (False, *self.mask[:-1])
+        written = sum(own and not last for own, last in zip(self.mask, before, strict=True)) if self.mask else 1
+        return written if self.response_ids else 0
 
 
 @dataclass(slots=True)
@@ -60,7 +81,7 @@ class Scored:
     """
 
     rewards: Tensor  # [Q, G] fp64
-    lengths: Tensor  # [Q, G] int64, response tokens
+    lengths: Tensor  # [Q, G] int64, response tokens that the policy wrote
     failures: int  # responses without a score (exception, deadline), counted as 0
 
 
@@ -117,7 +138,8 @@ class TokenBatch(TokenRows):
 class MicroBatch(TokenRows):
     """Samples that go through the model together, padded on the right.
 
-    Position j predicts token j + 1: `labels[:, j]` is that token, `mask[:, j]` is True where it is a response token.
+    Position j predicts token j + 1: `labels[:, j]` is that token, `mask[:, j]` is True where it is a response token that
+    the policy wrote. "Response tokens" means these alone, in all that follows.
     One sample a row, or packed: all samples in one row, separated at `cu_seqlens`.
 
     Example for prompt (5, 9), response (7, 1), padded to 4:
@@ -132,7 +154,7 @@ class MicroBatch(TokenRows):
     rollout_logprobs: Tensor  # [b, t] fp32, 0 where mask is False
     sample_index: Tensor  # [n] int64, position of each sample among the step's N; n = b unless packed
     cu_seqlens: Tensor | None = None  # [n + 1] int32, packed only: sample i is tokens cu_seqlens[i]..cu_seqlens[i + 1]
-    token_index: Tensor | None = None  # [b, t] int64, place of `labels` in its response, 0 where mask is False
+    token_index: Tensor | None = None  # [b, t] int64, place of `labels` among its response's tokens, 0 without mask
 
     def of_tokens(self, table: Tensor) -> Tensor:
         """Look up values of response tokens: table [N, T] -> [b, t], 0 where mask is False."""

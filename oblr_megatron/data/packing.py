@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -199,6 +199,7 @@ def _laid_out(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[
     chosen = [samples[index] for index in group]
     assert all(sample.prompt_ids for sample in chosen), "without a prompt, no position predicts the first token"
     assert all(len(sample.logprobs) == len(sample.response_ids) for sample in chosen), "each token needs one log-prob"
+    assert all(len(sample.mask) in (0, len(sample.response_ids)) for sample in chosen), "a mask covers its response"
     prompts, responses = (
         np.array([len(part) for part in parts])
         for parts in ([sample.prompt_ids for sample in chosen], [sample.response_ids for sample in chosen])
@@ -206,16 +207,21 @@ def _laid_out(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[
     starts = np.concatenate(([0], np.cumsum(widths)[:-1]))
     tokens = chain.from_iterable(chain(sample.prompt_ids, sample.response_ids) for sample in chosen)
     places, _ = _positions(starts, prompts + responses)
-    answers, within = _positions(starts + prompts - 1, responses)  # the positions that predict the response
+    answers, _ = _positions(starts + prompts - 1, responses)  # the positions that predict the response
+    written = np.fromiter(
+        chain.from_iterable(sample.mask or repeat(True, len(sample.response_ids)) for sample in chosen), dtype=bool
+    )
+    _, within = _positions(starts, np.array([sample.length for sample in chosen]))
     total = int(sum(widths))
     ids, labels, index = (np.zeros(total, dtype=np.int64) for _ in range(3))
     mask, logprobs = np.zeros(total, dtype=bool), np.zeros(total, dtype=np.float32)
     ids[places] = np.fromiter(tokens, dtype=np.int64, count=len(places))
     labels[places[:-1]] = ids[places[1:]]
     labels[starts + prompts + responses - 1] = 0  # a last token predicts nothing
-    mask[answers] = True
-    logprobs[answers] = np.fromiter(chain.from_iterable(sample.logprobs for sample in chosen), dtype=np.float32)
-    index[answers] = within
+    drawn = np.fromiter(chain.from_iterable(sample.logprobs for sample in chosen), dtype=np.float32)
+    mask[answers] = written
+    logprobs[answers] = np.where(written, drawn, 0)
+    index[answers[written]] = within
     return [torch.from_numpy(part) for part in (ids, labels, mask, logprobs, index)]
 
 

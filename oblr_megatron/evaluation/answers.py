@@ -126,7 +126,7 @@ def _items(
             response=sample.text,
             verdict=main,
             reward=value,
-            tokens=len(sample.response_ids),
+            tokens=sample.length,
             finish_reason=sample.finish_reason,
             answer=answer,
             reads_answers=result.answers is not None,

@@ -48,7 +48,7 @@ def sq_norms_of(
 ) -> Tensor:
     """w [n] fp64 of the microbatches' samples by the given source, the same on every rank of the replica."""
     if source == "length":
-        lengths = [float(len(samples[n].response_ids)) for batch in batches for n in batch.sample_index.tolist()]
+        lengths = [float(samples[n].length) for batch in batches for n in batch.sample_index.tolist()]
         return torch.tensor(lengths, dtype=torch.float64, device=policy.parallel.device)
     temperature = config.rollout.temperature
     if source == "logit":

@@ -42,7 +42,7 @@ class PlainPass:
     def begin(self, samples: Sequence[Sample]) -> None:
         """Tell the router losses of a mixture how many response tokens all replicas will process in this step."""
         if self._routers is not None:
-            self._routers.begin(sum(len(samples[n].response_ids) for n, used in enumerate(self._used) if used))
+            self._routers.begin(sum(samples[n].length for n, used in enumerate(self._used) if used))
 
     def router_metrics(self) -> RouterMetrics | None:
         """Router metrics of the samples since `begin`, collective; None for a dense model or without any sample."""

@@ -258,7 +258,7 @@ class TrainingGradient:
             return None
         config, device = self._config, self._policy.parallel.device
         beta = config.algo.kl_coefficient * counted.to(torch.float64)
-        lengths = torch.tensor([len(sample.response_ids) for sample in samples])
+        lengths = torch.tensor([sample.length for sample in samples])
         coefficients = sample_coefficients(
             beta, lengths, config.num_prompts, config.group_size, config.algo.aggregation, config.token_scale
         )

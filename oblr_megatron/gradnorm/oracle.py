@@ -72,18 +72,19 @@ def oracle_gradient(
 ) -> dict[str, Tensor]:
     """The score s of one sample, by Hugging Face parameter name; zeros for an empty response."""
     leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
-    logprobs = oracle_logprobs(leaves, config, sample, temperature)  # [response]
+    logprobs = oracle_logprobs(leaves, config, sample, temperature)  # [sample.length]
     score = (logprobs if ratio is None else logprobs * ratio.detach()).sum()
     grads = torch.autograd.grad(score, list(leaves.values()), materialize_grads=True)
     return dict(zip(leaves, grads, strict=True))
 
 
 def oracle_logprobs(weights: Weights, config: Qwen3Shape, sample: Sample, temperature: float = 1.0) -> Tensor:
-    """log pi of each response token, [response]."""
+    """log pi of each response token that the policy wrote, [sample.length]."""
     tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
     logits = oracle_logits(weights, config, tokens)[:-1]  # position j predicts token j + 1
     logprobs = F.log_softmax(logits / temperature, dim=-1).gather(1, tokens[1:, None])[:, 0]
-    return logprobs[len(sample.prompt_ids) - 1 :]
+    response = logprobs[len(sample.prompt_ids) - 1 :]
+    return response[torch.tensor(sample.mask)] if sample.mask else response
 
 
 def oracle_logits(weights: Weights, config: Qwen3Shape, tokens: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def token_values(
         values, rows, places = (column[batch.mask] for column in columns)
         return logits.new_zeros(()), {"values": values.to(torch.float64), "rows": rows, "places": places}
 
-    longest = max(1, *(len(sample.response_ids) for sample in samples))
+    longest = max(1, *(sample.length for sample in samples))
     table = torch.zeros(len(samples), longest, dtype=torch.float64, device=parallel.device)
     for record in run_schedule(policy, batches, placed, forward_only=True):
         table[record["rows"], record["places"]] = record["values"]

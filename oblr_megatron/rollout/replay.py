@@ -226,5 +226,6 @@ def _check_samples(saved: SavedStep, path: Path) -> None:
     for number, sample in enumerate(saved.samples):
         impossible = [value for value in sample.logprobs if not LOWEST_LOGPROB <= value <= ROUNDING]  # NaN, too
         what = f"log-prob {impossible[0]:g}" if impossible else "no tokens"
-        if impossible or not (sample.prompt_ids and sample.response_ids):
+        empty = not sample.response_ids and sample.finish_reason in ("stop", "length")  # a failed episode has none
+        if impossible or empty or not sample.prompt_ids:
             raise UserError(f"saved sample {number} has {what}", where=str(path), fix=FIX)

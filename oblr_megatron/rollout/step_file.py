@@ -13,20 +13,20 @@ import json
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from oblr_megatron.errors import RunError, UserError
-from oblr_megatron.types import Prompt, Sample
+from oblr_megatron.types import FinishReason, Prompt, Sample
 
 KEY = b"oblr_rollouts"
 PROMPT_COLUMNS = {"prompt_row": "row", "prompt_id": "id", "prompt_text": "text"} | {
     name: name for name in ("answer", "source", "tolerance", "columns")
 }
 """Column -> field of `Prompt`. Older versions lack the columns "tolerance" and "columns"."""
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 STEP_FACTS = ("step", "temperature", "epoch", "skipped")
 
 
@@ -36,7 +36,7 @@ def _list(kind: pa.DataType) -> pa.DataType:
 
 SCHEMA = pa.schema(
     [
-        pa.field(name, kind, nullable=False)
+        pa.field(name, kind, nullable=name == "environment_reward")
         for name, kind in (
             ("group", pa.int32()),  # position of the prompt in the step
             ("prompt_row", pa.int64()),  # line of the data file, from 0
@@ -52,12 +52,20 @@ SCHEMA = pa.schema(
             ("text", pa.string()),
             ("finish_reason", pa.string()),
             ("version", pa.int32()),
+            ("mask", _list(pa.bool_())),  # since version 4: where the policy wrote the response; empty: everywhere
+            ("environment_reward", pa.float64()),  # since version 4; null if no environment gave one
             ("reward", pa.float64()),
         )
     ]
 )
-_SECOND = SCHEMA.remove(SCHEMA.get_field_index("columns"))
-SCHEMAS = {1: _SECOND.remove(_SECOND.get_field_index("tolerance")), 2: _SECOND, SCHEMA_VERSION: SCHEMA}
+
+
+def _without(schema: pa.Schema, *columns: str) -> pa.Schema:
+    return pa.schema([field for field in schema if field.name not in columns])
+
+
+_THIRD = _without(SCHEMA, "mask", "environment_reward")
+SCHEMAS = {1: _without(_THIRD, "columns", "tolerance"), 2: _without(_THIRD, "columns"), 3: _THIRD, 4: SCHEMA}
 """Of the versions that can be read."""
 FIX = "use the rollouts directory of a run with --save-rollouts; if a file is damaged, save the samples again"
 
@@ -155,8 +163,9 @@ def _prompt(row: dict[str, Any]) -> Prompt:
 
 
 def _sample(row: dict[str, Any]) -> Sample:
-    values: dict[str, Any] = {field.name: row[field.name] for field in fields(Sample)}
-    return Sample(**values | {name: tuple(values[name]) for name in ("prompt_ids", "response_ids", "logprobs")})
+    values: dict[str, Any] = {field.name: row[field.name] for field in fields(Sample) if field.name in row}
+    lists = ("prompt_ids", "response_ids", "logprobs", "mask")
+    return Sample(**values | {name: tuple(values[name]) for name in lists if name in values})
 
 
 def _facts(table: pa.Table, path: Path) -> dict[str, Any]:
@@ -197,7 +206,8 @@ def _check_consistent(saved: SavedStep, rows: list[dict[str, Any]], facts: dict[
             sample.group == group
             and _prompt(row) == saved.prompts[group]
             and len(sample.logprobs) == len(sample.response_ids)
-            and sample.finish_reason in ("stop", "length")
+            and len(sample.mask) in (0, len(sample.response_ids))
+            and sample.finish_reason in get_args(FinishReason)
         )
         if not fits:
             raise UserError(f"saved sample {position} is inconsistent", where=str(path), fix=FIX)

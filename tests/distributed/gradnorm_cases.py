@@ -27,8 +27,10 @@ CAP = 1.1  # cuts about a third of the ratios
 RTOL = 1e-10
 
 # (prompt, response) lengths; repeated ids in every second sample, one response of length 0, one of one token. No two in
-# flight agree in length, and an odd number of samples does not divide by the replicas.
+# flight agree in length, and an odd number of samples does not divide by the replicas. In two samples an environment
+# wrote some tokens of the response.
 LENGTHS = ((3, 5), (1, 1), (7, 12), (2, 0), (4, 9), (6, 2), (5, 7))
+MASKS = {2: (True, True, False, False, True, False, True, True, True, True, False, False), 6: (False,) + (True,) * 6}
 
 
 def make_samples(seed: int = 0) -> list[Sample]:
@@ -40,8 +42,16 @@ def make_samples(seed: int = 0) -> list[Sample]:
         if n % 2 == 0:
             ids = [ids[0] if j % 3 == 0 else token for j, token in enumerate(ids)]
         logprobs = tuple(-math.log(VOCAB) + random.uniform(-0.5, 0.5) for _ in range(response))
-        samples.append(Sample(n, tuple(ids[:prompt]), tuple(ids[prompt:]), logprobs, "", "stop", 0))
+        mask = MASKS.get(n, ())
+        logprobs = tuple(value if own else 0.0 for value, own in zip(logprobs, mask or logprobs, strict=True))
+        samples.append(Sample(n, tuple(ids[:prompt]), tuple(ids[prompt:]), logprobs, "", "stop", 0, mask))
     return samples
+
+
+def drawn(sample: Sample) -> Tensor:
+    """Log-probs of the tokens that the policy wrote, fp64."""
+    written = torch.tensor(sample.mask or (True,) * len(sample.logprobs), dtype=torch.bool)
+    return torch.tensor(sample.logprobs, dtype=torch.float64)[written]
 
 
 def batches_of(samples: Sequence[Sample], *, pad_multiple: int = 1) -> list[MicroBatch]:
@@ -49,7 +59,7 @@ def batches_of(samples: Sequence[Sample], *, pad_multiple: int = 1) -> list[Micr
     batches = one_per_microbatch(samples, range(len(samples)), pad_multiple=pad_multiple)
     for batch, sample in zip(batches, samples, strict=True):
         batch.rollout_logprobs = batch.rollout_logprobs.double()
-        batch.rollout_logprobs[batch.mask] = torch.tensor(sample.logprobs, dtype=torch.float64)
+        batch.rollout_logprobs[batch.mask] = drawn(sample)
     return batches
 
 
@@ -84,7 +94,7 @@ def oracle(
         ratio = None
         if ratios:
             logprobs = oracle_logprobs(weights, config, sample, TEMPERATURE)
-            ratio = (logprobs - torch.tensor(sample.logprobs, dtype=torch.float64)).exp().clamp(max=CAP)
+            ratio = (logprobs - drawn(sample)).exp().clamp(max=CAP)
         gradient = oracle_gradient(weights, config, sample, TEMPERATURE, ratio)
         norms[n] = sum(
             grad.square().sum() for name, grad in gradient.items() if not any(part in name for part in frozen)

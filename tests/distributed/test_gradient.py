@@ -89,7 +89,7 @@ def expected(path: str) -> dict[str, float]:
         for name, grad in oracle_gradient(weights, config, sample, 0.7).items():
             fold[name] -= value * grad
         loss -= value * float(oracle_logprobs(weights, config, sample, 0.7).sum())
-        tokens += len(sample.response_ids)
+        tokens += sample.length
     total = {name: sum(fold[name] for fold in folds) for name in weights}
     return {
         "loss": loss,

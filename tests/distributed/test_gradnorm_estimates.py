@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config
 
 from oblr_megatron.gradnorm.oracle import oracle_logits
+from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, expected, make_samples, step_of
 from tests.tiny import make_hf_dir
@@ -58,7 +59,8 @@ def energies(path: str) -> torch.Tensor:
         tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
         logits = oracle_logits(weights, config, tokens).requires_grad_()
         logprobs = (logits[:-1] / 0.8).log_softmax(-1).gather(1, tokens[1:, None])[len(sample.prompt_ids) - 1 :, 0]
-        ratios = (logprobs - torch.tensor(sample.logprobs, dtype=torch.float64)).exp().clamp(max=1.1).detach()
+        logprobs = logprobs[torch.tensor(sample.mask)] if sample.mask else logprobs
+        ratios = (logprobs - drawn(sample)).exp().clamp(max=1.1).detach()
         (ratios * logprobs).sum().backward()
         found[n] = logits.grad.square().sum()
     return found
@@ -66,7 +68,7 @@ def energies(path: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_sources(model: str, world_size: int) -> None:
-    lengths = torch.tensor([len(s.response_ids) for s in make_samples()]).double()
+    lengths = torch.tensor([s.length for s in make_samples()]).double()
     lengths[2 * GROUP : 3 * GROUP] = 0
     exact, by_autograd = expected(model)["norms"], energies(model)
     for found in (

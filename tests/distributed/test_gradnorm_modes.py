@@ -31,12 +31,14 @@ from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.qwen3 import Policy, build_policy
 from oblr_megatron.types import Sample, Scored, StepGradient
+from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks
 from tests.tiny import VOCAB, make_hf_dir
 
 PROMPTS, GROUP = 4, 4
 WAVES = [[1, 3], [2], [0]]  # positions of prompts in the order in which they are finished
 RTOL = 1e-10
+MASKED_OUT = 4  # the sample with tokens, but none of the policy
 MODES: dict[str, dict[str, Any]] = {
     "two_pass": {"mode": "two_pass"},
     "stash": {"mode": "stash"},
@@ -81,7 +83,10 @@ VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {  # of 
 
 
 def make_samples() -> list[Sample]:
-    """Lengths differ, one response is empty, tokens repeat; the rewards of one group are equal, so it is left out."""
+    """Lengths differ, one response is empty, tokens repeat; the rewards of one group are equal, so it is left out.
+
+    In every other response an environment wrote some tokens, at the beginning, inside or at the end; in one, all.
+    """
     random = Random(3)
     samples = []
     for n in range(PROMPTS * GROUP):
@@ -90,14 +95,19 @@ def make_samples() -> list[Sample]:
         ids = [ids[0] if j % 3 == 0 else token for j, token in enumerate(ids)]
         drawn = torch.tensor([-math.log(VOCAB) + random.uniform(-0.5, 0.5) for _ in range(response)])
         logprobs = tuple(drawn.tolist())  # of fp32, as a microbatch holds them: the ratios are exact
-        samples.append(Sample(n // GROUP, tuple(ids[:prompt]), tuple(ids[prompt:]), logprobs, "", "stop", 0))
+        mask = tuple(place % 3 != n % 4 for place in range(response)) if n % 2 else ()
+        if n == MASKED_OUT:
+            mask = (False,) * response
+        logprobs = tuple(value if own else 0.0 for value, own in zip(logprobs, mask or logprobs, strict=True))
+        sample = Sample(n // GROUP, tuple(ids[:prompt]), tuple(ids[prompt:]), logprobs, "", "stop", 0, mask)
+        samples.append(sample)
     return samples
 
 
 def scored() -> Scored:
     """Rewards of one group are equal."""
     rewards = torch.tensor([[1.0, 0, 0, 1], [0, 0, 1, 0], [1, 1, 1, 1], [0.5, 0, 1, 0]], dtype=torch.float64)
-    lengths = torch.tensor([len(sample.response_ids) for sample in make_samples()]).view(PROMPTS, GROUP)
+    lengths = torch.tensor([sample.length for sample in make_samples()]).view(PROMPTS, GROUP)
     return Scored(rewards, lengths, 0)
 
 
@@ -199,7 +209,7 @@ def expected(path: str) -> dict[str, Any]:
     gradients, scores = [], []
     for sample in make_samples():
         logprobs = oracle_logprobs(weights, hf_config, sample, 0.8)
-        ratio = (logprobs - torch.tensor(sample.logprobs, dtype=torch.float64)).exp().clamp(max=1.1)
+        ratio = (logprobs - drawn(sample)).exp().clamp(max=1.1)
         gradients.append(oracle_gradient(weights, hf_config, sample, 0.8, ratio))
         scores.append(float((ratio * logprobs).sum()))
     norms = torch.stack([sum(g.square().sum() for g in grad.values()) for grad in gradients])
@@ -212,7 +222,7 @@ def expected(path: str) -> dict[str, Any]:
         for q in range(PROMPTS)
     ]
     total = {k: sum(fold[k] for fold in folds) for k in weights}
-    tokens = sum(len(s.response_ids) for n, s in enumerate(make_samples()) if n // GROUP != 2)
+    tokens = sum(s.length for n, s in enumerate(make_samples()) if n // GROUP != 2)
     return {
         "norms": used.flatten(),
         "stats": {

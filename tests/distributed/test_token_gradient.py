@@ -32,6 +32,7 @@ from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.gradnorm.oracle import oracle_logits
 from oblr_megatron.model.reference import Reference
 from oblr_megatron.types import MicroBatch
+from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients
 from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, make_samples, policy_of, scored
@@ -147,11 +148,13 @@ def expected(
     first = {k: v.double() for k, v in load_file(Path(start) / "model.safetensors").items()}
 
     def probabilities(weights: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor]:
-        """Log-probs of every token of the vocabulary at the positions of the response, and the response."""
+        """Log-probs of the vocabulary at the positions of the policy's response tokens, and these tokens."""
         sample = make_samples()[n]
         tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
         logits = oracle_logits(weights, shape, tokens)[len(sample.prompt_ids) - 1 : -1]
-        return (logits / TEMPERATURE).log_softmax(-1), torch.tensor(sample.response_ids, dtype=torch.int64)
+        written = torch.tensor(sample.mask or (True,) * len(sample.response_ids), dtype=torch.bool)
+        response = torch.tensor(sample.response_ids, dtype=torch.int64)
+        return (logits / TEMPERATURE).log_softmax(-1)[written], response[written]
 
     policy_loss, folds, k3 = 0.0, [], []
     tables = {n: probabilities(leaves, n) for n in range(PROMPTS * GROUP)}
@@ -163,7 +166,7 @@ def expected(
             table, response = tables[n]
             before, _ = probabilities(first, n)
             for t, token in enumerate(response):
-                ratio = (table[t, token] - make_samples()[n].logprobs[t]).exp().clamp(max=CAP).detach()
+                ratio = (table[t, token] - drawn(make_samples()[n])[t]).exp().clamp(max=CAP).detach()
                 term = -float(advantage[n][t]) * ratio * table[t, token] / divisors[n]
                 policy_loss += float(term)
                 d = table[t, token] - before[t, token]
@@ -184,7 +187,7 @@ def wanted_of(path: str, start: str) -> dict[str, Any]:
 
 
 def divisors_of(algo: dict[str, Any]) -> list[float]:
-    lengths = [max(1, len(sample.response_ids)) for sample in make_samples()]
+    lengths = [max(1, sample.length) for sample in make_samples()]
     return {
         "constant": [PROMPTS * GROUP * SCALE] * len(lengths),
         "token_mean": [float(sum(lengths))] * len(lengths),
@@ -206,7 +209,7 @@ def advantages_of(algo: dict[str, Any], tables: dict[int, Any], norms: Tensor) -
         path_energy, so_far = [], 0.0
         for t, token in enumerate(response):
             pi = table[t].detach().exp()
-            ratio = (table[t, token].detach() - make_samples()[n].logprobs[t]).exp().clamp(max=CAP)
+            ratio = (table[t, token].detach() - drawn(make_samples()[n])[t]).exp().clamp(max=CAP)
             so_far += float(ratio**2 * (1 - 2 * pi[token] + (pi**2).sum()))
             path_energy.append(so_far)
         energy.append(path_energy)

@@ -18,11 +18,23 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.types import MicroBatch, Sample
 
 
-def sample(prompt: int, response: int, first: int = 1) -> Sample:
+def sample(prompt: int, response: int, first: int = 1, mask: tuple[bool, ...] = ()) -> Sample:
     """A sample with distinct tokens; the log-prob of token t is -t."""
     tokens = tuple(range(first, first + prompt + response))
     logprobs = tuple(-float(token) for token in tokens[prompt:])
-    return Sample(0, tokens[:prompt], tokens[prompt:], logprobs, "", "stop", 0)
+    return Sample(0, tokens[:prompt], tokens[prompt:], logprobs, "", "stop", 0, mask)
+
+
+def test_only_what_the_policy_wrote_is_trained_on() -> None:
+    """The other tokens stay in the input; places in the response count the policy's tokens alone."""
+    samples = [sample(2, 5, mask=(True, True, False, False, True)), sample(1, 2, first=20, mask=(False, False))]
+    for packed in (False, True):
+        [batch] = map(as_rows, pack(samples, [0, 1], max_tokens=100, packed=packed))
+        assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7], [20, 21, 22, 0, 0, 0, 0]]
+        assert batch.mask.tolist() == [[False, True, True, False, False, True, False], [False] * 7]
+        assert batch.rollout_logprobs.tolist() == [[0, -3, -4, 0, 0, -7, 0], [0] * 7]
+        assert batch.token_index.tolist() == [[0, 0, 1, 0, 0, 2, 0], [0] * 7]
+    assert [one.length for one in samples] == [3, 0] and [one.turns for one in samples] == [2, 0]
 
 
 def as_rows(batch: MicroBatch) -> MicroBatch:
@@ -31,11 +43,11 @@ def as_rows(batch: MicroBatch) -> MicroBatch:
         return batch
     assert batch.cu_seqlens.dtype == torch.int32
     assert len(batch.input_ids) == 1
-    fields = (batch.input_ids, batch.labels, batch.mask, batch.rollout_logprobs)
+    assert batch.token_index is not None
+    fields = (batch.input_ids, batch.labels, batch.mask, batch.rollout_logprobs, batch.token_index)
     lengths = batch.cu_seqlens.diff().tolist()
-    return MicroBatch(
-        *(pad_sequence(values[0].split(lengths), batch_first=True) for values in fields), batch.sample_index
-    )
+    *rows, index = (pad_sequence(values[0].split(lengths), batch_first=True) for values in fields)
+    return MicroBatch(*rows, batch.sample_index, token_index=index)
 
 
 def unpack(batch: MicroBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:

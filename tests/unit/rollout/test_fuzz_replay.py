@@ -33,8 +33,10 @@ CELLS: dict[str, st.SearchStrategy[Any]] = {
     "columns": st.text(max_size=3),
     "response_ids": st.lists(NUMBERS, max_size=5),
     "logprobs": st.lists(FLOATS, max_size=5),
-    "finish_reason": st.sampled_from(["stop", "length", "", "abort"]),
+    "finish_reason": st.sampled_from(["stop", "length", "late", "", "abort"]),
     "version": NUMBERS,
+    "mask": st.lists(st.booleans(), max_size=3),
+    "environment_reward": st.none() | st.floats(),
     "reward": st.floats(),
 }
 FACTS = st.none() | st.booleans() | NUMBERS | st.floats() | st.text(max_size=3) | st.just([]) | st.just(10**30)
@@ -59,7 +61,9 @@ def refuses_or_trains(directory: Path, content: bytes) -> None:
     else:
         for sample in read_step(path).samples:
             ids = (*sample.prompt_ids, *sample.response_ids)
-            assert sample.prompt_ids and sample.response_ids and all(0 <= token < VOCAB for token in ids)
+            assert sample.prompt_ids and all(0 <= token < VOCAB for token in ids)
+            assert sample.response_ids or sample.finish_reason == "late"
+            assert len(sample.mask) in (0, len(sample.response_ids))
             assert len(sample.logprobs) == len(sample.response_ids) and len(ids) <= 8 and sample.version == 0
             assert all(math.isfinite(value) and -104 <= value <= 1e-3 for value in sample.logprobs)
     finally:

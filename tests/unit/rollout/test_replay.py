@@ -42,6 +42,7 @@ def saved_step(step: int = 1, num_prompts: int = 2, group_size: int = 2, **chang
         ids = tuple(draw.integers(0, VOCAB, length).tolist())
         reason = "stop" if n % 2 else "length"
         samples.append(Sample(n // group_size, prompt.token_ids, ids, logprobs, "té\0xt", reason, step - 1))
+    samples[1] = replace(samples[1], mask=(True, False), environment_reward=0.25)
     rewards = draw.random(len(samples)).tolist()
     whole = SavedStep(step, 1.0, epoch=3, skipped=4, prompts=prompts, samples=samples, rewards=rewards)
     return replace(whole, **changes)
@@ -176,6 +177,7 @@ def test_damaged_and_foreign_files(directory: Path) -> None:
         ({"group": [0, 1, 0, 1]}, "sample 1 "),
         ({"finish_reason": ["stop", "abort", "stop", "stop"]}, "sample 1 "),
         ({"answer": ["½", "2", "½", "½"]}, "sample 1 "),
+        ({"mask": [[], [True], [], []]}, "sample 1 "),
     ],
 )
 def test_inconsistent_rows(directory: Path, edit: dict[str, list[Any]], expected: str) -> None:
@@ -196,9 +198,9 @@ def test_other_columns_and_other_schema_versions(directory: Path) -> None:
     assert f"[{path}]" in refusal(directory)
     pq.write_table(table.slice(0, 3), path)
     assert "3 samples instead of 2 x 2" in refusal(directory)
-    facts = {b"oblr_rollouts": table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 3', b'sion": 4')}
+    facts = {b"oblr_rollouts": table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 4', b'sion": 5')}
     pq.write_table(table.replace_schema_metadata(facts), path)
-    assert "version 4, but only 1, 2, 3 " in refusal(directory)
+    assert "version 5, but only 1, 2, 3, 4 " in refusal(directory)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ def test_samples_of_another_model(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "facts", [b"", b"[]", b'{"schema_version": 3}', b'{"schema_version": [2]}', b"\xff", b"[" * 100_000]
+    "facts", [b"", b"[]", b'{"schema_version": 4}', b'{"schema_version": [2]}', b"\xff", b"[" * 100_000]
 )
 def test_damaged_facts(directory: Path, facts: bytes) -> None:
     path = step_path(directory, 1)
@@ -256,15 +258,26 @@ def test_facts_of_the_wrong_kind(directory: Path, fact: str, value: str) -> None
     assert f"[{path}]" in refusal(directory)
 
 
-@pytest.mark.parametrize(("version", "absent"), [(1, ["tolerance", "columns"]), (2, ["columns"])])
+@pytest.mark.parametrize(("version", "absent"), [(1, ["tolerance", "columns"]), (2, ["columns"]), (3, [])])
 def test_files_of_older_versions_lack_columns(directory: Path, version: int, absent: list[str]) -> None:
     path = step_path(directory, 1)
-    table = pq.read_table(path).drop_columns(absent)
-    facts = table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 3', b'sion": %d' % version)
+    table = pq.read_table(path).drop_columns([*absent, "mask", "environment_reward"])
+    facts = table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 4', b'sion": %d' % version)
     pq.write_table(table.replace_schema_metadata({b"oblr_rollouts": facts}), path)
     written = saved_step(1)
     empty = dict.fromkeys(absent, "")
-    assert read_step(path) == replace(written, prompts=[replace(prompt, **empty) for prompt in written.prompts])
+    assert read_step(path) == replace(
+        written,
+        prompts=[replace(prompt, **empty) for prompt in written.prompts],
+        samples=[replace(sample, mask=(), environment_reward=None) for sample in written.samples],
+    )
+
+
+def test_a_failed_episode_has_no_tokens(directory: Path) -> None:
+    saved = saved_step(1)
+    failed = replace(saved.samples[0], response_ids=(), logprobs=(), text="", finish_reason="late")
+    write_step(directory, replace(saved, samples=[failed, *saved.samples[1:]]))
+    check_replay(config_of(directory), VOCAB)
 
 
 def test_a_reward_that_takes_columns_needs_samples_that_have_them(directory: Path) -> None:
