@@ -32,6 +32,7 @@ from oblr_megatron.checks.vllm_options import check_vllm_options
 from oblr_megatron.data.packing import check_folds
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.engine.speculation import check_installed
+from oblr_megatron.environments.registry import check_environment, data_for
 from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.setup import load_sets
 from oblr_megatron.memory.pass_plan import Layout, num_folds
@@ -40,7 +41,7 @@ from oblr_megatron.model.parallel import local_rank, local_world_size
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.observe.performance.profiler import check_profile
 from oblr_megatron.observe.trackers.registry import check_trackers
-from oblr_megatron.rewards.registry import check_reward, data_for
+from oblr_megatron.rewards.registry import check_reward
 from oblr_megatron.rollout.placement import place
 from oblr_megatron.rollout.replay import check_replay, check_replayed
 from oblr_megatron.rollout.server_checks import check_servers
@@ -125,6 +126,7 @@ def check_settings(
     check_pushable(hf_config, config, on_gpu=on_gpu)
     check_profile(config.log, world_size, on_gpu=on_gpu)
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+    check_environment(config)
     check_positions(config, hf_config)
 
 

@@ -262,6 +262,8 @@ class Sampling:
         samples, scored = record.samples, record.scored
         assert scored is not None, "a step has rewards"
         found = step_metrics.of_step(samples, scored, record.stats, timing) | step_metrics.of_scoring(record.rewards)
+        if self.config.rollout.environment.function:
+            found |= step_metrics.of_episodes(samples)
         found |= self.utilization.metrics(samples, scored, timing)
         found |= self.ranks.take(record.done, timing, self.timer.own)
         record.metrics = found | record.metrics | self.engines.metrics()

@@ -138,8 +138,8 @@ class TokenBatch(TokenRows):
 class MicroBatch(TokenRows):
     """Samples that go through the model together, padded on the right.
 
-    Position j predicts token j + 1: `labels[:, j]` is that token, `mask[:, j]` is True where it is a response token that
-    the policy wrote. "Response tokens" means these alone, in all that follows.
+    Position j predicts token j + 1: `labels[:, j]` is that token, `mask[:, j]` is True where it is a response token and
+    the policy wrote it. "Response tokens" means these alone, in all that follows.
     One sample a row, or packed: all samples in one row, separated at `cu_seqlens`.
 
     Example for prompt (5, 9), response (7, 1), padded to 4:

@@ -214,9 +214,33 @@ def _samples(config: Config) -> Iterator[Problem]:
     if rollout.rejection == "none" and (rollout.rejection_low, rollout.rejection_high) != (None, 2.0):
         what = 'rollout.rejection_low and rejection_high are the band of rollout.rejection, which is "none"'
         yield what, 'set rollout.rejection to "token", "sequence" or "geometric", or leave the band out'
+    yield from _environment(config)
     if rollout.dynamic_sampling and config.group_size == 1:
         what = "group_size is 1, but rollout.dynamic_sampling needs groups with different rewards"
         yield what, "set group_size to 2 or more, or rollout.dynamic_sampling to false"
+
+
+def _environment(config: Config) -> Iterator[Problem]:
+    """What an environment needs, and what works with single responses alone."""
+    rollout, rewards = config.rollout, (config.reward.name, *(term.name for term in config.reward.terms))
+    options = rollout.environment
+    if not options.function:
+        if "environment" in rewards:
+            what = 'the reward "environment" is what an environment gives, but rollout.environment is not set'
+            yield what, "name the environment, or another reward"
+        if options.tools:
+            what = "rollout.environment.tools are of use to an environment alone, but it has no function"
+            yield what, 'set rollout.environment.function = "tool_loop"'
+        return
+    if rollout.speculation != "none":
+        what = f"rollout.environment with rollout.speculation {rollout.speculation!r} is not supported"
+        yield what, 'set rollout.speculation to "none"'
+    if options.blocked_s > options.deadline_s:
+        what = (
+            f"rollout.environment.blocked_s {options.blocked_s:g} is above rollout.environment.deadline_s "
+            f"{options.deadline_s:g}: an episode that blocks the others would make them late"
+        )
+        yield what, "lower the first or raise the second"
 
 
 def _one_step(rollout: RolloutConfig) -> Iterator[Problem]:

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from oblr_megatron.config.section import Section
+
+
+class EnvironmentConfig(Section):
+    """Episodes of several turns, with tools, in place of single responses (docs/environments.md)."""
+
+    function: str = ""
+    """"tool_loop", or your own async "package.module:function". Empty: one response to each prompt. The short form is
+    rollout.environment = "package.module:function"."""
+    tools: tuple[str, ...] = ()
+    """Functions "package.module:function" that the policy may call. data.chat_template describes them in the prompt."""
+    max_turns: int = Field(16, ge=1)
+    """Most responses of the policy in one episode."""
+    deadline_s: float = Field(60.0, gt=0)
+    """Seconds of an episode, without those in which it waits for the engine. After them its sample is empty, with
+    reward 0."""
+    blocked_s: float = Field(10.0, gt=0)
+    """Seconds that the function may run without an await. After them its process is killed: the episode's sample is
+    empty, and the other episodes run again."""
+    tool_timeout_s: float = Field(10.0, gt=0)
+    """Deadline of one call of a tool, seconds."""
+    tool_workers: int = Field(2, ge=1)
+    """Worker processes for tools."""
+    in_rounds: bool = False
+    """Sample the turns of all episodes together, once every episode waits for one. The engine's batches then depend on
+    no clock, so that equal runs are equal to the bit. It is slower if tools or episodes differ in time."""
+
+
+def _as_environment(value: Any) -> Any:
+    return {"function": value} if isinstance(value, str) else value
 
 
 class RolloutConfig(Section):
@@ -20,7 +49,9 @@ class RolloutConfig(Section):
     top_k: int = Field(-1, ge=-1)
     """Top-k filter, -1 for none. Log-probs differ as with top_p."""
     max_response_tokens: int = Field(512, ge=1)
-    """Longest response; longer ones are cut (finish_reason "length")."""
+    """Longest response; longer ones are cut (finish_reason "length"). With an environment, all tokens after the
+    prompt."""
+    environment: Annotated[EnvironmentConfig, BeforeValidator(_as_environment)] = EnvironmentConfig()
     servers: tuple[str, ...] = ()
     """URLs of vLLM API servers to sample from instead of own engines, e.g. ["http://10.0.0.5:8000"]. One URL may stand
     without brackets. Start them with `oblr-megatron serve`."""

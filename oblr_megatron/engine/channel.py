@@ -7,6 +7,7 @@ only writer at the other end is the process that this one started, or was starte
 from __future__ import annotations
 
 import pickle
+import select
 import socket
 import struct
 import time
@@ -65,6 +66,14 @@ class Channel:
             self._socket.sendall(_HEADER.pack(len(payload)) + payload)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise PeerGone("the other end is closed") from error
+
+    def ready(self) -> bool:
+        """Whether a message, or the end of the stream, can be read."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def writer(self) -> Channel:
+        """A channel for another thread that only sends. The two ends have deadlines of their own."""
+        return Channel(self._socket.dup())
 
     def receive(self, deadline: float | None = None, alive: Callable[[], bool] | None = None) -> Any:
         """Read the next message.

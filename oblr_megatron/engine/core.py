@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
-from oblr_megatron.engine.http_messages import Holding
+from oblr_megatron.engine.http_messages import Holding, ended_of
 from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
 from oblr_megatron.engine.speculation import Report, vllm_options
 from oblr_megatron.engine.state import WeightState, check_reset
+from oblr_megatron.engine.turns import Abandon, Answered, Inbox, Turn, TurnRequest
 from oblr_megatron.errors import RunError
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.manifest import Manifest, parts_of
@@ -48,12 +49,7 @@ class EngineServer:
         """
         from vllm import TokensPrompt
 
-        if self._asleep:
-            raise RunError(f"it is asleep ({', '.join(sorted(self._asleep))})")
-        self._state.check_usable()
-        self._llm.reset_prefix_cache()
-        version = self._state.holding.version
-        engine: Any = self._llm.llm_engine
+        engine, version = self._ready()
         copies = request.group_size if request.greedy else 1
 
         def group_of(output: Any) -> tuple[int, list[Sample]]:
@@ -75,6 +71,46 @@ class EngineServer:
         finally:
             if waiting:  # after an error: the next call must not meet these requests
                 engine.abort_request(list(waiting))
+
+    def turns(self, inbox: Inbox) -> Iterator[Answered]:
+        """Sample one response to each request of the inbox, until it ends; see `engine.turns`."""
+        from vllm import TokensPrompt
+
+        engine, version = self._ready()
+        waiting: dict[str, TurnRequest] = {}
+
+        def answer(output: Any) -> tuple[int, Turn]:
+            asked = waiting.pop(output.request_id)
+            one = to_sample(0, asked.ids, output.outputs[0], version, self._tokenizer, self._vocab_size)
+            return asked.number, Turn(one.response_ids, one.logprobs, one.text, ended_of(one))
+
+        try:
+            while (messages := inbox(not waiting)) is not None:
+                for message in messages:
+                    if isinstance(message, Abandon):
+                        names = [str(number) for number in message.numbers if str(number) in waiting]
+                        engine.abort_request(names)
+                        for name in names:
+                            waiting.pop(name)
+                    else:
+                        waiting[str(message.number)] = message
+                        params = sampling_params(message.request, message.turn, message.stop)
+                        engine.add_request(
+                            str(message.number), TokensPrompt(prompt_token_ids=list(message.ids)), params
+                        )
+                if waiting and (found := [answer(output) for output in engine.step() if output.finished]):
+                    yield found
+        finally:
+            if waiting:
+                engine.abort_request(list(waiting))
+
+    def _ready(self) -> tuple[Any, int]:
+        """vLLM's engine, without cached prefixes, and the version of the weights that it samples from."""
+        if self._asleep:
+            raise RunError(f"it is asleep ({', '.join(sorted(self._asleep))})")
+        self._state.check_usable()
+        self._llm.reset_prefix_cache()
+        return self._llm.llm_engine, self._state.holding.version
 
     def init_transfer(self, init_info: dict[str, Any]) -> None:
         """Pass the transport's parameters to vLLM."""

@@ -28,6 +28,7 @@ import torch
 from oblr_megatron.engine.channel import CHECK_SECONDS, Call, Channel, PeerGone, Reply
 from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
 from oblr_megatron.engine.speculation import Report
+from oblr_megatron.engine.turns import Answered, TurnMessage
 from oblr_megatron.errors import EngineDeadlineError, EngineLostError, RunError
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.shm import SharedBuffer
@@ -110,6 +111,7 @@ class VllmEngine:
         self._ready = False
         self._started_at = time.monotonic()
         self._channel, self._process = self._launch()
+        self._writer, self._turns_end = self._channel.writer(), 0.0  # of `ask`
 
     @property
     def lost(self) -> bool:
@@ -205,6 +207,31 @@ class VllmEngine:
         while (reply := self._receive(what, begin, seconds)).more:
             yield from reply.value
 
+    def begin_turns(self) -> Iterator[Answered]:
+        """Begin a call that samples the requests of `ask` (see `engine.turns`); yields the responses as they end.
+
+        Read it in a thread of its own, and call `ask` in another. `wait_ready` must have returned before. Raises as
+        `stream`.
+        """
+        what, begin, seconds = f"the turns of {self.spec.name}", time.monotonic(), self.deadlines.generate
+        self.post("turns", {}, what=what, seconds=seconds, begin=begin)
+        self._wait_for = None
+        self._turns_end = begin + seconds
+
+        def replies() -> Iterator[Answered]:
+            while (reply := self._receive(what, begin, seconds)).more:
+                yield reply.value
+
+        return replies()
+
+    def ask(self, messages: Sequence[TurnMessage] | None) -> None:
+        """Send requests to the open call of `begin_turns`; None ends it.
+
+        Nothing is raised: the thread that reads the call notices a lost engine.
+        """
+        with suppress(OSError):
+            self._writer.send(messages, self._turns_end)
+
     def speculation(self) -> Report:
         """What speculation did since the last call; see `EngineServer.speculation`."""
         what = f"{self.spec.name}'s speculation"
@@ -298,6 +325,7 @@ class VllmEngine:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._channel.close()
+        self._writer.close()
         self.buffer.close()
 
     def _check_lost(self) -> None:

@@ -128,10 +128,15 @@ class GenerateAnswer(Message):
         ]
 
 
+def ended_of(sample: Sample) -> Literal["stop", "length"]:
+    """How a response of an engine ended."""
+    return "length" if sample.finish_reason == "length" else "stop"
+
+
 def to_response(sample: Sample) -> Response:
     """The part of a sample that is sent."""
     return Response.model_construct(
-        ids=sample.response_ids, logprobs=sample.logprobs, text=sample.text, finish_reason=sample.finish_reason
+        ids=sample.response_ids, logprobs=sample.logprobs, text=sample.text, finish_reason=ended_of(sample)
     )
 
 

@@ -13,17 +13,19 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 from oblr_megatron.engine.channel import Call, Channel, PeerGone, Reply
 from oblr_megatron.engine.core import EngineServer
 from oblr_megatron.engine.protocol import EngineSpec
+from oblr_megatron.engine.turns import inbox_of
 from oblr_megatron.errors import DamagedError, RunError
 from oblr_megatron.runtime.processes import die_with
 from oblr_megatron.runtime.stopping import SIGNALS
 
 PUSH_METHODS = ("init_transfer", "start_push", "update_weights", "finish_push", "abort_push")
-METHODS = ("stream", "read_back", "speculation", "sleep", "wake", *PUSH_METHODS)
+METHODS = ("stream", "turns", "read_back", "speculation", "sleep", "wake", *PUSH_METHODS)
 
 
 def main(arguments: list[str]) -> int:
@@ -37,10 +39,12 @@ def main(arguments: list[str]) -> int:
         spec: EngineSpec = channel.receive()
         server = _answer(channel, lambda: _start(spec))
         while server is not None:
-            call: Call = channel.receive()
+            call = channel.receive()
+            if not isinstance(call, Call):
+                continue  # a request for a turn that came after its call had failed
             assert call.method in METHODS, f"no method {call.method!r}"
-            method = getattr(server, call.method)
-            _answer(channel, lambda: method(**call.arguments))  # noqa: B023  called before the next turn
+            own = {"inbox": inbox_of(channel)} if call.method == "turns" else {}
+            _answer(channel, partial(getattr(server, call.method), **call.arguments, **own))
     except PeerGone:
         return 0
     return 0

@@ -15,6 +15,7 @@ from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.checks.machine import check_head_size
 from oblr_megatron.config import with_own_scores
 from oblr_megatron.data.sources import kind_of
+from oblr_megatron.environments.registry import check_environment
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.accuracy import Grade, Grades
 from oblr_megatron.evaluation.answers import blocks_of, evaluate
@@ -71,6 +72,7 @@ def check(options: argparse.Namespace) -> Task:
     config = with_own_scores(config, sources.values())
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     check_rows(config.reward, sources.values())
+    check_environment(config)
     _check_writable(options.json)
     for source in sources.values():
         kind_of(source)

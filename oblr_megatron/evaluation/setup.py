@@ -99,7 +99,7 @@ def load_sets(
         UserError: a source cannot be read or has no usable row.
     """
     from oblr_megatron.data.prompt_set import read_prompts
-    from oblr_megatron.rewards.registry import data_for
+    from oblr_megatron.environments.registry import data_for
 
     if not sources:
         return {}

@@ -149,6 +149,17 @@ def of_step(
     return found if stats is None else found | _of_gradient(stats)
 
 
+def of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
+    """Failures of a step's episodes, their turns, and the share of tokens that the environment wrote."""
+    tokens = sum(len(sample.response_ids) for sample in samples)
+    return {
+        "environment/failures": sum(sample.finish_reason == "failed" for sample in samples),
+        "environment/timeouts": sum(sample.finish_reason == "late" for sample in samples),
+        "environment/turns_mean": statistics.fmean(sample.turns for sample in samples),
+        "environment/observed_fraction": 1 - sum(sample.length for sample in samples) / max(tokens, 1),
+    }
+
+
 def _of_gradient(stats: GradientStats) -> dict[str, float]:
     found = {"loss": stats.loss, "grad_norm": stats.sq_norm**0.5}
     if stats.num_tokens:  # 0: no sample had a gradient, so its pass measured nothing

@@ -62,6 +62,21 @@ def check_function(name: str, where: str) -> None:
     Raises:
         UserError: the function cannot be imported or is not callable, or its parameters do not fit.
     """
+    function = import_from_here(name, f"reward {name!r}", where)
+    _check_parameters(name, function, where)
+
+
+def import_from_here(name: str, what: str, where: str) -> Callable[..., Any]:
+    """Import "package.module:function", also from the current directory.
+
+    Args:
+        name: of the function.
+        what: it is, for the message.
+        where: it is named, for the message.
+
+    Raises:
+        UserError: it cannot be imported, or is not callable.
+    """
     here = str(Path.cwd())
     if "" not in sys.path and here not in sys.path:
         sys.path.append(here)
@@ -69,13 +84,14 @@ def check_function(name: str, where: str) -> None:
         function = resolve(name)
     except Exception as error:  # importing the user's module may raise anything
         raise UserError(
-            f"reward {name!r} cannot be imported: {type(error).__name__}: {error}",
+            f"{what} cannot be imported: {type(error).__name__}: {error}",
             where=where,
             fix='give "package.module:function", importable from the current directory',
         ) from error
     if not callable(function):
-        raise UserError(f"reward {name!r} is not callable", where=where, fix="name a function")
-    _check_parameters(name, function, where)
+        raise UserError(f"{what} is not callable", where=where, fix="name a function")
+    found: Callable[..., Any] = function
+    return found
 
 
 def _check_parameters(name: str, function: Callable[..., Any], where: str) -> None:

@@ -14,6 +14,7 @@ from oblr_megatron.config.reward import RewardConfig, RewardTermConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult, pair
 from oblr_megatron.rewards.combined import CombinedReward, Term
+from oblr_megatron.rewards.environment import EnvironmentReward
 from oblr_megatron.rewards.format import BoxFormatReward, PatternFormatReward, check_pattern
 from oblr_megatron.rewards.function import FunctionReward, check_function, takes_row
 from oblr_megatron.rewards.gym import GYM_REWARDS, GymReward
@@ -61,6 +62,7 @@ REWARDS: dict[str, Callable[[RewardConfig, int], Reward]] = {
     **{name: partial(_math, extract) for name, extract in EXTRACTIONS.items()},
     **{name: partial(_gym, extract) for name, extract in GYM_REWARDS.items()},
     "format": _format,
+    "environment": lambda config, tokens: EnvironmentReward(),
     "overlong": lambda config, tokens: OverlongReward(tokens, config.overlong_buffer_tokens),
 }
 

@@ -14,7 +14,7 @@ samples equal those of an unbroken run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,9 +26,10 @@ from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.engine.handle import Deadlines, VllmEngine
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.engine.speculation import Report
+from oblr_megatron.environments.host import episodes_of
 from oblr_megatron.errors import DamagedError, EngineLostError
 from oblr_megatron.model.parallel import local_world_size
-from oblr_megatron.rollout.feed import Feed, Put
+from oblr_megatron.rollout.feed import Feed, Groups, Put
 from oblr_megatron.rollout.placement import engine_spec, place
 from oblr_megatron.rollout.push import Pusher
 from oblr_megatron.rollout.recovery import RecoveringEngines
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.rollout import Waiting
-    from oblr_megatron.types import Prompt
+    from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
 
 Value = TypeVar("Value")
@@ -78,6 +79,7 @@ class ColocatedEngines(RecoveringEngines):
         self._index = self._placement.engine_of(parallel.rank)
         self._engine = None if self._index is None else self._launch(self._index)
         self._pusher = Pusher(self._engine, parallel.device, config.weights)
+        self._episodes = None if self._index is None else episodes_of(config, self._index, f"rank {parallel.rank}")
         if self._on_gpu:
             try:
                 self.until_done(lambda: None)
@@ -119,6 +121,8 @@ class ColocatedEngines(RecoveringEngines):
         """End this rank's engine. Not collective: a rank may close at any time, also after an error."""
         if self._engine is not None:
             self._engine.close()
+        if self._episodes is not None:
+            self._episodes.close()
 
     def _note_loss(self) -> None:
         super()._note_loss()
@@ -167,9 +171,16 @@ class ColocatedEngines(RecoveringEngines):
         share = self._placement.share(len(prompts), index)
         mine = [position for position in positions if share.start <= position < share.stop]
         ids = [prompts[position].token_ids for position in mine]
+        episodes, version = self._episodes, self._version
 
         def run(put: Put) -> None:
-            groups = engine.stream(ids, mine, request) if ids else ()
+            if episodes is not None:
+                found: Groups = {}
+                store = found.__setitem__ if whole else put
+                episodes.sample(engine, prompts, mine, request, store, version=version)
+                groups: Iterable[tuple[int, list[Sample]]] = sorted(found.items())
+            else:
+                groups = engine.stream(ids, mine, request) if ids else ()
             # A lost engine's share is then sampled again as a whole: the same batch gives the same samples to the bit.
             for position, group in list(groups) if whole else groups:
                 put(position, group)

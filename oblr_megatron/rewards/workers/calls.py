@@ -36,6 +36,7 @@ class Score:
     value: float | None = None
     error: str = ""  # traceback or message
     timed_out: bool = False
+    text: str | None = None  # of a function that returns text (`returns_text`)
 
 
 @dataclass(slots=True)
@@ -96,10 +97,12 @@ class Caller:
     Args:
         function: takes strings, or lists of strings, and the data row or rows if it names them.
         deadline_s: for awaited calls; for other calls the parent enforces the deadline by killing the worker.
+        returns_text: whether the function returns text instead of a number.
     """
 
-    def __init__(self, function: Callable[..., object], deadline_s: float) -> None:
+    def __init__(self, function: Callable[..., object], deadline_s: float, *, returns_text: bool = False) -> None:
         self._function, self._kind, self._deadline_s = function, kind_of(function), deadline_s
+        self._score_of = text_of if returns_text else score_of
         self._runner = asyncio.Runner()
 
     def answer(self, rows: Sequence[Sequence[str]]) -> Reply:
@@ -113,7 +116,7 @@ class Caller:
                 return Reply(_batch_scores(self._result(self._function(*columns)), len(rows)))
             if self._kind.awaited:
                 return self._runner.run(self._concurrently(calls))
-            return Reply([score_of(self._result(self._function(*call))) for call in calls])
+            return Reply([self._score_of(self._result(self._function(*call))) for call in calls])
         except BaseException as error:  # noqa: BLE001  a reward function may raise anything, SystemExit included
             return Reply([_failed(error)] * len(rows), leaving=_must_leave(error))
 
@@ -143,7 +146,7 @@ class Caller:
     async def _attempt(self, arguments: Sequence[Any]) -> Reply:
         try:
             value = self._function(*arguments)
-            return Reply([score_of(await value if inspect.isawaitable(value) else value)])
+            return Reply([self._score_of(await value if inspect.isawaitable(value) else value)])
         except BaseException as error:  # noqa: BLE001  as in `answer`; the other calls must go on
             return Reply([_failed(error)], leaving=_must_leave(error))
 
@@ -156,6 +159,11 @@ def score_of(value: object) -> Score:
     except (TypeError, ValueError, RuntimeError, OverflowError):  # an array; an integer larger than any float
         number = math.nan
     return Score(number) if math.isfinite(number) else Score(error=f"the reward {value!r:.200} is not a finite number")
+
+
+def text_of(value: object) -> Score:
+    """The result of a function that returns text."""
+    return Score(text=str(value))
 
 
 def _batch_scores(value: object, count: int) -> list[Score]:

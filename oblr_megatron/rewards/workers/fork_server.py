@@ -58,6 +58,7 @@ def main(
     deadline_s: float,
     memory_bytes: int,
     tasks_per_worker: int,
+    returns_text: bool = False,
 ) -> None:
     """Import the target, report "R" (ready) or "E" with a traceback, and serve until the parent ends.
 
@@ -71,6 +72,7 @@ def main(
         deadline_s: for awaited calls.
         memory_bytes: a worker's allocation limit, in addition to the memory of the imports.
         tasks_per_worker: a worker is replaced after this many requests.
+        returns_text: whether the target returns text, not a number.
     """
     for number in SIGNALS:
         signal.signal(number, _ignore)
@@ -93,7 +95,11 @@ def main(
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
     gc.freeze()  # keeps the memory of the imports shared between the workers
     control.sendall(b"R")
-    _serve(control, supervisor, lambda end: _work(end, Caller(function, deadline_s), memory_bytes, tasks_per_worker))
+
+    def work(end: Connection) -> None:
+        _work(end, Caller(function, deadline_s, returns_text=returns_text), memory_bytes, tasks_per_worker)
+
+    _serve(control, supervisor, work)
 
 
 def _supervise(server: int, parent: int) -> NoReturn:

@@ -1,0 +1,375 @@
+"""Runs the episodes of a batch: between an engine, which samples turns, and a process with the user's function.
+
+    host = EpisodeHost(config, vocab_size=151936, index=0, owner="rank 0")
+    host.sample(engine, prompts, positions, request, put, version=3)    # in the feed's thread, for each batch
+    host.close()
+
+The process may do anything. One that blocks, dies or misses a deadline is killed. The episode that ran at that moment
+fails, and the others run again in a new process: their turns have the same seeds. After MOST_LOSSES losses in one batch
+its remaining episodes fail as well. A failed episode is an empty sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from oblr_megatron.engine.channel import CHECK_SECONDS, PeerGone
+from oblr_megatron.engine.protocol import SamplingRequest, prompt_seed
+from oblr_megatron.engine.turns import Abandon, Answered, TurnMessage, TurnRequest
+from oblr_megatron.environments.launcher import Launcher, Process
+from oblr_megatron.environments.messages import Answer, Begin, Ended, Wish
+from oblr_megatron.environments.watch import NOBODY
+from oblr_megatron.types import FinishReason, Prompt, Sample
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+
+logger = logging.getLogger(__name__)
+
+MOST_LOSSES = 8
+"""Processes that a batch may lose before its remaining episodes fail."""
+GRACE_SECONDS = 5.0
+"""An episode may be overdue for so long before its process is killed: it ends itself at its deadline."""
+
+
+class TurnSource(Protocol):
+    """What samples turns: an engine process, or the API servers."""
+
+    def begin_turns(self) -> Iterator[Answered]:
+        """Begin; yields responses until the end, in a thread of its own."""
+        ...
+
+    def ask(self, messages: Sequence[TurnMessage] | None) -> None:
+        """Send requests; None ends."""
+        ...
+
+
+@dataclass(slots=True)
+class _Running:
+    """An episode of this batch that has not ended."""
+
+    begin: Begin
+    waits: int = 0  # responses that it waits for
+    spent_s: float = 0.0  # without waiting
+    since: float = 0.0  # time.monotonic() of the end of its last wait
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The state of one call of `run`."""
+
+    source: TurnSource
+    request: SamplingRequest
+    done: Callable[[Ended], None]
+    running: dict[int, _Running]
+    waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # request -> (episode, call), at the engine
+    wishes: list[Wish] = field(default_factory=list)  # not yet sent to the engine
+    requests: int = 0
+    losses: int = 0
+
+
+class EpisodeHost:
+    """One per engine. Its process starts with the host, and again after a loss."""
+
+    def __init__(self, config: Config, *, vocab_size: int, index: int, owner: str) -> None:
+        """Args:
+        config: of the run.
+        vocab_size: of the model.
+        index: of the engine, for the name of the log.
+        owner: who waits, for error messages.
+        """
+        self._options = config.rollout.environment
+        self._launcher = Launcher(config, vocab_size=vocab_size, index=index, owner=owner)
+        self._queue: queue.SimpleQueue[tuple[Process | None, Any]] = queue.SimpleQueue()  # (None: the engine, message)
+        self._told = False
+        self._numbers = itertools.count()  # of episodes, over all batches
+        self._process: Process | None = None
+
+    def sample(
+        self,
+        source: TurnSource,
+        prompts: Sequence[Prompt],
+        positions: Sequence[int],
+        request: SamplingRequest,
+        put: Callable[[int, list[Sample]], None],
+        *,
+        version: int,
+    ) -> None:
+        """Run the episodes of some prompts; `put(position, group)` as soon as a prompt's last episode has ended.
+
+        The position of a prompt decides the seeds of its episodes, as for single responses. Raises as `run`.
+        """
+        tasks: dict[int, tuple[int, int, Begin]] = {}  # episode -> (position, place in the group, episode)
+        groups: dict[int, dict[int, Sample]] = {position: {} for position in positions}
+        for position in positions:
+            own, sibling = divmod(position, request.siblings)
+            for place in range(request.group_size):
+                seed = prompt_seed(request.seed, own) + sibling + place
+                begin = Begin(next(self._numbers), prompts[position], seed, request.max_tokens)
+                tasks[begin.number] = position, place, begin
+
+        def done(ended: Ended) -> None:
+            position, place, begin = tasks[ended.number]
+            group = groups[position]
+            group[place] = to_sample(position, begin, ended, version)
+            if len(group) == request.group_size:
+                put(position, [group[number] for number in range(request.group_size)])
+
+        if tasks:
+            self.run(source, [begin for _, _, begin in tasks.values()], request, done)
+
+    def run(
+        self, source: TurnSource, tasks: Sequence[Begin], request: SamplingRequest, done: Callable[[Ended], None]
+    ) -> None:
+        """Run episodes until each has ended.
+
+        Args:
+            source: of turns.
+            tasks: the episodes.
+            request: how to sample a turn, but for its seed and length.
+            done: called with the result of each, in the order in which they end.
+
+        Raises:
+            EngineLostError: the engine died.
+            RunError: the process does not start.
+        """
+        batch = _Batch(source, request, done, {task.number: _Running(task) for task in tasks})
+        reader = threading.Thread(target=self._read_engine, args=(source.begin_turns(),), daemon=True)
+        reader.start()
+        try:
+            self._begin(batch)
+            while batch.running:
+                self._take(batch)
+                self._look(batch)
+        except BaseException:
+            self._end_process()  # its episodes belong to a batch that is over
+            raise
+        finally:
+            source.ask(None)
+            reader.join()
+            self._forget_messages()
+
+    def close(self) -> None:
+        """End the process. May be called more than once."""
+        self._end_process()
+        self._launcher.close()
+
+    def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+    def _read_process(self, process: Process) -> None:
+        """In a thread: pass the messages of a process on, then its end."""
+        with suppress(PeerGone):
+            while True:
+                self._queue.put((process, process.channel.receive(alive=lambda: not process.ended)))
+        process.channel.close()
+        self._queue.put((process, None))
+
+    def _read_engine(self, answers: Iterator[Answered]) -> None:
+        try:
+            for found in answers:
+                self._queue.put((None, found))
+        except BaseException as error:  # noqa: BLE001  it is raised again in the feed's thread
+            self._queue.put((None, error))
+
+    def _begin(self, batch: _Batch) -> None:
+        """Give all episodes that have not ended to the process, which is started if there is none."""
+        batch.wishes.clear()
+        if self._process is None:
+            self._process = self._launcher.fork()
+            threading.Thread(target=self._read_process, args=(self._process,), daemon=True).start()
+        now = time.monotonic()
+        for running in batch.running.values():
+            running.waits, running.spent_s, running.since = 0, 0.0, now
+        self._tell(batch, [running.begin for running in batch.running.values()])
+
+    def _take(self, batch: _Batch) -> None:
+        """Take what has come, or wait for a moment; then send on what the engine can sample now."""
+        with suppress(queue.Empty):
+            item = self._queue.get(timeout=CHECK_SECONDS)
+            while True:
+                self._take_one(batch, item)
+                item = self._queue.get_nowait()
+        if batch.wishes and (not self._options.in_rounds or self._all_wait(batch)):
+            asked = [self._request(batch, wish) for wish in sorted(batch.wishes, key=lambda w: (w.number, w.call))]
+            batch.wishes.clear()
+            batch.source.ask(asked)
+
+    def _take_one(self, batch: _Batch, item: tuple[Process | None, Any]) -> None:
+        sender, message = item
+        if sender is None and isinstance(message, BaseException):
+            raise message
+        if sender is None:
+            self._answer(batch, message)
+        elif sender is not self._process:
+            return  # of a process that was killed
+        elif message is None:
+            self._lost(batch, "the environment process ended", "failed")
+        elif isinstance(message, Wish):
+            self._wish(batch, message)
+        else:
+            self._end(batch, message)
+
+    def _wish(self, batch: _Batch, wish: Wish) -> None:
+        running = batch.running.get(wish.number)
+        if running is None:
+            return  # of a task that an episode left behind
+        if running.waits == 0:
+            running.spent_s += time.monotonic() - running.since
+        running.waits += 1
+        batch.wishes.append(wish)
+
+    def _request(self, batch: _Batch, wish: Wish) -> TurnRequest:
+        number, batch.requests = batch.requests, batch.requests + 1
+        batch.waiting[number] = (wish.number, wish.call)
+        options, seed = batch.request, batch.running[wish.number].begin.seed
+        request = SamplingRequest(
+            1, options.temperature, wish.max_tokens, seed, top_p=options.top_p, top_k=options.top_k
+        )
+        return TurnRequest(number, wish.ids, request, turn=wish.call, stop=wish.stop)
+
+    def _all_wait(self, batch: _Batch) -> bool:
+        """Whether every episode waits for a response, and the engine has none to sample."""
+        return not batch.waiting and all(running.waits for running in batch.running.values())
+
+    def _answer(self, batch: _Batch, answered: Answered) -> None:
+        answers = []
+        for request, turn in answered:
+            number, call = batch.waiting.pop(request, (NOBODY, 0))
+            running = batch.running.get(number)
+            if running is None:
+                continue  # abandoned
+            running.waits -= 1
+            running.since = time.monotonic()
+            answers.append(Answer(number, call, turn))
+        if answers:
+            self._tell(batch, answers)
+
+    def _end(self, batch: _Batch, ended: Ended) -> None:
+        if batch.running.pop(ended.number, None) is None:
+            return
+        self._abandon(batch, lambda number: number == ended.number)
+        batch.wishes = [wish for wish in batch.wishes if wish.number != ended.number]
+        if ended.error and not self._told:
+            self._told = True
+            logger.warning(
+                "an episode of %s gave no sample (reward 0); later ones are only counted:\n%s",
+                self._options.function,
+                ended.error,
+            )
+        batch.done(ended)
+
+    def _look(self, batch: _Batch) -> None:
+        """Kill a process that is blocked, or holds an episode that should have ended."""
+        process, now = self._process, time.monotonic()
+        if process is None or not batch.running:
+            return
+        number, since = seen = self._launcher.watch.get()
+        if number != NOBODY and seen == process.seen and now - since > self._options.blocked_s:
+            what = f"it ran for {self._options.blocked_s:g} seconds without an await (rollout.environment.blocked_s)"
+            self._lost(batch, what, "late")
+        process.seen = seen
+        limit = self._options.deadline_s + self._options.blocked_s + GRACE_SECONDS
+        for number, running in batch.running.items():
+            if running.waits == 0 and running.spent_s + now - running.since > limit:
+                self._lost(batch, "it did not end at its deadline", "late", number)
+                break
+
+    def _lost(self, batch: _Batch, what: str, reason: FinishReason, number: int | None = None) -> None:
+        """Kill the process; the guilty episode fails, the others begin again.
+
+        Args:
+            batch: its episodes.
+            what: happened.
+            reason: of the failure.
+            number: of the guilty episode; by default the one that runs.
+        """
+        process = self._process
+        assert process is not None, "only a process that runs is lost"
+        guilty = self._launcher.watch.get()[0] if number is None else number
+        self._end_process()
+        self._abandon(batch, lambda _: True)
+        batch.losses += 1
+        if guilty in batch.running:
+            self._end(batch, Ended(guilty, finish_reason=reason, error=what))
+        if batch.losses > MOST_LOSSES:
+            why = f"{what}; {batch.losses} environment processes of this batch were lost"
+            for other in list(batch.running):
+                self._end(batch, Ended(other, finish_reason=reason, error=why))
+        if batch.running:
+            self._begin(batch)
+
+    def _abandon(self, batch: _Batch, chosen: Callable[[int], bool]) -> None:
+        """Take back the requests of some episodes."""
+        numbers = tuple(request for request, (number, _) in batch.waiting.items() if chosen(number))
+        for request in numbers:
+            batch.waiting.pop(request)
+        if numbers:
+            batch.source.ask([Abandon(numbers)])
+
+    def _tell(self, batch: _Batch, messages: Sequence[Begin | Answer]) -> None:
+        """Send to the process. One that does not read is blocked, and one that has ended is noticed by its reader."""
+        assert self._process is not None
+        try:
+            self._process.writer.send(messages, time.monotonic() + self._options.blocked_s + GRACE_SECONDS)
+        except TimeoutError:
+            self._lost(batch, "it ran for too long without an await (rollout.environment.blocked_s)", "late")
+        except OSError:
+            return
+
+    def _forget_messages(self) -> None:
+        """Nothing of this batch may reach the next one; a process that ended is started again then."""
+        while True:
+            try:
+                sender, message = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if sender is not None and sender is self._process and message is None:
+                self._end_process()
+
+
+def to_sample(group: int, begin: Begin, ended: Ended, version: int) -> Sample:
+    """The sample of an episode.
+
+    Args:
+        group: position of the prompt in the batch.
+        begin: the episode.
+        ended: its result.
+        version: of the weights.
+    """
+    return Sample(
+        group=group,
+        prompt_ids=begin.prompt.token_ids,
+        response_ids=ended.ids,
+        logprobs=ended.logprobs,
+        text=ended.text,
+        finish_reason=ended.finish_reason,
+        version=version,
+        mask=ended.mask,
+        environment_reward=ended.reward,
+    )
+
+
+def episodes_of(config: Config, index: int, owner: str) -> EpisodeHost | None:
+    """The host of a run with an environment; its process starts.
+
+    Args:
+        config: of the run.
+        index: of the engine.
+        owner: who waits, for error messages.
+    """
+    if not config.rollout.environment.function:
+        return None
+    shapes = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
+    return EpisodeHost(config, vocab_size=int(shapes["vocab_size"]), index=index, owner=owner)

@@ -1,0 +1,136 @@
+"""Starts environment processes (process.py): the trainer's handle of the one that forks, and of those it forked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oblr_megatron.checks.run_dir import LOGS
+from oblr_megatron.engine.channel import Channel, PeerGone
+from oblr_megatron.environments.messages import Setup
+from oblr_megatron.environments.process import PID_BYTES
+from oblr_megatron.environments.watch import NOBODY, Watch
+from oblr_megatron.errors import DeadlineError, RunError
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+
+FORK_SECONDS = 30.0
+LOG_LINES = 15
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """A process that runs episodes."""
+
+    pid: int
+    channel: Channel
+    writer: Channel
+    seen: tuple[int, float] = (NOBODY, 0.0)  # of the watch, at the host's last look
+    ended: bool = False
+
+    def end(self) -> None:
+        """Kill it with all that it started; the thread that reads `channel` closes it."""
+        self.ended = True
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.writer.close()
+
+
+class Launcher:
+    """The process that has imported the user's function, and forks."""
+
+    def __init__(self, config: Config, *, vocab_size: int, index: int, owner: str) -> None:
+        """Start it and return; `fork` waits for its imports. Arguments as those of `host.EpisodeHost`."""
+        self.watch = Watch()
+        self._owner, self._start_s = owner, config.rollout.start_timeout_s
+        model = str(config.model.path.absolute())
+        self._setup = Setup(config.rollout.environment, model, vocab_size, tuple(sys.path))
+        self._log = config.run_dir / LOGS / f"environment-{index}.log"
+        # The kernel ends a child with the thread that started it; this thread lives as long as the launcher.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment")
+        self._control, self._popen = self._thread.submit(self._start).result()
+        self._started_at: float | None = time.monotonic()  # None once it is ready
+
+    def fork(self) -> Process:
+        """A new process, which waits for episodes.
+
+        Raises:
+            RunError: the function cannot be imported there.
+            DeadlineError: the imports take longer than rollout.start_timeout_s.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            self._wait_ready()
+            self.watch.set(NOBODY)
+            self._control.settimeout(FORK_SECONDS)
+            with theirs:
+                socket.send_fds(self._control, [b"F"], [theirs.fileno()])
+            answer = self._control.recv(PID_BYTES)
+        except TimeoutError:
+            raise DeadlineError(self._owner, "the environment process to start", self._start_s) from None
+        except OSError:
+            answer = b""
+        if not answer:
+            raise RunError(f"the environment process has ended; {self._log_tail()}")
+        channel = Channel(ours)
+        return Process(int.from_bytes(answer, "little"), channel, channel.writer())
+
+    def close(self) -> None:
+        """End it. May be called more than once."""
+        if self._popen.returncode is not None and self._control.fileno() < 0:
+            return
+        self._popen.kill()
+        self._popen.wait()
+        self._control.close()
+        self._thread.shutdown()
+        self.watch.close()
+
+    def _wait_ready(self) -> None:
+        if self._started_at is None:
+            return
+        try:
+            Channel(self._control).receive(self._started_at + self._start_s, alive=lambda: self._popen.poll() is None)
+        except PeerGone:
+            self._popen.wait()
+            raise RunError(f"the environment process ended while it started; {self._log_tail()}") from None
+        self._started_at = None
+
+    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        own_end, child_end = socket.socketpair()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        module = "oblr_megatron.environments.process"
+        command = [sys.executable, "-m", module, str(child_end.fileno()), str(self.watch.fd), str(os.getpid())]
+        own = {
+            "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",  # it forks
+        }
+        with child_end, self._log.open("ab") as output:
+            popen = subprocess.Popen(
+                command,
+                env=os.environ | own,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(child_end.fileno(), self.watch.fd),
+                start_new_session=True,  # Ctrl-C reaches the trainer alone
+            )
+        with suppress(PeerGone):  # it is dead already: `fork` reports it
+            Channel(own_end).send(self._setup)
+        return own_end, popen
+
+    def _log_tail(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        return f"the end of {self._log}:\n" + "\n".join(f"    {line}" for line in lines)

@@ -1,0 +1,78 @@
+"""Messages between a rank (host.py) and its environment process (process.py). Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from oblr_megatron.config.rollout import EnvironmentConfig
+from oblr_megatron.engine.turns import Turn
+from oblr_megatron.types import FinishReason, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to the process."""
+
+    config: EnvironmentConfig
+    model: str  # directory with the tokenizer
+    vocab_size: int
+    path: tuple[str, ...]  # sys.path, to import the function
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """An episode to run. Example: Begin(number=3, prompt=Prompt(...), seed=71, max_tokens=256)"""
+
+    number: int
+    prompt: Prompt
+    seed: int
+    max_tokens: int  # of everything after the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The response to a `Wish`."""
+
+    number: int
+    call: int
+    turn: Turn
+
+
+ToProcess = Setup | Sequence[Begin | Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The process has imported the function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """An episode waits for a response. Example: Wish(number=3, call=0, ids=(5, 9), max_tokens=64)"""
+
+    number: int  # of the episode
+    call: int  # counted from 0
+    ids: tuple[int, ...]
+    max_tokens: int
+    stop: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An episode has ended.
+
+    Example: Ended(number=3, ids=(7, 2, 1), logprobs=(-0.1, 0.0, -0.3), mask=(True, False, True), text="5")
+    """
+
+    number: int
+    ids: tuple[int, ...] = ()  # after the prompt
+    logprobs: tuple[float, ...] = ()
+    mask: tuple[bool, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason = "stop"
+    reward: float | None = None
+    error: str = ""  # of one that failed or was late
+
+
+FromProcess = Ready | Wish | Ended

@@ -1,0 +1,67 @@
+"""Tools: plain Python functions that the policy may call, described to it by their signature and docstring.
+
+    def calculate(expression: str) -> str:
+        \"\"\"Evaluate an arithmetic expression.
+
+        Args:
+            expression: e.g. "12 * (3 + 4)"
+        \"\"\"
+
+    box = Toolbox(["package.module:calculate"], num_workers=2, deadline_s=10.0)
+    await box.call("calculate", {"expression": "6*7"})       # "42"
+
+They run in the workers of rewards/workers/: processes with a deadline and a memory limit. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from oblr_megatron.rewards.workers.fork_server import resolve
+from oblr_megatron.rewards.workers.pool import Pool
+
+LONGEST = 10_000
+"""Characters of a tool's result; the rest is cut."""
+
+
+class Toolbox:
+    """The tools of a run in worker processes, which start with the first call."""
+
+    def __init__(self, tools: Sequence[str], *, num_workers: int, deadline_s: float) -> None:
+        """Args:
+        tools: "package.module:function" of each.
+        num_workers: processes; as many calls run at a time.
+        deadline_s: of one call.
+        """
+        self._targets = {tool.rpartition(":")[2]: tool for tool in tools}
+        self._deadline_s = deadline_s
+        self._pool = Pool(
+            f"{__name__}:run_tool", num_workers=num_workers, deadline_s=deadline_s, grace_s=1.0, returns_text=True
+        )
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="tools")
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What the tool returned, as text. "Error: ..." for the policy to read if there is none."""
+        if name not in self._targets:
+            return f"Error: there is no tool {name!r:.100}; the tools are {', '.join(self._targets)}"
+        loop = asyncio.get_running_loop()
+        score = await loop.run_in_executor(self._threads, self._pool.ask, self._targets[name], json.dumps(arguments))
+        if score.text is not None:
+            return score.text[:LONGEST]
+        if score.timed_out:
+            return f"Error: the tool took longer than {self._deadline_s:g} seconds"
+        return f"Error: {score.error.strip().splitlines()[-1]:.500}"
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def run_tool(target: str, arguments: str) -> object:
+    """In a worker: call the tool with its arguments, a JSON object."""
+    return resolve(target)(**json.loads(arguments))

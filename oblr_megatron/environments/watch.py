@@ -1,0 +1,95 @@
+"""Which episode runs at this moment, in memory that the trainer can read while the environment process is blocked.
+
+A function that never awaits stops the event loop of its process, and one that holds the interpreter lock stops every
+thread. So the process writes down the episode before each step of one of its tasks, and the trainer reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import struct
+import time
+from collections.abc import Coroutine, Generator
+from contextvars import ContextVar
+from typing import Any
+
+NOBODY = -1
+_CELL = struct.Struct("qd")
+EPISODE: ContextVar[int] = ContextVar("episode", default=NOBODY)
+"""Number of the episode that a task belongs to."""
+
+
+class Watch:
+    """The number of the running episode, and since when it runs without an await."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        """`fd` of another process's watch; by default a new one, which a child process can inherit."""
+        self.fd = os.memfd_create("oblr-watch") if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, mmap.PAGESIZE)
+        self._cell = mmap.mmap(self.fd, mmap.PAGESIZE)
+        if fd is None:
+            self.set(NOBODY)
+
+    def set(self, number: int) -> None:
+        """Note that an episode begins to run now."""
+        _CELL.pack_into(self._cell, 0, number, time.monotonic())
+
+    def get(self) -> tuple[int, float]:
+        """(number of the running episode or NOBODY, time.monotonic() of its beginning)."""
+        number, since = _CELL.unpack_from(self._cell, 0)
+        return int(number), float(since)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._cell.close()
+        os.close(self.fd)
+
+
+class Watched(Coroutine[Any, Any, Any]):
+    """A coroutine of an episode that notes when it runs."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, watch: Watch) -> None:
+        self._coroutine, self._number, self._watch = coroutine, number, watch
+
+    def send(self, value: Any) -> Any:
+        """See `Coroutine`."""
+        self._watch.set(self._number)
+        try:
+            return self._coroutine.send(value)
+        finally:
+            self._watch.set(NOBODY)
+
+    def throw(self, *error: Any) -> Any:
+        """See `Coroutine`."""
+        self._watch.set(self._number)
+        try:
+            return self._coroutine.throw(*error)
+        finally:
+            self._watch.set(NOBODY)
+
+    def close(self) -> None:
+        """See `Coroutine`."""
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._coroutine.__await__()
+
+
+def watch_tasks(loop: asyncio.AbstractEventLoop, watch: Watch, tasks: dict[int, set[asyncio.Task[Any]]]) -> None:
+    """Let every task of an episode note when it runs, and collect the tasks by episode."""
+
+    def factory(own_loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        context = options.get("context")
+        number = EPISODE.get() if context is None else context.get(EPISODE, NOBODY)
+        if number == NOBODY:
+            return asyncio.Task(coroutine, loop=own_loop, **options)
+        task = asyncio.Task(Watched(coroutine, number, watch), loop=own_loop, **options)
+        own = tasks.setdefault(number, set())
+        own.add(task)
+        task.add_done_callback(own.discard)
+        return task
+
+    loop.set_task_factory(factory)

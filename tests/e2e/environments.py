@@ -1,0 +1,121 @@
+"""Environment functions of the tests; a prompt's `answer` chooses the behaviour."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+
+from oblr_megatron.environments import Episode, EpisodeEngine, LimitError, Prompt
+
+OBSERVED = (5, 6, 7)  # tokens that the environment writes after each turn
+TURNS = 3
+RUNAWAY = "runaway"
+
+
+async def turns(engine: EpisodeEngine, prompt: Prompt, seed: int) -> object:
+    """Three short turns with observations; the reward is the mean of the policy's tokens. Misbehaves if asked to."""
+    if prompt.answer in BAD:
+        return await BAD[prompt.answer](engine, prompt)
+    episode = Episode(prompt.token_ids)
+    for number in range(TURNS):
+        if number:
+            episode.saw(OBSERVED)
+        await asyncio.sleep(0.001 * (seed % 5))  # episodes get out of step
+        turn = await engine.generate(episode.ids, max_tokens=6)
+        episode.wrote(turn)
+    episode.reward = sum(turn.ids) / max(1, len(turn.ids))
+    return episode
+
+
+async def _raises(engine: EpisodeEngine, prompt: Prompt) -> object:
+    await engine.generate(prompt.token_ids, max_tokens=2)
+    raise ValueError("the environment is out of order")
+
+
+async def _sleeps(engine: EpisodeEngine, prompt: Prompt) -> object:
+    await engine.generate(prompt.token_ids, max_tokens=2)
+    await asyncio.sleep(3600)
+    return None
+
+
+async def _blocks(engine: EpisodeEngine, prompt: Prompt) -> object:
+    await engine.generate(prompt.token_ids, max_tokens=2)
+    time.sleep(3600)
+    return None
+
+
+async def _dies(engine: EpisodeEngine, prompt: Prompt) -> object:
+    await engine.generate(prompt.token_ids, max_tokens=2)
+    os._exit(3)
+
+
+async def _stubborn(engine: EpisodeEngine, prompt: Prompt) -> object:
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            continue
+
+
+async def _leaves(engine: EpisodeEngine, prompt: Prompt) -> object:
+    raise SystemExit(1)
+
+
+async def _forged(engine: EpisodeEngine, prompt: Prompt) -> object:
+    """Tokens that were tokenised again: they are not those that the engine drew."""
+    turn = await engine.generate(prompt.token_ids, max_tokens=4)
+    other = [2 + (token + 1) % 30 for token in turn.ids]
+    return other, [True] * len(other), list(turn.logprobs)
+
+
+async def _lengths(engine: EpisodeEngine, prompt: Prompt) -> object:
+    turn = await engine.generate(prompt.token_ids, max_tokens=4)
+    return list(turn.ids), [True], list(turn.logprobs)
+
+
+async def _nan(engine: EpisodeEngine, prompt: Prompt) -> object:
+    turn = await engine.generate(prompt.token_ids, max_tokens=4)
+    return list(turn.ids), [True] * len(turn.ids), list(turn.logprobs), math.nan
+
+
+async def _outside(engine: EpisodeEngine, prompt: Prompt) -> object:
+    return [10**6], [False], [0.0]
+
+
+async def _long(engine: EpisodeEngine, prompt: Prompt) -> object:
+    return [3] * 10_000, [False] * 10_000, [0.0] * 10_000
+
+
+async def _nothing(engine: EpisodeEngine, prompt: Prompt) -> object:
+    return None
+
+
+async def _runaway(engine: EpisodeEngine, prompt: Prompt) -> object:
+    """Goes on until a limit ends it; lets the error pass."""
+    episode = Episode(prompt.token_ids)
+    while True:
+        episode.wrote(await engine.generate(episode.ids, max_tokens=2))
+        episode.saw(OBSERVED[:1])
+
+
+async def _catches(engine: EpisodeEngine, prompt: Prompt) -> object:
+    """The same, but gives a reward at the end."""
+    episode = Episode(prompt.token_ids)
+    try:
+        while True:
+            episode.wrote(await engine.generate(episode.ids, max_tokens=2))
+    except LimitError:
+        episode.reward = 0.5
+        return episode
+
+
+BAD = {
+    function.__name__[1:]: function
+    for function in (
+        *(_raises, _sleeps, _blocks, _dies, _stubborn, _leaves, _forged, _lengths, _nan, _outside, _long, _nothing),
+        *(_runaway, _catches),
+    )
+}
+LATE = ("sleeps", "blocks", "stubborn")
