@@ -40,7 +40,12 @@ class Toolbox:
         self._targets = {tool.rpartition(":")[2]: tool for tool in tools}
         self._deadline_s = deadline_s
         self._pool = Pool(
-            f"{__name__}:run_tool", num_workers=num_workers, deadline_s=deadline_s, grace_s=1.0, returns_text=True
+            f"{__name__}:run_tool",
+            num_workers=num_workers,
+            deadline_s=deadline_s,
+            grace_s=1.0,
+            imports=tools,
+            returns_text=True,
         )
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="tools")
 

@@ -53,6 +53,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/speculation_accepted", "tokens", "tokens of a draft that were accepted, mean over drafts"),
     Metric("rollout/speculation_below", "sequences", "most sequences sampled with drafts, mean over engines"),
     Metric("rollout/restarts", "", "engines restarted, or servers reconnected, since the previous step"),
+    Metric("environment/turns_mean", "turns", "turns of the policy in an episode, mean over the step's samples"),
+    Metric("environment/observed_fraction", "", "share of the response tokens that the environment wrote"),
+    Metric("environment/failures", "episodes", "episodes that raised or returned nonsense; their samples are empty"),
+    Metric(
+        "environment/timeouts", "episodes", "episodes that were late or blocked the others; their samples are empty"
+    ),
     Metric("gradnorm/sq_mean", "", "mean squared norm w of a response's own gradient, where measured"),
     Metric("gradnorm/sq_max", "", "largest squared norm of a response's own gradient"),
     Metric("gradnorm/length_corr", "", "correlation of w with response length over the step's responses"),

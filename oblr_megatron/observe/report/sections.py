@@ -21,8 +21,9 @@ def sections(history: History) -> Iterator[Section]:
     """All sections of the report in order; some charts depend on what the run evaluated and measured."""
     evaluations = [_evaluation_chart(name) for name in history.evaluation_sets()] or [EVALUATION_MISSING]
     speculation = [SPECULATION] if len(history.points("rollout/speculation_below")[1]) else []
+    episodes = [EPISODES] if len(history.points("environment/turns_mean")[1]) else []
     experts = [EXPERTS] if len(history.points("moe/max_load")[1]) else []
-    yield Section("Learning", (REWARD, *evaluations, RESPONSE_LENGTH, ENTROPY, *experts))
+    yield Section("Learning", (REWARD, *evaluations, RESPONSE_LENGTH, *episodes, ENTROPY, *experts))
     yield Section(
         "Signal, noise and learning rate", (SHRINK, LEARNING_RATE, SIGNAL, batch_size(history), group_size(history))
     )
@@ -207,6 +208,22 @@ SOURCES = chart(
         CurveSpec("groups/dropped", "dropped", colour=2),
         CurveSpec("groups/unused", "unused", colour=5),
         include=(0.0,),
+    ),
+)
+
+EPISODES = chart(
+    "Episodes",
+    "Turns of the policy in an episode, mean over the step's samples. The strips show the share of response tokens "
+    "that the environment wrote, and the episodes that gave no sample.",
+    "Episodes that fail: the environment raises, hangs or returns nonsense (logs/environment-*.log). Turns at "
+    "rollout.environment.max_turns: the policy does not come to an end.",
+    panel("turns", CurveSpec("environment/turns_mean", "mean turns"), include=(0.0,)),
+    strip("", CurveSpec("environment/observed_fraction", "written by the environment", colour=3), include=(0.0, 1.0)),
+    strip(
+        "episodes",
+        CurveSpec("environment/failures", "failed", "line", 2),
+        CurveSpec("environment/timeouts", "late", "line", 5),
+        include=(0.0, 1.0),
     ),
 )
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -32,10 +33,11 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
-from types import FrameType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from oblr_megatron.rewards.workers.calls import Caller
@@ -58,6 +60,7 @@ def main(
     deadline_s: float,
     memory_bytes: int,
     tasks_per_worker: int,
+    imports: Sequence[str] = (),
     returns_text: bool = False,
 ) -> None:
     """Import the target, report "R" (ready) or "E" with a traceback, and serve until the parent ends.
@@ -72,6 +75,7 @@ def main(
         deadline_s: for awaited calls.
         memory_bytes: a worker's allocation limit, in addition to the memory of the imports.
         tasks_per_worker: a worker is replaced after this many requests.
+        imports: further functions to import before the first fork.
         returns_text: whether the target returns text, not a number.
     """
     for number in SIGNALS:
@@ -86,6 +90,8 @@ def main(
     control = socket.socket(fileno=descriptor)
     try:
         function = resolve(target)
+        for name in imports:
+            resolve(name)
         if prepare:
             resolve(prepare)()
     except BaseException:  # noqa: BLE001 - importing user code may raise anything; the parent reports it
@@ -117,16 +123,31 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def resolve(target: str) -> Any:
-    """Import the object named "package.module:function".
+    """Import the object named "package.module:function" or "path/to/file.py:function".
 
     Raises:
-        ImportError, AttributeError: it does not exist.
+        ImportError, AttributeError, OSError: it does not exist.
     """
     module, _, name = target.partition(":")
-    found = importlib.import_module(module)
+    found: Any = _from_file(Path(module).resolve()) if module.endswith(".py") else importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
     return found
+
+
+def _from_file(path: Path) -> ModuleType:
+    """The module of a file, loaded once."""
+    name = str(path)
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, "a name that ends with .py has a loader"
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def _serve(control: socket.socket, supervisor: int, work: Callable[[Connection], None]) -> NoReturn:

@@ -58,6 +58,7 @@ class Pool:
         deadline_s: float,
         grace_s: float = 0.0,
         prepare: str = "",
+        imports: Sequence[str] = (),
         returns_text: bool = False,
         memory_bytes: int = 2 * GIB,
         tasks_per_worker: int = 2000,
@@ -70,6 +71,7 @@ class Pool:
             deadline_s: seconds for one call, without the wait for a free worker.
             grace_s: additional seconds before the worker is killed; async calls time out in the worker at deadline_s.
             prepare: a function called once in the fork server, e.g. to fill caches.
+            imports: further functions to import in the fork server; an import in a worker counts as its memory.
             returns_text: whether the function returns text, not a number; then `Score.text` has it.
             memory_bytes: allocation limit of a worker.
             tasks_per_worker: a worker is replaced after this many calls.
@@ -78,6 +80,7 @@ class Pool:
         self._launch: dict[str, object] = {
             "target": target, "prepare": prepare, "deadline_s": deadline_s, "memory_bytes": memory_bytes,
             "tasks_per_worker": tasks_per_worker, "returns_text": returns_text,
+            "imports": list(imports),
         }  # fmt: skip
         self.num_workers = num_workers
         self._reset()

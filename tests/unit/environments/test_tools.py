@@ -1,0 +1,210 @@
+"""Tools, tool calls, and what the chat template writes between turns.
+
+Oracle for observations: the template's rendering of the whole conversation. Not covered: the loop with an engine
+(tests/e2e/test_environment_runs.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.environments.chat import observation_text, tool_calls
+from oblr_megatron.environments.registry import check_environment, data_for, schemas
+from oblr_megatron.environments.tools import Toolbox
+from oblr_megatron.errors import UserError
+from tests.tiny import make_tokenizer
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "examples" / "tools_cpu"))
+from products import EOS, build_tokenizer  # noqa: E402
+
+CALCULATE = f"{ROOT}/examples/tools_cpu/calculator.py:calculate"
+HERE = "tests.unit.environments.test_tools"
+QWEN3 = """\
+{%- for message in messages %}{% if message.role == 'tool' %}\
+{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
+<tool_response>
+{{ message.content }}
+</tool_response>{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
+{% endif %}{% elif message.role == 'assistant' and loop.last %}<|im_start|>assistant
+<think>
+
+</think>
+
+{{ message.content }}<|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""  # Qwen3's treatment of tools and of thinking: a turn is rendered otherwise when it is the last
+
+
+def add(first: int, second: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        first: one of them
+        second: the other
+    """
+    return first + second
+
+
+def sleeps(seconds: float) -> str:
+    """Sleep.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "awake"
+
+
+async def patient(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: how long
+    """
+    await asyncio.sleep(seconds)
+    return "waited"
+
+
+def untyped(first):
+    """Nobody knows."""
+    return first
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Toolbox]:
+    names = ("add", "sleeps", "patient")
+    box = Toolbox([CALCULATE, *(f"{HERE}:{name}" for name in names)], num_workers=2, deadline_s=1.0)
+    yield box
+    box.close()
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "expected"),
+    [
+        ("calculate", {"expression": "37*84"}, "3108"),
+        ("add", {"first": 2}, "3"),
+        ("patient", {"seconds": 0}, "waited"),
+        ("calculate", {"expression": "__import__('os')"}, "Error: ValueError: give whole numbers with + - * // and "),
+        ("calculate", {}, "Error: TypeError: "),
+        ("sleeps", {"seconds": 30}, "Error: the tool took longer than 1 seconds"),
+        ("patient", {"seconds": 30}, "Error: the tool took longer than 1 seconds"),
+        ("divide", {}, "Error: there is no tool 'divide'; the tools are calculate, add, sleeps, patient"),
+    ],
+)
+def test_calls(box: Toolbox, tool: str, arguments: dict[str, object], expected: str) -> None:
+    assert asyncio.run(box.call(tool, arguments)).startswith(expected)
+
+
+def test_calls_run_at_the_same_time(box: Toolbox) -> None:
+    async def both() -> list[str]:
+        return list(await asyncio.gather(*(box.call("sleeps", {"seconds": 0.5}) for _ in range(2))))
+
+    asyncio.run(both())  # starts the workers
+    begin = time.monotonic()
+    assert asyncio.run(both()) == ["awake", "awake"]
+    assert time.monotonic() - begin < 0.95
+
+
+def test_the_calls_in_a_turn() -> None:
+    good = '<tool_call>\n{"name": "add", "arguments": {"first": 1}}\n</tool_call>'
+    first, second = tool_calls(f"so {good} and <tool_call>{{nonsense}}</tool_call>")
+    assert (first.name, first.arguments, first.error) == ("add", {"first": 1}, "")
+    assert second.error
+    assert not tool_calls("4") and not tool_calls("<tool_call>unfinished")
+    for text in ("[]", "1", '{"name": 3}', '{"name": "f", "arguments": 7}', "[" * 100_000, '{"arguments": {}}'):
+        assert tool_calls(f"<tool_call>{text}</tool_call>")[0].error, text
+
+
+@pytest.mark.parametrize("results", [["42"], ["42", "Error: 7"]])
+def test_an_observation_is_what_the_template_writes(results: list[str]) -> None:
+    """With the policy's turn before it, it is the rendering of the whole conversation."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = QWEN3
+    turns = [{"role": "user", "content": "37*84"}]
+    prompt = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    own = "<tool_call>\n1\n</tool_call>"
+    messages = [{"role": "tool", "content": result} for result in results]
+    whole = tokenizer.apply_chat_template(
+        [*turns, {"role": "assistant", "content": own}, *messages], tokenize=False, add_generation_prompt=True
+    )
+    assert prompt + own + EOS + observation_text(tokenizer, messages, EOS) == whole
+    assert observation_text(tokenizer, messages, "").startswith(EOS)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.role }}{% endfor %}"
+    with pytest.raises(ValueError, match="leaves out"):
+        observation_text(tokenizer, messages, EOS)
+
+
+def config_of(environment: object, **sections: object) -> Config:
+    table = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t", "chat_template": True}}
+    return parse_config(table | sections | {"rollout": {"environment": environment}})
+
+
+def test_the_prompt_describes_the_tools() -> None:
+    config = config_of({"function": "tool_loop", "tools": [CALCULATE, f"{HERE}:add"]})
+    check_environment(config)
+    data = data_for(config)
+    assert data.keep_columns
+    tools = data.chat_template_options["tools"]
+    assert [tool["function"]["name"] for tool in tools] == ["calculate", "add"]
+    assert tools[1]["function"]["parameters"]["properties"]["second"]["type"] == "integer"
+    assert json.loads(json.dumps(tools)) == tools
+    assert make_tokenizer().chat_template is None and "tools" not in config.data.chat_template_options
+
+
+def test_the_short_form() -> None:
+    config = config_of("tests.e2e.environments:turns")
+    assert config.rollout.environment.function == "tests.e2e.environments:turns"
+    check_environment(config)
+
+
+@pytest.mark.parametrize(
+    ("environment", "sections", "named"),
+    [
+        ("loop", {}, "unknown environment"),
+        ("nowhere:f", {}, "cannot be imported"),
+        (f"{HERE}:add", {}, "not an async function"),
+        (f"{HERE}:patient", {}, "engine, prompt, seed"),
+        ({"function": "tool_loop", "tools": ["nowhere:f"]}, {}, "cannot be imported"),
+        ({"function": "tool_loop", "tools": [f"{HERE}:untyped"]}, {}, "cannot be described"),
+        ({"function": "tool_loop", "tools": [f"{HERE}:add", f"{HERE}:add"]}, {}, "same name"),
+        ("tool_loop", {}, "needs tools"),
+        ({"function": "tool_loop", "tools": [CALCULATE]}, {"data": {"train": "t"}}, "chat template"),
+    ],
+)
+def test_refusals(environment: object, sections: dict[str, object], named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_environment(config_of(environment, **sections))
+    assert named in str(caught.value) and "rollout.environment" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ({"reward": {"name": "environment"}}, "rollout.environment is not set"),
+        ({"rollout": {"environment": {"tools": ["a:b"]}}}, "has no function"),
+        ({"rollout": {"environment": "a:b", "speculation": "ngram"}}, "speculation"),
+        ({"rollout": {"environment": {"function": "a:b", "deadline_s": 1.0}}}, "blocked_s"),
+        ({"rollout": {"environment": {"function": "a:b", "turns": 3}}}, "max_turns"),
+    ],
+)
+def test_contradictions(table: dict[str, object], named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_config({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}} | table)
+    assert named in str(caught.value)
+
+
+def test_schemas_name_the_tool_that_is_wrong() -> None:
+    with pytest.raises(UserError) as caught:
+        schemas([CALCULATE, "nowhere:f"])
+    assert "nowhere:f" in str(caught.value)
