@@ -235,6 +235,9 @@ def _environment(config: Config) -> Iterator[Problem]:
     if rollout.speculation != "none":
         what = f"rollout.environment with rollout.speculation {rollout.speculation!r} is not supported"
         yield what, 'set rollout.speculation to "none"'
+    if rollout.servers:
+        what = "rollout.environment with rollout.servers is not supported"
+        yield what, "leave rollout.servers out, so that the run starts its own engines"
     if options.blocked_s > options.deadline_s:
         what = (
             f"rollout.environment.blocked_s {options.blocked_s:g} is above rollout.environment.deadline_s "

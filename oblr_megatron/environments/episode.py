@@ -212,6 +212,8 @@ def _as_episode(engine: EpisodeEngine, returned: object) -> Episode:
 
 
 def _cut(engine: EpisodeEngine, tokens: Sequence[int]) -> bool:
-    """Whether the tokens end with a turn that reached a limit of tokens."""
+    """Whether the tokens end with a turn that had no room left; one that the function limits itself is not cut."""
     whole = (*engine.begin.prompt.token_ids, *tokens)
-    return any(turn.finish_reason == "length" and (*asked, *turn.ids) == whole for asked, turn in engine.turns)
+    return len(tokens) == engine.begin.max_tokens and any(
+        turn.finish_reason == "length" and (*asked, *turn.ids) == whole for asked, turn in engine.turns
+    )

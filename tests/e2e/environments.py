@@ -119,3 +119,23 @@ BAD = {
     )
 }
 LATE = ("sleeps", "blocks", "stubborn")
+
+
+async def second_thoughts(engine: EpisodeEngine, prompt: Prompt, seed: int) -> Episode:
+    """For the sums of examples/tiny_cpu: two answers with "=" between them; the reward is the share of right digits.
+
+    Some prompts raise, hang or block.
+    """
+    if prompt.row % 9 == 0:
+        raise ValueError("out of order")
+    if prompt.row % 31 == 1:
+        await asyncio.sleep(3600)
+    if prompt.row % 31 == 2:
+        time.sleep(3600)
+    episode = Episode(prompt.token_ids)
+    episode.wrote(await engine.generate(episode.ids, max_tokens=4))
+    episode.saw(engine.encode("="))
+    episode.wrote(await engine.generate(episode.ids, max_tokens=4))
+    pairs = zip(episode.text, prompt.answer, strict=False)
+    episode.reward = sum(own == gold for own, gold in pairs) / max(len(episode.text), len(prompt.answer))
+    return episode

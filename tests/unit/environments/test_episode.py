@@ -107,6 +107,8 @@ def test_limits() -> None:
     engine = engine_of(FIRST, Turn((3, 4), (-1.0, -2.0), "t3t4", "length"), max_tokens=6)
     episode = two_turns(engine)
     assert ended(engine, episode).finish_reason == "length"
+    roomy = engine_of(FIRST, Turn((3, 4), (-1.0, -2.0), "t3t4", "length"), max_tokens=7)
+    assert ended(roomy, two_turns(roomy)).finish_reason == "stop", "the function's own limit"
     with pytest.raises(LimitError):
         asyncio.run(engine.generate(episode.ids))
     few = engine_of(FIRST, SECOND, max_turns=1)

@@ -1,0 +1,102 @@
+"""Whole runs with an environment that raises, hangs and blocks for some prompts: two ranks, replay, resume, evaluation.
+
+Real vLLM. Not covered: learning (examples/tools_cpu and examples/guess_cpu show it), servers.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.checkpoint.store import checkpoints_of, read_manifest
+from oblr_megatron.rollout.step_file import read_step, step_path
+from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, wait_for_lines
+from tests.e2e.forked import CONFIG, forked
+from tests.e2e.test_replay import same_metrics, same_weights
+from tests.e2e.test_resume import certain
+
+Overrides = Callable[..., list[str]]
+FUNCTION = "tests.e2e.environments:second_thoughts"
+OPTIONS = f'{{function = "{FUNCTION}", deadline_s = 4.0, blocked_s = 2.0, in_rounds = true}}'
+RUN = {
+    "rollout__environment": OPTIONS,
+    "rollout__max_response_tokens": 10,
+    "reward__name": "environment",
+    "num_prompts": 16,
+    "group_size": 2,
+    "data__shuffle": "false",
+}
+
+
+def test_two_ranks_and_their_replay(tmp_path: Path, overrides: Overrides) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    options = RUN | {"num_steps": 3, "rollout__num_engines": 2}
+    result = forked(2, [*overrides(a, **options), "--save-rollouts"])
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "out of order" in result.stderr, "the first failure of an engine's episodes is shown"
+    steps = records(a)[-3:]
+    assert sum(step["environment/failures"] for step in steps) > 0
+    assert sum(step["environment/timeouts"] for step in steps) > 0
+    for number, step in enumerate(steps, start=1):
+        saved = read_step(step_path(a / "rollouts", number))
+        for sample, reward in zip(saved.samples, saved.rewards, strict=True):
+            row = saved.prompts[sample.group].row
+            expected = "failed" if row % 9 == 0 else "late" if row % 31 in (1, 2) else None
+            assert (sample.finish_reason == expected) if expected else sample.finish_reason in ("stop", "length")
+            assert sample.environment_reward == (None if expected else reward)
+            assert expected or (sample.turns == 2 and sample.mask.count(False) == 1)
+        failed = sum(sample.finish_reason in ("failed", "late") for sample in saved.samples)
+        assert step["environment/failures"] + step["environment/timeouts"] == step["reward/failures"] == failed
+        lengths = [sample.length for sample in saved.samples]
+        assert step["response_length/mean"] == pytest.approx(sum(lengths) / len(lengths))
+        assert step["environment/turns_mean"] == pytest.approx(2 * (1 - failed / len(lengths)))
+        assert step["rollout/logprob_abs_diff"] < 1e-4, "the trainer agrees with the engine on every turn"
+    assert any(step["grad_norm"] > 0 for step in steps)
+    result = forked(2, [*overrides(b, **options), "--replay", str(a / "rollouts")])
+    assert result.returncode == 0, result.stderr[-3000:]
+    same_metrics(a, b)
+    same_weights(a, b)
+
+
+def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Overrides) -> None:
+    """With in_rounds, to the bit; also the evaluations, which use the same environment."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = RUN | {"num_steps": 6, "evaluate__every_steps": 3, "evaluate__num_prompts": 12}
+    unbroken = forked(1, overrides(whole, **options))
+    assert unbroken.returncode == 0, unbroken.stderr[-2000:]
+    keys = overrides(parts, **options)
+    command = [sys.executable, "-m", "oblr_megatron.cli", "train", CONFIG, *keys]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
+        wait_for_lines(3, parts / "metrics.jsonl", job)
+        job.send_signal(signal.SIGUSR1)
+        said = job.communicate(timeout=LIMIT_S)[0]
+    assert job.returncode == 0, said[-2000:]
+    assert 2 <= read_manifest(checkpoints_of(parts)[0]).step < 6
+    resumed = forked(1, [*keys, "--resume"])
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    assert certain(parts) == certain(whole) and len(certain(whole)) == 7
+    items = [json.loads(line) for line in (whole / "evaluations/step_000006/heldout.jsonl").read_text().splitlines()]
+    assert {item["finish_reason"] for item in items} >= {"failed"} and max(item["tokens"] for item in items) > 4
+    assert all(item["reward"] == 0 for item in items if item["finish_reason"] == "failed")
+
+
+@pytest.mark.parametrize("overlap", ["stream", "one_step"])
+def test_episodes_overlap_with_training(tmp_path: Path, overrides: Overrides, overlap: str) -> None:
+    """Finished prompts are trained on while episodes of others go on; or the next step's episodes run meanwhile."""
+    staleness = int(overlap == "one_step")
+    options = RUN | {"num_steps": 3, "rollout__overlap": overlap, "rollout__max_staleness": staleness}
+    result = forked(1, overrides(tmp_path / "run", **options))
+    assert result.returncode == 0, result.stderr[-3000:]
+    steps = records(tmp_path / "run")[-3:]
+    assert sum(step["environment/failures"] + step["environment/timeouts"] for step in steps) > 0
+    assert all(1 < step["environment/turns_mean"] < 2 and step["grad_norm"] > 0 for step in steps)
+    assert steps[-1]["rollout/staleness_max"] == staleness
+    assert overlap == "one_step" or max(step["rollout/waves"] for step in steps) > 1
