@@ -110,8 +110,8 @@ class Episodes:
         async def call(tool: str, arguments: Mapping[str, Any]) -> str:
             return await self.toolbox.call(tool, arguments)
 
-        options = self.setup.config
-        engine = EpisodeEngine(begin, self.tokenizer, self.setup.vocab_size, options.max_turns, ask, call)
+        environment = self.setup.config
+        engine = EpisodeEngine(begin, self.tokenizer, self.setup.vocab_size, environment.max_turns, ask, call)
         self._send(await self._outcome(engine, clock))
         for task in self.tasks.pop(begin.number, set()) - {asyncio.current_task()}:
             task.cancel()  # that the function left behind
@@ -177,8 +177,10 @@ def _serve(setup: Setup, function: Callable[..., Any], tokenizer: Any, watch: Wa
     try:
         die_with(os.getppid())
         os.setsid()  # one signal ends what the function starts, too
-        options, channel = setup.config, Channel(socket.socket(fileno=descriptor))
-        toolbox = Toolbox(options.tools, num_workers=options.tool_workers, deadline_s=options.tool_timeout_s)
+        environment, channel = setup.config, Channel(socket.socket(fileno=descriptor))
+        toolbox = Toolbox(
+            environment.tools, num_workers=environment.tool_workers, deadline_s=environment.tool_timeout_s
+        )
         with suppress(PeerGone):
             asyncio.run(Episodes(channel, setup, function, tokenizer, toolbox, watch).run())
         toolbox.close()

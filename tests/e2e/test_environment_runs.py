@@ -6,6 +6,7 @@ Real vLLM. Not covered: learning (examples/tools_cpu and examples/guess_cpu show
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,17 +14,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from oblr_megatron.checkpoint.store import checkpoints_of, read_manifest
 from oblr_megatron.rollout.step_file import read_step, step_path
 from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, wait_for_lines
-from tests.e2e.forked import CONFIG, forked
+from tests.e2e.forked import CONFIG, call_forked, forked, forked_cli, run_script
 from tests.e2e.test_replay import same_metrics, same_weights
 from tests.e2e.test_resume import certain
 
 Overrides = Callable[..., list[str]]
 FUNCTION = "tests.e2e.environments:second_thoughts"
 OPTIONS = f'{{function = "{FUNCTION}", deadline_s = 4.0, blocked_s = 2.0, in_rounds = true}}'
+CALL = re.compile(r'"expression": "(\d+)\*(\d+)"')
+RESULT = re.compile(r"<tool_response>\n(\d+)\n</tool_response>")
 RUN = {
     "rollout__environment": OPTIONS,
     "rollout__max_response_tokens": 10,
@@ -93,6 +97,8 @@ def test_episodes_overlap_with_training(tmp_path: Path, overrides: Overrides, ov
     """Finished prompts are trained on while episodes of others go on; or the next step's episodes run meanwhile."""
     staleness = int(overlap == "one_step")
     options = RUN | {"num_steps": 3, "rollout__overlap": overlap, "rollout__max_staleness": staleness}
+    free = OPTIONS.replace("in_rounds = true", "in_rounds = false")
+    options |= {"rollout__environment": free, "algo__baseline": "rloo", "rollout__wave_tokens": 1}
     result = forked(1, overrides(tmp_path / "run", **options))
     assert result.returncode == 0, result.stderr[-3000:]
     steps = records(tmp_path / "run")[-3:]
@@ -100,3 +106,38 @@ def test_episodes_overlap_with_training(tmp_path: Path, overrides: Overrides, ov
     assert all(1 < step["environment/turns_mean"] < 2 and step["grad_norm"] > 0 for step in steps)
     assert steps[-1]["rollout/staleness_max"] == staleness
     assert overlap == "one_step" or max(step["rollout/waves"] for step in steps) > 1
+
+
+@pytest.mark.nightly
+def test_the_tool_loop_after_a_short_warm_start(tmp_path: Path) -> None:
+    """The model calls the calculator in many episodes, and the tool's result comes between its turns."""
+    prepared = call_forked(
+        run_script, 1, ["examples/tools_cpu/prepare.py", "--out", str(tmp_path), "--steps", "120"], {}
+    )
+    assert prepared.returncode == 0, prepared.stderr[-2000:]
+    keys = {
+        "run_dir": tmp_path / "run",
+        "model.path": tmp_path / "model",
+        "data.train": tmp_path / "train.jsonl",
+        "evaluate.data.heldout": tmp_path / "heldout.jsonl",
+        "evaluate.every_steps": 0,
+        "num_steps": 2,
+        "num_prompts": 16,
+    }
+    arguments = ["train", "examples/tools_cpu/config.toml", *(f"{key}={value}" for key, value in keys.items())]
+    result = forked_cli([*arguments, "--save-rollouts"])
+    assert result.returncode == 0, result.stderr[-3000:]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    samples = [s for n in (1, 2) for s in read_step(step_path(tmp_path / "run" / "rollouts", n)).samples]
+    calls = [sample for sample in samples if sample.turns > 1]
+    assert len(calls) > len(samples) / 4
+    for sample in calls:
+        written, seen = "", ""
+        for token, own in zip(sample.response_ids, sample.mask, strict=True):
+            text = tokenizer.decode([token])
+            written, seen = (written + text, seen) if own else (written, seen + text)
+        assert seen.startswith("\n<|im_start|>user\n<tool_response>\n")
+        if asked := CALL.search(written):
+            result_of = RESULT.search(seen)
+            assert result_of is not None and int(asked[1]) * int(asked[2]) == int(result_of[1])
+    assert sum(CALL.search(tokenizer.decode(list(sample.response_ids))) is not None for sample in calls) > 5

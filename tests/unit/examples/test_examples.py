@@ -42,6 +42,8 @@ CONFIGS = [
     "tools/smoke.toml",
     "examples/tiny_moe_cpu/config.toml",
     "examples/tiny_cpu/paper.toml",
+    "examples/tools_cpu/config.toml",
+    "examples/guess_cpu/config.toml",
 ]
 RECIPES = {"gsm8k_qwen3_0.6b": "0.6B", "gsm8k_qwen3_1.7b": "1.7B", "math_qwen3_4b": "4B", "math_qwen3_8b": "8B"}
 NUMBERS = re.compile(r"(\d+)\+(\d+)=")
