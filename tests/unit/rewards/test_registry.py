@@ -7,6 +7,7 @@ reasoning-gym (test_gym.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def check(name: str) -> None:
     check_reward(config(name), max_response_tokens=16)
 
 
-@pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"format", "overlong", *GYM_REWARDS}))
+@pytest.mark.parametrize("name", sorted(REWARDS.keys() - {"environment", "format", "overlong", *GYM_REWARDS}))
 def test_every_known_reward_separates_right_from_wrong(name: str) -> None:
     right = {"exact_match": "4", "math": r"\boxed{4}", "math:gsm8k": "2 + 2 = 4\n#### 4", "math:last_line": "so:\n4"}
     check(name)
@@ -41,6 +42,21 @@ def test_every_known_reward_separates_right_from_wrong(name: str) -> None:
         result = reward.score(*batch([("4", [right[name], "5"]), ("7", [right[name], ""])]))
     assert result.rewards == [1, 0, 0, 0]
     assert (result.failures, result.timeouts) == (0, 0)
+
+
+def test_the_environments_reward_is_the_reward() -> None:
+    """A failed episode and one without a reward score 0 and are counted; one that was cut scores 0."""
+    prompts, samples = batch([("", ["a"] * 6)])
+    reasons = ("stop", "length", "length", "stop", "failed", "late")
+    given = (0.5, -2.0, None, None, None, None)
+    samples = [
+        replace(sample, finish_reason=reason, environment_reward=value)
+        for sample, reason, value in zip(samples, reasons, given, strict=True)
+    ]
+    with build("environment") as reward:
+        result = reward.score(prompts, samples)
+    assert result.rewards == [0.5, -2.0, 0, 0, 0, 0]
+    assert result.faults == {3: "failed", 4: "failed", 5: "late"} and result.error
 
 
 def test_exact_match_ignores_white_space_only() -> None:
