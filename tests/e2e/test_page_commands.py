@@ -37,7 +37,7 @@ QUICK = ("report", "plan", "doctor", "init")
 CONFIG = """\
 run_dir = "run/config"
 num_steps = 1
-num_prompts = 8
+num_prompts = 16
 group_size = 4
 [model]
 path = "MODEL_DIR"
@@ -109,7 +109,8 @@ def prepare(command: str) -> str:
 
 
 def run(command: list[str]) -> None:
-    variables = environment() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = environment() | {"PATH": path, "WANDB_MODE": "offline"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
 
