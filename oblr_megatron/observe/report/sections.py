@@ -217,8 +217,8 @@ EPISODES = chart(
     "that the environment wrote, and the episodes that gave no sample.",
     "Episodes that fail: the environment raises, hangs or returns nonsense (logs/environment-*.log). Turns at "
     "rollout.environment.max_turns: the policy does not come to an end.",
-    panel("turns", CurveSpec("environment/turns_mean", "mean turns"), include=(0.0,)),
-    strip("", CurveSpec("environment/observed_fraction", "written by the environment", colour=3), include=(0.0, 1.0)),
+    strip("turns", CurveSpec("environment/turns_mean", "mean turns", "line", 1), include=(0.0,)),
+    strip("", CurveSpec("environment/observed_fraction", "written by the environment", "line", 3), include=(0.0, 1.0)),
     strip(
         "episodes",
         CurveSpec("environment/failures", "failed", "line", 2),
