@@ -55,6 +55,9 @@ class Constants:
     """Additional seconds per layer with experts in a forward pass: the host waits for the router's counts and launches
     the experts one by one. A third of the time left unexplained in Megatron-Bridge's published throughputs of
     Qwen3-30B-A3B at 1 and 8 sequences per microbatch (B200, B300; docs/planner.md)."""
+    node_copies: float = 1.0
+    """Share of an all-to-all's bytes to other nodes that travels. Below 1 for dispatchers that send a token to a node
+    once for all of its experts there (DeepEP, HybridEP); ours does not."""
     run_s: float = 5e-3
     """Fixed seconds per run of the pipeline (a fold, a window, a group); assumed."""
     step_s: float = 0.05

@@ -1,7 +1,8 @@
 """Seconds of a collective among g ranks, and the links it uses. Imports no torch.
 
-    all-gather, reduce-scatter, all-to-all    (g - 1) / g * bytes / (link * bandwidth) + log2(g) * message
-    all-reduce                                twice that: a reduce-scatter, then an all-gather
+    all-gather, reduce-scatter    (g - 1) / g * bytes / (link * bandwidth) + log2(g) * message
+    all-reduce                    twice that: a reduce-scatter, then an all-gather
+    all-to-all                    the slower of both parts: bytes to ranks of the own node, bytes to other nodes
 
 bytes is the size of the whole tensor, all g parts together. Ranks are ordered as in megatron-core: tensor, context,
 data, then pipeline parallel. A group that spans nodes uses the links between nodes.
@@ -60,8 +61,21 @@ class Links:
         return self._gather(num_bytes, self.cp, self.tp * self.cp)
 
     def expert(self, num_bytes: float) -> float:
-        """An all-to-all over expert-parallel ranks. `num_bytes`: sent by one rank, its own part included."""
-        return self._gather(num_bytes, self.ep, self.etp * self.ep)
+        """An all-to-all over expert-parallel ranks; what stays within a node takes the node's links meanwhile.
+
+        Args:
+            num_bytes: sent by one rank, its own part included.
+        """
+        if self.ep == 1:
+            return 0.0
+        here = min(self.ep, max(1, self.machine.device.gpus_per_node // self.etp))  # ranks of the group in a node
+        within, message = self._link(here * self.etp)
+        seconds = (here - 1) / self.ep * num_bytes / within
+        if here < self.ep:
+            between, message = self._link(self.ep * self.etp)
+            copies = self.machine.constants.node_copies
+            seconds = max(seconds, copies * (self.ep - here) / self.ep * num_bytes / between)
+        return seconds + log2(self.ep) * message
 
     def expert_tensor(self, num_bytes: float) -> float:
         """An all-gather or reduce-scatter over the ranks that share an expert."""

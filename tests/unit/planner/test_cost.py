@@ -90,6 +90,19 @@ def test_groups_beyond_a_node_use_the_links_between_nodes() -> None:
     assert replace(near, tp=1).tensor(1e11) == 0
 
 
+def test_an_all_to_all_uses_the_links_of_a_node_and_those_between_nodes_at_once() -> None:
+    """ROUND has 8 GPUs a node, 100 GB/s within and 10 GB/s between nodes."""
+    machine = Machine(ROUND, replace(PLAIN, message_s=1.0, node_message_s=3.0))
+    near = Links(machine, tp=1, cp=1, dp=8, pp=1, ep=8, etp=1)
+    far = Links(machine, tp=1, cp=1, dp=16, pp=1, ep=16, etp=1)
+    assert near.expert(1e11) == pytest.approx(7 / 8 + 3 * 1.0)
+    assert far.expert(1e11) == pytest.approx(8 / 16 * 10 + 4 * 3.0)
+    once = replace(far, machine=replace(machine, constants=replace(machine.constants, node_copies=0.02)))
+    assert once.expert(1e11) == pytest.approx(7 / 16 + 4 * 3.0)  # now the node's own links are the slower part
+    assert replace(far, etp=2, ep=8).expert(1e11) == pytest.approx(4 / 8 * 10 + 3 * 3.0)
+    assert replace(near, ep=1).expert(1e11) == 0
+
+
 def test_a_pipeline_of_equal_stages_idles_for_pp_minus_one_microbatches() -> None:
     """16 microbatches; a tiny vocabulary keeps the head small, so that the stages are equal."""
     hf = dict(setting(1).hf_config) | {"vocab_size": 128}
