@@ -120,10 +120,14 @@ class Window:
 
 
 def planned(setting: Callable[[str], Any]) -> Planned:
-    """What the checks need of a configuration, given as a function from dotted keys to values (None: not known)."""
+    """What the checks need of a configuration, given as a function from dotted keys to values (None: not known).
+
+    With several updates on a batch the noise is that of the first update alone, so it advises no batch size.
+    """
+    on_policy = (setting("algo.updates_per_batch") or 1) == 1
     return Planned(
         lr=(setting("optimizer.lr") or 0.0) if setting("algo.schedule") == "snr" else 0.0,
         lr_warmup_steps=setting("optimizer.lr_warmup_steps") or 0,
-        num_prompts=setting("num_prompts") or 0,
-        group_size=setting("group_size") or 0,
+        num_prompts=(setting("num_prompts") or 0) if on_policy else 0,
+        group_size=(setting("group_size") or 0) if on_policy else 0,
     )

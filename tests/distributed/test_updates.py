@@ -31,6 +31,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "dapo": ("algo.preset=dapo",),
     "gspo": ("algo.preset=gspo", "algo.clip_low=0.05", "algo.clip_high=0.05"),
     "cispo": ("algo.preset=cispo", "algo.clip_low=0.1", "algo.clip_high=0.1"),
+    "kl": ("algo.preset=dapo", "algo.kl_coefficient=0.3"),
 }
 LAYOUTS = {
     "dp2": (),
@@ -64,9 +65,10 @@ def by_hand(config: Config, inputs: Path) -> tuple[dict[str, Tensor], list[float
     """Weights after the run, and the share of clipped tokens of each step."""
     hf_config, temperature = AutoConfig.from_pretrained(inputs / "model"), config.rollout.temperature
     weights = {name: value.double() for name, value in load_file(inputs / "model" / "model.safetensors").items()}
+    reference, beta = dict(weights), config.algo.kl_coefficient
 
-    def logprobs(sample: Sample) -> Tensor:
-        return oracle_logprobs(weights, hf_config, sample, temperature)
+    def logprobs(sample: Sample, of: dict[str, Tensor] = weights) -> Tensor:
+        return oracle_logprobs(of, hf_config, sample, temperature)
 
     shares = []
     for step in range(1, STEPS + 1):
@@ -84,16 +86,19 @@ def by_hand(config: Config, inputs: Path) -> tuple[dict[str, Tensor], list[float
             total = {name: torch.zeros_like(value) for name, value in weights.items()}
             for n in own:
                 sample, length = saved.samples[n], len(saved.samples[n].response_ids)
-                if advantages[n] == 0:
+                if advantages[n] == 0 and not beta:
                     continue
                 divisor = size * length if config.algo.aggregation == "sample_mean" else sum(lengths)
                 drawn, now = torch.tensor(sample.logprobs, dtype=torch.float32).double(), logprobs(sample)
                 rho = weights_of_tokens(config, now, old[n], drawn, advantages[n])
                 untouched = (old[n] - drawn).exp().clamp(max=config.rollout.importance_cap) * (now - old[n]).exp()
-                clipped += int((rho != untouched).sum()) if config.algo.ratio == "token" else 0
-                tokens += length
-                for name, value in oracle_gradient(weights, hf_config, sample, temperature, rho).items():
-                    total[name] += advantages[n] / divisor * value
+                if advantages[n] != 0:  # a response without one has no clipped ratio
+                    clipped += int((rho != untouched).sum()) if config.algo.ratio == "token" else 0
+                    tokens += length
+                pull = beta * (1 - (logprobs(sample, reference) - now).exp())  # the slope of k3
+                per_token = advantages[n] * rho - pull
+                for name, value in oracle_gradient(weights, hf_config, sample, temperature, per_token).items():
+                    total[name] += value / divisor
             for name, value in weights.items():
                 weights[name] = value + LR * total[name]
         shares.append(clipped / tokens)
