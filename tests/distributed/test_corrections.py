@@ -35,7 +35,7 @@ from tests.tiny import make_hf_dir
 ACTIVE = torch.tensor([True, True, False, True])  # the group of equal rewards has no gradient
 OPTIONS: dict[str, dict[str, Any]] = {
     "icepop": {"rejection": "token", "rejection_low": 0.4, "rejection_high": 2.5, "importance_cap": 2.5},
-    "masked sequences": {"rejection": "sequence", "rejection_low": 0.03, "rejection_high": 2.2},
+    "masked sequences": {"rejection": "sequence", "rejection_low": 0.06, "rejection_high": 2.2},
     "masked means": {"rejection": "geometric", "rejection_low": 0.5, "rejection_high": 1.3, "importance_cap": 9.0},
     "unweighted": {"rejection": "geometric", "rejection_high": 1.8, "importance_sampling": "none"},
 }
@@ -70,6 +70,7 @@ def expected(path: str, options: dict[str, Any]) -> dict[str, Any]:
     gradients, rhos, mismatch = [], [], 0.0
     for n, sample in enumerate(make_samples()):
         logprobs, drawn = oracle_logprobs(weights, hf_config, sample, 0.8), torch.tensor(sample.logprobs).double()
+        drawn = drawn[torch.tensor(sample.mask)] if sample.mask else drawn  # of the tokens that the policy wrote
         rhos.append(weights_of(logprobs, drawn, options))
         gradients.append(oracle_gradient(weights, hf_config, sample, 0.8, rhos[-1]))
         mismatch += float((drawn - logprobs).sum()) if ACTIVE[n // GROUP] else 0.0
