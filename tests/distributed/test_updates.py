@@ -92,9 +92,9 @@ def by_hand(config: Config, inputs: Path) -> tuple[dict[str, Tensor], list[float
                 drawn, now = torch.tensor(sample.logprobs, dtype=torch.float32).double(), logprobs(sample)
                 rho = weights_of_tokens(config, now, old[n], drawn, advantages[n])
                 untouched = (old[n] - drawn).exp().clamp(max=config.rollout.importance_cap) * (now - old[n]).exp()
-                if advantages[n] != 0:  # a response without one has no clipped ratio
-                    clipped += int((rho != untouched).sum()) if config.algo.ratio == "token" else 0
-                    tokens += length
+                if advantages[n] != 0 and config.algo.ratio == "token":
+                    clipped += int((rho != untouched).sum())
+                tokens += length  # with a penalty also those of responses without an advantage
                 pull = beta * (1 - (logprobs(sample, reference) - now).exp())  # the slope of k3
                 per_token = advantages[n] * rho - pull
                 for name, value in oracle_gradient(weights, hf_config, sample, temperature, per_token).items():
