@@ -52,7 +52,7 @@ def on_ranks(start: str, now: str) -> dict[str, list[torch.Tensor]]:
                     assert all(changed) == moved
                     raise RuntimeError("in between")
                 assert all(torch.equal(a, b) for a, (_, b) in zip(before, policy.named_parameters(), strict=True))
-            silent = [replace(sample, response_ids=(), logprobs=()) for sample in samples]
+            silent = [replace(sample, response_ids=(), logprobs=(), mask=()) for sample in samples]
             nothing = reference.logprobs(silent, microbatches(silent, mine, options), temperature=0.8)
             assert nothing.shape == (len(samples), 1) and not nothing.any()
     return found
