@@ -60,7 +60,7 @@ def on_ranks(start: str, now: str) -> dict[str, list[torch.Tensor]]:
 
 def test_the_reference_keeps_the_weights_it_was_made_of(tmp_path: Path) -> None:
     start, now = (str(make_hf_dir(tmp_path / name, seed=seed, tied=True)) for name, seed in (("start", 1), ("now", 2)))
-    lengths = torch.tensor([len(sample.response_ids) for sample in make_samples()])
+    lengths = torch.tensor([sample.length for sample in make_samples()])
     filled = torch.arange(int(lengths.max())) < lengths[:, None]
     for found in run_ranks(on_ranks, 2, start, now):
         for name, (of_moved, fresh) in found.items():
