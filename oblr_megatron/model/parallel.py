@@ -263,20 +263,13 @@ def end_process(main: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
-def close(parallel: Parallel) -> None:
-    """Destroy the groups that `from_megatron` created in addition to megatron-core's."""
-    own = {parallel.replica_group, parallel.block_group, parallel.expert_sum_group}
-    for group in own - {parallel.model_group, None}:
-        dist.destroy_process_group(group)
-
-
 def from_megatron(*, vp_size: int, sequence_parallel: bool, timeout: timedelta = timedelta(minutes=10)) -> Parallel:
     """This rank's position and groups after megatron-core's `initialize_model_parallel`. Collective.
 
     Args:
         vp_size: model chunks of this rank.
         sequence_parallel: whether the model splits sequences over tensor-parallel ranks.
-        timeout: of the collectives of groups that megatron-core does not have; `close` destroys these groups.
+        timeout: of the collectives of groups that megatron-core does not have.
 
     Raises:
         UserError: megatron-core's groups are not there, or its ranks are not in the default order.

@@ -48,8 +48,7 @@ Loss = Callable[["Tensor", Any], "Tensor"]
 """(output [b, t, V / tp] of the model, this rank's part of the microbatch) -> losses [n] of its samples.
 
 Called on the last pipeline stage. Tensor-parallel ranks return the same losses. Under context parallelism each rank has
-a part of the tokens, and returns the part of the loss whose gradient with respect to its own logits is theirs: for a
-sum over tokens, the sum over its own.
+a part of the tokens. It returns their part of the loss: for a sum over tokens, the sum over its own tokens.
 """
 Weights = Callable[["Tensor"], "Tensor"]
 """Squared norms [n] fp64 -> weights [n]."""

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model import moe
-from oblr_megatron.model.parallel import close, from_megatron
+from oblr_megatron.model.parallel import Parallel, from_megatron
 from oblr_megatron.model.tapped import TappedModel, unwrapped
 from oblr_megatron.model.taps import Tap, install
 from oblr_megatron.model.te_taps import install_te
@@ -99,7 +100,7 @@ def tapped(model: nn.Module | Sequence[nn.Module]) -> Iterator[TappedModel]:
             yield handle
     finally:
         tap.remove()
-        close(parallel)
+        _close(parallel)
 
 
 def check(chunks: Sequence[nn.Module]) -> None:
@@ -164,3 +165,10 @@ def _scheduled(configs: Sequence[TransformerConfig], tap: Tap) -> Iterator[None]
         for config, values in before:
             for name, value in values.items():
                 setattr(config, name, value)
+
+
+def _close(parallel: Parallel) -> None:
+    """Destroy the groups that `from_megatron` created in addition to megatron-core's."""
+    own = {parallel.replica_group, parallel.block_group, parallel.expert_sum_group}
+    for group in own - {parallel.model_group, None}:
+        dist.destroy_process_group(group)
