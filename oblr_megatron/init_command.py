@@ -47,7 +47,7 @@ class Setting(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="Qwen3 directory in Hugging Face format")
+    parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="model directory in Hugging Face format")
     parser.add_argument("data", metavar="DATA_FILE", help="training rows: JSON Lines, parquet, or as in docs/data.md")
     parser.add_argument(
         "--out",
@@ -145,7 +145,7 @@ def settings(model: HFDir, data: DataConfig, out: Path) -> list[Setting]:
         Setting("", "num_steps", 100, "Optimizer steps."),
         Setting("", "num_prompts", 32, "Prompts of a step, a multiple of algo.snr.num_folds (4)."),
         Setting("", "group_size", 8, "Responses to each prompt."),
-        Setting("model", "path", str(model.path), "The Qwen3 to start from."),
+        Setting("model", "path", str(model.path), "The model to start from."),
         Setting("data", "train", data.train[0].path, "Training rows."),
         *columns,
         Setting("data", "template", template, "The prompt around a row's question."),

@@ -73,7 +73,7 @@ def to_megatron(
     """Write a checkpoint that holds only weights.
 
     Args:
-        source: Hugging Face directory of a Qwen3 or Qwen3-MoE.
+        source: Hugging Face directory of a model.
         target: must not exist.
         dtype: of the checkpoint; by default the widest dtype of the source's tensors.
         advance: see `Advance`.
@@ -123,7 +123,7 @@ def to_hf(
 
     Raises:
         CheckpointError: the source is not a checkpoint of this model, or is damaged; names the file.
-        UserError: the target exists, or config.json is missing or describes no Qwen3.
+        UserError: the target exists, or config.json is missing or describes no supported model.
         RunError: writing failed; NoSpaceError if there is no room.
     """
     start = time.monotonic()

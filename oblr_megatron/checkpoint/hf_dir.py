@@ -1,4 +1,4 @@
-"""Checks that a directory is a complete Hugging Face Qwen3 model, from file sizes and headers. Imports no torch.
+"""Checks that a directory is a complete Hugging Face model, from file sizes and headers. Imports no torch.
 
 It finds problems that would otherwise appear minutes later, while many ranks load: missing files, shards truncated by
 an interrupted download, an index that contradicts its shards, another architecture.
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.errors import UserError
+from oblr_megatron.families import family_of
 from oblr_megatron.formatting import searched_from
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}  # by model_type
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))  # one of the two sets is needed
 LENGTH_BYTES = 8  # at the start of a safetensors file: size of the JSON header, little endian
@@ -34,7 +34,7 @@ SAMPLED_TENSORS, SAMPLED_BYTES = 64, 4096  # of a fingerprint
 FP8_BYTES = {"F8_E4M3": 1}  # in addition, of a quantized model
 SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads"),
 )
 """Keys of config.json that must be natural numbers."""
 
@@ -54,7 +54,7 @@ class HFDir:
     tied: bool  # input and output embeddings are one tensor
     num_bytes: int  # of all weight files
 
-    def hf_config(self) -> Qwen3Config | Qwen3MoeConfig:
+    def hf_config(self) -> PreTrainedConfig:
         """The configuration as a transformers object.
 
         Raises:
@@ -141,7 +141,7 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
     path = Path(path)
     if not os.path.isdir(path):  # unlike Path.is_dir, for any name
         what = "the model path is a file" if os.path.exists(path) else "the model directory does not exist"
-        raise UserError(what, where=str(path), fix=f"give the directory of a Qwen3 checkpoint{searched_from(path)}")
+        raise UserError(what, where=str(path), fix=f"give the directory of a checkpoint{searched_from(path)}")
     config = check_hf_files(path)
     listed = _listed_tensors(path)
     shapes, num_bytes = _check_weights(path, listed, DTYPE_BYTES | (FP8_BYTES if QUANTIZATION in config else {}))
@@ -172,13 +172,13 @@ def checkpoint_shapes(path: Path, *, quantized: bool = False) -> dict[str, tuple
 
 
 def check_hf_files(path: Path) -> dict[str, Any]:
-    """Check config.json and tokenizer of a Qwen3 directory, but not the weights; return the config.
+    """Check config.json and tokenizer of a directory, but not the weights; return the config.
 
     Raises:
         UserError: names what is missing or wrong, and the file.
     """
     config = _read_json(path / "config.json")
-    _check_architecture(config, path)
+    family_of(config, where=str(path / "config.json"))
     _check_values(config, path / "config.json")
     _check_tokenizer(path)
     return config
@@ -245,23 +245,11 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _check_architecture(config: dict[str, Any], path: Path) -> None:
-    names = config.get("architectures") or []
-    architecture = ARCHITECTURES.get(str(config.get("model_type")))
-    if architecture is not None and names in ([architecture], []):
-        return
-    known = " or ".join(f"model_type {kind!r}, {name}" for kind, name in ARCHITECTURES.items())
-    raise UserError(
-        f"not a Qwen3 model: model_type {config.get('model_type')!r}, architectures {names!r}",
-        where=str(path / "config.json"),
-        fix=f"give a Qwen3 checkpoint ({known})",
-    )
-
-
 def _check_values(config: dict[str, Any], file: Path) -> None:
     """The values that our own code reads; transformers checks the types of all."""
-    experts = num_experts(config)
-    values = {name: config.get(name) for name in (*SIZES, *(("moe_intermediate_size",) if experts else ()))}
+    experts, states = num_experts(config), family_of(config).states_head_dim or config.get("head_dim") is not None
+    more = (*(("head_dim",) if states else ()), *(("moe_intermediate_size",) if experts else ()))
+    values = {name: config.get(name) for name in (*SIZES, *more)}
     wrong = {name: value for name, value in values.items() if type(value) is not int or value < 1}
     rope = config.get("rope_parameters")
     numbers = {name: config.get(name, 1) for name in ("rms_norm_eps", "rope_theta", "max_position_embeddings")}
@@ -376,9 +364,9 @@ def check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], pa
     unknown = [name for name in shapes if name not in expected and name not in allowed]
     if unknown:
         raise UserError(
-            f"{len(unknown)} tensors do not belong to this Qwen3 model, {unknown[0]!r} first",
+            f"{len(unknown)} tensors do not belong to this model, {unknown[0]!r} first",
             where=str(path),
-            fix="give a plain Qwen3 checkpoint without added heads or adapters",
+            fix="give a plain checkpoint without added heads or adapters",
         )
     missing = [name for name in expected if name not in shapes]
     if missing:

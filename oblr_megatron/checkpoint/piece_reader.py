@@ -154,7 +154,7 @@ class PieceReader(FileSystemReader):
         return CheckpointError(
             what,
             where=str(self.directory),
-            fix="give a checkpoint of a Qwen3 GPTModel with its own config.json",
+            fix="give a checkpoint of a GPTModel with its own config.json",
         )
 
     def _storage(self) -> Mapping[MetadataIndex, Any]:

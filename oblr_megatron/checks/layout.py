@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import UserError
+from oblr_megatron.families import family_of
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config, ParallelConfig
@@ -55,7 +56,7 @@ def check_router_losses(hf_config: Mapping[str, Any], config: Config) -> None:
         raise UserError(
             "moe_aux_loss_coeff or moe_z_loss_coeff is positive, but the model has no experts",
             where="config: model",
-            fix="leave both out, or train a Qwen3 mixture of experts",
+            fix="leave both out, or train a mixture of experts",
         )
 
 
@@ -181,7 +182,7 @@ def _check_mlp(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: st
         raise UserError(
             f"expert_model_parallel_size {ep}, expert_tensor_parallel_size {etp} for a model without experts",
             where="config: parallel",
-            fix="leave both out, or train a Qwen3 mixture of experts",
+            fix="leave both out, or train a mixture of experts",
         )
     ffn = _count(hf_config, "intermediate_size", where)
     _check_divides(ffn, tp, "intermediate_size", "tensor_model_parallel_size", where)
@@ -193,7 +194,7 @@ def _check_mixture(hf_config: Mapping[str, Any], where: str) -> None:
         raise UserError(
             "mixing dense layers and layers with experts is not supported",
             where=where,
-            fix="use a Qwen3 model with mlp_only_layers [] and decoder_sparse_step 1 in its config.json",
+            fix="use a model with mlp_only_layers [] and decoder_sparse_step 1 in its config.json",
         )
     if _count(hf_config, "num_experts_per_tok", where) > num_experts(hf_config):
         raise UserError(
@@ -230,28 +231,29 @@ def _check_experts_divide(hf_config: Mapping[str, Any], parallel: ParallelConfig
 
 
 def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
+    family = family_of(hf_config, where)
     for key in ("rope_parameters", "rope_scaling"):  # transformers reads the second where both are there
         rope = hf_config.get(key) or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
+        if rope_type not in family.rope_types:
             raise UserError(
-                f"{key} with rope_type {rope_type!r} is not supported",
+                f"{key} with rope_type {rope_type!r} is not supported for {family.name}",
                 where=where,
                 fix='set rope_type to "default" in config.json, and stay within the positions the model was trained on',
             )
     for key in ("attention_bias", "use_sliding_window"):
         if hf_config.get(key):
-            raise UserError(f"{key} = true is not supported", where=where, fix="use a Qwen3 model without it")
+            raise UserError(f"{key} = true is not supported", where=where, fix="use a model without it")
     if hf_config.get("hidden_act", "silu") != "silu":
         raise UserError(
-            f"hidden_act {hf_config['hidden_act']!r} is not supported", where=where, fix="use a Qwen3 model (silu)"
+            f"hidden_act {hf_config['hidden_act']!r} is not supported", where=where, fix="use a model with silu"
         )
 
 
 def _count(hf_config: Mapping[str, Any], key: str, where: str) -> int:
     value = hf_config.get(key)
     if not isinstance(value, int) or value < 1:
-        raise UserError(f"{key} = {value!r} in config.json", where=where, fix="use a complete Qwen3 config.json")
+        raise UserError(f"{key} = {value!r} in config.json", where=where, fix="use a complete config.json")
     return value
 
 

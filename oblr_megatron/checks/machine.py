@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.errors import Problem, UserError
+from oblr_megatron.families import head_dim
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config, ModelConfig
@@ -181,9 +182,9 @@ def check_head_size(hf_config: Mapping[str, Any], path: Path, *, on_gpu: bool) -
     Raises:
         UserError: names the size and those that work.
     """
-    if not on_gpu and hf_config["head_dim"] not in CPU_HEAD_SIZES:
+    if not on_gpu and head_dim(hf_config) not in CPU_HEAD_SIZES:
         raise UserError(
-            f"head_dim {hf_config['head_dim']} has no attention kernel in vLLM on a CPU",
+            f"head_dim {head_dim(hf_config)} has no attention kernel in vLLM on a CPU",
             where=str(path),
             fix=f"use a model with head_dim {', '.join(map(str, CPU_HEAD_SIZES[:-1]))} or {CPU_HEAD_SIZES[-1]}",
         )

@@ -13,7 +13,7 @@ DtypeName = Literal["float64", "float32", "bfloat16"]
 
 
 class ModelConfig(Section):
-    """The policy: a Qwen3 checkpoint and its precision."""
+    """The policy: a checkpoint and its precision."""
 
     path: Path
     """Hugging Face model directory (config.json, *.safetensors, tokenizer files)."""

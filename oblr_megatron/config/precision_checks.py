@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import Problem, UserError
+from oblr_megatron.families import head_dim
 from oblr_megatron.padding import FP8_TOKENS
 
 if TYPE_CHECKING:
@@ -128,12 +129,12 @@ def _fp8_widths(hf_config: Mapping[str, Any], config: Config) -> dict[str, int]:
     if config.model.fp8 == "none":
         return {}
     tp = config.parallel.tensor_model_parallel_size
-    head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
-    queries = hf_config["num_attention_heads"] * head_dim
+    head = head_dim(hf_config)
+    queries = hf_config["num_attention_heads"] * head
     widths = {
         "hidden_size": hf_config["hidden_size"],
         "heads x head_dim": queries // tp,
-        "queries, keys and values": (queries + 2 * hf_config["num_key_value_heads"] * head_dim) // tp,
+        "queries, keys and values": (queries + 2 * hf_config["num_key_value_heads"] * head) // tp,
     }
     if "num_experts_per_tok" in hf_config:
         expert_tp = config.parallel.expert_tensor_parallel_size or tp

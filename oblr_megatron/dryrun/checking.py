@@ -32,7 +32,7 @@ def model_of(path: Path) -> tuple[dict[str, Any], str]:
     """(config.json, a line that names its source): from the model directory, or as published under its name.
 
     Raises:
-        UserError: the directory holds no complete Qwen3, or it is absent and no published model has its name.
+        UserError: the directory holds no complete model, or it is absent and no published model has its name.
     """
     if not path.exists():
         name = path.name.removesuffix("-Base")

@@ -18,7 +18,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import nn
-from transformers import Qwen3Config, Qwen3MoeConfig
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig
@@ -26,7 +25,7 @@ from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.model import moe
 from oblr_megatron.model.parallel import Parallel, Position, positions
 from oblr_megatron.model.qwen3 import build_model
-from oblr_megatron.model.transformer_config import HFConfig, transformer_config_of
+from oblr_megatron.model.transformer_config import HFConfig, hf_config_of, transformer_config_of
 from oblr_megatron.padding import padded_vocab_size
 
 KERNELS_OFF = {
@@ -74,8 +73,7 @@ def build_models(hf_config: Mapping[str, Any], config: Config, world_size: int) 
         config: the run.
         world_size: its ranks.
     """
-    kind = Qwen3MoeConfig if num_experts(hf_config) else Qwen3Config
-    model = kind.from_dict(dict(hf_config))
+    model = hf_config_of(hf_config)
     places = rank_positions(config.parallel, world_size)
     found = []
     for ranks in _same_model(places, experts=bool(num_experts(hf_config))):

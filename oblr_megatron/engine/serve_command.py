@@ -27,6 +27,7 @@ from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.server_guard import KEY_VARIABLE, is_loopback
 from oblr_megatron.engine.speculation import METHODS, check_installed, vllm_options
 from oblr_megatron.errors import UserError
+from oblr_megatron.families import head_dim
 from oblr_megatron.runtime.arguments import amount, count
 
 MIN_KEY_LENGTH = 16
@@ -210,7 +211,7 @@ def check_sizes(spec: EngineSpec, hf_config: Mapping[str, Any], devices: int) ->
         hf_config["num_attention_heads"],
     )
     cache = 2 * spec.max_model_len * hf_config["num_hidden_layers"] * hf_config["num_key_value_heads"]
-    cache *= hf_config["head_dim"] * (4 if spec.dtype == "float32" else 2)
+    cache *= head_dim(hf_config) * (4 if spec.dtype == "float32" else 2)
     parallel = spec.tensor_parallel_size
     for wrong, option, what, fix in (
         (

@@ -1,4 +1,4 @@
-"""The oracle for gradient norms: a plain-torch Qwen3 (dense or mixture of experts) and one autograd call a sample.
+"""The oracle for gradient norms: a plain-torch decoder (dense or mixture of experts) and one autograd call a sample.
 
     s_i = grad_theta sum_t rho_t log pi(o_t | q, o_<t),   w_i = ||s_i||^2 over all parameters
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 Weights = Mapping[str, "Tensor"]
 
 
-class Qwen3Shape(Protocol):
-    """The fields of a Hugging Face `Qwen3Config` that the forward pass reads."""
+class DenseShape(Protocol):
+    """The fields of a Hugging Face configuration that the forward pass reads."""
 
     num_hidden_layers: int
     num_attention_heads: int
@@ -34,7 +34,7 @@ class Qwen3Shape(Protocol):
     rope_parameters: Any  # {"rope_theta": float, ...}
 
 
-class MixtureShape(Qwen3Shape, Protocol):
+class MixtureShape(DenseShape, Protocol):
     """The fields of a `Qwen3MoeConfig`."""
 
     num_experts_per_tok: int
@@ -43,7 +43,7 @@ class MixtureShape(Qwen3Shape, Protocol):
 
 def oracle_sq_norms(
     weights: Weights,
-    config: Qwen3Shape,
+    config: DenseShape,
     samples: Sequence[Sample],
     temperature: float = 1.0,
     ratios: Sequence[Tensor] | None = None,
@@ -52,7 +52,7 @@ def oracle_sq_norms(
 
     Args:
         weights: tensors by Hugging Face name; a tied model has no `lm_head.weight`.
-        config: a Hugging Face Qwen3 or Qwen3-MoE config.
+        config: a Hugging Face config.
         samples: prompts with their responses.
         temperature: divides the logits.
         ratios: for each sample the importance ratios rho_t [response tokens]; 1 by default.
@@ -68,7 +68,7 @@ def oracle_sq_norms(
 
 
 def oracle_gradient(
-    weights: Weights, config: Qwen3Shape, sample: Sample, temperature: float = 1.0, ratio: Tensor | None = None
+    weights: Weights, config: DenseShape, sample: Sample, temperature: float = 1.0, ratio: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The score s of one sample, by Hugging Face parameter name; zeros for an empty response."""
     leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
@@ -78,7 +78,7 @@ def oracle_gradient(
     return dict(zip(leaves, grads, strict=True))
 
 
-def oracle_logprobs(weights: Weights, config: Qwen3Shape, sample: Sample, temperature: float = 1.0) -> Tensor:
+def oracle_logprobs(weights: Weights, config: DenseShape, sample: Sample, temperature: float = 1.0) -> Tensor:
     """log pi of each response token that the policy wrote, [sample.length]."""
     tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
     logits = oracle_logits(weights, config, tokens)[:-1]  # position j predicts token j + 1
@@ -87,7 +87,7 @@ def oracle_logprobs(weights: Weights, config: Qwen3Shape, sample: Sample, temper
     return response[torch.tensor(sample.mask)] if sample.mask else response
 
 
-def oracle_logits(weights: Weights, config: Qwen3Shape, tokens: Tensor) -> Tensor:
+def oracle_logits(weights: Weights, config: DenseShape, tokens: Tensor) -> Tensor:
     """[T] token ids -> [T, V] logits."""
     embedding = weights["model.embed_tokens.weight"]
     hidden = embedding[tokens]  # [T, hidden]
@@ -129,7 +129,7 @@ def _mixture(hidden: Tensor, layer: Weights, config: MixtureShape) -> Tensor:
     return mixed
 
 
-def _attention(hidden: Tensor, layer: Weights, config: Qwen3Shape, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def _attention(hidden: Tensor, layer: Weights, config: DenseShape, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Causal grouped-query attention with normalised queries and keys: [T, hidden] -> [T, hidden]."""
     size, heads, groups = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     length = len(hidden)
@@ -151,7 +151,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
 
 
-def _rotation(length: int, config: Qwen3Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rotation(length: int, config: DenseShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, each [T, 1, head_dim].
 
     The angles are fp32 for every dtype, as in megatron and transformers: the table's rounding is part of the model.

@@ -118,7 +118,7 @@ def classify(policy: TappedModel) -> list[Rule]:
 def _kind(param: Parameter, *, head_norm: bool, expert: bool, sequence_parallel: bool) -> Kind | None:
     """The kind of a trainable parameter; None if its attributes do not determine one.
 
-    Gradients that megatron averages over TP fit no kind. Qwen3 has none.
+    Gradients that megatron averages over TP fit no kind. No supported model has any.
     """
     if getattr(param, "average_gradients_across_tp_domain", False) or not (expert or getattr(param, "allreduce", True)):
         return None

@@ -99,11 +99,12 @@ def gather_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
     sizes, parallel = engine_sizes(hf_config, config), config.parallel
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     etp, stages = parallel.expert_tensor_parallel_size or tp, parallel.pipeline_model_parallel_size
-    hidden, head = sizes.hidden, sizes.head_dim
+    hidden, head, heads = sizes.hidden, sizes.head_dim, sizes.head_norms // 2
     query, keys = hf_config["num_attention_heads"] * head, hf_config["num_key_value_heads"] * head
+    biases = query + 2 * keys if sizes.qkv_bias else 0
     vocabulary = padded_vocab_size(hf_config["vocab_size"], config.model.make_vocab_size_divisible_by, tp) * hidden
-    copied = [sizes.experts * hidden * tp] + [hidden * tp] * 2 + [head * tp] * 2  # what every rank holds whole
-    dense = [(query + 2 * keys) * hidden, query * hidden, *copied]
+    copied = [sizes.experts * hidden * tp] + [hidden * tp] * 2 + [heads * tp] * 2  # what every rank holds whole
+    dense = [(query + 2 * keys) * hidden, query * hidden, biases, *copied]
     if not sizes.experts:
         dense += [2 * hf_config["intermediate_size"] * hidden, hf_config["intermediate_size"] * hidden]
     one = ep * hidden * (hf_config["moe_intermediate_size"] if sizes.experts else 0)  # fc2 of one expert a rank

@@ -152,10 +152,10 @@ class PassOnRank:
 
     def _vectors(self) -> int:
         sizes = self.sizes
-        head_norms = 2 * sizes.head_dim * sizes.layers
+        head_norms = sizes.head_norms * sizes.layers
         others = (2 * sizes.hidden + sizes.experts * sizes.hidden) * sizes.layers + sizes.hidden * sizes.is_last
         summed = (head_norms if sizes.tp > 1 else 0) + (others if sizes.sequence_parallel else 0)
-        return head_norms + others if sizes.cp > 1 else summed
+        return head_norms + others + sizes.qkv_bias * sizes.layers if sizes.cp > 1 else summed
 
     def _rows(self) -> int:
         """Elements of the embedding rows of one sample, with its tokens spread evenly over the vocabulary shards."""

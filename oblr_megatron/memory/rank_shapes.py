@@ -13,6 +13,7 @@ from typing import Any
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config
+from oblr_megatron.families import family_of, head_dim
 from oblr_megatron.padding import Padding, padded_vocab_size, padding_of
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -46,8 +47,10 @@ class RankSizes:
     heads: int
     groups: int
     head_dim: int
+    head_norms: int  # weights of a layer's q and k norms
     qkv: int  # kept outputs of the joint projection: more than query + 2 kv if ranks share a group
     qkv_weight: int  # outputs of this rank's part of the projection
+    qkv_bias: int  # elements of this rank's part of its bias
     ffn: int  # of a dense layer; 0 with experts
     layers: int  # of the stage, all chunks together
     columns: int  # of the padded vocabulary
@@ -84,20 +87,22 @@ class RankSizes:
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         etp = parallel.expert_tensor_parallel_size or tp
         heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
-        head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+        width, family = head_dim(hf), family_of(hf)
         experts = num_experts(hf)
-        outputs = (heads + 2 * groups) * head_dim
+        outputs = (heads + 2 * groups) * width
         vocabulary = padded_vocab_size(hf["vocab_size"], config.model.make_vocab_size_divisible_by, tp)
         element = ELEMENT_BYTES[config.model.dtype]
         return cls(
             hidden=hf["hidden_size"],
-            query=heads * head_dim // tp,
-            kv=max(1, groups // tp) * head_dim,
+            query=heads * width // tp,
+            kv=max(1, groups // tp) * width,
             heads=heads // tp,
             groups=max(1, groups // tp),
-            head_dim=head_dim,
+            head_dim=width,
+            head_norms=2 * width if family.qk_norms else 0,
             qkv=outputs if groups < tp else outputs // tp,
             qkv_weight=outputs // tp,
+            qkv_bias=outputs // tp if family.qkv_bias else 0,
             ffn=0 if experts else hf["intermediate_size"] // tp,
             layers=hf["num_hidden_layers"] // pp,
             columns=vocabulary // tp,
@@ -134,7 +139,8 @@ class RankSizes:
     def dense_parameters(self) -> int:
         """Elements of all weights but experts. The first and last stage both hold a tied embedding."""
         linear = sum(outputs * inputs * count for outputs, inputs, count in self.matrices)
-        norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + (self.hidden if self.is_last else 0)
+        vectors = 2 * self.hidden + self.head_norms + self.qkv_bias
+        norms = self.layers * vectors + (self.hidden if self.is_last else 0)
         router = self.layers * self.experts * self.hidden
         own_embedding = self.is_first and not (self.tied and self.only_stage)
         return linear + norms + router + (self.columns * self.hidden if own_embedding else 0)

@@ -25,6 +25,7 @@ from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config
 from oblr_megatron.config.precision_checks import norms_problem
 from oblr_megatron.errors import Problem, UserError
+from oblr_megatron.families import head_dim
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.engine import beside_training
 from oblr_megatron.memory.pass_plan import Layout, longest_sample, passes_of, stash_count
@@ -211,7 +212,7 @@ def _cost(hf_config: Mapping[str, Any], config: Config, layout: Layout, mode: st
 
 def norm_over_product(hf_config: Mapping[str, Any], tokens: int) -> float:
     """r averaged over the linear layers of a transformer layer by size; a token's experts count as one wide layer."""
-    hidden, head = hf_config["hidden_size"], hf_config.get("head_dim") or 128
+    hidden, head = hf_config["hidden_size"], head_dim(hf_config)
     queries = hf_config["num_attention_heads"] * head
     keys = hf_config["num_key_value_heads"] * head
     ffn = hf_config["intermediate_size"]

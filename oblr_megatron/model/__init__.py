@@ -1,4 +1,4 @@
-"""The policy: Qwen3 on megatron-core, its parallel layout, its forward and backward passes, and its optimizer."""
+"""The policy: a model on megatron-core, its parallel layout, its forward and backward passes, and its optimizer."""
 
 import logging
 import warnings

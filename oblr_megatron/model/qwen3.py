@@ -1,6 +1,6 @@
-"""A Qwen3 policy on megatron-core's GPTModel, built from a Hugging Face config.
+"""A policy on megatron-core's GPTModel, built from a Hugging Face config.
 
-    hf_config = AutoConfig.from_pretrained(path)      # Qwen3 or Qwen3-MoE
+    hf_config = AutoConfig.from_pretrained(path)      # of a family in families.py
     policy = build_policy(hf_config, config.model, parallel, config.parallel)      # weights are NaN until loaded
     load_hf_weights(policy, path)
 
@@ -41,7 +41,7 @@ from oblr_megatron.padding import padded_vocab_size, padding_of
 
 @dataclass(slots=True)
 class Policy(TappedModel):
-    """This rank's part of a Qwen3."""
+    """This rank's part of the model."""
 
     hf_config: HFConfig
     vocab_size: int  # without padding
@@ -148,16 +148,18 @@ def _block_spec(
     experts = transformer_config.num_moe_experts
     if uses_transformer_engine(config, parallel):
         layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=True
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=transformer_config.qk_layernorm
         )
         moe.set_router(layer, hf_config)
         return layer
-    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=True, normalization="RMSNorm")
+    qk_norms = transformer_config.qk_layernorm
+    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=qk_norms, normalization="RMSNorm")
     moe.set_router(layer, hf_config)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if qk_norms:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.attention == "sdpa":
         attention.core_attention = SdpaAttention
     layers = get_num_layers_to_build(transformer_config, vp_stage=chunk)

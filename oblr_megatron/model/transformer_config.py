@@ -1,38 +1,53 @@
-"""Build megatron-core's TransformerConfig from a Hugging Face Qwen3 config and a run's configuration."""
+"""Build megatron-core's TransformerConfig from a Hugging Face config and a run's configuration."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
+from oblr_megatron.families import family_of, head_dim
 from oblr_megatron.model import moe
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.precision import DTYPES, precision_fields, uses_transformer_engine
 
-HFConfig = Qwen3Config | Qwen3MoeConfig
+HFConfig = PreTrainedConfig
+"""A transformers configuration of a model in `families.FAMILIES`."""
+
+
+def hf_config_of(values: Mapping[str, Any]) -> HFConfig:
+    """The transformers configuration of a config.json.
+
+    Raises:
+        UserError: the architecture is not supported.
+    """
+    return CONFIG_MAPPING[family_of(values).model_type].from_dict(dict(values))
 
 
 def transformer_config_of(
     hf_config: HFConfig, config: ModelConfig, parallel: Parallel, options: ParallelConfig | None = None
 ) -> TransformerConfig:
-    """The TransformerConfig of a Hugging Face Qwen3; arguments as in `qwen3.build_policy`."""
+    """The TransformerConfig of a Hugging Face config; arguments as in `qwen3.build_policy`."""
     options = with_sizes(options or ParallelConfig(), parallel)
     by_transformer_engine = uses_transformer_engine(config, parallel)
+    values = hf_config.to_dict()
+    family = family_of(values)
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
         ffn_hidden_size=hf_config.intermediate_size,
         num_attention_heads=hf_config.num_attention_heads,
         num_query_groups=hf_config.num_key_value_heads,
-        kv_channels=hf_config.head_dim,
+        kv_channels=head_dim(values),
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=family.qk_norms,
+        add_qkv_bias=family.qkv_bias,
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         add_bias_linear=False,

@@ -21,7 +21,7 @@ def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Hugging Face name -> this worker's part of the tensor, in its memory.
 
     Args:
-        model: vLLM's `Qwen3ForCausalLM` or `Qwen3MoeForCausalLM`.
+        model: vLLM's model, of a family in `families.py`.
 
     Raises:
         WeightError: vLLM keeps a parameter in a layout of its own, in which the tensors cannot be found.

@@ -13,8 +13,8 @@ Unknown names raise. How a parameter is cut over tp ranks:
     columns      along dimension 1
     vocab        rows, after padding with zero rows to the padded vocabulary
     gate_up      each rank holds its rows of gate, then its rows of up
-    qkv          rows of the matrix [q-heads of group 0, k 0, v 0, q-heads of group 1, k 1, v 1, ...]; with more ranks
-                 than KV groups, a rank holds part of a group
+    qkv          rows of the matrix [q-heads of group 0, k 0, v 0, q-heads of group 1, k 1, v 1, ...], or elements of
+                 the bias; with more ranks than KV groups, a rank holds part of a group
 
 An expert of a mixture is on one expert-parallel rank, and is cut over the expert-tensor-parallel ranks.
 """
@@ -28,6 +28,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from oblr_megatron.checks.layout import num_experts
+from oblr_megatron.families import family_of, head_dim
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +44,7 @@ class Sliceable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a Qwen3 model that determine names and cuts.
+    """The sizes and facts of a model that determine names and cuts.
 
     Example, Qwen3-0.6B: ModelShape(hidden=1024, layers=28, heads=16, groups=8, head_dim=128, ffn=3072, vocab=151936,
                                     tied=True)
@@ -59,22 +60,31 @@ class ModelShape:
     tied: bool
     experts: int = 0  # 0: the model is dense
     expert_ffn: int = 0
+    qkv_bias: bool = False
+    qk_norms: bool = True
 
     @classmethod
     def of(cls, hf_config: Any) -> ModelShape:
-        """Sizes from a transformers Qwen3Config or Qwen3MoeConfig, or from the dict of a config.json."""
+        """Sizes from a transformers configuration, or from the dict of a config.json.
+
+        Raises:
+            UserError: the architecture is not supported.
+        """
         values = hf_config if isinstance(hf_config, Mapping) else hf_config.to_dict()
+        family = family_of(values)
         return cls(
             hidden=values["hidden_size"],
             layers=values["num_hidden_layers"],
             heads=values["num_attention_heads"],
             groups=values["num_key_value_heads"],
-            head_dim=values["head_dim"],
+            head_dim=head_dim(values),
             ffn=values["intermediate_size"],
             vocab=values["vocab_size"],
             tied=values.get("tie_word_embeddings", False),
             experts=num_experts(values),
             expert_ffn=values["moe_intermediate_size"] if num_experts(values) else 0,
+            qkv_bias=family.qkv_bias,
+            qk_norms=family.qk_norms,
         )
 
 
@@ -112,6 +122,10 @@ _IN_LAYER: dict[str, tuple[Cut, tuple[str, ...]]] = {
         "qkv",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     ),
+    "self_attention.linear_qkv.bias": (
+        "qkv",
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    ),
     "self_attention.linear_proj.weight": ("columns", ("self_attn.o_proj.weight",)),
     "self_attention.q_layernorm.weight": ("replicated", ("self_attn.q_norm.weight",)),
     "self_attention.k_layernorm.weight": ("replicated", ("self_attn.k_norm.weight",)),
@@ -123,6 +137,8 @@ _IN_LAYER: dict[str, tuple[Cut, tuple[str, ...]]] = {
 }
 _DENSE_ONLY = {"mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
 _MIXTURE_ONLY = {"mlp.router.weight"}
+_QKV_BIAS = {"self_attention.linear_qkv.bias"}
+_QK_NORMS = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
 # One module per expert, or Transformer Engine's grouped layer with one weight per expert.
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))")
 _IN_EXPERT: dict[str, tuple[Cut, tuple[str, ...]]] = {
@@ -152,7 +168,7 @@ def entry(name: str, shape: ModelShape) -> Entry:
     With tied embeddings `output_layer.weight`, the last pipeline stage's copy, maps to the embedding.
 
     Raises:
-        KeyError: no Qwen3 model has such a parameter.
+        KeyError: the model has no such parameter.
     """
     vocab_matrix = ((shape.vocab, shape.hidden),)
     if name == EMBEDDING:
@@ -188,6 +204,7 @@ def _expert_of(inside: str) -> tuple[int | None, str]:
 def _outside_experts(shape: ModelShape) -> list[str]:
     """Names of a layer's parameters other than experts, in export order."""
     absent = _DENSE_ONLY if shape.experts else _MIXTURE_ONLY
+    absent = absent | (set() if shape.qkv_bias else _QKV_BIAS) | (set() if shape.qk_norms else _QK_NORMS)
     return [name for name in _IN_LAYER if name not in absent]
 
 
@@ -201,6 +218,7 @@ def _shapes(inside: str, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
     queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
     return {
         "self_attention.linear_qkv.weight": ((queries, shape.hidden), (keys, shape.hidden), (keys, shape.hidden)),
+        "self_attention.linear_qkv.bias": ((queries,), (keys,), (keys,)),
         "self_attention.linear_proj.weight": ((shape.hidden, queries),),
         "self_attention.q_layernorm.weight": ((shape.head_dim,),),
         "self_attention.k_layernorm.weight": ((shape.head_dim,),),
@@ -241,7 +259,7 @@ def split(
         return torch.cat([tensor[start:stop] for tensor in tensors])
     if item.cut == "vocab":
         return _split_vocab(tensors[0], shape, *_share(padded_vocab, tp_rank, tp_size))
-    return _split_qkv(tensors, shape, tp_rank, tp_size)
+    return _split_qkv(item, tensors, shape, tp_rank, tp_size)
 
 
 def merge(item: Entry, shards: Sequence[Tensor], shape: ModelShape) -> list[tuple[str, Tensor]]:
@@ -277,7 +295,7 @@ def views(item: Entry, stacked: Tensor, shape: ModelShape) -> list[tuple[str, Te
         return [(name, halves[:, part]) for part, name in enumerate(item.hf)]
     ranks = len(stacked)
     if shape.groups % ranks:  # a group lies on several ranks: its rows are at no constant distance
-        stacked, ranks = stacked.reshape(1, -1, shape.hidden), 1
+        stacked, ranks = stacked.reshape(1, -1, *stacked.shape[2:]), 1
     grouped = stacked.unflatten(1, (shape.groups // ranks, -1))
     return list(zip(item.hf, grouped.split(_group_rows(shape), dim=2), strict=True))
 
@@ -312,7 +330,7 @@ def _group_rows(shape: ModelShape) -> tuple[int, int, int]:
     return shape.heads // shape.groups * shape.head_dim, shape.head_dim, shape.head_dim
 
 
-def _split_qkv(tensors: Sequence[Sliceable], shape: ModelShape, tp_rank: int, tp_size: int) -> Tensor:
+def _split_qkv(item: Entry, tensors: Sequence[Sliceable], shape: ModelShape, tp_rank: int, tp_size: int) -> Tensor:
     """Read the KV groups that overlap the shard, interleave them, and cut out the shard.
 
     Example: 2 groups of 2 query heads, head_dim 4, so 16 rows a group. tp_size 2, rank 1: rows 16..32, group 1 alone.
@@ -320,13 +338,13 @@ def _split_qkv(tensors: Sequence[Sliceable], shape: ModelShape, tp_rank: int, tp
     """
     import torch
 
-    rows = _group_rows(shape)
+    rows, columns = _group_rows(shape), item.shapes[0][1:]  # a bias has no columns
     start, stop = _share(sum(rows) * shape.groups, tp_rank, tp_size)
     first, last = start // sum(rows), -(-stop // sum(rows))
     parts = [
-        tensor[first * count : last * count].reshape(last - first, count, shape.hidden)
+        tensor[first * count : last * count].reshape(last - first, count, *columns)
         for tensor, count in zip(tensors, rows, strict=True)
     ]
-    interleaved = torch.cat(parts, dim=1).reshape(-1, shape.hidden)
+    interleaved = torch.cat(parts, dim=1).flatten(0, 1)
     offset = first * sum(rows)
     return interleaved[start - offset : stop - offset]

@@ -63,9 +63,9 @@ def _truncated_model(root: Path, keys: dict[str, object]) -> None:
     weights.write_bytes(weights.read_bytes()[:-1000])
 
 
-def _not_qwen3(root: Path, keys: dict[str, object]) -> None:
+def _unsupported(root: Path, keys: dict[str, object]) -> None:
     path = root / "model" / "config.json"
-    config = json.loads(path.read_text()) | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    config = json.loads(path.read_text()) | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
     path.write_text(json.dumps(config))
 
 
@@ -156,7 +156,7 @@ CASES: dict[str, tuple[Edit, str]] = {
     "group of one": (_group_of_one, "group_size"),
     "model directory missing": (_missing_model, "nowhere"),
     "model truncated": (_truncated_model, "model.safetensors"),
-    "not a Qwen3": (_not_qwen3, "llama"),
+    "unsupported": (_unsupported, "gpt2"),
     "data set empty": (_empty_data, "train.jsonl"),
     "no usable row": (_only_bad_rows, "train.jsonl"),
     "reward does not exist": (_missing_reward, "no_such_package"),

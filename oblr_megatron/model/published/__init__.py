@@ -1,4 +1,4 @@
-"""The published configurations of the Qwen3 family, for sizes without local weights. Imports no torch.
+"""The published configurations of models, for sizes without local weights. Imports no torch.
 
 published("Qwen3-8B")["num_hidden_layers"]      # 36; also "8B", "qwen3_8b", "Qwen/Qwen3-8B"
 """
@@ -11,30 +11,36 @@ from pathlib import Path
 from typing import Any
 
 from oblr_megatron.errors import UserError
+from oblr_megatron.families import FAMILIES
 
 HERE = Path(__file__).parent
-NAMES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B")
+NAMES = tuple(name for family in FAMILIES for name in family.published)
 
 
 def published(name: str) -> dict[str, Any]:
     """The config.json that was published with a model.
 
     Args:
-        name: of the model, with or without "Qwen/" and "Qwen3-", in any case; "_" counts as "-".
+        name: of the model, with or without "Qwen/" and "Qwen3-", in any case; "-" and "_" are ignored.
 
     Raises:
         UserError: no such model.
     """
-    size = re.sub(r"^(qwen/)?(qwen3-)?", "", name.strip().lower().replace("_", "-"))
-    found = next((known for known in NAMES if known.lower() == size), None)
+    wanted = _letters(name.rpartition("/")[2])
+    found = next((known for known in NAMES if _letters(known) in (wanted, f"qwen3{wanted}")), None)
     if found is None:
         raise UserError(
-            f"no published Qwen3 model is named {name!r}",
+            f"no published model is named {name!r}",
             where="model",
-            fix=f"name one of {', '.join(f'Qwen3-{known}' for known in NAMES)}, or a directory with a config.json",
+            fix=f"name one of {', '.join(NAMES)}, or a directory with a config.json",
         )
     config: dict[str, Any] = json.loads((HERE / f"{found}.json").read_text(encoding="utf-8"))
     return config
+
+
+def _letters(name: str) -> str:
+    """Example: "qwen3_8b" and "Qwen3-8B" -> "qwen38b"."""
+    return re.sub(r"[\s_-]", "", name.lower())
 
 
 def model_config(model: str | Path) -> dict[str, Any]:
@@ -49,5 +55,5 @@ def model_config(model: str | Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"not JSON: {error}", where=str(file), fix="give a complete Qwen3 config.json") from error
+        raise UserError(f"not JSON: {error}", where=str(file), fix="give a complete config.json") from error
     return config

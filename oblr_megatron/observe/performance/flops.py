@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a Qwen3 model, dense or a mixture of experts, from its config.json. Imports no torch.
+"""Parameters and FLOPs of a model, dense or a mixture of experts, from its config.json. Imports no torch.
 
     linear layer of p outputs and d inputs       2 p d t          FLOPs for t tokens: a multiply-add counts as two
     causal attention over a sequence of t tokens 4 q t (t + 1)/2  q = heads * head_dim; scores and values of each pair
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from oblr_megatron.checks.layout import num_experts
+from oblr_megatron.families import family_of, head_dim
 
 BACKWARD = 2  # x forward: one product for the gradient of the inputs, one for that of the weights
 
@@ -28,7 +29,8 @@ def total_parameters(hf: Mapping[str, Any]) -> int:
     embedding = hf["vocab_size"] * hf["hidden_size"]
     head = 0 if hf.get("tie_word_embeddings", False) else embedding
     biases = hf["num_hidden_layers"] * _attention_biases(hf)
-    norms = hf["num_hidden_layers"] * (2 * hf["hidden_size"] + 2 * _head_dim(hf)) + hf["hidden_size"]
+    head_norms = 2 * head_dim(hf) if family_of(hf).qk_norms else 0
+    norms = hf["num_hidden_layers"] * (2 * hf["hidden_size"] + head_norms) + hf["hidden_size"]
     return int(embedding + head + norms + biases + _matrices(hf, num_experts(hf)))
 
 
@@ -62,16 +64,12 @@ def training_flops(hf: Mapping[str, Any], lengths: Iterable[int]) -> float:
     return (1 + BACKWARD) * forward_flops(hf, lengths)
 
 
-def _head_dim(hf: Mapping[str, Any]) -> int:
-    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
-
-
 def _query(hf: Mapping[str, Any]) -> int:
-    return int(hf["num_attention_heads"]) * _head_dim(hf)
+    return int(hf["num_attention_heads"]) * head_dim(hf)
 
 
 def _key_value(hf: Mapping[str, Any]) -> int:
-    return int(hf["num_key_value_heads"]) * _head_dim(hf)
+    return int(hf["num_key_value_heads"]) * head_dim(hf)
 
 
 def _is_sparse(hf: Mapping[str, Any], layer: int) -> bool:
@@ -95,4 +93,5 @@ def _matrices(hf: Mapping[str, Any], experts: int) -> int:
 
 def _attention_biases(hf: Mapping[str, Any]) -> int:
     """Bias elements of one layer's query, key, value and output projections."""
-    return int(_query(hf) + 2 * _key_value(hf) + hf["hidden_size"]) if hf.get("attention_bias", False) else 0
+    output = hf["hidden_size"] if hf.get("attention_bias", False) else 0
+    return int(_query(hf) + 2 * _key_value(hf) + output) if output or family_of(hf).qkv_bias else 0

@@ -137,8 +137,8 @@ DAMAGE_SINGLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is no JSON": (lambda path: cut(path / "config.json", 20), "not JSON"),
     "config is a list": (lambda path: (path / "config.json").write_text("[]"), "not a JSON object"),
     "another model": (
-        lambda path: edit_json(path / "config.json", lambda c: c.update(model_type="llama", architectures=["Llama"])),
-        "not a Qwen3 model: model_type 'llama', architectures ['Llama']",
+        lambda path: edit_json(path / "config.json", lambda c: c.update(model_type="gpt2", architectures=["GPT2"])),
+        "model_type 'gpt2' with architectures ['GPT2'] is not supported",
     ),
     "a mixture of experts by name only": (
         lambda path: edit_json(path / "config.json", lambda c: c.update(architectures=["Qwen3MoeForCausalLM"])),

@@ -22,14 +22,14 @@ from oblr_megatron.model.transformer_config import HFConfig
 from oblr_megatron.weights.names import ModelShape, table
 
 PARAMETERS = {
-    "0.6B": 596_049_920,
-    "1.7B": 1_720_574_976,
-    "4B": 4_022_468_096,
-    "8B": 8_190_735_360,
-    "14B": 14_768_307_200,
-    "32B": 32_762_123_264,
-    "30B-A3B": 30_532_122_624,
-    "235B-A22B": 235_093_634_560,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
 }  # from the model cards; a tied embedding counts once
 
 Shapes = dict[str, tuple[int, ...]]
@@ -90,7 +90,7 @@ def check_stored(pieces: list[Piece]) -> None:
     ("size", "keys"),
     [
         (
-            "0.6B",
+            "Qwen3-0.6B",
             {
                 "embedding.word_embeddings.weight": (151936, 1024),
                 "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (28, 1024),
@@ -105,7 +105,7 @@ def check_stored(pieces: list[Piece]) -> None:
             },
         ),
         (
-            "30B-A3B",
+            "Qwen3-30B-A3B",
             {
                 "embedding.word_embeddings.weight": (151936, 2048),
                 "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (48, 2048),

@@ -14,6 +14,7 @@ from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
 
 MODEL: dict[str, Any] = {
+    "model_type": "qwen3",
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "num_hidden_layers": 6,

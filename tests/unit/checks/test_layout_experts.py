@@ -15,6 +15,7 @@ from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
 
 MODEL: dict[str, Any] = {  # of Qwen3-30B-A3B's config.json, smaller
+    "model_type": "qwen3_moe",
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "num_hidden_layers": 6,

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from oblr_megatron.config import Config, ParallelConfig, parse_config
 from oblr_megatron.dryrun.fake_ranks import META, standing_as
 from oblr_megatron.dryrun.models import Models, build_models, rank_positions
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.model.published import NAMES, published
+from oblr_megatron.model.transformer_config import hf_config_of
 from tests.tiny import tiny_config, tiny_moe_config
 
 WORLD = 16
-MIXTURES = {"30B-A3B": {"ep": 8, "etp": 1}, "235B-A22B": {"ep": 8, "etp": 1}}
+MIXTURES = {"Qwen3-30B-A3B": {"ep": 8, "etp": 1}, "Qwen3-235B-A22B": {"ep": 8, "etp": 1}}
 LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
     "tp": ({"tp": 2}, 0),
     "tp over more than the heads of keys": ({"tp": 4}, 0),
@@ -60,9 +61,8 @@ def run(sizes: dict[str, int]) -> Config:
 
 def by_transformers(hf_config: dict[str, Any]) -> int:
     """Parameters as transformers counts them."""
-    kind = Qwen3MoeConfig if hf_config["model_type"] == "qwen3_moe" else Qwen3Config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(kind.from_dict(hf_config))
+        model = AutoModelForCausalLM.from_config(hf_config_of(hf_config))
     return int(model.num_parameters())
 
 
@@ -72,7 +72,7 @@ def check_cover(found: Models, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "235B-A22B" else name for name in NAMES]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "Qwen3-235B-A22B" else name for name in NAMES]
 )
 def test_every_published_size_is_complete(name: str) -> None:
     """TP2 x PP2 on 16 ranks."""

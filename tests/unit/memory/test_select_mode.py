@@ -16,6 +16,7 @@ from oblr_megatron.memory.engine import beside_training
 from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve
 
 DENSE: dict[str, Any] = {
+    "model_type": "qwen3",
     "hidden_size": 1024,
     "intermediate_size": 3072,
     "num_hidden_layers": 28,

@@ -13,10 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from oblr_megatron.model.published import NAMES, published
+from oblr_megatron.model.transformer_config import hf_config_of
 from oblr_megatron.observe.performance.flops import active_parameters, forward_flops, total_parameters, training_flops
 from tests.tiny import tiny_config, tiny_moe_config
 
 HAND = {
+    "model_type": "qwen3",
     "hidden_size": 4,
     "head_dim": 2,
     "num_attention_heads": 2,
@@ -43,8 +45,7 @@ def parameters(model: torch.nn.Module) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_of_every_published_size_are_transformers_own(name: str) -> None:
     hf = published(name)
-    kind = Qwen3MoeConfig if "num_experts" in hf else Qwen3Config
-    assert total_parameters(hf) == parameters(on_meta(kind(**hf)))
+    assert total_parameters(hf) == parameters(on_meta(hf_config_of(hf)))
 
 
 @pytest.mark.parametrize(

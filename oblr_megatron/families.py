@@ -1,0 +1,79 @@
+"""The supported families of models: what a config.json's model_type says about the layers. Imports no torch.
+
+    family_of(hf_config).qkv_bias        # whether q, k and v have biases
+    head_dim(hf_config)                  # 128, also where config.json leaves it out
+
+A family is one entry of `FAMILIES` and its configurations in `model/published/`. All other code asks for these facts:
+names and cuts of tensors (`weights/names.py`), layers (`model/qwen3.py`), sizes and FLOPs, and the checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oblr_megatron.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Decoders with RMSNorm, rotary embedding, grouped-query attention and a gated MLP; the rest are these facts."""
+
+    name: str
+    model_type: str  # in config.json
+    architecture: str  # in config.json
+    qkv_bias: bool = False  # q, k and v have biases; no other matrix has one
+    qk_norms: bool = False  # the heads of queries and keys are normalised
+    states_head_dim: bool = False  # config.json gives head_dim; otherwise it is hidden_size / num_attention_heads
+    rope_types: tuple[str, ...] = ("default",)
+    published: tuple[str, ...] = ()  # models with a configuration in model/published/
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="Qwen3",
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        qk_norms=True,
+        states_head_dim=True,
+        published=("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B"),
+    ),
+    Family(
+        name="Qwen3-MoE",
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        qk_norms=True,
+        states_head_dim=True,
+        published=("Qwen3-30B-A3B", "Qwen3-235B-A22B"),
+    ),
+)
+SUPPORTED = ", ".join(f"{family.name} ({family.architecture})" for family in FAMILIES)
+"""The families in one line, for messages."""
+_BY_TYPE = {family.model_type: family for family in FAMILIES}
+
+
+def family_of(hf_config: Mapping[str, Any], where: str = "config.json") -> Family:
+    """The family of a model.
+
+    Args:
+        hf_config: the model's config.json.
+        where: the file, for the message.
+
+    Raises:
+        UserError: the architecture is not supported.
+    """
+    family = _BY_TYPE.get(str(hf_config.get("model_type")))
+    names = hf_config.get("architectures") or []
+    if family is not None and names in ([family.architecture], []):
+        return family
+    raise UserError(
+        f"model_type {hf_config.get('model_type')!r} with architectures {names!r} is not supported",
+        where=where,
+        fix=f"give a model of one of these families: {SUPPORTED}",
+    )
+
+
+def head_dim(hf_config: Mapping[str, Any]) -> int:
+    """Width of a head, from the model's config.json."""
+    return int(hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"])
