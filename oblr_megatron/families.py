@@ -47,6 +47,13 @@ FAMILIES: tuple[Family, ...] = (
         states_head_dim=True,
         published=("Qwen3-30B-A3B", "Qwen3-235B-A22B"),
     ),
+    Family(
+        name="Qwen2",  # also Qwen2.5 and R1-Distill-Qwen
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        qkv_bias=True,
+        published=("Qwen2.5-7B", "Qwen2.5-32B"),
+    ),
 )
 SUPPORTED = ", ".join(f"{family.name} ({family.architecture})" for family in FAMILIES)
 """The families in one line, for messages."""

@@ -1,43 +1,49 @@
-"""transformers' Qwen3 as an oracle: exact in fp64, with the gradients of sum_n c_n sum_t log pi(o_t)."""
+"""transformers' dense models as an oracle: exact in fp64, with the gradients of sum_n c_n sum_t log pi(o_t)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
-from transformers.models.qwen3 import modeling_qwen3
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from oblr_megatron.types import MicroBatch
+
+NORMS: tuple[Any, ...] = (Qwen2RMSNorm, Qwen3RMSNorm)
 
 
 @contextmanager
 def exact_norms() -> Iterator[None]:
     """transformers' RMSNorm computes in fp32 whatever the weights are; inside, it keeps fp64."""
-    original = modeling_qwen3.Qwen3RMSNorm.forward
+    originals = [norm.forward for norm in NORMS]
 
-    def forward(self: modeling_qwen3.Qwen3RMSNorm, hidden: Tensor) -> Tensor:
+    def forward(self: Any, hidden: Tensor) -> Tensor:
         return self.weight * (hidden * (hidden.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())
 
-    modeling_qwen3.Qwen3RMSNorm.forward = forward
+    for norm in NORMS:
+        norm.forward = forward
     try:
         yield
     finally:
-        modeling_qwen3.Qwen3RMSNorm.forward = original
+        for norm, original in zip(NORMS, originals, strict=True):
+            norm.forward = original
 
 
-def load_oracle(path: Path) -> Qwen3ForCausalLM:
+def load_oracle(path: Path) -> PreTrainedModel:
     """The directory's model in fp64."""
-    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     model.model.embed_tokens.padding_idx = None  # it withholds the padding token's gradient, wherever the token stands
     return model
 
 
 def oracle_gradients(
-    model: Qwen3ForCausalLM, batches: Sequence[MicroBatch], coefficients: Tensor, temperature: float = 1.0
+    model: PreTrainedModel, batches: Sequence[MicroBatch], coefficients: Tensor, temperature: float = 1.0
 ) -> dict[str, Tensor]:
     """Gradients by Hugging Face name, also left in the model; the embedding's includes a tied output layer's."""
     model.zero_grad()

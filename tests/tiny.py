@@ -1,4 +1,4 @@
-"""Tiny Qwen3 and Qwen3-MoE directories made by transformers: the real architecture; all sizes are small and differ."""
+"""Tiny directories of every family made by transformers: the real architecture; all sizes are small and differ."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -17,7 +20,11 @@ from transformers import (
 )
 
 VOCAB = 37  # odd, so that every padding divisor leaves padding
-
+DENSE: dict[str, tuple[Any, Any]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+}
+"""Dense families by model_type."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -42,6 +49,13 @@ def tiny_config(**overrides: Any) -> Qwen3Config:
     return Qwen3Config(**SIZES | overrides)
 
 
+def tiny_config_of(family: str, **overrides: Any) -> PreTrainedConfig:
+    """The tiny configuration of a dense family by its model_type; families that state no head_dim have 48 / 4 = 12."""
+    kind, _ = DENSE[family]
+    sizes = {name: value for name, value in SIZES.items() if family == "qwen3" or name != "head_dim"}
+    return kind(**sizes | overrides)
+
+
 def tiny_moe_config(**overrides: Any) -> Qwen3MoeConfig:
     """The same with 4 experts in each layer; each token uses 2."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
@@ -55,6 +69,7 @@ def make_hf_dir(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
+    family: str = "qwen3",
     **overrides: Any,
 ) -> Path:
     """Write config, generation config, tokenizer and weights; `max_shard_size="20KB"` gives several files and an index.
@@ -63,7 +78,7 @@ def make_hf_dir(
     mistake.
     """
     state = torch.get_rng_state()
-    model = Qwen3ForCausalLM(tiny_config(tie_word_embeddings=tied, **overrides))
+    model = DENSE[family][1](tiny_config_of(family, tie_word_embeddings=tied, **overrides))
     torch.set_rng_state(state)
     return _save(model.to(dtype), path, seed, max_shard_size)
 

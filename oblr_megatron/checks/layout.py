@@ -241,7 +241,14 @@ def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
                 where=where,
                 fix='set rope_type to "default" in config.json, and stay within the positions the model was trained on',
             )
-    for key in ("attention_bias", "use_sliding_window"):
+    stated, heads = hf_config.get("head_dim"), hf_config.get("num_attention_heads")
+    if stated and not family.states_head_dim and stated * (heads or 0) != hf_config.get("hidden_size"):
+        raise UserError(
+            f"head_dim {stated} is not hidden_size {hf_config.get('hidden_size')} / num_attention_heads {heads}",
+            where=where,
+            fix=f"leave head_dim out: vLLM computes it for {family.name}",
+        )
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if hf_config.get(key):
             raise UserError(f"{key} = true is not supported", where=where, fix="use a model without it")
     if hf_config.get("hidden_act", "silu") != "silu":

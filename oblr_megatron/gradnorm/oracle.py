@@ -28,7 +28,7 @@ class DenseShape(Protocol):
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int
+    hidden_size: int
     rms_norm_eps: float
     tie_word_embeddings: bool
     rope_parameters: Any  # {"rope_theta": float, ...}
@@ -130,14 +130,16 @@ def _mixture(hidden: Tensor, layer: Weights, config: MixtureShape) -> Tensor:
 
 
 def _attention(hidden: Tensor, layer: Weights, config: DenseShape, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Causal grouped-query attention with normalised queries and keys: [T, hidden] -> [T, hidden]."""
-    size, heads, groups = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    """Causal grouped-query attention: [T, hidden] -> [T, hidden]. Biases and head norms apply if the layer has them."""
+    size, heads, groups = _head_dim(config), config.num_attention_heads, config.num_key_value_heads
     length = len(hidden)
-    query = (hidden @ layer["self_attn.q_proj.weight"].T).view(length, heads, size)
-    key = (hidden @ layer["self_attn.k_proj.weight"].T).view(length, groups, size)
-    value = (hidden @ layer["self_attn.v_proj.weight"].T).view(length, groups, size)
-    query = _rotate(_rms_norm(query, layer["self_attn.q_norm.weight"], config.rms_norm_eps), rotation)
-    key = _rotate(_rms_norm(key, layer["self_attn.k_norm.weight"], config.rms_norm_eps), rotation)
+    query = _projected(hidden, layer, "q").view(length, heads, size)
+    key = _projected(hidden, layer, "k").view(length, groups, size)
+    value = _projected(hidden, layer, "v").view(length, groups, size)
+    if "self_attn.q_norm.weight" in layer:
+        query = _rms_norm(query, layer["self_attn.q_norm.weight"], config.rms_norm_eps)
+        key = _rms_norm(key, layer["self_attn.k_norm.weight"], config.rms_norm_eps)
+    query, key = _rotate(query, rotation), _rotate(key, rotation)
     key = key.repeat_interleave(heads // groups, dim=1)  # head h reads group h // (heads / groups)
     value = value.repeat_interleave(heads // groups, dim=1)
     scores = torch.einsum("ihd,jhd->hij", query, key) / size**0.5
@@ -145,6 +147,13 @@ def _attention(hidden: Tensor, layer: Weights, config: DenseShape, rotation: tup
     attention = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
     mixed = torch.einsum("hij,jhd->ihd", attention, value).reshape(length, heads * size)
     return mixed @ layer["self_attn.o_proj.weight"].T
+
+
+def _projected(hidden: Tensor, layer: Weights, part: str) -> Tensor:
+    """q, k or v of all heads: [T, hidden] -> [T, heads * head_dim]."""
+    projected = hidden @ layer[f"self_attn.{part}_proj.weight"].T
+    bias = layer.get(f"self_attn.{part}_proj.bias")
+    return projected if bias is None else projected + bias
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -156,11 +165,17 @@ def _rotation(length: int, config: DenseShape, dtype: torch.dtype) -> tuple[Tens
 
     The angles are fp32 for every dtype, as in megatron and transformers: the table's rounding is part of the model.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    size = _head_dim(config)
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponents
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     angles = torch.cat((angles, angles), dim=-1)[:, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _head_dim(config: DenseShape) -> int:
+    """Width of a head; some configurations state it."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

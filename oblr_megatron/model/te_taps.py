@@ -6,7 +6,8 @@ the sink at once. At that moment the input is gathered and the reduction of its 
 
 With the sink of ordinary training, `HandOver` answers no, and Transformer Engine multiplies with its own kernel, with
 fused accumulation if that is on. No product is ever delayed: `delay_wgrad_compute` stays off in megatron-core's
-configuration, and parameter hooks work as without taps.
+configuration, and parameter hooks work as without taps. The delayed product would also give the gradient of a bias that
+the layer adds itself, so `HandOver` passes that to the sink as well.
 
 The weights of norms and the layers that `install_te` returns stay with autograd and `main_grad`, which need one sample
 a microbatch. FP8 and FP4 layers are among them. Block scaling keeps two roundings of x and dy, by rows for the input's
@@ -46,6 +47,7 @@ class HandOver:
     rows: int | None  # b of the layer's input [t, b, d]; None for an input [tokens, d]
     splits: Sequence[Splits | None]  # of each weight
     own_outputs: bool  # a grouped layer's products would go to separate memory, not directly to main_grad
+    bias: nn.Parameter | None = None  # [p], added with the product; a grouped layer has none
 
     def delay_wgrad_compute(self) -> bool:
         """Whether Transformer Engine should call `put` instead of multiplying."""
@@ -65,6 +67,9 @@ class HandOver:
             assert kinds == {Tensor}, f"factors are {kinds}: quantised, although the configuration is not"
             if weight.requires_grad:
                 self.tap.sink.linear(weight, self._laid_out(own_x), self._laid_out(own_dy), splits)
+        if self.bias is not None and self.bias.requires_grad:
+            rows = self._laid_out(dy)
+            self.tap.sink.scale(self.bias, rows.new_ones(()).expand_as(rows), rows)
         if outputs and self.own_outputs:  # autograd receives them even if nothing was written
             for output in outputs[0]:
                 output.zero_()
@@ -98,9 +103,10 @@ def install_te(
             left[name] = obstacle
             continue
         weights = _weights(layer)
-        tap.weights.update(id(weight) for weight in weights)
+        bias = layer.bias if layer.use_bias else None
+        tap.weights.update(id(held) for held in (*weights, bias) if held is not None)
         tap.replace(layer, "wgrad_store", layer.wgrad_store)  # `_renew_store` sets another; `Tap.remove` this one
-        hook = layer.register_forward_pre_hook(partial(_renew_store, tap, weights, (splits or {}).get(layer)))
+        hook = layer.register_forward_pre_hook(partial(_renew_store, tap, weights, bias, (splits or {}).get(layer)))
         tap.on_remove(hook.remove)
     return left
 
@@ -130,11 +136,16 @@ def _obstacle(layer: Any, config: TransformerConfig) -> str | None:
         "its factors are quantised": quantised,
         "its weight gradients are delayed for another purpose": store.delay_wgrad_compute(),
         "its factors are in buffers that the next layer overwrites (tp_comm_overlap)": config.tp_comm_overlap,
-        "its bias's gradient is made with the weight's": layer.use_bias,
+        "it does not add its bias with the product": layer.use_bias and not _adds_own_bias(layer),
         "its weight is made of several": len(getattr(layer, "weight_names", "1")) > 1,
         "its experts' factors are in one tensor (use_grouped_tensor)": _in_one_tensor(layer),
     }
     return next((obstacle for obstacle, present in obstacles.items() if present), None)
+
+
+def _adds_own_bias(layer: Any) -> bool:
+    """Whether the bias is part of the product, as in a column-parallel layer that does not return it."""
+    return not hasattr(layer, "num_gemms") and layer.apply_bias and not layer.gemm_bias_unfused_add
 
 
 def _in_one_tensor(layer: Any) -> bool:
@@ -146,9 +157,14 @@ def _in_one_tensor(layer: Any) -> bool:
 
 
 def _renew_store(
-    tap: Tap, weights: Sequence[nn.Parameter], splits: Sequence[SplitsFn] | None, layer: Any, inputs: tuple[Any, ...]
+    tap: Tap,
+    weights: Sequence[nn.Parameter],
+    bias: nn.Parameter | None,
+    splits: Sequence[SplitsFn] | None,
+    layer: Any,
+    inputs: tuple[Any, ...],
 ) -> None:
     """Forward pre-hook: give the layer a new `HandOver`."""
     rows = inputs[0].shape[1] if inputs[0].dim() == 3 else None
     known = [None] * len(weights) if splits is None else [split() for split in splits]
-    layer.wgrad_store = HandOver(tap, weights, rows, known, not layer.fuse_wgrad_accumulation)
+    layer.wgrad_store = HandOver(tap, weights, rows, known, not layer.fuse_wgrad_accumulation, bias)

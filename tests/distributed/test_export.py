@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
 
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.config import ModelConfig
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 def load(path: Path, parallel: Parallel, dtype: str = "float32") -> Policy:
     policy = build_policy(
-        Qwen3Config.from_pretrained(path), ModelConfig.model_validate({"path": path, "dtype": dtype}), parallel
+        AutoConfig.from_pretrained(path), ModelConfig.model_validate({"path": path, "dtype": dtype}), parallel
     )
     load_hf_weights(policy, path)
     return policy
@@ -69,7 +69,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
     root = tmp_path_factory.mktemp("sources")
     untied, tied = make_hf_dir(root / "untied"), make_hf_dir(root / "tied", tied=True, max_shard_size="20KB")
     half = make_hf_dir(root / "half", dtype=torch.bfloat16, max_shard_size="20KB", num_key_value_heads=1)
-    return [(untied, "float32"), (tied, "float32"), (half, "bfloat16"), (half, "float32")]
+    qwen2 = make_hf_dir(root / "qwen2", family="qwen2")
+    return [(untied, "float32"), (tied, "float32"), (half, "bfloat16"), (half, "float32"), (qwen2, "float32")]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -2,7 +2,8 @@
 
 Two layers, grouped-query attention, every second sample with repeated tokens, an empty response among them, lengths
 that differ, padding rows in the vocabulary. Models: tied and untied embeddings with two KV groups (TP 4 has more ranks
-than that), and tied ones with a single KV group. The scores are weighted by truncated importance ratios.
+than that), tied ones with a single KV group, and the other dense families. The scores are weighted by truncated
+importance ratios.
 
 Not covered: context and expert parallelism, packed rows, recomputation, Transformer Engine's layers, CUDA, fp8.
 """
@@ -50,6 +51,7 @@ MODELS = {
     "untied": {"seed": 0},
     "tied": {"tied": True, "seed": 1},
     "tied_one_group": {"tied": True, "num_key_value_heads": 1, "seed": 2},
+    "qwen2": {"family": "qwen2", "seed": 4},
 }
 
 

@@ -82,6 +82,11 @@ VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {  # of 
 }
 
 
+FAMILY_LAYOUTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {  # biases are cut by TP and summed by CP
+    "qwen2": {"tp2sp packed": ({"tp": 2, "sp": True}, PACKED), "cp2": ({"cp": 2}, {})},
+}
+
+
 def make_samples() -> list[Sample]:
     """Lengths differ, one response is empty, tokens repeat; the rewards of one group are equal, so it is left out.
 
@@ -238,6 +243,7 @@ def expected(path: str) -> dict[str, Any]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     options = {"tied": {"tied": True, "seed": 5}, "untied": {"seed": 6}, "deep": {"tied": True, "num_hidden_layers": 4}}
+    options |= {family: {"family": family, "seed": 7} for family in FAMILY_LAYOUTS}
     return {name: str(make_hf_dir(root / name, dtype=torch.float64, **o)) for name, o in options.items()}
 
 
@@ -250,6 +256,11 @@ def test_every_mode_is_the_oracles_step(models: dict[str, str], world_size: int,
     names = list(LAYOUTS[world_size])[turn::2] if world_size > 1 else LAYOUTS[1]
     layouts = {name: (LAYOUTS[world_size][name], {}) for name in names}
     check(expected(models[model]), run_ranks(on_ranks, world_size, models[model], layouts))
+
+
+@pytest.mark.parametrize("family", FAMILY_LAYOUTS)
+def test_every_mode_of_other_families(models: dict[str, str], family: str) -> None:
+    check(expected(models[family]), run_ranks(on_ranks, 2, models[family], FAMILY_LAYOUTS[family]))
 
 
 @pytest.mark.parametrize("world_size", VARIANTS)

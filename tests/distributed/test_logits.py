@@ -1,4 +1,4 @@
-"""Logits of the Megatron policy equal those of transformers with the same weights, in every layout.
+"""Logits of the Megatron policy equal those of transformers with the same weights, in every family and layout.
 
 Not covered: gradients (test_gradients.py), Transformer Engine's layers, CUDA.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig
@@ -19,7 +19,8 @@ from oblr_megatron.model.qwen3 import build_policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.types import MicroBatch
 from tests.distributed.launch import layout, run_ranks
-from tests.tiny import VOCAB, make_hf_dir
+from tests.oracle import exact_norms, load_oracle
+from tests.tiny import DENSE, VOCAB, make_hf_dir
 
 LAYOUTS = {
     1: ["tp1"],
@@ -39,10 +40,10 @@ def make_batch(seed: int, rows: int, length: int) -> MicroBatch:
 BATCHES = [(1, 2, 11), (2, 3, 7), (3, 1, 16)]  # lengths that neither agree nor divide by the ranks
 
 
-def whole_logits(parallel: Parallel, path: Path, attention: str) -> list[torch.Tensor] | None:
+def whole_logits(parallel: Parallel, path: Path, attention: str, dtype: str = "float32") -> list[torch.Tensor] | None:
     """Logits of every batch over the real vocabulary, on the last stage; None on the others."""
-    config = ModelConfig.model_validate({"path": path, "attention": attention})
-    policy = build_policy(Qwen3Config.from_pretrained(path), config, parallel)
+    config = ModelConfig.model_validate({"path": path, "attention": attention, "dtype": dtype})
+    policy = build_policy(AutoConfig.from_pretrained(path), config, parallel)
     load_hf_weights(policy, path)
 
     def gather(logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -54,12 +55,14 @@ def whole_logits(parallel: Parallel, path: Path, attention: str) -> list[torch.T
     return [output["logits"] for output in outputs] if parallel.is_last_stage else None
 
 
-def all_layouts(paths: list[Path], attention: str) -> dict[str, list[list[torch.Tensor] | None]]:
+def all_layouts(
+    paths: list[Path], attention: str, dtype: str = "float32"
+) -> dict[str, list[list[torch.Tensor] | None]]:
     results: dict[str, list[list[torch.Tensor] | None]] = {}
     for name in LAYOUTS[dist.get_world_size()]:
         sizes = {kind: int(name.split(kind)[1][0]) for kind in ("tp", "pp") if kind in name}
         with layout(**sizes, sp="sp" in name) as parallel:
-            results[name] = [whole_logits(parallel, path, attention) for path in paths]
+            results[name] = [whole_logits(parallel, path, attention, dtype) for path in paths]
     return results
 
 
@@ -70,7 +73,15 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         make_hf_dir(root / "untied"),
         make_hf_dir(root / "tied", tied=True, seed=1),
         make_hf_dir(root / "one_group", num_key_value_heads=1, seed=2),
+        make_hf_dir(root / "qwen2", family="qwen2", seed=3),
     ]
+
+
+@pytest.fixture(scope="module")
+def exact_paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A model of every dense family, in fp64."""
+    root = tmp_path_factory.mktemp("exact")
+    return [make_hf_dir(root / family, family=family, tied=True, dtype=torch.float64) for family in DENSE]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "local"])
@@ -78,7 +89,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_logits_equal_transformers(world_size: int, attention: str, paths: list[Path]) -> None:
     results = run_ranks(all_layouts, world_size, paths, attention)
     for index, path in enumerate(paths):
-        model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for batch_index, batch in enumerate(BATCHES):
             ids = make_batch(*batch).input_ids
             with torch.no_grad():
@@ -89,3 +100,17 @@ def test_logits_equal_transformers(world_size: int, attention: str, paths: list[
                 for logits in last_stage:
                     difference = (logits[batch_index][:, : ids.shape[1]] - expected).abs().max()
                     assert difference <= 1e-4, (name, path.name, batch, difference)
+
+
+def test_logits_of_every_family_equal_transformers_in_fp64(exact_paths: list[Path]) -> None:
+    results = run_ranks(all_layouts, 2, exact_paths, "sdpa", "float64")
+    for index, path in enumerate(exact_paths):
+        model = load_oracle(path)
+        for batch_index, batch in enumerate(BATCHES):
+            ids = make_batch(*batch).input_ids
+            with torch.no_grad(), exact_norms():
+                expected = model(ids).logits
+            for name in LAYOUTS[2]:
+                for logits in [rank[name][index] for rank in results if rank[name][index] is not None]:
+                    difference = (logits[batch_index][:, : ids.shape[1]] - expected).abs().max()
+                    assert difference <= 1e-10, (name, path.name, batch, difference)

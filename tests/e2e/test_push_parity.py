@@ -36,9 +36,16 @@ PARITY = 2e-5  # 6e-6 seen, rounding of fp32
 CHANGE = 1.2  # of every weight
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_logprobs_of_pushed_weights_are_the_trainers(tied: bool, tmp_path: Path) -> None:
-    path = make_hf_dir(tmp_path / "model", tied=tied, head_dim=32)
+MODELS: dict[str, dict[str, Any]] = {
+    "untied": {"head_dim": 32},
+    "tied": {"tied": True, "head_dim": 32},
+    "qwen2": {"family": "qwen2", "hidden_size": 128},
+}
+
+
+@pytest.mark.parametrize("model", [pytest.param("untied", marks=pytest.mark.nightly), "tied", "qwen2"])
+def test_logprobs_of_pushed_weights_are_the_trainers(model: str, tmp_path: Path) -> None:
+    path = make_hf_dir(tmp_path / "model", **MODELS[model])
     ranks = run_ranks(push_from_all_layouts, 4, path, tmp_path / "run")
     for cases in zip(*ranks, strict=True):
         name = cases[0]["layout"]

@@ -5,6 +5,7 @@ Not covered: Transformer Engine's layers. Collectives of the fake process group 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from oblr_megatron.dryrun.models import Models, build_models, rank_positions
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.model.published import NAMES, published
 from oblr_megatron.model.transformer_config import hf_config_of
-from tests.tiny import tiny_config, tiny_moe_config
+from tests.tiny import tiny_config, tiny_config_of, tiny_moe_config
 
 WORLD = 16
 MIXTURES = {"Qwen3-30B-A3B": {"ep": 8, "etp": 1}, "Qwen3-235B-A22B": {"ep": 8, "etp": 1}}
@@ -28,6 +29,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
     "pp, tied": ({"pp": 2}, 0),
     "interleaved": ({"pp": 2, "vp": 2}, 0),
     "cp": ({"tp": 2, "cp": 2}, 0),
+    "biases": ({"tp": 4, "pp": 2}, 0),
     "ep": ({"tp": 2, "ep": 4, "etp": 1}, 4),
     "ep within a replica": ({"tp": 4, "ep": 2, "etp": 1}, 4),
     "etp": ({"tp": 2, "pp": 2}, 4),
@@ -87,6 +89,8 @@ def test_layouts(case: str) -> None:
     """The parameters of every rank match the memory model; together they are the model."""
     sizes, experts = LAYOUTS[case]
     make = tiny_moe_config if experts else tiny_config
+    if "biases" in case:
+        make = partial(tiny_config_of, "qwen2")
     hf_config = make(num_hidden_layers=4, tie_word_embeddings="tied" in case, vocab_size=1000).to_dict()
     config = run(sizes)
     found = build_models(hf_config, config, WORLD)

@@ -1,8 +1,7 @@
 """The oracle against transformers' Qwen3ForCausalLM: logits, log-probs and per-sample gradient norms.
 
 transformers always computes RMSNorm in fp32, so that the fp64 comparisons replace it by torch.nn.RMSNorm. The stock
-modules are compared in fp32. Not covered: attention biases, sliding windows, rope scaling (no supported checkpoint uses
-them).
+modules are compared in fp32. Not covered: sliding windows (no supported checkpoint uses them).
 """
 
 import pytest
@@ -11,6 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logits, oracle_logprobs, oracle_sq_norms
 from oblr_megatron.types import Sample
+from tests.tiny import DENSE, tiny_config_of
 
 LENGTHS = ((1, 1), (3, 5), (6, 2), (4, 9))
 
@@ -45,7 +45,7 @@ def transformers_model(config, dtype, *, seed=0):
 def replace_norms(model):
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child).__name__ == "Qwen3RMSNorm":
+            if type(child).__name__.endswith("RMSNorm"):
                 norm = torch.nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon, dtype=torch.float64)
                 norm.weight = child.weight
                 setattr(module, name, norm)
@@ -86,6 +86,27 @@ def test_logits_equal_stock_transformers_in_fp32():
     ours = oracle_logits(weights_of(model), config, tokens)
     with torch.no_grad():
         torch.testing.assert_close(ours, model(tokens[None]).logits[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2"])
+def test_other_families_equal_transformers_in_fp64(family):
+    config = tiny_config_of(family, vocab_size=23)
+    model = DENSE[family][1](config).to(torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    replace_norms(model)
+    sample = sample_of(4, 9)
+    model.zero_grad()
+    logprobs = transformers_logprobs(model, sample, 1.0)
+    logprobs.sum().backward()
+    torch.testing.assert_close(
+        oracle_logprobs(weights_of(model), config, sample), logprobs.detach(), rtol=1e-12, atol=0
+    )
+    ours = oracle_gradient(weights_of(model), config, sample)
+    assert ours.keys() == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("tied", [True, False])

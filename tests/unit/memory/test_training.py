@@ -17,7 +17,7 @@ from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.training import MemoryEstimate, estimate, resident_bytes, stash_bytes
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from tests.live import WatchedSteps, peak_of_step, step_config
-from tests.tiny import tiny_config, tiny_moe_config
+from tests.tiny import tiny_config, tiny_config_of, tiny_moe_config
 
 TOKENS = 100
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "vocab_size": 128}
@@ -78,6 +78,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hidden_size": 128},
     ),
     "sgd": (mode("two_pass") | {"optimizer": {"name": "sgd"}}, {}),
+    "qwen2": (mode("two_pass"), {"family": "qwen2"}),
     "experts": (mode("two_pass"), {"num_experts": 4, "moe_intermediate_size": 96}),
     "experts, bookkeep": (mode("bookkeep"), {"num_experts": 4, "moe_intermediate_size": 96}),
 }
@@ -87,7 +88,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_estimate_is_what_is_alive(case: str, parallel: Parallel) -> None:
     options, sizes = CASES[case]
     make = tiny_moe_config if "num_experts" in sizes else tiny_config
-    hf_config, config = make(**SIZES | sizes), step_config(TOKENS, **options)
+    if "family" in sizes:
+        hf_config = tiny_config_of(**{k: v for k, v in (SIZES | sizes).items() if k != "head_dim"})
+    else:
+        hf_config = make(**SIZES | sizes)
+    config = step_config(TOKENS, **options)
     found = estimate(hf_config.to_dict(), config, 1, fixed_bytes=0)
     measured = peak_of_step(hf_config, config, parallel)
     assert found.total == pytest.approx(measured, rel=0.05), found.table()

@@ -19,9 +19,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import Qwen3Config, Qwen3MoeConfig
 
-from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.checks.machine import Machine
 from oblr_megatron.config import Config, load_config
 from oblr_megatron.dryrun.checking import model_of
@@ -32,7 +30,7 @@ from oblr_megatron.model import moe, precision, te_taps
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.model.qwen3 import Policy, build_policy
-from oblr_megatron.model.transformer_config import HFConfig
+from oblr_megatron.model.transformer_config import HFConfig, hf_config_of
 from oblr_megatron.weights.names import ModelShape, entry, shard_shape, table
 from tools.dry_run_presets import PER_NODE, PRESETS, nodes_of
 
@@ -58,8 +56,7 @@ def preset(name: str) -> tuple[Config, HFConfig, int]:
     path = PRESETS / f"{name}.toml"
     config = load_config(path)
     values, _ = model_of(config.model.path)
-    kind = Qwen3MoeConfig if num_experts(values) else Qwen3Config
-    return config, kind.from_dict(dict(values)), nodes_of(path) * PER_NODE
+    return config, hf_config_of(values), nodes_of(path) * PER_NODE
 
 
 def policies(name: str, impl: str, ends: tuple[int, int] = (0, -1)) -> Iterator[tuple[int, Policy]]:

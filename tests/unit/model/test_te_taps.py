@@ -72,6 +72,31 @@ def test_tokens_of_several_rows_are_separated(flat: bool) -> None:
     torch.testing.assert_close(weight.main_grad, torch.einsum("tbp,tbd->pd", dy, x))
 
 
+def test_a_bias_gets_the_sum_over_tokens() -> None:
+    x, dy = torch.randn(10, 4, dtype=torch.float64), torch.randn(10, 3, dtype=torch.float64)
+    (weight,) = weights(1, 4, 3)
+    bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    bias.main_grad = torch.zeros_like(bias)  # type: ignore[attr-defined]
+    put(HandOver(Tap(), [weight], 2, [None], own_outputs=False, bias=bias), [x, dy])
+    torch.testing.assert_close(bias.main_grad, dy.sum(0))
+    torch.testing.assert_close(weight.main_grad, dy.t() @ x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "tapped"),
+    [
+        ({"apply_bias": True, "gemm_bias_unfused_add": False}, True),  # column-parallel
+        ({"apply_bias": True, "gemm_bias_unfused_add": True}, False),  # row-parallel: added after the reduction
+        ({"apply_bias": False, "gemm_bias_unfused_add": False}, False),  # returned to the caller
+        ({"apply_bias": True, "gemm_bias_unfused_add": False, "num_gemms": 2}, False),
+    ],
+)
+def test_only_a_bias_of_the_product_is_tapped(layer: dict[str, Any], tapped: bool) -> None:
+    store = SimpleNamespace(delay_wgrad_compute=lambda: False)
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    assert (_obstacle(SimpleNamespace(wgrad_store=store, use_bias=True, **layer), config) is None) is tapped
+
+
 @pytest.mark.parametrize("own_outputs", [True, False])
 def test_each_expert_of_a_grouped_layer(own_outputs: bool) -> None:
     """An expert without tokens is passed too (other ranks may wait in its all-reduce); a frozen one is not.

@@ -5,6 +5,8 @@ Not covered: that Megatron's weights have this layout (tests/distributed/test_lo
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,6 +40,8 @@ def shapes_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, int]:
         tied=draw(st.booleans()),
         experts=draw(st.integers(0, 3)),
         expert_ffn=tp * draw(st.integers(1, 4)),
+        qkv_bias=draw(st.booleans()),
+        qk_norms=draw(st.booleans()),
     )
     return shape, tp
 
@@ -75,6 +79,17 @@ def test_qkv_is_interleaved_by_kv_group() -> None:
     assert torch.equal(whole, rows(1, 2, 11, 21, 3, 4, 12, 22))
     last = split(item, tensors, SMALL, tp_rank=3, tp_size=4, padded_vocab=8)
     assert torch.equal(last, rows(12, 22))
+
+
+def test_biases_are_interleaved_like_their_matrix() -> None:
+    shape = replace(SMALL, qkv_bias=True)
+    item = entry("decoder.layers.1.self_attention.linear_qkv.bias", shape)
+    tensors = [torch.tensor([1.0, 2, 3, 4]), torch.tensor([11.0, 12]), torch.tensor([21.0, 22])]
+    whole = split(item, tensors, shape, tp_rank=0, tp_size=1, padded_vocab=8)
+    assert whole.tolist() == [1, 2, 11, 21, 3, 4, 12, 22]
+    assert split(item, tensors, shape, tp_rank=3, tp_size=4, padded_vocab=8).tolist() == [12, 22]
+    with pytest.raises(KeyError):
+        entry(item.megatron, SMALL)
 
 
 def test_each_rank_holds_its_gate_rows_then_its_up_rows() -> None:

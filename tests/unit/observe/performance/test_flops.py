@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from oblr_megatron.model.published import NAMES, published
 from oblr_megatron.model.transformer_config import hf_config_of
 from oblr_megatron.observe.performance.flops import active_parameters, forward_flops, total_parameters, training_flops
-from tests.tiny import tiny_config, tiny_moe_config
+from tests.tiny import tiny_config, tiny_config_of, tiny_moe_config
 
 HAND = {
     "model_type": "qwen3",
@@ -54,11 +54,12 @@ def test_parameters_of_every_published_size_are_transformers_own(name: str) -> N
         tiny_config(),
         tiny_config(tie_word_embeddings=True),
         tiny_config(attention_bias=True),
+        tiny_config_of("qwen2"),
         tiny_moe_config(),
         tiny_moe_config(num_hidden_layers=4, decoder_sparse_step=2),
         tiny_moe_config(num_hidden_layers=3, mlp_only_layers=[1]),
     ],
-    ids=["untied", "tied", "biases", "experts", "every_second", "one_dense"],
+    ids=["untied", "tied", "biases", "qwen2", "experts", "every_second", "one_dense"],
 )
 def test_parameters_of_tiny_models_are_transformers_own(config: Qwen3Config | Qwen3MoeConfig) -> None:
     assert total_parameters(config.to_dict()) == parameters(on_meta(config))
