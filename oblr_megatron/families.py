@@ -54,7 +54,16 @@ FAMILIES: tuple[Family, ...] = (
         qkv_bias=True,
         published=("Qwen2.5-7B", "Qwen2.5-32B"),
     ),
+    Family(
+        name="Llama",  # Llama 3 and R1-Distill-Llama
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        rope_types=("default", "llama3"),
+        published=("Llama-3.1-8B",),
+    ),
 )
+LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+"""Of rope_type "llama3": megatron-core computes with these values, and reads only `factor`. All of Llama 3 has them."""
 SUPPORTED = ", ".join(f"{family.name} ({family.architecture})" for family in FAMILIES)
 """The families in one line, for messages."""
 _BY_TYPE = {family.model_type: family for family in FAMILIES}

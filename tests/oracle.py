@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from oblr_megatron.types import MicroBatch
 
-NORMS: tuple[Any, ...] = (Qwen2RMSNorm, Qwen3RMSNorm)
+NORMS: tuple[Any, ...] = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
 @contextmanager

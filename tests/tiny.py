@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -23,6 +25,7 @@ VOCAB = 37  # odd, so that every padding divisor leaves padding
 DENSE: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
 }
 """Dense families by model_type."""
 
@@ -44,6 +47,16 @@ SIZES: dict[str, Any] = {
 }
 
 
+LLAMA3_ROPE = {  # of six frequencies four stay, one is blended and one is divided
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 def tiny_config(**overrides: Any) -> Qwen3Config:
     """4 heads on 2 KV heads, head_dim 16 where hidden / heads is 12, 37 tokens."""
     return Qwen3Config(**SIZES | overrides)
@@ -52,6 +65,8 @@ def tiny_config(**overrides: Any) -> Qwen3Config:
 def tiny_config_of(family: str, **overrides: Any) -> PreTrainedConfig:
     """The tiny configuration of a dense family by its model_type; families that state no head_dim have 48 / 4 = 12."""
     kind, _ = DENSE[family]
+    scaled = {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 16384}
+    overrides = (scaled if family == "llama" else {}) | overrides
     sizes = {name: value for name, value in SIZES.items() if family == "qwen3" or name != "head_dim"}
     return kind(**sizes | overrides)
 

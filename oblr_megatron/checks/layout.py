@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.families import family_of
+from oblr_megatron.families import LLAMA3_ROPE, family_of
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config, ParallelConfig
@@ -240,6 +240,14 @@ def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
                 f"{key} with rope_type {rope_type!r} is not supported for {family.name}",
                 where=where,
                 fix='set rope_type to "default" in config.json, and stay within the positions the model was trained on',
+            )
+        other = {name: rope.get(name) for name, value in LLAMA3_ROPE.items() if rope.get(name) != value}
+        if rope_type == "llama3" and other:
+            raise UserError(
+                f"{key} with {', '.join(f'{name} {value!r}' for name, value in other.items())}: megatron-core computes "
+                f"with {', '.join(f'{name} {value}' for name, value in LLAMA3_ROPE.items())}",
+                where=where,
+                fix="use a model with these values, such as Llama 3.1, 3.2 or 3.3",
             )
     stated, heads = hf_config.get("head_dim"), hf_config.get("num_attention_heads")
     if stated and not family.states_head_dim and stated * (heads or 0) != hf_config.get("hidden_size"):

@@ -8,6 +8,7 @@ Hugging Face name, runs one unpadded sample at a time, and computes in the dtype
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -31,7 +32,7 @@ class DenseShape(Protocol):
     hidden_size: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    rope_parameters: Any  # {"rope_theta": float, ...}
+    rope_parameters: Any  # {"rope_theta": float, "rope_type": "default" or "llama3", ...}
 
 
 class MixtureShape(DenseShape, Protocol):
@@ -167,10 +168,21 @@ def _rotation(length: int, config: DenseShape, dtype: torch.dtype) -> tuple[Tens
     """
     size = _head_dim(config)
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
-    frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponents
+    rope = config.rope_parameters
+    frequencies = 1.0 / rope["rope_theta"] ** exponents
+    if rope.get("rope_type") == "llama3":
+        frequencies = _stretched(frequencies, rope)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     angles = torch.cat((angles, angles), dim=-1)[:, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _stretched(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Llama 3.1's scaling: long waves are `factor` times as long, short ones stay, those between are blended."""
+    low, high, length = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    waves = 2 * math.pi / frequencies
+    share = ((length / waves - low) / (high - low)).clamp(0, 1)  # of the unscaled frequency
+    return (1 - share) * frequencies / rope["factor"] + share * frequencies
 
 
 def _head_dim(config: DenseShape) -> int:

@@ -125,6 +125,7 @@ def build_model(
 ) -> GPTModel:
     """The unwrapped GPTModel of one chunk of this rank's pipeline stage."""
     interleaved = parallel.vp_size > 1
+    rope = cast(dict[str, Any], hf_config.rope_parameters)
     model = GPTModel(
         config=transformer_config,
         transformer_layer_spec=_block_spec(hf_config, transformer_config, config, parallel, chunk),
@@ -135,7 +136,9 @@ def build_model(
         parallel_output=True,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
         position_embedding_type="rope",
-        rotary_base=cast(dict[str, Any], hf_config.rope_parameters)["rope_theta"],
+        rotary_base=rope["rope_theta"],
+        rope_scaling=rope.get("rope_type") == "llama3",
+        rope_scaling_factor=rope.get("factor", 1.0),
         vp_stage=chunk if interleaved else None,
     )
     moe.mark_experts(model)

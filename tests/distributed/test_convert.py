@@ -75,6 +75,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "untied": make_hf_dir(root / "untied", **sizes),
         "tied": make_hf_dir(root / "tied", tied=True, dtype=torch.bfloat16, max_shard_size="20KB", **sizes),
         "qwen2": make_hf_dir(root / "qwen2", family="qwen2", **sizes),
+        "llama": make_hf_dir(root / "llama", family="llama", tied=True, **sizes),
         "mixture": make_moe_hf_dir(root / "mixture", **sizes),
         "half_mixture": make_moe_hf_dir(root / "half_mixture", dtype=torch.bfloat16, **sizes),
     }

@@ -70,7 +70,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
     untied, tied = make_hf_dir(root / "untied"), make_hf_dir(root / "tied", tied=True, max_shard_size="20KB")
     half = make_hf_dir(root / "half", dtype=torch.bfloat16, max_shard_size="20KB", num_key_value_heads=1)
     qwen2 = make_hf_dir(root / "qwen2", family="qwen2")
-    return [(untied, "float32"), (tied, "float32"), (half, "bfloat16"), (half, "float32"), (qwen2, "float32")]
+    llama = make_hf_dir(root / "llama", family="llama", dtype=torch.bfloat16)
+    known = [(untied, "float32"), (tied, "float32"), (half, "bfloat16"), (half, "float32")]
+    return [*known, (qwen2, "float32"), (llama, "bfloat16")]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

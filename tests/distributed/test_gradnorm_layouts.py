@@ -52,6 +52,7 @@ MODELS = {
     "tied": {"tied": True, "seed": 1},
     "tied_one_group": {"tied": True, "num_key_value_heads": 1, "seed": 2},
     "qwen2": {"family": "qwen2", "seed": 4},
+    "llama": {"family": "llama", "tied": True, "seed": 5},
 }
 
 

@@ -84,6 +84,7 @@ VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {  # of 
 
 FAMILY_LAYOUTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {  # biases are cut by TP and summed by CP
     "qwen2": {"tp2sp packed": ({"tp": 2, "sp": True}, PACKED), "cp2": ({"cp": 2}, {})},
+    "llama": {"cp2 packed": ({"cp": 2}, PACKED)},
 }
 
 

@@ -74,6 +74,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         make_hf_dir(root / "tied", tied=True, seed=1),
         make_hf_dir(root / "one_group", num_key_value_heads=1, seed=2),
         make_hf_dir(root / "qwen2", family="qwen2", seed=3),
+        make_hf_dir(root / "llama", family="llama", seed=4),
     ]
 
 

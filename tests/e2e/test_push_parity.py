@@ -40,10 +40,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied": {"head_dim": 32},
     "tied": {"tied": True, "head_dim": 32},
     "qwen2": {"family": "qwen2", "hidden_size": 128},
+    "llama": {"family": "llama", "hidden_size": 128},
 }
 
 
-@pytest.mark.parametrize("model", [pytest.param("untied", marks=pytest.mark.nightly), "tied", "qwen2"])
+@pytest.mark.parametrize("model", [pytest.param("untied", marks=pytest.mark.nightly), "tied", "qwen2", "llama"])
 def test_logprobs_of_pushed_weights_are_the_trainers(model: str, tmp_path: Path) -> None:
     path = make_hf_dir(tmp_path / "model", **MODELS[model])
     ranks = run_ranks(push_from_all_layouts, 4, path, tmp_path / "run")

@@ -118,7 +118,7 @@ class Row:
 
 
 LLAMA3 = {
-    "model_type": "qwen3",
+    "model_type": "llama",
     "num_key_value_heads": 8,
     "head_dim": 128,
     "vocab_size": 128256,

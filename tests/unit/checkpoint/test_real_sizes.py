@@ -32,6 +32,7 @@ PARAMETERS = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-32B": 32_763_876_352,
+    "Llama-3.1-8B": 8_030_261_248,
 }  # from the model cards; a tied embedding counts once
 
 Shapes = dict[str, tuple[int, ...]]

@@ -12,6 +12,7 @@ import pytest
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
+from oblr_megatron.families import LLAMA3_ROPE
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -22,6 +23,9 @@ MODEL: dict[str, Any] = {
     "hidden_act": "silu",
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
+
+
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, **LLAMA3_ROPE}
 
 
 def config(tp: int = 1, pp: int = 1, attention: str = "sdpa", **parallel: Any) -> Config:
@@ -35,6 +39,7 @@ def config(tp: int = 1, pp: int = 1, attention: str = "sdpa", **parallel: Any) -
 )
 def test_layouts_that_divide_pass(tp: int, pp: int, world_size: int) -> None:
     check_layout(MODEL, config(tp, pp), world_size)  # TP 4 and 8 exceed the KV heads, which is allowed
+    check_layout(MODEL | {"model_type": "llama", "rope_scaling": LLAMA3}, config(tp, pp), world_size)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +63,15 @@ def test_layouts_that_divide_pass(tp: int, pp: int, world_size: int) -> None:
             {"model_type": "qwen2", "hidden_size": 64, "head_dim": 16},
             "head_dim 16 is not hidden_size 64 / num",
         ),
+        (
+            1,
+            1,
+            1,
+            {"model_type": "llama", "rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}},
+            "high_freq_factor 8.0:",
+        ),
+        (1, 1, 1, {"model_type": "qwen2", "rope_scaling": LLAMA3}, "rope_type 'llama3' is not supported for Qwen2"),
+        (1, 1, 1, {"model_type": "llama", "mlp_bias": True}, "mlp_bias = true"),
         (1, 1, 1, {"model_type": "mistral"}, "model_type 'mistral' .* not supported .*Fix: .*Qwen2 .Qwen2ForCausalLM"),
         (1, 1, 1, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (1, 1, 1, {"num_hidden_layers": None}, "num_hidden_layers = None in config.json"),

@@ -88,7 +88,7 @@ def test_logits_equal_stock_transformers_in_fp32():
         torch.testing.assert_close(ours, model(tokens[None]).logits[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2"])
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_other_families_equal_transformers_in_fp64(family):
     config = tiny_config_of(family, vocab_size=23)
     model = DENSE[family][1](config).to(torch.float64)

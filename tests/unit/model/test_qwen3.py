@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
@@ -21,7 +22,7 @@ from oblr_megatron.model.qwen3 import build_model
 from oblr_megatron.model.transformer_config import transformer_config_of
 from oblr_megatron.padding import padded_vocab_size
 from oblr_megatron.weights.names import ModelShape, entry, table
-from tests.tiny import tiny_config, tiny_moe_config
+from tests.tiny import LLAMA3_ROPE, tiny_config, tiny_config_of, tiny_moe_config
 from tests.unit.weights.test_names import SIZES, qwen3_config
 
 
@@ -54,6 +55,20 @@ def test_real_sizes_have_the_tables_parameters(size: str, parallel: Parallel, mo
         expected = entry(name, shape).shapes
         assert actual.numel() == sum(torch.Size(part).numel() for part in expected), name
         assert actual[-1] == expected[0][-1], name
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+@pytest.mark.parametrize("width", [12, 64, 128])
+def test_megatrons_scaled_frequencies_are_transformers_own(factor: float, width: int, parallel: Parallel) -> None:
+    """Of Llama 3.1 and 3.2, bit for bit."""
+    sizes = {"hidden_size": 4 * width, "rope_parameters": LLAMA3_ROPE | {"factor": factor, "rope_theta": 500_000.0}}
+    config = tiny_config_of("llama", **sizes)
+    model_config = ModelConfig.model_validate({"path": "none"})
+    model = build_model(config, transformer_config_of(config, model_config, parallel), model_config, parallel, 128)
+    theirs = LlamaRotaryEmbedding(config).inv_freq
+    assert torch.equal(model.rotary_pos_emb.inv_freq, theirs)
+    plain = 500_000.0 ** -(torch.arange(0, width, 2) / width)
+    assert len({round(float(ratio), 3) for ratio in theirs / plain}) >= 3, "kept, blended and divided ones"
 
 
 def test_a_mixture_has_the_tables_parameters(parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:

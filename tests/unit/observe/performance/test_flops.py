@@ -55,11 +55,12 @@ def test_parameters_of_every_published_size_are_transformers_own(name: str) -> N
         tiny_config(tie_word_embeddings=True),
         tiny_config(attention_bias=True),
         tiny_config_of("qwen2"),
+        tiny_config_of("llama"),
         tiny_moe_config(),
         tiny_moe_config(num_hidden_layers=4, decoder_sparse_step=2),
         tiny_moe_config(num_hidden_layers=3, mlp_only_layers=[1]),
     ],
-    ids=["untied", "tied", "biases", "qwen2", "experts", "every_second", "one_dense"],
+    ids=["untied", "tied", "biases", "qwen2", "llama", "experts", "every_second", "one_dense"],
 )
 def test_parameters_of_tiny_models_are_transformers_own(config: Qwen3Config | Qwen3MoeConfig) -> None:
     assert total_parameters(config.to_dict()) == parameters(on_meta(config))
