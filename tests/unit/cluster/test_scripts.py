@@ -17,54 +17,55 @@ from oblr_megatron.config import Config, load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b_a3b", "235b_a22b")
+NAMES = (*(f"qwen3_{size}" for size in SIZES), "qwen2.5_7b", "qwen2.5_32b", "llama3.1_8b")
 BASH = [*sorted((ROOT / "slurm").glob("*.sh")), *sorted((ROOT / "tests/slurm").glob("*.sh"))]
-OWN = re.compile(r"#SBATCH --(job-name|nodes|time|signal)=|# Qwen3-|OBLR_CONFIG=")  # lines that differ by size
+OWN = re.compile(r"#SBATCH --(job-name|nodes|time|signal)=|# (?:Qwen|Llama)|OBLR_CONFIG=")  # lines that differ by size
 
 
-def script(size: str) -> Path:
-    return ROOT / "slurm" / f"oblr_qwen3_{size}.sh"
+def script(name: str) -> Path:
+    return ROOT / "slurm" / f"oblr_{name}.sh"
 
 
-def header(size: str) -> dict[str, str]:
-    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script(size).read_text(), re.MULTILINE))
+def header(name: str) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script(name).read_text(), re.MULTILINE))
 
 
-def config(size: str) -> Config:
-    return load_config(ROOT / "slurm" / "configs" / f"qwen3_{size}.toml")
+def config(name: str) -> Config:
+    return load_config(ROOT / "slurm" / "configs" / f"{name}.toml")
 
 
-def test_there_is_one_script_per_size() -> None:
-    found = {path.stem.removeprefix("oblr_qwen3_") for path in (ROOT / "slurm").glob("oblr_*.sh")}
-    assert found == {*SIZES, "servers"}
+def test_there_is_one_script_per_model() -> None:
+    found = {path.stem.removeprefix("oblr_") for path in (ROOT / "slurm").glob("oblr_*.sh")}
+    assert found == {*NAMES, "qwen3_servers"}
 
 
 def test_scripts_differ_only_in_settings() -> None:
     common = {
-        "\n".join(line for line in script(size).read_text().splitlines() if not OWN.match(line)) for size in SIZES
+        "\n".join(line for line in script(name).read_text().splitlines() if not OWN.match(line)) for name in NAMES
     }
     assert len(common) == 1
     assert all(len(OWN.findall(line)) <= 1 for line in common)
-    assert all(re.findall(r"[\w.]+b\w*\.toml", script(size).read_text()) == [f"qwen3_{size}.toml"] for size in SIZES)
-    assert all(header(size)["job-name"] == script(size).stem for size in SIZES)
+    assert all(re.findall(r"[\w.]+b\w*\.toml", script(name).read_text()) == [f"{name}.toml"] for name in NAMES)
+    assert all(header(name)["job-name"] == script(name).stem for name in NAMES)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_nodes_asked_for_are_those_of_the_config(size: str) -> None:
-    nodes, gpus = int(header(size)["nodes"]), int(header(size)["gpus-per-node"])
-    loaded = config(size)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_nodes_asked_for_are_those_of_the_config(name: str) -> None:
+    nodes, gpus = int(header(name)["nodes"]), int(header(name)["gpus-per-node"])
+    loaded = config(name)
     check_world_size(loaded.parallel, nodes * gpus)
     assert gpus % loaded.rollout.tensor_parallel_size == 0
-    first = (ROOT / "slurm" / "configs" / f"qwen3_{size}.toml").read_text().splitlines()[0]
+    first = (ROOT / "slurm" / "configs" / f"{name}.toml").read_text().splitlines()[0]
     assert re.findall(r"on (\d+) nodes? of 8", first) == [str(nodes)]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_job_gets_a_signal_and_may_be_requeued(size: str) -> None:
-    lines = script(size).read_text()
-    assert re.fullmatch(r"B:USR1@\d+", header(size)["signal"])
-    assert "#SBATCH --requeue\n" in lines and header(size)["open-mode"] == "append" and "%j" in header(size)["output"]
-    hours, minutes, seconds = map(int, header(size)["time"].split(":"))
-    assert int(header(size)["signal"].partition("@")[2]) < (60 * hours + minutes) * 60 + seconds
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_gets_a_signal_and_may_be_requeued(name: str) -> None:
+    lines = script(name).read_text()
+    assert re.fullmatch(r"B:USR1@\d+", header(name)["signal"])
+    assert "#SBATCH --requeue\n" in lines and header(name)["open-mode"] == "append" and "%j" in header(name)["output"]
+    hours, minutes, seconds = map(int, header(name)["time"].split(":"))
+    assert int(header(name)["signal"].partition("@")[2]) < (60 * hours + minutes) * 60 + seconds
 
 
 @pytest.mark.parametrize("path", BASH, ids=lambda path: path.name)
@@ -84,7 +85,7 @@ def test_bash_syntax(path: Path) -> None:
 def test_a_wrong_start_is_refused_in_one_line(variables: dict[str, str], message: str) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OBLR_"))}
     done = subprocess.run(
-        ["bash", str(script("8b"))], cwd=ROOT, env=kept | variables, capture_output=True, text=True, check=False
+        ["bash", str(script("qwen3_8b"))], cwd=ROOT, env=kept | variables, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr, done.stderr
     assert done.stderr.count("\n") == 1

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=oblr_qwen2.5_32b
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@900
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+
+# Qwen2.5-32B on 4 nodes of 8 H100s: sbatch slurm/oblr_qwen2.5_32b.sh [section.key=value ...]
+# Settings: slurm/lib.sh. Documentation: docs/cluster.md.
+OBLR_CONFIG="${OBLR_CONFIG:-slurm/configs/qwen2.5_32b.toml}"
+
+OBLR_HOME="${OBLR_HOME:-${SLURM_SUBMIT_DIR:-$PWD}}"
+if [[ ! -r $OBLR_HOME/slurm/lib.sh ]]; then
+    echo "error: no slurm/lib.sh in $OBLR_HOME; call sbatch in the repository's root, or export OBLR_HOME" >&2
+    exit 2
+fi
+# shellcheck source=slurm/lib.sh
+source "$OBLR_HOME/slurm/lib.sh"
+oblr_run "$@"
