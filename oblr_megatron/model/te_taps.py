@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -103,7 +103,7 @@ def install_te(
             left[name] = obstacle
             continue
         weights = _weights(layer)
-        bias = layer.bias if layer.use_bias else None
+        bias = cast("nn.Parameter | None", layer.bias if layer.use_bias else None)
         tap.weights.update(id(held) for held in (*weights, bias) if held is not None)
         tap.replace(layer, "wgrad_store", layer.wgrad_store)  # `_renew_store` sets another; `Tap.remove` this one
         hook = layer.register_forward_pre_hook(partial(_renew_store, tap, weights, bias, (splits or {}).get(layer)))
