@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from oblr_megatron.config import Config, load_config
+from oblr_megatron.families import head_dim
 from oblr_megatron.formatting import duration, size
 from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
 from oblr_megatron.memory.select_mode import ModeChoice, resolve
@@ -76,7 +77,7 @@ def _sampling_s(model: dict[str, Any], config: Config, samples: int, gpus: int, 
     together = min(samples // engines, config.rollout.max_num_seqs)
     element = ELEMENT_BYTES["bfloat16"]
     weights = element * total_parameters(model) / width
-    a_token = 2 * element * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] / width
+    a_token = 2 * element * model["num_hidden_layers"] * model["num_key_value_heads"] * head_dim(model) / width
     full = (weights + together * (prompt + tokens / 2) * a_token) / READ_BYTES_S
     alone = weights / READ_BYTES_S
     return max(samples * tokens / engines / together * full, config.rollout.max_response_tokens * alone)

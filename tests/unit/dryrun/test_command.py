@@ -181,7 +181,7 @@ REFUSED = {
         ["--nproc-per-node", "8", "rollout.gpu_memory_utilization=0.05"],
         "KV cache holds 0 tokens",
     ),
-    "a model of another name": (["model.path=models/Other-1B"], "no published Qwen3 model is named 'Other-1B'"),
+    "a model of another name": (["model.path=models/Other-1B"], "no published model is named 'Other-1B'"),
     "no ranks": (["--nproc-per-node", "0"], "--nproc-per-node"),
 }
 
