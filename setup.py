@@ -26,7 +26,7 @@ COMMON = [
 setup(
     name="oblr-megatron",
     version="0.1.0",
-    description="OBLR-PO reinforcement-learning post-training of Qwen3 on megatron-core with vLLM rollouts",
+    description="OBLR-PO post-training of Qwen3, Qwen2.5 and Llama 3 on megatron-core with vLLM rollouts",
     long_description=(HERE / "README.md").read_text(encoding="utf-8") if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.13",

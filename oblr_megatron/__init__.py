@@ -1,4 +1,7 @@
-"""OBLR-PO post-training of Qwen3 on megatron-core with vLLM rollouts. The Python API: `api.py`, docs/python_api.md."""
+"""OBLR-PO post-training of Qwen3, Qwen2.5 and Llama 3 on megatron-core with vLLM rollouts.
+
+The Python API: `api.py`, docs/python_api.md.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> Parser:
     """The parser of all commands; each sets `function`."""
-    description = "RL post-training of Qwen3 (OBLR-PO) on megatron-core, with vLLM rollouts"
+    description = "RL post-training of Qwen3, Qwen2.5 and Llama 3 (OBLR-PO) on megatron-core, with vLLM rollouts"
     parser = Parser(prog="oblr-megatron", description=description)
     parser.add_argument("--version", action=_Version, help="print the versions of this package and its engines")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
