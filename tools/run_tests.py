@@ -4,7 +4,8 @@
 
 Two workers of pytest-xdist share the files. Tests marked `alone` follow without company: they look at the whole machine
 (shared memory, living processes) or need an answer within a second. A failed test is named at once, and again at the
-end, because the last lines of a log are often all that is kept. The exit status is 0 when every test passed.
+end, because the last lines of a log are often all that is kept. The slowest files are named as well: CI has a limit.
+The exit status is 0 when every test passed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +54,11 @@ TIERS = {
 
 
 class Report:
-    """A pytest plugin: counts tests for the progress bar, and keeps a line for each failure."""
+    """A pytest plugin: counts tests for the progress bar, keeps a line for each failure, adds up seconds by file."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self.failures: list[str] = []
+        self.seconds: Counter[str] = Counter()
         self._progress, self._console = progress, console
         self._total = self._done = 0
         self._task: TaskID = progress.add_task("collecting", total=None)
@@ -76,6 +79,7 @@ class Report:
         return ("passed" if report.when == "call" else "", "", "PASSED") if report.passed else None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
         if report.failed:
             self.failures.append(f"FAILED {report.nodeid} ({report.when}): {_last_line(report)}")
             self._console.print(self.failures[-1], markup=False)
@@ -112,6 +116,8 @@ def run(tier: Tier, arguments: Sequence[str]) -> int:
             statuses.append(pytest.main([*QUIET, *part, *arguments], plugins=[report]))
             if statuses[-1] == pytest.ExitCode.INTERRUPTED:
                 break
+    slowest = (f"{file.removeprefix('tests/')} {seconds:.0f} s" for file, seconds in report.seconds.most_common(10))
+    print("slowest files:", ", ".join(slowest))
     for line in report.failures:
         print(line)
     good = all(status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) for status in statuses)
