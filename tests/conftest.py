@@ -8,6 +8,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True, scope="session")
-def hears_sighup() -> None:
-    """Undo the `nohup` under which the tests may run; programs that they start inherit this."""
+def hears_signals() -> None:
+    """Undo the `nohup` or the `&` of a script under which the tests may run; programs that they start inherit this."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
