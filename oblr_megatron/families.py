@@ -4,7 +4,7 @@
     head_dim(hf_config)                  # 128, also where config.json leaves it out
 
 A family is one entry of `FAMILIES` and its configurations in `model/published/`. All other code asks for these facts:
-names and cuts of tensors (`weights/names.py`), layers (`model/qwen3.py`), sizes and FLOPs, and the checks.
+names and cuts of tensors (`weights/names.py`), layers (`model/policy.py`), sizes and FLOPs, and the checks.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from oblr_megatron.errors import DamagedError, EngineLostError, RunError
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import GradientMomentum, momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
-from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.reference import Reference
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.step_metrics import StepRecord

@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import initialize, shutdown
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import Sample
 from studies.live_bytes import LiveBytes, biases_uncounted
@@ -33,7 +33,7 @@ from studies.scaling_cases import PROMPT_TOKENS, Case, case_named
 
 if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
 
 WARM_UP = 1  # uncounted steps; the first one creates the optimizer's state
 

@@ -16,7 +16,7 @@ from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.reference import Reference
 from oblr_megatron.types import GradientStats, Sample
 from studies.live_bytes import LiveBytes, biases_uncounted

@@ -20,7 +20,7 @@ from oblr_megatron.checkpoint.pieces import single_process
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.transformer_config import HFConfig
 from oblr_megatron.types import MicroBatch

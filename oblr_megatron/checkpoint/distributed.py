@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from oblr_megatron.model.momentum import GradientMomentum
     from oblr_megatron.model.optimizer import PolicyOptimizer
     from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
 
 RANDOM = "random_state"
 EXTRA_STATE = "_extra_state"  # in the names of state that modules save besides parameters

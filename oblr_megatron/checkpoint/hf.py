@@ -22,7 +22,7 @@ from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE, check_tensors
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description, whole_directory, write_weights
 from oblr_megatron.checkpoint.safetensors_io import DTYPES
 from oblr_megatron.errors import UserError
-from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.policy import Policy
 from oblr_megatron.weights.export import MegatronWeights, TensorMeta
 from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape, Sliceable, entry, split
 

@@ -27,7 +27,7 @@ from megatron.core.models.gpt import GPTModel
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model import cpu
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
-from oblr_megatron.model.qwen3 import build_model
+from oblr_megatron.model.policy import build_model
 from oblr_megatron.model.transformer_config import HFConfig, transformer_config_of
 from oblr_megatron.padding import padded_vocab_size
 from oblr_megatron.weights.names import Entry, ModelShape, layer_of, table

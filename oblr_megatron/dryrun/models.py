@@ -24,7 +24,7 @@ from oblr_megatron.config import Config, ModelConfig, ParallelConfig
 from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.model import moe
 from oblr_megatron.model.parallel import Parallel, Position, positions
-from oblr_megatron.model.qwen3 import build_model
+from oblr_megatron.model.policy import build_model
 from oblr_megatron.model.transformer_config import HFConfig, hf_config_of, transformer_config_of
 from oblr_megatron.padding import padded_vocab_size
 

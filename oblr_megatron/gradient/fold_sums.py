@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.gradient.folds import Sharing
     from oblr_megatron.gradient.one_pass import Work
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
 
 
 class FoldPass(Protocol):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
     from oblr_megatron.types import MicroBatch
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
     from oblr_megatron.model.step import LossFn
 
 SUM_NAMES = ("entropy", *RATIO_SUMS, "kl", "tokens")  # what `score_loss` records, sums over response tokens

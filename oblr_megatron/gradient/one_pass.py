@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from oblr_megatron.config import Config
     from oblr_megatron.gradnorm.sketch import Sketches
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
     from oblr_megatron.types import Sample
 
 AdvantageFn = Callable[[Sequence[int], "Tensor"], "Tensor"]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.config import Config
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
 
 RATIO_SUMS = (
     *("abs_diff", "cut", "mismatch", "rejected", "rejected_samples", "samples"),

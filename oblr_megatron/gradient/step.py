@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.config import Config
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
     from oblr_megatron.model.reference import Reference
 
 TokenAdvantageFn = Callable[["Tensor"], "Tensor"]

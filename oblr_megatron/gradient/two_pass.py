@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from oblr_megatron.config import Config
     from oblr_megatron.gradnorm.sketch import Sketches
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
     from oblr_megatron.model.sequence import Batch
     from oblr_megatron.model.step import LossFn
     from oblr_megatron.model.tapped import TappedModel

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.config import Config
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
 
 
 def momentum_of(policy: Policy, config: Config) -> GradientMomentum | None:

@@ -31,7 +31,7 @@ from oblr_megatron.errors import RunError
 from oblr_megatron.model import cpu, moe
 from oblr_megatron.model.host_state import HostState
 from oblr_megatron.model.megatron_versions import take_rates
-from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.sharded_optimizer import load_sharded_state, sharded_state
 from oblr_megatron.model.shards import held, is_sharded
 from oblr_megatron.model.sq_norms import sq_norm

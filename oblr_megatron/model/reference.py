@@ -17,7 +17,7 @@ from oblr_megatron.model.token_values import response_logprobs
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
     from oblr_megatron.types import MicroBatch, Sample
 
 

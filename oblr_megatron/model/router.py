@@ -31,7 +31,7 @@ from oblr_megatron.types import RouterMetrics
 
 if TYPE_CHECKING:
     from oblr_megatron.config import ModelConfig
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
 
 
 class Router(TopKRouter):

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
 
 
 def is_sharded(policy: Policy) -> bool:

@@ -14,7 +14,7 @@ from oblr_megatron.model.step import run_schedule
 from oblr_megatron.types import MicroBatch, Sample
 
 if TYPE_CHECKING:
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
 
 ValuesFn = Callable[[Tensor, MicroBatch], Tensor]
 """(logits [b, t, Vp / tp], this rank's part of a microbatch) -> one value for each position [b, t]."""

@@ -32,7 +32,7 @@ def hf_config_of(values: Mapping[str, Any]) -> HFConfig:
 def transformer_config_of(
     hf_config: HFConfig, config: ModelConfig, parallel: Parallel, options: ParallelConfig | None = None
 ) -> TransformerConfig:
-    """The TransformerConfig of a Hugging Face config; arguments as in `qwen3.build_policy`."""
+    """The TransformerConfig of a Hugging Face config; arguments as in `policy.build_policy`."""
     options = with_sizes(options or ParallelConfig(), parallel)
     by_transformer_engine = uses_transformer_engine(config, parallel)
     values = hf_config.to_dict()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from vllm.distributed.weight_transfer.base import WeightSource
 
-    from oblr_megatron.model.qwen3 import Policy
+    from oblr_megatron.model.policy import Policy
 
 PIECE_BYTES = 512 * 2**20
 """Bytes of a piece by default (`weights.piece_mib`)."""

@@ -18,7 +18,7 @@ from oblr_megatron.config import ModelConfig
 from oblr_megatron.data.packing import one_per_microbatch
 from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.types import MicroBatch, Sample
 from tests.tiny import VOCAB
 

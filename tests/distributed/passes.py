@@ -16,7 +16,7 @@ from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model.logprobs import vocab_parallel_logprobs
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
 from oblr_megatron.types import MicroBatch
 from oblr_megatron.weights.names import OUTPUT, ModelShape, entry, merge

@@ -20,7 +20,7 @@ from oblr_megatron.checkpoint.convert import to_hf, to_megatron
 from oblr_megatron.checkpoint.distributed import TorchDistWriter, load_weights, training_state
 from oblr_megatron.config import ModelConfig, OptimizerConfig
 from oblr_megatron.model.optimizer import PolicyOptimizer
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from tests.distributed.launch import layout, run_ranks
 from tests.tiny import make_hf_dir, make_moe_hf_dir
 

@@ -25,7 +25,7 @@ from oblr_megatron.config import OptimizerConfig, ParallelConfig
 from oblr_megatron.model.momentum import GradientMomentum
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.shards import held
 from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks

@@ -19,7 +19,7 @@ from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.weights.export import MegatronWeights, vllm_source
 from oblr_megatron.weights.manifest import manifest_of
 from oblr_megatron.weights.shm import HALVES, SharedBuffer, bucket_capacity, fill_buckets

@@ -16,8 +16,8 @@ import pytest
 from transformers import AutoConfig
 
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig
-from oblr_megatron.model import qwen3
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model import policy as policy_module
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.padding import FP8_TOKENS, PLANNED_TOKENS, Padding, padding_of
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import RTOL, config_of, relative_difference, step_of
@@ -53,7 +53,7 @@ def padded_and_not(path: str, cases: list[Any]) -> list[tuple[dict[str, Any], di
             config = config_of(path, {"mode": mode}, 2, **options)
             wide = with_recipe(config, recipe)
             plain = step_of(path, parallel, config)
-            with patch.object(qwen3, "padding_of", partial(_padding, planned=recipe == PLANNED)):
+            with patch.object(policy_module, "padding_of", partial(_padding, planned=recipe == PLANNED)):
                 policy = build_policy(AutoConfig.from_pretrained(path), wide.model, parallel, wide.parallel)
                 assert policy.padding.row % (PLANNED_TOKENS if recipe == PLANNED else FP8_TOKENS[recipe]) == 0
                 found.append((plain, step_of(path, parallel, wide)))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.step import reduce_model_parallel_grads, run_schedule
 from tests.distributed.gradnorm_cases import (
     RTOL,

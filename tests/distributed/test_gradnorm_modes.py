@@ -29,7 +29,7 @@ from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.types import Sample, Scored, StepGradient
 from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks

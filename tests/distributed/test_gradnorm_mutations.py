@@ -21,7 +21,7 @@ from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
 from oblr_megatron.gradnorm.embedding_rows import EmbeddingRows
 from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import HEAD_NORMS, Kind, Rule, classify
-from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.sq_norms import row_sq_norms
 from tests.distributed.gradnorm_cases import (
     RTOL,

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.types import MicroBatch
 from tests.distributed.launch import layout, run_ranks

@@ -27,7 +27,7 @@ from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logits
 from oblr_megatron.model.optimizer import PolicyOptimizer, grad_sq_norm
-from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
 from oblr_megatron.model.taps import AccumulateSink, Splits
 from oblr_megatron.types import MicroBatch, Sample

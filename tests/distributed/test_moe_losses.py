@@ -26,7 +26,7 @@ from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.gradnorm import oracle as reference
 from oblr_megatron.gradnorm.oracle import oracle_logprobs, oracle_sq_norms
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients
 from tests.distributed.test_gradient import FOLDS, GROUP, NUM_PROMPTS, coefficients, make_samples

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oblr_megatron.config import ParallelConfig
-from oblr_megatron.model import qwen3
+from oblr_megatron.model import policy as policy_module
 from oblr_megatron.model.step import (
     finish_overlapped_grads,
     reduce_data_parallel_grads,
@@ -61,12 +61,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def small_buckets() -> Iterator[None]:
-    whole = qwen3.DistributedDataParallelConfig
-    qwen3.DistributedDataParallelConfig = partial(whole, bucket_size=BUCKET)  # type: ignore[misc, assignment]
+    whole = policy_module.DistributedDataParallelConfig
+    policy_module.DistributedDataParallelConfig = partial(whole, bucket_size=BUCKET)  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        qwen3.DistributedDataParallelConfig = whole  # type: ignore[misc]
+        policy_module.DistributedDataParallelConfig = whole  # type: ignore[misc]
 
 
 def gradients(path: Path, sizes: dict[str, Any], *, overlap: bool) -> tuple[dict[str, Tensor], int]:

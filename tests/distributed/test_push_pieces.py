@@ -20,7 +20,7 @@ from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config, ModelConfig, parse_config
 from oblr_megatron.memory.engine import gather_bytes
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.weights import export
 from oblr_megatron.weights.export import MegatronWeights
 from oblr_megatron.weights.names import layer_of

@@ -16,7 +16,7 @@ import pytest
 from torch import Tensor, nn
 
 from oblr_megatron.config import ParallelConfig
-from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.taps import AccumulateSink, Splits
 from oblr_megatron.types import MicroBatch

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.data.packing import microbatches
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.reference import Reference
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import make_samples

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.step import reduce_data_parallel_grads, run_schedule
 from oblr_megatron.model.taps import AccumulateSink
 from oblr_megatron.types import MicroBatch

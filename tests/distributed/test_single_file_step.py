@@ -22,7 +22,7 @@ from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import parse_config
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.optimizer import PolicyOptimizer
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.types import Sample, Scored
 from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks

@@ -21,7 +21,7 @@ from torch import Tensor
 from oblr_megatron.config import WeightsConfig
 from oblr_megatron.data.packing import one_per_microbatch
 from oblr_megatron.model.logprobs import vocab_parallel_logprobs
-from oblr_megatron.model.qwen3 import Policy
+from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.types import MicroBatch, Sample

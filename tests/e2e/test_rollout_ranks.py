@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.errors import RunError
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks

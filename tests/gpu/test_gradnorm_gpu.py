@@ -29,7 +29,7 @@ from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
 from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
-from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.types import Sample, Scored
 from tests.distributed.gradnorm_cases import TEMPERATURE, oracle, relative_error

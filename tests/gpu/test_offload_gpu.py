@@ -14,7 +14,7 @@ from torch import Tensor
 from oblr_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from tests.tiny import tiny_config
 
 

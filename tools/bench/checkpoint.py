@@ -41,7 +41,7 @@ from oblr_megatron.checkpoint.store import check_contents, checkpoints_of, read_
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import initialize, shutdown
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.memory.training import estimate, resident_bytes
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import initialize, shutdown
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.precision import uses_transformer_engine
-from oblr_megatron.model.qwen3 import build_policy
 from oblr_megatron.types import Sample
 
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # blocks of 1 MiB or more are mapped, and unmapped when freed

@@ -30,7 +30,7 @@ from torch import Tensor
 from oblr_megatron.config import OptimizerConfig, ParallelConfig
 from oblr_megatron.model.logprobs import vocab_parallel_logprobs
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.norms import TokenBatch, clipped_grad_sum, per_sample_sq_grad_norms, weighted_grad_sum
 

@@ -44,7 +44,7 @@ from oblr_megatron.config import ModelConfig, ParallelConfig, WeightsConfig
 from oblr_megatron.engine.handle import Deadlines, VllmEngine, child_environment
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
-from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.rollout.push import Pusher
 from oblr_megatron.weights.export import MegatronWeights
 from oblr_megatron.weights.shm import SharedBuffer

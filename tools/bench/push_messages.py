@@ -34,7 +34,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model.parallel import initialize, shutdown
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.weights.export import MegatronWeights
 
 LAYOUTS = {  # name -> (mixture or dense, ranks, sizes)

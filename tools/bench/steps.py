@@ -27,7 +27,7 @@ from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
-from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.preflight import select_mode
 
 PLAIN, INLINE, PLAIN_TORCH, GHOST = "plain", "inline", "plain_torch", "opacus_ghost"

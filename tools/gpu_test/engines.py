@@ -18,7 +18,7 @@ from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ParallelConfig, parse_config
 from oblr_megatron.memory.training import resident_bytes
 from oblr_megatron.model.parallel import initialize
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.weights.export import MegatronWeights
 from tests.tiny import make_hf_dir

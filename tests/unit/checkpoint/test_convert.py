@@ -32,7 +32,7 @@ from oblr_megatron.checkpoint.pieces import NAMINGS, single_process
 from oblr_megatron.cli import main
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.errors import RunError
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from tests.e2e.forked import call_forked
 from tests.tiny import VOCAB, make_hf_dir, make_moe_hf_dir
 

@@ -19,7 +19,7 @@ from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.model import cpu
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
-from oblr_megatron.model.qwen3 import build_policy
+from oblr_megatron.model.policy import build_policy
 from oblr_megatron.padding import padded_vocab_size
 from tests.tiny import make_hf_dir
 

@@ -20,7 +20,7 @@ from oblr_megatron.gradnorm.embedding_rows import touched_rows
 from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import Kind, Rule, classify
 from oblr_megatron.model.parallel import initialize, shutdown
-from oblr_megatron.model.qwen3 import Policy, build_policy
+from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.types import MicroBatch, Sample
 from tests.tiny import tiny_config
 
