@@ -145,20 +145,36 @@ def _check_stages(layers: int, parallel: ParallelConfig, where: str) -> None:
             where="config: parallel",
             fix="leave it out, or set parallel.pipeline_model_parallel_size to 2 or more",
         )
-    _check_divides(layers, pp, "num_hidden_layers", "pipeline_model_parallel_size", where)
-    if layers % (pp * (vp or 1)):
+    ends = parallel.account_for_embedding_and_loss
+    if ends and pp == 1:
         raise UserError(
-            f"num_hidden_layers {layers} is not a multiple of pipeline_model_parallel_size {pp} x "
+            "account_for_embedding_and_loss without pipeline parallelism",
+            where="config: parallel",
+            fix="leave it out, or set parallel.pipeline_model_parallel_size to 2 or more",
+        )
+    name, divided = ("num_hidden_layers + 2 =", layers + 2) if ends else ("num_hidden_layers", layers)
+    _check_divides(divided, pp, name, "pipeline_model_parallel_size", where)
+    if divided % (pp * (vp or 1)):
+        raise UserError(
+            f"{name} {divided} is not a multiple of pipeline_model_parallel_size {pp} x "
             f"virtual_pipeline_model_parallel_size {vp} = {pp * (vp or 1)}",
             where=where,
-            fix=f"choose sizes so that their product divides {layers}",
+            fix=f"choose sizes so that their product divides {divided}",
         )
-    chunk, group = layers // (pp * (vp or 1)), parallel.recompute_num_layers
-    if parallel.recompute_granularity == "full" and parallel.recompute_method == "uniform" and chunk % group:
+    chunk, group = divided // (pp * (vp or 1)), parallel.recompute_num_layers
+    if ends and chunk == 1:
         raise UserError(
-            f"the {chunk} layers of a model chunk do not divide into groups of recompute_num_layers {group}",
+            "account_for_embedding_and_loss leaves no layer for the first and last model chunk",
+            where="config: parallel",
+            fix="lower parallel.pipeline_model_parallel_size or virtual_pipeline_model_parallel_size",
+        )
+    grouped = parallel.recompute_granularity == "full" and parallel.recompute_method == "uniform"
+    uneven = [size for size in (chunk, chunk - ends) if size % group]
+    if grouped and uneven:
+        raise UserError(
+            f"the {uneven[0]} layers of a model chunk do not divide into groups of recompute_num_layers {group}",
             where="config: parallel.recompute_num_layers",
-            fix=f"choose a divisor of {chunk}",
+            fix="set it to 1" if ends else f"choose a divisor of {chunk}",
         )
 
 

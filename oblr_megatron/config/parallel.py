@@ -18,6 +18,9 @@ class ParallelConfig(Section):
     """Pipeline stages."""
     virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)
     """Model chunks per pipeline stage (interleaved schedule)."""
+    account_for_embedding_and_loss: bool = False
+    """Divide layers + 2 over the stages: the first and the last one hold one layer less. Megatron has two keys for it,
+    account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split."""
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that share each sequence."""
     expert_model_parallel_size: int = Field(1, ge=1)
@@ -53,6 +56,14 @@ class ParallelConfig(Section):
     run without norms."""
     defer_embedding_wgrad_compute: bool = False
     """Compute the output layer's weight gradient after the pipeline flush. Needs gradient_accumulation_fusion."""
+
+    def layers_of_stage(self, layers: int, stage: int) -> int:
+        """Layers of a pipeline stage, all its chunks together.
+
+        Example, 94 layers on 8 stages with account_for_embedding_and_loss: 11, 12, 12, 12, 12, 12, 12, 11.
+        """
+        stages, ends = self.pipeline_model_parallel_size, int(self.account_for_embedding_and_loss)
+        return (layers + 2 * ends) // stages - ends * ((stage == 0) + (stage == stages - 1))
 
     @property
     def own_weight_gradients(self) -> bool:

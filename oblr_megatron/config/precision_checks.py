@@ -143,10 +143,10 @@ def _fp8_widths(hf_config: Mapping[str, Any], config: Config) -> dict[str, int]:
 
 
 def _check_bf16_layers(hf_config: Mapping[str, Any], config: Config, where: str) -> None:
-    model, stages = config.model, config.parallel.pipeline_model_parallel_size
+    model = config.model
     if model.fp8 == "none" or not model.first_last_layers_bf16:
         return
-    of_stage = hf_config["num_hidden_layers"] // stages
+    of_stage = config.parallel.layers_of_stage(hf_config["num_hidden_layers"], 0)
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         if getattr(model, name) > of_stage:
             raise UserError(

@@ -73,7 +73,7 @@ class PassOnRank:
         sizes, tokens = self.sizes, self.tokens
         residual = tokens.split * sizes.hidden * sizes.element
         output = 0 if sizes.only_stage else residual
-        one = self._layers_bytes(sizes.layers // self._chunks) + output
+        one = self._layers_bytes(-(-sizes.layers // self._chunks)) + output
         scratch = tokens.count * sizes.hidden * sizes.element if sizes.sequence_parallel else 0  # gathered inputs
         if self.config.model.attention == "local":
             scratch += score_elements(sizes, tokens) * sizes.element + tokens.length**2  # scores; causal mask

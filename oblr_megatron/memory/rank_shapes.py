@@ -104,7 +104,7 @@ class RankSizes:
             qkv_weight=outputs // tp,
             qkv_bias=outputs // tp if family.qkv_bias else 0,
             ffn=0 if experts else hf["intermediate_size"] // tp,
-            layers=hf["num_hidden_layers"] // pp,
+            layers=parallel.layers_of_stage(hf["num_hidden_layers"], stage),
             columns=vocabulary // tp,
             experts=experts,
             local_experts=experts // parallel.expert_model_parallel_size,

@@ -56,6 +56,8 @@ def transformer_config_of(
         tensor_model_parallel_size=parallel.tp_size,
         pipeline_model_parallel_size=parallel.pp_size,
         virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+        account_for_embedding_in_pipeline_split=options.account_for_embedding_and_loss,
+        account_for_loss_in_pipeline_split=options.account_for_embedding_and_loss,
         context_parallel_size=parallel.cp_size,
         cp_comm_type=options.cp_comm_type,  # for Transformer Engine's attention; SdpaAttention gathers keys and values
         sequence_parallel=parallel.sequence_parallel,

@@ -67,7 +67,7 @@ class Plan:
         words = [f"{name}{count}" for name, count in sizes.items() if count > 1] or ["DP only"]
         if parallel.expert_tensor_parallel_size:
             words.append(f"ETP{parallel.expert_tensor_parallel_size}")
-        words += ["SP"] * parallel.sequence_parallel
+        words += ["SP"] * parallel.sequence_parallel + ["short ends"] * parallel.account_for_embedding_and_loss
         recompute = [f"{parallel.recompute_granularity} recompute"] * (parallel.recompute_granularity != "none")
         rest = [f"vLLM TP{self.config.rollout.tensor_parallel_size}", *recompute, self.config.gradnorm.mode]
         return ", ".join([" ".join(words), *rest, f"{parallel.micro_batch_tokens} tokens"])
@@ -106,12 +106,13 @@ def layouts(request: Request) -> Iterator[Sections]:
     sequence = request.config({})
     experts, longest = num_experts(hf), longest_sample(sequence)
     widths = powers(min(node, request.gpus))
-    depths = [
-        depth for depth in range(1, MOST_STAGES + 1) if not (hf["num_hidden_layers"] % depth or request.gpus % depth)
-    ]
+    depths = [depth for depth in range(1, MOST_STAGES + 1) if not request.gpus % depth]
     spreads = powers(min(experts, request.gpus)) if experts else [1]
     for tp, pp, cp, ep in product(widths, depths, powers(min(MOST_CONTEXT, request.gpus)), spreads):
         if request.gpus % (tp * pp * cp) or request.gpus % (ep * pp):
+            continue
+        ends = bool(hf["num_hidden_layers"] % pp)
+        if ends and (hf["num_hidden_layers"] + 2) % pp:
             continue
         replicas = request.gpus // (tp * pp * cp)
         splits = sorted({1, tp}) if experts else [None]
@@ -127,7 +128,8 @@ def layouts(request: Request) -> Iterator[Sections]:
                 "micro_batch_tokens": rows * longest,
                 "use_distributed_optimizer": replicas * cp > 1,
             }
-            yield fields | ({"expert_tensor_parallel_size": etp} if etp is not None else {})
+            short = {"account_for_embedding_and_loss": True} if ends else {}
+            yield fields | short | ({"expert_tensor_parallel_size": etp} if etp is not None else {})
 
 
 def powers(most: int) -> list[int]:

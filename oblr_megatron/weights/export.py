@@ -150,8 +150,9 @@ class MegatronWeights:
         parallel, first = self._policy.parallel, piece.owners[0][0]
         layer = layer_of(first)
         if layer is not None:
-            chunk = layer // (self._shape.layers // (parallel.pp_size * parallel.vp_size))
-            return chunk % parallel.pp_size
+            ends = self._policy.transformer_config.account_for_embedding_in_pipeline_split  # count as a layer each
+            of_chunk = (self._shape.layers + 2 * ends) // (parallel.pp_size * parallel.vp_size)
+            return (layer + ends) // of_chunk % parallel.pp_size
         return 0 if first.megatron == EMBEDDING else parallel.pp_size - 1
 
 

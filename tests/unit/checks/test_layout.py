@@ -88,6 +88,7 @@ def test_layouts_that_do_not_fit(tp: int, pp: int, world_size: int, changes: dic
     ("pp", "parallel"),
     [
         (3, {"virtual_pipeline_model_parallel_size": 2}),
+        (2, {"account_for_embedding_and_loss": True, "virtual_pipeline_model_parallel_size": 2}),
         (2, {"recompute_granularity": "full", "recompute_num_layers": 3}),
         (2, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}),
         (1, {"context_parallel_size": 3, "packing": "packed"}),
@@ -104,6 +105,18 @@ def test_further_layouts_that_fit_pass(pp: int, parallel: dict[str, Any]) -> Non
         (2, {"virtual_pipeline_model_parallel_size": 2}, r"num_hidden_layers 6 is not a multiple of .* 2 x .* 2 = 4"),
         (3, {"virtual_pipeline_model_parallel_size": 4}, r"num_hidden_layers 6 is not a multiple of .* 3 x .* 4 = 12"),
         (2, {"recompute_granularity": "full", "recompute_num_layers": 2}, "3 layers of a model chunk do not divide"),
+        (1, {"account_for_embedding_and_loss": True}, "account_for_embedding_and_loss without pipeline"),
+        (3, {"account_for_embedding_and_loss": True}, r"num_hidden_layers \+ 2 = 8 is not a multiple of .* 3"),
+        (
+            2,
+            {"account_for_embedding_and_loss": True, "virtual_pipeline_model_parallel_size": 4},
+            "leaves no layer for the first and last model chunk",
+        ),
+        (
+            2,
+            {"account_for_embedding_and_loss": True, "recompute_granularity": "full", "recompute_num_layers": 2},
+            "the 3 layers of a model chunk do not divide",
+        ),
         (1, {"context_parallel_size": 2, "attention": "local"}, '"local" does not work with context_parallel_size 2'),
         (1, {"packing": "packed", "attention": "local"}, '"local" does not work with packing "packed"'),
     ],

@@ -33,11 +33,13 @@ LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
     "ep": ({"tp": 2, "ep": 4, "etp": 1}, 4),
     "ep within a replica": ({"tp": 4, "ep": 2, "etp": 1}, 4),
     "etp": ({"tp": 2, "pp": 2}, 4),
+    "short ends": ({"tp": 2, "pp": 4, "ends": 1, "layers": 6}, 0),
+    "short ends, interleaved": ({"pp": 2, "vp": 2, "ends": 1, "layers": 6}, 4),
 }
 
 
 def parallel(
-    *, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None
+    *, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None, ends: int = 0
 ) -> Any:
     return {
         "tensor_model_parallel_size": tp,
@@ -47,6 +49,7 @@ def parallel(
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": etp,
         "sequence_parallel": tp > 1,
+        "account_for_embedding_and_loss": bool(ends),
     }
 
 
@@ -91,8 +94,9 @@ def test_layouts(case: str) -> None:
     make = tiny_moe_config if experts else tiny_config
     if "biases" in case:
         make = partial(tiny_config_of, "qwen2")
-    hf_config = make(num_hidden_layers=4, tie_word_embeddings="tied" in case, vocab_size=1000).to_dict()
-    config = run(sizes)
+    layers = sizes.get("layers", 4)
+    hf_config = make(num_hidden_layers=layers, tie_word_embeddings="tied" in case, vocab_size=1000).to_dict()
+    config = run({name: size for name, size in sizes.items() if name != "layers"})
     found = build_models(hf_config, config, WORLD)
     check_cover(found, WORLD)
     assert found.total == by_transformers(hf_config)
