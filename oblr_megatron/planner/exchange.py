@@ -1,8 +1,9 @@
 """Seconds of a collective among g ranks, and the links it uses. Imports no torch.
 
-    all-gather, reduce-scatter    (g - 1) / g * bytes / (link * bandwidth) + log2(g) * message
+    all-gather, reduce-scatter    (g - 1) / g * bytes / (link * bandwidth) + hops
     all-reduce                    twice that: a reduce-scatter, then an all-gather
-    all-to-all                    the slower of both parts: bytes to ranks of the own node, bytes to other nodes
+    all-to-all                    the slower of both parts: bytes to ranks of the own node, bytes to other nodes; hops
+    hops                          log2(ranks of a node) * message + log2(nodes) * message between nodes
 
 bytes is the size of the whole tensor, all g parts together. Ranks are ordered as in megatron-core: tensor, context,
 data, then pipeline parallel. A group that spans nodes uses the links between nodes.
@@ -69,13 +70,13 @@ class Links:
         if self.ep == 1:
             return 0.0
         here = min(self.ep, max(1, self.machine.device.gpus_per_node // self.etp))  # ranks of the group in a node
-        within, message = self._link(here * self.etp)
+        within = self._bandwidth(here * self.etp)
         seconds = (here - 1) / self.ep * num_bytes / within
         if here < self.ep:
-            between, message = self._link(self.ep * self.etp)
+            between = self._bandwidth(self.ep * self.etp)
             copies = self.machine.constants.node_copies
             seconds = max(seconds, copies * (self.ep - here) / self.ep * num_bytes / between)
-        return seconds + log2(self.ep) * message
+        return seconds + self._hops(self.ep, self.ep * self.etp)
 
     def expert_tensor(self, num_bytes: float) -> float:
         """An all-gather or reduce-scatter over the ranks that share an expert."""
@@ -93,8 +94,10 @@ class Links:
         """One message to the next pipeline stage, between nodes if the run has several."""
         if self.pp == 1:
             return 0.0
-        bandwidth, message = self._link(self.world_size)
-        return num_bytes / bandwidth + message
+        constants, device = self.machine.constants, self.machine.device
+        within = self.world_size <= device.gpus_per_node
+        message = constants.message_s if within else constants.node_message_s
+        return num_bytes / self._bandwidth(self.world_size) + message
 
     def model(self, num_bytes: float) -> float:
         """An all-gather of the whole model from the ranks that hold its parts."""
@@ -110,12 +113,16 @@ class Links:
         """Seconds of an all-gather over `size` ranks that spread over `span` neighbouring ranks."""
         if size == 1:
             return 0.0
-        bandwidth, message = self._link(span)
-        return (size - 1) / size * num_bytes / bandwidth + log2(size) * message
+        return (size - 1) / size * num_bytes / self._bandwidth(span) + self._hops(size, span)
 
-    def _link(self, span: int) -> tuple[float, float]:
-        """(bytes per second, seconds per message) of the links that `span` ranks use."""
-        device, constants = self.machine.device, self.machine.constants
-        if span > device.gpus_per_node:
-            return device.inter_node_gb_s * 1e9 * constants.link, constants.node_message_s
-        return device.intra_node_gb_s * 1e9 * constants.link, constants.message_s
+    def _bandwidth(self, span: int) -> float:
+        """Bytes per second of the slowest links that `span` neighbouring ranks use."""
+        device = self.machine.device
+        between = span > device.gpus_per_node
+        return (device.inter_node_gb_s if between else device.intra_node_gb_s) * 1e9 * self.machine.constants.link
+
+    def _hops(self, size: int, span: int) -> float:
+        """Latency among `size` ranks that spread over `span` neighbouring ones: within the nodes, then between them."""
+        constants = self.machine.constants
+        nodes = min(size, max(1, -(-span // self.machine.device.gpus_per_node)))
+        return log2(size / nodes) * constants.message_s + log2(nodes) * constants.node_message_s

@@ -85,7 +85,7 @@ def test_groups_beyond_a_node_use_the_links_between_nodes() -> None:
     near = Links(machine, tp=2, cp=1, dp=4, pp=1, ep=1, etp=1)
     far = Links(machine, tp=2, cp=1, dp=8, pp=1, ep=1, etp=1)
     assert near.data(1e11) == pytest.approx(0.75 + 2 * 1.0)
-    assert far.data(1e11) == pytest.approx(7 / 8 * 10 + 3 * 3.0)
+    assert far.data(1e11) == pytest.approx(7 / 8 * 10 + 2 * 1.0 + 3.0)  # four ranks a node, two nodes
     assert near.tensor(1e11) == far.tensor(1e11) == pytest.approx(0.5 + 1.0)
     assert replace(near, tp=1).tensor(1e11) == 0
 
@@ -96,10 +96,10 @@ def test_an_all_to_all_uses_the_links_of_a_node_and_those_between_nodes_at_once(
     near = Links(machine, tp=1, cp=1, dp=8, pp=1, ep=8, etp=1)
     far = Links(machine, tp=1, cp=1, dp=16, pp=1, ep=16, etp=1)
     assert near.expert(1e11) == pytest.approx(7 / 8 + 3 * 1.0)
-    assert far.expert(1e11) == pytest.approx(8 / 16 * 10 + 4 * 3.0)
+    assert far.expert(1e11) == pytest.approx(8 / 16 * 10 + 3 * 1.0 + 3.0)
     once = replace(far, machine=replace(machine, constants=replace(machine.constants, node_copies=0.02)))
-    assert once.expert(1e11) == pytest.approx(7 / 16 + 4 * 3.0)  # now the node's own links are the slower part
-    assert replace(far, etp=2, ep=8).expert(1e11) == pytest.approx(4 / 8 * 10 + 3 * 3.0)
+    assert once.expert(1e11) == pytest.approx(7 / 16 + 3 * 1.0 + 3.0)  # now the node's own links are the slower part
+    assert replace(far, etp=2, ep=8).expert(1e11) == pytest.approx(4 / 8 * 10 + 2 * 1.0 + 3.0)
     assert replace(near, ep=1).expert(1e11) == 0
 
 
