@@ -216,7 +216,7 @@ def test_a_job_too_short_for_its_margin_says_so_and_is_not_requeued(arguments: A
 def test_trainers_and_servers_on_nodes_of_their_own(arguments: Arguments, tmp_path: Path) -> None:
     """A heterogeneous job, requeued once: one rank on the first node, one server on the second."""
     keys = arguments(rollout__num_threads=1, checkpoint__every_steps=0)
-    job = Job(tmp_path / "job", ["0.6b", *keys], script="slurm/oblr_qwen3_servers.sh", holds=True)
+    job = Job(tmp_path / "job", ["qwen3_0.6b", *keys], script="slurm/oblr_servers.sh", holds=True)
     with job.submitted():
         job.wait_held()
         slurm("scancel", "--batch", "--signal=USR1", job.id)

@@ -36,7 +36,7 @@ def config(name: str) -> Config:
 
 def test_there_is_one_script_per_model() -> None:
     found = {path.stem.removeprefix("oblr_") for path in (ROOT / "slurm").glob("oblr_*.sh")}
-    assert found == {*NAMES, "qwen3_servers"}
+    assert found == {*NAMES, "servers"}
 
 
 def test_scripts_differ_only_in_settings() -> None:
@@ -66,6 +66,26 @@ def test_a_job_gets_a_signal_and_may_be_requeued(name: str) -> None:
     assert "#SBATCH --requeue\n" in lines and header(name)["open-mode"] == "append" and "%j" in header(name)["output"]
     hours, minutes, seconds = map(int, header(name)["time"].split(":"))
     assert int(header(name)["signal"].partition("@")[2]) < (60 * hours + minutes) * 60 + seconds
+
+
+@pytest.mark.parametrize("given", [(), ("8b",), ("../configs/no",)])
+def test_servers_refuse_what_is_no_preset_and_list_them(given: tuple[str, ...]) -> None:
+    environment = {"PATH": os.environ["PATH"], "OBLR_HOME": str(ROOT)}
+    found = subprocess.run(
+        ["bash", script("servers"), *given], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: no preset") and all(name in found.stderr for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_servers_take_every_preset(name: str) -> None:
+    """Past the preset, outside a job, the script stops at the missing SLURM_JOB_ID."""
+    environment = {"PATH": os.environ["PATH"], "OBLR_HOME": str(ROOT)}
+    found = subprocess.run(
+        ["bash", script("servers"), name], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 2 and "SLURM_JOB_ID is not set" in found.stderr
 
 
 @pytest.mark.parametrize("path", BASH, ids=lambda path: path.name)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --job-name=oblr_qwen3_servers
+#SBATCH --job-name=oblr_servers
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -18,19 +18,20 @@
 #SBATCH --mem=0
 
 # Trainers on the nodes of the first component, vLLM servers on those of the second:
-#     sbatch slurm/oblr_qwen3_servers.sh SIZE [section.key=value ...]        SIZE as in the other scripts' names: 8b
-#     sbatch --nodes=4 : --nodes=2 slurm/oblr_qwen3_servers.sh 32b           other numbers of nodes
+#     sbatch slurm/oblr_servers.sh PRESET [section.key=value ...]       a file of slurm/configs without .toml: qwen3_8b
+#     sbatch --nodes=4 : --nodes=2 slurm/oblr_servers.sh qwen2.5_32b    other numbers of nodes
 # Settings: slurm/lib.sh. Documentation: docs/cluster.md.
 OBLR_HOME="${OBLR_HOME:-${SLURM_SUBMIT_DIR:-$PWD}}"
 if [[ ! -r $OBLR_HOME/slurm/lib.sh ]]; then
     echo "error: no slurm/lib.sh in $OBLR_HOME; call sbatch in the repository's root, or export OBLR_HOME" >&2
     exit 2
 fi
-if [[ ! ${1:-} =~ ^[0-9]+ ]]; then
-    echo "error: no size; give 0.6b, 1.7b, 4b, 8b, 14b, 32b, 30b_a3b or 235b_a22b as first argument" >&2
+if [[ ! -r $OBLR_HOME/slurm/configs/${1:-}.toml ]]; then
+    presets="$(cd "$OBLR_HOME/slurm/configs" && printf '%s, ' *.toml | sed 's/\.toml//g; s/, $//')"
+    echo "error: no preset ${1:-(none given)}. Fix: give one of $presets as first argument" >&2
     exit 2
 fi
-OBLR_CONFIG="${OBLR_CONFIG:-slurm/configs/qwen3_$1.toml}"
+OBLR_CONFIG="${OBLR_CONFIG:-slurm/configs/$1.toml}"
 shift
 # shellcheck source=slurm/lib.sh
 source "$OBLR_HOME/slurm/lib.sh"
