@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=oblr_qwen3_235b_a22b
-#SBATCH --nodes=32
+#SBATCH --nodes=16
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
@@ -11,7 +11,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
-# Qwen3-235B-A22B on 32 nodes of 8 H100s: sbatch slurm/oblr_qwen3_235b_a22b.sh [section.key=value ...]
+# Qwen3-235B-A22B on 16 nodes of 8 H100s: sbatch slurm/oblr_qwen3_235b_a22b.sh [section.key=value ...]
 # Settings: slurm/lib.sh. Documentation: docs/cluster.md.
 OBLR_CONFIG="${OBLR_CONFIG:-slurm/configs/qwen3_235b_a22b.toml}"
 

@@ -1,9 +1,10 @@
 """Dry-run every layout preset of slurm/configs at its own size and at larger ones.
 
-    .venv/bin/python tools/dry_run_presets.py [--nodes 32 128] [--json OUT]
+    .venv/bin/python tools/dry_run_presets.py [--nodes 32 128] [--presets qwen3_8b] [--set KEY=VALUE ...] [--json OUT]
 
-Prints one line per preset and number of nodes: parameters, memory of the fullest rank, share of the GPU, wall seconds
-and CPU seconds. Nodes have 8 GPUs of 80 GB. If there are more replicas than folds, folds and prompts are raised to one
+Prints one line per preset and number of nodes: parameters, memory of the fullest rank, share of the GPU, the planner's
+seconds of a step on H100s with responses of half the longest length, wall seconds and CPU seconds. Nodes have 8 GPUs of
+80 GB. If there are more replicas than folds, folds and prompts are raised to one
 per replica.
 """
 
@@ -14,7 +15,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,10 @@ from oblr_megatron.dryrun.checking import check_fits, model_of
 from oblr_megatron.dryrun.device_memory import Device
 from oblr_megatron.dryrun.examine import Found, examine
 from oblr_megatron.memory.pass_plan import Layout
+from oblr_megatron.observe.performance.hardware import device_named
+from oblr_megatron.planner.constants import Machine
+from oblr_megatron.planner.cost import predict
+from oblr_megatron.planner.setting import Setting
 
 PRESETS = Path(__file__).parent.parent / "slurm" / "configs"
 PER_NODE = 8
@@ -52,49 +57,70 @@ def nodes_of(preset: Path) -> int:
     return int(named[1])
 
 
-def at_size(preset: Path, nodes: int) -> Config:
+def at_size(preset: Path, nodes: int, changes: Sequence[str] = ()) -> Config:
     """A preset with at least one fold and one prompt per replica (or per group of replicas that share a fold)."""
-    config = load_config(preset)
+    config = load_config(preset, changes)
     hf_config, _ = model_of(config.model.path)
     layout = Layout.of(hf_config, config, nodes * PER_NODE)
     folds = max(config.algo.snr.num_folds, layout.replicas // layout.sharing)
     prompts = max(config.num_prompts, folds)
-    return load_config(preset, [f"algo.snr.num_folds={folds}", f"num_prompts={prompts}"])
+    return load_config(preset, [*changes, f"algo.snr.num_folds={folds}", f"num_prompts={prompts}"])
 
 
-def examined(preset: Path, nodes: int) -> Row:
-    """Dry-run a preset.
+def step_seconds(found: Found) -> float:
+    """The planner's seconds of a step, with responses of half the longest length."""
+    mean = found.config.rollout.max_response_tokens // 2
+    machine = Machine(device_named("h100"))
+    setting = Setting(found.hf_config, found.config, found.world_size, machine, mean_response_tokens=mean)
+    return predict(setting).seconds
+
+
+def examined(preset: Path, nodes: int, changes: Sequence[str] = ()) -> Row:
+    """Dry-run a preset with some keys changed ("section.key=value").
 
     Raises:
         UserError: the layout does not divide the model, or does not fit.
     """
     start, core = time.perf_counter(), time.process_time()
-    config = at_size(preset, nodes)
+    config = at_size(preset, nodes, changes)
     found = examine(config, nodes * PER_NODE, PER_NODE, DEVICE)
     check_fits(found.memory, config, DEVICE)
     return Row(preset.stem, nodes, found, time.perf_counter() - start, time.process_time() - core)
 
 
-def rows(larger: tuple[int, ...]) -> Iterator[Row]:
-    """Every preset at its own number of nodes and at the larger sizes."""
+def rows(larger: tuple[int, ...], names: Sequence[str], changes: Sequence[str]) -> Iterator[Row]:
+    """The named presets, by default all, at their own number of nodes and at the larger sizes."""
     for preset in sorted(PRESETS.glob("*.toml"), key=lambda path: (nodes_of(path), path.name)):
         own = nodes_of(preset)
         for nodes in (own, *(size for size in larger if size > own)):
-            yield examined(preset, nodes)
+            if not names or preset.stem in names:
+                yield examined(preset, nodes, changes)
 
 
 def main() -> int:
     """Print the table; write the results with --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="*", default=list(LARGER), help="larger sizes, in nodes of 8 GPUs")
+    parser.add_argument("--presets", nargs="*", default=[], help="names of presets; by default all")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys to change in every preset")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results here")
     options = parser.parse_args()
     assert DEVICE.num_bytes is not None
     table = Table(
-        "preset", "nodes", "ranks", "parameters", "built", "training GB", "sampling GB", "full", "seconds", "core"
+        "preset",
+        "nodes",
+        "ranks",
+        "parameters",
+        "built",
+        "training GB",
+        "sampling GB",
+        "full",
+        "step s",
+        "seconds",
+        "core",
     )
     metrics = []
-    for row in rows(tuple(options.nodes)):
+    for row in rows(tuple(options.nodes), options.presets, options.set):
         training, rollout = (max(getattr(one, name) for one in row.found.memory) for name in ("training", "rollout"))
         metrics.append(
             {
@@ -106,6 +132,7 @@ def main() -> int:
                 "training_bytes": training,
                 "rollout_bytes": rollout,
                 "share": row.found.peak / DEVICE.num_bytes,
+                "step_s": step_seconds(row.found),
                 "seconds": row.seconds,
                 "core_seconds": row.core_seconds,
             }
@@ -119,6 +146,7 @@ def main() -> int:
             f"{training / 1e9:.1f}",
             f"{rollout / 1e9:.1f}",
             f"{row.found.peak / DEVICE.num_bytes:.0%}",
+            f"{metrics[-1]['step_s']:.0f}",
             f"{row.seconds:.1f}",
             f"{row.core_seconds:.1f}",
         )
