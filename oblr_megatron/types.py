@@ -8,10 +8,11 @@ T tokens of one sample, V vocabulary, P parameters, R folds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # `types` is imported by the torch-free half of the package
+    import numpy as np
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "failed", "late"]
@@ -46,6 +47,10 @@ class Sample:
     With an environment (docs/environments.md) the response is all that follows the prompt. `mask` then says which of
     its tokens the policy wrote. The score is the sum over these tokens alone; the others have a log-prob of 0.
 
+    `routes` (docs/moe.md, "Routing replay") are the experts that the engine took for every token of prompt and
+    response. Row j belongs to input position j. A row of -1 means that the route is not known. The last token of a
+    response is never an input of the engine, so its row is -1. Equality of samples ignores the routes.
+
     Example: Sample(group=0, prompt_ids=(5, 9, 2), response_ids=(7, 1), logprobs=(-0.1, -0.02), text="5",
                     finish_reason="stop", version=3)
     """
@@ -59,6 +64,7 @@ class Sample:
     version: int  # of the weights that produced it
     mask: tuple[bool, ...] = ()  # True where the policy wrote the response's token; empty: everywhere
     environment_reward: float | None = None  # of the environment, if it gives one
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)  # int16 [tokens, layers, k]
 
     @property
     def length(self) -> int:
