@@ -32,7 +32,7 @@ def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) 
     check_world_size(config.parallel, world_size)
     check_model(hf_config, config.parallel, where=str(config.model.path))
     check_attention(config.model.attention, config.parallel)
-    check_router_losses(hf_config, config)
+    check_router_keys(hf_config, config)
     check_recompute(hf_config, config.parallel)
     check_sizes(hf_config, config)
 
@@ -50,13 +50,15 @@ def check_recompute(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> N
         )
 
 
-def check_router_losses(hf_config: Mapping[str, Any], config: Config) -> None:
-    """Refuse router losses for a dense model."""
-    if config.model.router_losses and not num_experts(hf_config):
+def check_router_keys(hf_config: Mapping[str, Any], config: Config) -> None:
+    """Refuse router losses and routing replay for a dense model."""
+    keys = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_routing_replay")
+    given = [key for key in keys if getattr(config.model, key)]
+    if given and not num_experts(hf_config):
         raise UserError(
-            "moe_aux_loss_coeff or moe_z_loss_coeff is positive, but the model has no experts",
+            f"{given[0]} is set, but the model has no experts",
             where="config: model",
-            fix="leave both out, or train a mixture of experts",
+            fix="leave it out, or train a mixture of experts",
         )
 
 

@@ -51,6 +51,9 @@ class ModelConfig(Section):
     """Weight of the load-balancing loss."""
     moe_z_loss_coeff: float = Field(0.0, ge=0)
     """Weight of the router z-loss (ST-MoE). 0: none."""
+    moe_routing_replay: bool = False
+    """Train each token through the experts that the engine chose for it when it was sampled (R3, arXiv 2510.11370;
+    docs/moe.md). For mixtures of experts."""
 
     @property
     def router_losses(self) -> bool:
