@@ -161,6 +161,7 @@ class MicroBatch(TokenRows):
     sample_index: Tensor  # [n] int64, position of each sample among the step's N; n = b unless packed
     cu_seqlens: Tensor | None = None  # [n + 1] int32, packed only: sample i is tokens cu_seqlens[i]..cu_seqlens[i + 1]
     token_index: Tensor | None = None  # [b, t] int64, place of `labels` among its response's tokens, 0 without mask
+    routes: Tensor | None = None  # [b, t, layers, k] int16 in host memory, -1 without a route; None: none has one
 
     def of_tokens(self, table: Tensor) -> Tensor:
         """Look up values of response tokens: table [N, T] -> [b, t], 0 where mask is False."""
@@ -178,6 +179,7 @@ class RouterMetrics:
     aux_loss: float  # before its coefficient; 1 when every expert is as likely as any other
     z_loss: float  # before its coefficient
     max_load: float  # largest share of a layer's tokens on one expert, times the number of experts: 1 to num_experts
+    route_mismatch_fraction: float | None = None  # share of the router's own choices that replay replaced
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,9 @@ def _batch(samples: Sequence[Sample], group: Sequence[int], width: int, device: 
     parts = [part.view(len(group), width).to(device) for part in _laid_out(samples, group, [width] * len(group))]
     ids, labels, mask, logprobs, index = parts
     numbers = torch.tensor(list(group), device=device)
-    return MicroBatch(ids, labels, mask, logprobs, sample_index=numbers, token_index=index)
+    routes = _routes(samples, group, [width] * len(group))
+    routes = None if routes is None else routes.unflatten(0, (len(group), width))
+    return MicroBatch(ids, labels, mask, logprobs, sample_index=numbers, token_index=index, routes=routes)
 
 
 def _packed(
@@ -179,6 +181,7 @@ def _packed(
     """A microbatch with all samples in one row."""
     own = [widths[index] for index in group]
     ids, labels, mask, logprobs, index = (part[None].to(device) for part in _laid_out(samples, group, own))
+    routes = _routes(samples, group, own)
     return MicroBatch(
         ids,
         labels,
@@ -187,7 +190,28 @@ def _packed(
         sample_index=torch.tensor(list(group), device=device),
         cu_seqlens=torch.tensor([0, *own], device=device).cumsum(0, dtype=torch.int32),
         token_index=index,
+        routes=None if routes is None else routes[None],
     )
+
+
+def _routes(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[int]) -> torch.Tensor | None:
+    """Routes [sum of widths, layers, k], -1 without one; None if no sample has any. They stay in host memory.
+
+    A token of a mixture has 768 bytes (48 layers, k = 8), all its other tensors have 29. A pipeline stage needs those
+    of its layers, and one microbatch at a time.
+    """
+    given = [samples[index].routes for index in group]
+    known = next((routes for routes in given if routes is not None), None)
+    if known is None:
+        return None
+    laid_out = np.full((sum(widths), *known.shape[1:]), -1, dtype=np.int16)
+    start = 0
+    for index, routes, width in zip(group, given, widths, strict=True):
+        if routes is not None:
+            assert len(routes) == _length(samples[index]), "routes have one row for each token of prompt and response"
+            laid_out[start : start + len(routes)] = routes
+        start += width
+    return torch.from_numpy(laid_out)
 
 
 def _laid_out(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[int]) -> list[torch.Tensor]:

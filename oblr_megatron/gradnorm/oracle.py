@@ -80,16 +80,17 @@ def oracle_gradient(
 
 
 def oracle_logprobs(weights: Weights, config: DenseShape, sample: Sample, temperature: float = 1.0) -> Tensor:
-    """log pi of each response token that the policy wrote, [sample.length]."""
+    """log pi of each response token that the policy wrote, [sample.length]; by the sample's routes if it has any."""
     tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
-    logits = oracle_logits(weights, config, tokens)[:-1]  # position j predicts token j + 1
+    routes = None if sample.routes is None else torch.tensor(sample.routes, dtype=torch.int64)
+    logits = oracle_logits(weights, config, tokens, routes)[:-1]  # position j predicts token j + 1
     logprobs = F.log_softmax(logits / temperature, dim=-1).gather(1, tokens[1:, None])[:, 0]
     response = logprobs[len(sample.prompt_ids) - 1 :]
     return response[torch.tensor(sample.mask)] if sample.mask else response
 
 
-def oracle_logits(weights: Weights, config: DenseShape, tokens: Tensor) -> Tensor:
-    """[T] token ids -> [T, V] logits."""
+def oracle_logits(weights: Weights, config: DenseShape, tokens: Tensor, routes: Tensor | None = None) -> Tensor:
+    """[T] token ids -> [T, V] logits. `routes` [T, layers, k] int64 are the experts of a mixture, -1 for its own."""
     embedding = weights["model.embed_tokens.weight"]
     hidden = embedding[tokens]  # [T, hidden]
     rotation = _rotation(len(tokens), config, hidden.dtype)
@@ -100,7 +101,8 @@ def oracle_logits(weights: Weights, config: DenseShape, tokens: Tensor) -> Tenso
         hidden = hidden + _attention(normed, layer, config, rotation)
         normed = _rms_norm(hidden, layer["post_attention_layernorm.weight"], config.rms_norm_eps)
         if "mlp.gate.weight" in layer:
-            hidden = hidden + _mixture(normed, layer, cast("MixtureShape", config))
+            given = None if routes is None else routes[:, index]
+            hidden = hidden + _mixture(normed, layer, cast("MixtureShape", config), given)
         else:
             hidden = hidden + _mlp(normed, layer, "mlp.")
     hidden = _rms_norm(hidden, weights["model.norm.weight"], config.rms_norm_eps)
@@ -113,13 +115,17 @@ def _mlp(hidden: Tensor, layer: Weights, prefix: str) -> Tensor:
     return (gate * (hidden @ layer[f"{prefix}up_proj.weight"].T)) @ layer[f"{prefix}down_proj.weight"].T
 
 
-def _mixture(hidden: Tensor, layer: Weights, config: MixtureShape) -> Tensor:
+def _mixture(hidden: Tensor, layer: Weights, config: MixtureShape, routes: Tensor | None = None) -> Tensor:
     """The k experts with the highest scores for a token, weighted by these scores: [T, hidden] -> [T, hidden].
 
-    The softmax over experts is taken in the dtype of the weights; transformers always takes it in fp32.
+    A token with a route [k] in `routes` [T, k] takes these experts instead. The softmax over experts is taken
+    in the dtype of the weights; transformers always takes it in fp32.
     """
     scores = (hidden @ layer["mlp.gate.weight"].T).softmax(dim=-1)  # [T, experts]
-    weight, selected = scores.topk(config.num_experts_per_tok, dim=-1)  # [T, k]
+    selected = scores.topk(config.num_experts_per_tok, dim=-1).indices  # [T, k]
+    if routes is not None:
+        selected = torch.where(routes < 0, selected, routes)
+    weight = scores.gather(1, selected)
     if config.norm_topk_prob:
         weight = weight / weight.sum(dim=-1, keepdim=True)
     mixed = torch.zeros_like(hidden)

@@ -29,6 +29,7 @@ from oblr_megatron.model.megatron_versions import moe_submodules
 from oblr_megatron.model.router import Router
 
 if TYPE_CHECKING:
+    from oblr_megatron.config import ModelConfig
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.model.tapped import TappedModel
     from oblr_megatron.model.taps import Splits, SplitsFn, Tap
@@ -81,10 +82,12 @@ def moe_fields(
     }
 
 
-def set_router(layer: ModuleSpec, hf_config: HFConfig) -> None:
+def set_router(layer: ModuleSpec, hf_config: HFConfig, config: ModelConfig) -> None:
     """Put our router into the spec of a mixture's transformer layer; a dense layer is unchanged."""
     if num_experts(hf_config.to_dict()):
-        moe_submodules(layer).router = partial(Router, renormalise=hf_config.norm_topk_prob)
+        moe_submodules(layer).router = partial(
+            Router, renormalise=hf_config.norm_topk_prob, replays=config.moe_routing_replay
+        )
 
 
 def is_expert(parameter: nn.Parameter) -> bool:

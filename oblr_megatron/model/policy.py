@@ -153,11 +153,11 @@ def _block_spec(
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=transformer_config.qk_layernorm
         )
-        moe.set_router(layer, hf_config)
+        moe.set_router(layer, hf_config, config)
         return layer
     qk_norms = transformer_config.qk_layernorm
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=qk_norms, normalization="RMSNorm")
-    moe.set_router(layer, hf_config)
+    moe.set_router(layer, hf_config, config)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules

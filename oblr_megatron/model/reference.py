@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,9 +30,13 @@ class Reference:
         self._weights = [parameter.detach().clone() for _, parameter in policy.named_parameters()]
 
     def logprobs(self, samples: Sequence[Sample], batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
-        """log pi_ref [N, T] fp64 of every response token, by a forward pass; arguments as in `token_values`."""
+        """log pi_ref [N, T] fp64 of every response token, by a forward pass; arguments as in `token_values`.
+
+        The reference routes by itself: pi_ref is one model, which no update of the policy changes (docs/moe.md).
+        """
         with self.in_place():
-            return response_logprobs(self._policy, samples, batches, temperature)
+            own = [replace(batch, routes=None) for batch in batches]
+            return response_logprobs(self._policy, samples, own, temperature)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts, and the losses that keep the experts' loads balanced.
+"""The routers of a mixture of experts, replayed routes, and the losses that keep the experts' loads balanced.
 
     auxiliary loss   sum_m T_m / T  E sum_e f_e P_e     Switch Transformer, arXiv 2101.03961
     z-loss           1 / T sum_x (log sum_e exp z_e)^2  ST-MoE, arXiv 2202.08906
@@ -8,6 +8,8 @@ E experts, f_e the fraction of selections of expert e, P_e its mean probability,
 computes the value and gradient of one microbatch. The weight T_m / T turns the sum over microbatches, folds and
 replicas into a mean over tokens. f still depends on how samples are grouped into microbatches (docs/moe.md).
 
+Routing replay (R3, arXiv 2510.11370) takes the experts of a token from the rollout, and their weights from the trainer.
+
     routers = RouterLosses(policy, config.model)
     routers.begin(tokens)                                              # T, the same on every rank
     run_schedule(policy, batches, loss_fn, routers=routers)            # any number of times
@@ -16,8 +18,9 @@ replicas into a mean over tokens. f still depends on how samples are grouped int
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,42 +30,56 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from oblr_megatron.types import RouterMetrics
+from oblr_megatron.types import MicroBatch, RouterMetrics
 
 if TYPE_CHECKING:
     from oblr_megatron.config import ModelConfig
     from oblr_megatron.model.policy import Policy
+    from oblr_megatron.model.tapped import TappedModel
+    from oblr_megatron.types import TokenRows
 
 
 class Router(TopKRouter):
     """Routes as transformers does: softmax over all experts, then the top k, renormalised if the model says so.
 
     megatron-core's router always computes the softmax in fp32, which would be the only inexact step of an fp64 model.
+
+    Args:
+        renormalise: whether the weights of a token's experts sum to 1.
+        replays: whether the routes of a microbatch replace the router's own choice.
+        arguments: of megatron-core's router.
     """
 
-    def __init__(self, *, renormalise: bool, **arguments: Any) -> None:
+    def __init__(self, *, renormalise: bool, replays: bool = False, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.renormalise = renormalise
+        self.renormalise, self.replays = renormalise, replays
         self.losses: RouterLosses | None = None  # set by RouterLosses.attached
+        self.trained: Tensor | None = None  # [n] bool, set by RouterBatch.enter
+        self.routes: Tensor | None = None  # [n, k] int16, likewise
         self.to(torch.cuda.current_device())  # megatron-core moves it in the first forward, after main_grad exists
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[t, b, E] -> each token's expert weights [t * b, E], zero if not selected, and the selection [t * b, E] bool.
 
-        Padding is routed like any token.
+        Padding is routed like any token. A token with a route in `routes` takes these experts. Their weights are the
+        trainer's own scores, so that the router learns from them as from its own choice.
 
         Args:
             logits: of this rank's tokens.
-            padding_mask: [t, b] bool, True for trained tokens; given only in a pass with router losses.
+            padding_mask: not used; `trained` is the mask.
         """
         losses = self.losses if torch.is_grad_enabled() else None  # recomputed layers count once
-        trained = None if padding_mask is None else self._own(padding_mask, len(logits)).flatten()
-        logits = logits.flatten(0, -2)
+        trained, logits = self.trained, logits.flatten(0, -2)
         if losses is not None:
-            assert trained is not None, "a pass with router losses needs the mask of trained tokens"
+            assert trained is not None, "only run_schedule has passes with router losses"
             logits = losses.with_z_loss(self, logits, trained)
         scores = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         top, indices = scores.topk(self.topk, dim=-1)
+        own, known = indices, None
+        if self.routes is not None:
+            known = (self.routes >= 0).all(-1, keepdim=True)
+            indices = torch.where(known, self.routes, own)
+            top = scores.gather(1, indices)
         if self.renormalise:
             top = top / top.sum(-1, keepdim=True)
         weights = torch.zeros_like(scores).scatter(1, indices, top)
@@ -70,11 +87,57 @@ class Router(TopKRouter):
         if losses is not None:
             assert trained is not None, "checked above"
             weights = losses.with_aux_loss(self, weights, scores, selected, trained)
+            if known is not None:
+                losses.compare(self, selected.gather(1, own), known & trained[:, None])
         return weights, selected
 
-    def _own(self, mask: Tensor, length: int) -> Tensor:
-        """This rank's part of the mask under sequence parallelism; megatron-core cuts it only on the first stage."""
-        return mask if len(mask) == length else mask.chunk(self.tp_group.size())[self.tp_group.rank()]
+
+class RouterBatch:
+    """A microbatch as the routers of one model chunk see it: this rank's n = t * b tokens, in megatron-core's order.
+
+    Backward runs layers again under recomputation. A router then has to know which microbatch this is: with a pipeline
+    others went forward in between. So the schedule enters the microbatch before each forward and each backward.
+
+    Args:
+        routers: of the chunk; may be empty.
+        batch: from `local_part`.
+    """
+
+    def __init__(self, routers: Sequence[Router], batch: TokenRows) -> None:
+        self._routers = routers
+        self._trained = self._routes = None
+        if not routers:
+            return
+        self._trained = self._own(batch.mask).flatten()
+        if routers[0].replays and isinstance(batch, MicroBatch) and batch.routes is not None:
+            first = routers[0].layer_number - 1
+            self._routes = (
+                self._own(batch.routes)[:, :, first : first + len(routers)].flatten(0, 1).to(batch.mask.device)
+            )
+
+    def enter(self) -> None:
+        """The next tokens that the routers see are these."""
+        for place, router in enumerate(self._routers):
+            router.trained = self._trained
+            router.routes = None if self._routes is None else self._routes[:, place]
+
+    def _own(self, values: Tensor) -> Tensor:
+        """This rank's part of [b, t, ...] under sequence parallelism, as [t, b, ...]."""
+        router, values = self._routers[0], values.transpose(0, 1)
+        if not router.config.sequence_parallel:
+            return values
+        return values.chunk(router.tp_group.size())[router.tp_group.rank()]
+
+
+@contextmanager
+def routers_of(model: TappedModel) -> Iterator[list[list[Router]]]:
+    """The routers of each chunk in order of layers. They forget their last microbatch at the end."""
+    found = [[module for module in chunk.modules() if isinstance(module, Router)] for chunk in model.chunks]
+    try:
+        yield found
+    finally:
+        for router in chain.from_iterable(found):
+            router.trained = router.routes = None
 
 
 class RouterLosses:
@@ -91,8 +154,9 @@ class RouterLosses:
         self._z = config.moe_z_loss_coeff
         transformer = policy.transformer_config
         self._experts, self._topk = transformer.num_moe_experts or 0, transformer.moe_router_topk
-        self._sums = torch.zeros(  # [layer]: tokens of each expert, auxiliary loss, z-loss
-            transformer.num_layers, self._experts + 2, dtype=torch.float64, device=policy.parallel.device
+        # [layer]: tokens of each expert, auxiliary loss, z-loss, replayed choices that differ, replayed choices
+        self._sums = torch.zeros(
+            transformer.num_layers, self._experts + 4, dtype=torch.float64, device=policy.parallel.device
         )
         self._tokens = 0
 
@@ -140,15 +204,29 @@ class RouterLosses:
             )
         return self._attach(router, self._experts, weights, loss, self._aux)
 
+    def compare(self, router: Router, agree: Tensor, counted: Tensor) -> None:
+        """Count the router's own choices that are not among the replayed ones.
+
+        Args:
+            router: of the layer.
+            agree: [n, k] bool, whether each own choice of a token was replayed.
+            counted: [n, 1] bool, the trained tokens that have a route.
+        """
+        record = self._record(router)
+        record[-2] += (~agree & counted).sum()
+        record[-1] += counted.sum() * self._topk
+
     def metrics(self) -> RouterMetrics | None:
         """Losses and largest load since `begin`, over all ranks and layers; None if no token was trained on."""
         if not self._tokens:
             return None
         dist.all_reduce(self._sums)  # no rank repeats a token of a layer: checks/layout.py refuses tp without sp
         means = self._sums / self._tokens
-        aux, z = means[:, self._experts :].mean(0).tolist()
+        aux, z, _, _ = means[:, self._experts :].mean(0).tolist()
         largest = means[:, : self._experts].max() * self._experts / self._topk
-        return RouterMetrics(aux_loss=aux, z_loss=z, max_load=float(largest))
+        differing, replayed = self._sums[:, -2:].sum(0).tolist()
+        mismatch = differing / replayed if replayed else None
+        return RouterMetrics(aux_loss=aux, z_loss=z, max_load=float(largest), route_mismatch_fraction=mismatch)
 
     def _attach(self, router: Router, column: int, values: Tensor, loss: Tensor, coefficient: float) -> Tensor:
         self._record(router)[column] += loss.detach()

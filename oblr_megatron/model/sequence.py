@@ -43,7 +43,8 @@ def chunks_of(cp_rank: int, cp_size: int) -> tuple[int, ...]:
 
 
 def local_part(parallel: Parallel, batch: Batch, padding: Padding | None = None) -> Batch:
-    """Pad a microbatch as the layout needs it and take this context-parallel rank's tokens, in each field [b, t].
+    """Pad a microbatch as the layout needs it and take this context-parallel rank's tokens, in each field [b, t]
+    and the routes.
 
     Padding has mask False; at the end of the row it belongs to the last sample. Position j of the result still
     predicts `labels[:, j]`. `cu_seqlens` counts this rank's tokens, 1 / cp_size of the padded ones.
@@ -66,7 +67,9 @@ def local_part(parallel: Parallel, batch: Batch, padding: Padding | None = None)
     source = torch.tensor(_source_positions(parallel, bounds, padded), device=device)
 
     def taken(values: Tensor) -> Tensor:
-        return functional.pad(values, (0, 1)).index_select(1, source)
+        blank = values.new_full((), -1 if values.dim() > 2 else 0)  # no route
+        padded = torch.cat((values, blank.expand(len(values), 1, *values.shape[2:])), dim=1)
+        return padded.index_select(1, source.to(values.device))
 
     cu_seqlens = None if batch.cu_seqlens is None else _bounds(padded, parallel.cp_size).to(batch.cu_seqlens)
     return _changed(batch, cu_seqlens, {name: taken(values) for name, values in _of_tokens(batch).items()})
@@ -95,8 +98,9 @@ def _tensors(batch: Any) -> dict[str, Tensor]:
 
 
 def _of_tokens(batch: TokenRows) -> dict[str, Tensor]:
-    """The fields with one value a token."""
-    return {name: value for name, value in _tensors(batch).items() if value.shape == batch.input_ids.shape}
+    """The fields with one value a token, and the routes."""
+    shape = batch.input_ids.shape
+    return {name: value for name, value in _tensors(batch).items() if value.shape == shape or name == "routes"}
 
 
 def _changed(batch: Any, cu_seqlens: Tensor | None, values: dict[str, Tensor]) -> Any:

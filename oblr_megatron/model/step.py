@@ -30,12 +30,13 @@ from torch.autograd import Variable
 
 from oblr_megatron.data.packing import empty_batch
 from oblr_megatron.model import moe
+from oblr_megatron.model.router import RouterBatch, routers_of
 from oblr_megatron.model.sequence import local_part, packed_params
 from oblr_megatron.model.taps import DropSink, Sink, Tap
 from oblr_megatron.types import TokenRows
 
 if TYPE_CHECKING:
-    from oblr_megatron.model.router import RouterLosses
+    from oblr_megatron.model.router import Router, RouterLosses
     from oblr_megatron.model.tapped import TappedModel
 
 LossFn = Callable[[Tensor, Any], tuple[Tensor, dict[str, Tensor]]]
@@ -75,9 +76,9 @@ def run_schedule(
         return []
     items = _items(policy, microbatches)
     losses = nullcontext() if routers is None else routers.attached()
-    with torch.set_grad_enabled(not forward_only), policy.tap.into(sink), losses:
+    with torch.set_grad_enabled(not forward_only), policy.tap.into(sink), losses, routers_of(policy) as found:
         records: list[dict[str, Tensor]] = get_forward_backward_func()(
-            forward_step_func=_forward_step(policy, loss_fn, announces=not forward_only, masked=routers is not None),
+            forward_step_func=_forward_step(policy, loss_fn, found, announces=not forward_only),
             data_iterator=[iter(items) for _ in policy.chunks],
             model=policy.chunks,
             num_microbatches=len(items),
@@ -152,32 +153,34 @@ def _items(policy: TappedModel, microbatches: Sequence[TokenRows]) -> list[Item]
 
 
 def _forward_step(
-    policy: TappedModel, loss_fn: LossFn, *, announces: bool, masked: bool
+    policy: TappedModel, loss_fn: LossFn, routers: Sequence[Sequence[Router]], *, announces: bool
 ) -> Callable[[Iterator[Item], DistributedDataParallel], tuple[Tensor, Callable[..., Any]]]:
     def forward_step(data: Iterator[Item], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
         position, batch = next(data)
+        chunk = next(index for index, candidate in enumerate(policy.chunks) if candidate is model)
+        routed = RouterBatch(routers[chunk], batch)
+        routed.enter()
         output = model(
             input_ids=batch.input_ids,
             position_ids=None,  # the rotary embedding computes positions itself
             attention_mask=None,
             packed_seq_params=packed_params(policy.parallel, batch),
-            **({"padding_mask": batch.mask} if masked else {}),  # read only by a mixture's routers
         )
         if announces:
-            chunk = next(index for index, candidate in enumerate(policy.chunks) if candidate is model)
-            output.register_hook(partial(_announce, policy.tap, position, chunk, batch))
+            output.register_hook(partial(_announce, policy.tap, position, chunk, batch, routed))
         return output, partial(_loss, loss_fn if position is not None else _no_loss, batch)
 
     return forward_step
 
 
-def _announce(tap: Tap, position: int | None, chunk: int, batch: TokenRows, grad: Tensor) -> None:
+def _announce(tap: Tap, position: int | None, chunk: int, batch: TokenRows, routed: RouterBatch, grad: Tensor) -> None:
     """Call `sink.begin` when a microbatch's backward reaches the chunk's output, and `sink.end` when it is complete.
 
     The autograd engine runs queued callbacks when the current backward ends, after the last weight gradient was
-    accumulated. A filler's zero gradients bypass the sink.
+    accumulated. A filler's zero gradients bypass the sink. Routers of layers that run again need their microbatch.
     """
     sink = tap.sink
+    routed.enter()
     if position is None:
         tap.sink = DropSink()
         Variable._execution_engine.queue_callback(partial(setattr, tap, "sink", sink))

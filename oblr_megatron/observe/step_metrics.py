@@ -175,7 +175,7 @@ def _of_gradient(stats: GradientStats) -> dict[str, float]:
         if stats.clipping is not None:
             found |= {f"actor/{name}": value for name, value in asdict(stats.clipping).items()}
     if stats.routers is not None:
-        found |= {f"moe/{name}": value for name, value in asdict(stats.routers).items()}
+        found |= {f"moe/{name}": value for name, value in asdict(stats.routers).items() if value is not None}
     return found
 
 

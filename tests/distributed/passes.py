@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
-from oblr_megatron.types import MicroBatch
+from oblr_megatron.types import MicroBatch, Sample
 from oblr_megatron.weights.names import OUTPUT, ModelShape, entry, merge
 from tests.tiny import VOCAB
 
@@ -73,6 +75,24 @@ def packed(rows: list[MicroBatch]) -> MicroBatch:
     names = ("input_ids", "labels", "mask", "rollout_logprobs", "sample_index")
     fields = [torch.cat([getattr(row, name) for row in rows], dim=-1) for name in names]
     return MicroBatch(*fields, cu_seqlens=lengths.cumsum(0, dtype=torch.int32))
+
+
+def with_routes(samples: Sequence[Sample], path: str) -> list[Sample]:
+    """The samples with routes at random, most of them not the router's own choice.
+
+    The last token of a sample, every fifth token and one whole sample have no route.
+    """
+    config = AutoConfig.from_pretrained(path)
+    experts, layers = config.num_experts, config.num_hidden_layers
+    generator, routed = np.random.default_rng(11), []
+    for n, sample in enumerate(samples):
+        tokens = len(sample.prompt_ids) + len(sample.response_ids)
+        choices = generator.permuted(np.tile(np.arange(experts, dtype=np.int16), (tokens, layers, 1)), axis=-1)
+        routes = choices[..., : config.num_experts_per_tok].copy()
+        routes[n % 5 :: 5] = -1
+        routes[-1] = -1
+        routed.append(replace(sample, routes=None if n == 1 else routes))
+    return routed
 
 
 def weighted_logprob_loss(policy: Policy) -> Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]:

@@ -3,6 +3,8 @@
 fp64, relative 1e-10, against the oracle with the losses written out over its routers' logits. With one sample a
 microbatch the auxiliary loss is the same in every layout; with several it runs over all of them, in rows or packed.
 
+The same with routes that a rollout gave (`model.moe_routing_replay`): logits, losses and norms are those of the routes.
+
 Not covered: Transformer Engine; the effect of the losses on training.
 """
 
@@ -27,13 +29,15 @@ from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.gradnorm import oracle as reference
 from oblr_megatron.gradnorm.oracle import oracle_logprobs, oracle_sq_norms
 from oblr_megatron.model.policy import build_policy
+from oblr_megatron.types import RouterMetrics, Sample
 from tests.distributed.launch import layout, run_ranks
-from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients
+from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients, with_routes
 from tests.distributed.test_gradient import FOLDS, GROUP, NUM_PROMPTS, coefficients, make_samples
 from tests.tiny import make_moe_hf_dir
 
 TEMPERATURE, AUX, Z = 0.7, 0.3, 0.05
 ALONE = {"micro_batch_tokens": 1}  # a longer sample goes alone
+EXPERTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 Case = tuple[str, dict[str, Any], dict[str, Any], int]  # name, layout, options of parallel, folds
 CASES: dict[int, list[Case]] = {
     1: [
@@ -48,16 +52,17 @@ CASES: dict[int, list[Case]] = {
         ("tp2sp ep2", {"tp": 2, "sp": True, "ep": 2, "etp": 1}, ALONE, FOLDS),
         ("cp2 ep2", {"cp": 2, "ep": 2}, ALONE, FOLDS),
         ("pp2 packed", {"pp": 2}, ALONE | {"packing": "packed"}, FOLDS),
+        ("cp2 together packed", {"cp": 2}, {"micro_batch_tokens": 999, "packing": "packed"}, 1),
     ],
     4: [
-        ("tp2sp pp2", {"tp": 2, "sp": True, "pp": 2}, ALONE, FOLDS),
+        ("tp2sp pp2 experts again", {"tp": 2, "sp": True, "pp": 2}, ALONE | EXPERTS_AGAIN, FOLDS),
         ("pp2vp2 ep2 full", {"pp": 2, "vp": 2, "ep": 2}, ALONE | {"recompute_granularity": "full"}, FOLDS),
     ],
 }
 
 
-def config_of(path: str, options: dict[str, Any], folds: int) -> Config:
-    model = {"path": path, "dtype": "float64", "moe_z_loss_coeff": Z}
+def config_of(path: str, options: dict[str, Any], folds: int, replay: bool) -> Config:
+    model = {"path": path, "dtype": "float64", "moe_z_loss_coeff": Z, "moe_routing_replay": replay}
     return parse_config(
         {
             "run_dir": "unused",
@@ -73,31 +78,41 @@ def config_of(path: str, options: dict[str, Any], folds: int) -> Config:
     )
 
 
-def on_ranks(path: str, cases: Sequence[Case]) -> dict[str, tuple[Outcome, Tensor, dict[str, float]]]:
+def samples_of(path: str, replay: bool) -> list[Sample]:
+    return with_routes(make_samples(), path) if replay else make_samples()
+
+
+def said_of(metrics: RouterMetrics) -> dict[str, float]:
+    return {name: value for name, value in asdict(metrics).items() if value is not None}
+
+
+def on_ranks(path: str, cases: Sequence[Case], replay: bool) -> dict[str, tuple[Outcome, Tensor, dict[str, float]]]:
     """For each case: this rank's gradient, the norms of all samples, the routers' metrics."""
-    found = {}
+    found, samples = {}, samples_of(path, replay)
     for name, sizes, options, folds in cases:
-        config = config_of(path, options, folds)
+        config = config_of(path, options, folds, replay)
         with layout(**sizes) as parallel:
             policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
             load_hf_weights(policy, Path(path))
             gradients = TrainingGradient(policy, config)
-            norms = gradients.norms(make_samples(), torch.ones(NUM_PROMPTS, dtype=torch.bool))
-            stats = gradients.policy_gradient(make_samples(), coefficients())
+            norms = gradients.norms(samples, torch.ones(NUM_PROMPTS, dtype=torch.bool))
+            stats = gradients.policy_gradient(samples, coefficients())
             assert stats.routers is not None, name
-            found[name] = (whole_gradients(policy), stats.sq_norm), norms, asdict(stats.routers)
+            found[name] = (whole_gradients(policy), stats.sq_norm), norms, said_of(stats.routers)
     return found
 
 
 @contextmanager
-def router_logits() -> Iterator[list[Tensor]]:
-    """The router logits of every layer in the oracle's passes inside, each [T, E]."""
-    seen: list[Tensor] = []
+def router_logits() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The router logits [T, E] of every layer in the oracle's passes inside, and the experts taken [T, k]."""
+    seen: list[tuple[Tensor, Tensor]] = []
     original = reference._mixture
 
-    def mixture(hidden: Tensor, layer: Any, config: Any) -> Tensor:
-        seen.append(hidden @ layer["mlp.gate.weight"].T)
-        return original(hidden, layer, config)
+    def mixture(hidden: Tensor, layer: Any, config: Any, routes: Tensor | None) -> Tensor:
+        logits = hidden @ layer["mlp.gate.weight"].T
+        own = logits.topk(config.num_experts_per_tok).indices
+        seen.append((logits, own if routes is None else torch.where(routes < 0, own, routes)))
+        return original(hidden, layer, config, routes)
 
     reference._mixture = mixture
     try:
@@ -107,32 +122,47 @@ def router_logits() -> Iterator[list[Tensor]]:
 
 
 @lru_cache
-def expected(path: str, together: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
+def expected(path: str, together: bool, replay: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The gradient of the policy loss and the routers' losses, and the metrics; one microbatch, or one a sample."""
     config, weights = AutoConfig.from_pretrained(path), load_file(Path(path) / "model.safetensors")
     leaves = {name: tensor.double().requires_grad_() for name, tensor in weights.items()}
-    pairs = list(zip(make_samples(), coefficients().tolist(), strict=True))
+    pairs = list(zip(samples_of(path, replay), coefficients().tolist(), strict=True))
     used = [(sample, value) for sample, value in pairs if value and sample.response_ids]
-    loss, logits = torch.zeros((), dtype=torch.float64), []  # of each sample and layer [response tokens, E]
+    loss, seen_by = torch.zeros((), dtype=torch.float64), []  # [sample][layer]: ([response tokens, E], [.., k])
+    differing = replayed = 0
     for sample, value in used:
         with router_logits() as seen:
             loss = loss - value * oracle_logprobs(leaves, config, sample, TEMPERATURE).sum()
-        logits.append([one[len(sample.prompt_ids) - 1 : -1] for one in seen])
-    layers = [[sample[layer] for sample in logits] for layer in range(config.num_hidden_layers)]
+        answers = slice(len(sample.prompt_ids) - 1, -1)
+        seen_by.append([(logits[answers], taken[answers]) for logits, taken in seen])
+        if sample.routes is not None:
+            known = torch.from_numpy(sample.routes[answers] >= 0)[..., 0]  # [response tokens, layers]
+            replayed += int(known.sum()) * config.num_experts_per_tok
+            differing += sum(differences(*pair, known[:, layer]) for layer, pair in enumerate(seen_by[-1]))
+    layers = [[sample[layer] for sample in seen_by] for layer in range(config.num_hidden_layers)]
     if together:
-        layers = [[torch.cat(batches)] for batches in layers]
-    tokens, top, experts = sum(map(len, layers[0])), config.num_experts_per_tok, config.num_experts
+        layers = [[tuple(torch.cat(parts) for parts in zip(*batches, strict=True))] for batches in layers]
+    tokens, top, experts = sum(len(one) for one, _ in layers[0]), config.num_experts_per_tok, config.num_experts
     aux, z, load = torch.zeros(()).double(), torch.zeros(()).double(), 0.0
     for batches in layers:
-        counts = [scores.topk(top).indices.flatten().bincount(minlength=experts) for scores in batches]
-        for scores, count in zip(batches, counts, strict=True):
+        counts = [taken.flatten().bincount(minlength=experts) for _, taken in batches]
+        for (scores, _), count in zip(batches, counts, strict=True):
             share, mean = count.double() / (len(scores) * top), scores.softmax(-1).mean(0)
             aux = aux + len(scores) / tokens * experts * (share * mean).sum()
             z = z + scores.logsumexp(-1).square().sum() / tokens
         load = max(load, float(sum(counts).max()) * experts / (tokens * top))
     (loss + AUX * aux + Z * z).backward()
     metrics = {"aux_loss": aux.item() / len(layers), "z_loss": z.item() / len(layers), "max_load": load}
+    if replay:
+        metrics["route_mismatch_fraction"] = differing / replayed
     return {name: leaf.grad for name, leaf in leaves.items()}, metrics
+
+
+def differences(logits: Tensor, taken: Tensor, known: Tensor) -> int:
+    """The own choices of tokens with a route that were not taken."""
+    own, top = logits.argsort(descending=True), taken.shape[1]
+    pairs = zip(own[known, :top].tolist(), taken[known].tolist(), strict=True)
+    return sum(len(set(first) - set(second)) for first, second in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -141,18 +171,26 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_moe_hf_dir(root, seed=7, dtype=torch.float64, num_hidden_layers=4))
 
 
-@pytest.fixture(scope="module")
-def norms(path: str) -> Tensor:
+def assert_reference(path: str, world_size: int, replay: bool) -> None:
+    """Gradient, norms and metrics of all cases on every rank."""
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
-    return oracle_sq_norms(weights, AutoConfig.from_pretrained(path), make_samples(), TEMPERATURE)
-
-
-@pytest.mark.parametrize("world_size", CASES)
-def test_router_losses_are_added_to_the_gradient_and_to_no_norm(path: str, norms: Tensor, world_size: int) -> None:
-    ranks = run_ranks(on_ranks, world_size, path, CASES[world_size])
+    norms = oracle_sq_norms(weights, AutoConfig.from_pretrained(path), samples_of(path, replay), TEMPERATURE)
+    ranks = run_ranks(on_ranks, world_size, path, CASES[world_size], replay)
     for name in ranks[0]:
-        gradient, metrics = expected(path, together="together" in name)
+        gradient, metrics = expected(path, "together" in name, replay)
         assert_outcomes([rank[name][0] for rank in ranks], gradient, name)
         for _, found, said in (rank[name] for rank in ranks):
             torch.testing.assert_close(found, norms, rtol=1e-10, atol=0, msg=lambda m, n=name: f"{n}: {m}")
             assert said == pytest.approx(metrics, rel=1e-10), name
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_router_losses_are_added_to_the_gradient_and_to_no_norm(path: str, world_size: int) -> None:
+    assert_reference(path, world_size, replay=False)
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_replayed_routes_are_those_of_the_losses_the_gradient_and_the_norms(path: str, world_size: int) -> None:
+    assert_reference(path, world_size, replay=True)
+    _, metrics = expected(path, together=False, replay=True)
+    assert metrics["route_mismatch_fraction"] > 0.3  # 2 of 4 experts at random

@@ -90,7 +90,7 @@ def run_with(model: dict[str, Any], mode: str) -> Config:
 @pytest.mark.parametrize("losses", [AUX, {"moe_z_loss_coeff": 1e-4}])
 def test_router_losses_need_experts_and_mode_two_pass(losses: dict[str, Any]) -> None:
     check_layout(MODEL, run_with(losses, "two_pass"), 1)
-    with pytest.raises(UserError, match="moe_(aux|z)_loss_coeff"):
+    with pytest.raises(UserError, match=r"moe_(aux|z)_loss_coeff"):
         check_layout(MODEL | {"num_experts": 0}, run_with(losses, "auto"), 1)
     for mode in ("stash", "bookkeep"):
         with pytest.raises(UserError, match=f"a router loss .* gradnorm.mode '{mode}'"):
