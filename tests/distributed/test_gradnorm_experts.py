@@ -1,20 +1,28 @@
 """A mixture of experts: norms and gradient are the oracle's in every expert layout, fp64, relative 1e-10.
 
 Where replicas share experts (EP x ETP above TP x CP), an expert's gradient mixes their samples. Only `two_pass` works
-there: it tells samples apart by the dispatcher's order. Elsewhere every mode works.
+there: it tells samples apart by the dispatcher's order. Elsewhere every mode works. With routing replay the oracle
+takes the same routes.
 
 Not covered: Transformer Engine's grouped experts, CUDA.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
+from oblr_megatron.data.packing import one_per_microbatch
 from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradnorm.oracle import oracle_logprobs
+from oblr_megatron.model.reference import Reference
 from tests.distributed.launch import layout, run_ranks
+from tests.distributed.passes import with_routes
 from tests.distributed.test_gradnorm_modes import (
     GROUP,
     PROMPTS,
@@ -52,13 +60,22 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
-def on_ranks(path: str, layouts: dict[str, dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+REPLAYED: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one": {}},
+    2: {"pp2": {"pp": 2}, "cp2": {"cp": 2}},
+    4: {"tp2sp ep4": {"tp": 2, "sp": True, "ep": 4, "etp": 1}},
+}
+
+
+def on_ranks(
+    path: str, layouts: dict[str, dict[str, Any]], replay: bool = False
+) -> dict[tuple[str, str], dict[str, Any]]:
     results = {}
     for name, sizes in layouts.items():
         with layout(**sizes) as parallel:
             plain: dict[str, torch.Tensor] = {}
             for mode, gradnorm in MODES.items() if parallel.block_size == 1 else [("two_pass", MODES["two_pass"])]:
-                config = config_of(path, gradnorm, folds=4)
+                config = config_of(path, gradnorm, folds=4, replay=replay, packing="packed" if replay else "rows")
                 found = step_of(path, parallel, config, again=name == next(iter(layouts)))
                 gradient = found.pop("gradient")
                 plain = plain or gradient
@@ -75,6 +92,42 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_mode_is_the_oracles_step(model: str, world_size: int) -> None:
     check(expected(model), run_ranks(on_ranks, world_size, model, LAYOUTS[world_size]))
+
+
+@pytest.mark.parametrize("world_size", REPLAYED)
+def test_every_mode_replays_routes(model: str, world_size: int) -> None:
+    check(expected(model, replay=True), run_ranks(on_ranks, world_size, model, REPLAYED[world_size], True))
+
+
+def without_the_key(path: str) -> tuple[torch.Tensor, ...]:
+    """Norms of samples with routes, the key off and on; log-probs of the policy and of a KL penalty's reference."""
+    samples, active = with_routes(make_samples(), path), torch.ones(PROMPTS, dtype=torch.bool)
+    norms = []
+    with layout() as parallel:
+        for replay in (False, True):
+            config = config_of(path, MODES["two_pass"], folds=4, replay=replay)
+            policy = policy_of(path, parallel, config)
+            gradients = TrainingGradient(policy, config)
+            norms.append(gradients.norms(samples, active))
+        batches = one_per_microbatch(samples, range(len(samples)))
+        table = Reference(policy).logprobs(samples, batches, temperature=0.8)
+        return *norms, gradients.old_logprobs(samples, active), table
+
+
+def test_only_the_key_and_only_the_policy_replays(model: str) -> None:
+    """Without the key the routers choose. So they do for the reference of a KL penalty. Old log-probs are replayed."""
+    ((off, on, old, reference),) = run_ranks(without_the_key, 1, model)
+    own, replayed = make_samples(), with_routes(make_samples(), model)
+    weights = {name: tensor.double() for name, tensor in load_file(Path(model) / "model.safetensors").items()}
+    config = AutoConfig.from_pretrained(model)
+    for n, (plain, routed) in enumerate(zip(own, replayed, strict=True)):
+        torch.testing.assert_close(reference[n, : plain.length], oracle_logprobs(weights, config, plain, 0.8))
+        torch.testing.assert_close(old[n, : plain.length], oracle_logprobs(weights, config, routed, 0.8))
+    active = expected(model)["norms"] > 0
+    torch.testing.assert_close(off[active], expected(model)["norms"][active], rtol=RTOL, atol=0)
+    torch.testing.assert_close(on[active], expected(model, replay=True)["norms"][active], rtol=RTOL, atol=0)
+    changed = (on / off - 1).abs()[active & (torch.arange(len(off)) != 1)]  # sample 1 has no routes
+    assert changed.median() > 0.1
 
 
 SHARES = ([True, True, False, True], [False, True, False, False])

@@ -33,6 +33,7 @@ from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.types import Sample, Scored, StepGradient
 from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks
+from tests.distributed.passes import with_routes
 from tests.tiny import VOCAB, make_hf_dir
 
 PROMPTS, GROUP = 4, 4
@@ -117,13 +118,20 @@ def scored() -> Scored:
     return Scored(rewards, lengths, 0)
 
 
-def config_of(path: str, gradnorm: dict[str, Any], folds: int, **parallel: Any) -> Config:
+def samples_of(config: Config) -> list[Sample]:
+    """The samples; with routing replay they have routes at random."""
+    path = str(config.model.path)
+    return with_routes(make_samples(), path) if config.model.moe_routing_replay else make_samples()
+
+
+def config_of(path: str, gradnorm: dict[str, Any], folds: int, *, replay: bool = False, **parallel: Any) -> Config:
+    model = {"path": path, "dtype": "float64", "make_vocab_size_divisible_by": 8, "moe_routing_replay": replay}
     return parse_config(
         {
             "run_dir": "unused",
             "num_prompts": PROMPTS,
             "group_size": GROUP,
-            "model": {"path": path, "dtype": "float64", "make_vocab_size_divisible_by": 8},
+            "model": model,
             "data": {"train": "unused"},
             "algo": {"baseline": "optimal", "token_scale": 1, "snr": {"num_folds": folds}},
             "rollout": {"importance_sampling": "token", "importance_cap": 1.1, "temperature": 0.8},
@@ -147,11 +155,12 @@ def step_of(path: str, parallel: Parallel, config: Config, *, again: bool = Fals
     policy = policy_of(path, parallel, config)
     advantage = AdvantageRule(scored(), config, 0.0)
     if config.gradnorm.mode == "inline":  # coefficients of norms that are known before the pass
-        advantage = partial(_known, advantage, expected(path)["norms"].view(PROMPTS, GROUP))
+        norms = expected(path, config.model.moe_routing_replay)["norms"]
+        advantage = partial(_known, advantage, norms.view(PROMPTS, GROUP))
     gradients = TrainingGradient(policy, config)
     active = active_groups("optimal", scored().rewards)
     for _ in range(1 + again):
-        found = gradients(make_samples(), advantage, active)
+        found = gradients(samples_of(config), advantage, active)
     gradient = {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
     streamed = in_waves(gradients, config, advantage, active)
     difference = max(
@@ -162,7 +171,7 @@ def step_of(path: str, parallel: Parallel, config: Config, *, again: bool = Fals
 
 def in_waves(gradients: TrainingGradient, config: Config, advantage: Any, active: torch.Tensor) -> StepGradient:
     """The same step of prompts that come in waves; each wave has an advantage rule of its own prompts."""
-    sums, norms, samples = gradients.begin(whole=False), torch.zeros(PROMPTS, GROUP).double(), make_samples()
+    sums, norms, samples = gradients.begin(whole=False), torch.zeros(PROMPTS, GROUP).double(), samples_of(config)
     for wave in WAVES:
         rule: Any = AdvantageRule(Scored(scored().rewards[wave], scored().lengths[wave], 0), config, 0.0)
         if not isinstance(advantage, AdvantageRule):
@@ -208,12 +217,13 @@ def on_ranks(
 
 
 @cache
-def expected(path: str) -> dict[str, Any]:
+def expected(path: str, replay: bool = False) -> dict[str, Any]:
     """The step by the oracle: autograd sample by sample, sums written out."""
+    config = config_of(path, {"mode": "two_pass"}, folds=4, replay=replay)
     hf_config = AutoConfig.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
     gradients, scores = [], []
-    for sample in make_samples():
+    for sample in samples_of(config):
         logprobs = oracle_logprobs(weights, hf_config, sample, 0.8)
         ratio = (logprobs - drawn(sample)).exp().clamp(max=1.1)
         gradients.append(oracle_gradient(weights, hf_config, sample, 0.8, ratio))
@@ -221,7 +231,6 @@ def expected(path: str) -> dict[str, Any]:
     norms = torch.stack([sum(g.square().sum() for g in grad.values()) for grad in gradients])
     used = norms.view(PROMPTS, GROUP).clone()
     used[2] = 0  # the group of equal rewards is left out
-    config = config_of(path, {"mode": "two_pass"}, folds=4)
     coefficients = AdvantageRule(scored(), config, 0.0)(range(PROMPTS), used).flatten()
     folds = [
         {k: -sum(coefficients[n] * gradients[n][k] for n in range(q * GROUP, (q + 1) * GROUP)) for k in weights}
