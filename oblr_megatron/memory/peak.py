@@ -78,7 +78,19 @@ class PassOnRank:
         if self.config.model.attention == "local":
             scratch += score_elements(sizes, tokens) * sizes.element + tokens.length**2  # scores; causal mask
         rotary = tokens.length * sizes.cp * sizes.head_dim * 4
-        return one * self.in_flight + scratch + rotary
+        return one * self.in_flight + scratch + rotary + self._routes
+
+    @property
+    def _routes(self) -> int:
+        """Bytes of replayed routes: on a GPU the stage's of the microbatches in flight, in host memory the pass's."""
+        sizes, tokens, parallel = self.sizes, self.tokens, self.config.parallel
+        if not self.config.model.moe_routing_replay:
+            return 0
+        of_layer = 2 * sizes.top_k  # int16, for each token
+        if self.on_gpu:
+            return of_layer * sizes.layers // self._chunks * tokens.split * self.in_flight
+        layers = sizes.layers * parallel.pipeline_model_parallel_size
+        return of_layer * layers * tokens.length * sizes.cp * self.run.samples
 
     def _layers_bytes(self, layers: int) -> int:
         sizes, tokens, parallel = self.sizes, self.tokens, self.config.parallel

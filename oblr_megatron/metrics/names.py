@@ -39,6 +39,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("moe/aux_loss", "", "load-balancing loss over those tokens, mean over layers, before its weight"),
     Metric("moe/z_loss", "", "mean square of the routers' log-sum-exp over those tokens, before its weight"),
     Metric("moe/max_load", "", "largest share of those tokens on one expert of a layer, times the number of experts"),
+    Metric("moe/route_mismatch_fraction", "", "share of their routers' own choices that routing replay replaced"),
     Metric("rollout/logprob_abs_diff", "nats", "mean |trainer's log-prob - vLLM's| over tokens with an advantage"),
     Metric("rollout/truncated_ratio_fraction", "", "share of those tokens' ratios cut at rollout.importance_cap"),
     Metric("rollout_corr/rollout_rs_masked_fraction", "", "share of those tokens that rollout.rejection left out"),

@@ -84,6 +84,7 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "moe/aux_loss": 1.02 + abs(noise(0.01)),
         "moe/z_loss": 4.1 + noise(0.05),
         "moe/max_load": 1.6 + abs(noise(0.1)),
+        "moe/route_mismatch_fraction": 0.02,
         "rollout/logprob_abs_diff": 1.6e-6 * math.exp(noise(0.15)) * (1 + progress),
         "rollout/truncated_ratio_fraction": 0.0,
         "rollout_corr/rollout_rs_masked_fraction": 0.0,

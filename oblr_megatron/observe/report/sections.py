@@ -88,10 +88,12 @@ ENTROPY = chart(
 EXPERTS = chart(
     "Experts",
     "How evenly the routers spread tokens: the largest load of any expert (1 if all loads are equal), and the "
-    "balancing loss (1 if all experts are equally likely). The strip shows the routers' z-loss.",
+    "balancing loss (1 if all experts are equally likely). The strips show the routers' z-loss, and the share of their "
+    "choices that routing replay replaced by the engine's.",
     "A load that approaches the number of experts (the router uses only a few), or a z-loss that keeps growing.",
     panel("", CurveSpec("moe/max_load", "fullest expert"), CurveSpec("moe/aux_loss", "balancing loss"), include=(1.0,)),
     strip("", CurveSpec("moe/z_loss", "z-loss", colour=3), include=(0.0,)),
+    strip("", CurveSpec("moe/route_mismatch_fraction", "replaced routes", colour=2), include=(0.0,)),
 )
 
 SHRINK = chart(

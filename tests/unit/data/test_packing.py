@@ -6,6 +6,9 @@ loss does not depend on the packing, which needs a model (tests/distributed).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -121,6 +124,23 @@ def test_packing_follows_the_configuration() -> None:
     assert [batch.cu_seqlens.tolist() for batch in batches] == [[0, 12, 16], [0, 4, 8]]
     rows = microbatches(samples, [0, 1, 2, 3], ParallelConfig(micro_batch_tokens=16))
     assert [tuple(batch.input_ids.shape) for batch in rows] == [(1, 9), (3, 4)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_routes_lie_next_to_their_tokens(packed: bool) -> None:
+    """-1 for padding and for a sample without routes; nothing at all if no sample of the microbatch has any."""
+    routes = np.arange(5 * 3 * 2, dtype=np.int16).reshape(5, 3, 2)
+    samples = [replace(sample(2, 3), routes=routes), sample(1, 2, first=20), sample(1, 8, first=40)]
+    alone, both = pack(samples, [0, 1, 2], max_tokens=16, pad_multiple=4, packed=packed)
+    assert alone.routes is None and both.routes is not None
+    assert both.routes.dtype == torch.int16 and both.routes.shape == (*both.input_ids.shape, 3, 2)
+    found = both.routes.flatten(0, 1)
+    assert torch.equal(found[:5], torch.from_numpy(routes)) and bool((found[5:] == -1).all())
+
+
+def test_routes_have_a_row_for_each_token() -> None:
+    with pytest.raises(AssertionError, match="routes"):
+        pack([replace(sample(2, 3), routes=np.zeros((4, 1, 1), dtype=np.int16))], [0], max_tokens=9)
 
 
 def test_order_of_equal_lengths_and_a_sample_longer_than_the_budget() -> None:

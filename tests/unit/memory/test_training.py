@@ -122,6 +122,19 @@ def test_a_gpu_holds_offloaded_state_during_the_update_only(dtype: str) -> None:
     assert on_cpu == estimate(hf, step_config(TOKENS, algo=algo), 1, fixed_bytes=0), "the host's memory is the rank's"
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_replayed_routes_are_counted(on_gpu: bool) -> None:
+    """A GPU holds those of one microbatch, which is one sample; the host those of the whole pass."""
+    hf = tiny_moe_config(**SIZES | {"num_hidden_layers": 3}).to_dict()
+
+    def activations(replay: bool) -> int:
+        config = step_config(TOKENS, model={"moe_routing_replay": replay}, algo={"baseline": "rloo"})
+        return estimate(hf, config, 1, on_gpu=on_gpu, fixed_bytes=0).activations
+
+    samples = 1 if on_gpu else 4
+    assert activations(True) - activations(False) == 2 * hf["num_experts_per_tok"] * 3 * TOKENS * samples
+
+
 def test_a_row_for_everything_that_is_held() -> None:
     found = MemoryEstimate(1, 2, 0, 3, 4, 5, 6, 7, checkpoint=9, fixed=8, stage=0, moment="loss")
     assert found.total == 45 and [num_bytes for _, num_bytes in found.rows()] == [1, 2, 0, 3, 4, 5, 6, 7, 9, 8]
