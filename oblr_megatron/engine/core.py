@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
+from oblr_megatron.engine import routes
 from oblr_megatron.engine.http_messages import Holding, ended_of
 from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
@@ -55,7 +56,10 @@ class EngineServer:
         def group_of(output: Any) -> tuple[int, list[Sample]]:
             position, prompt = waiting.pop(output.request_id)
             responses = output.outputs
-            group = [to_sample(position, prompt, one, version, self._tokenizer, self._vocab_size) for one in responses]
+            group = [
+                to_sample(position, prompt, one, version, self._tokenizer, self._vocab_size, routes=request.routes)
+                for one in responses
+            ]
             return position, group * copies
 
         waiting = {
@@ -189,6 +193,8 @@ def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
     }
     if spec.speculation != "none":
         common |= vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)
+    if spec.routes:
+        common |= routes.vllm_options(on_gpu=on_gpu)
     if on_gpu:
         return common | {
             "gpu_memory_utilization": spec.gpu_memory_utilization,

@@ -42,6 +42,7 @@ class SamplingRequest:
     seed: int  # each call of a run has its own: equal seeds give equal samples
     top_p: float = 1.0
     top_k: int = -1  # -1: no filter
+    routes: bool = False  # whether samples hold the experts that the engine took (`EngineSpec.routes`)
     siblings: int = 1  # positions of a prompt, one for each response if responses are sampled one by one (G = 1)
 
     def __post_init__(self) -> None:
@@ -69,6 +70,7 @@ class SamplingRequest:
             seed,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            routes=config.model.moe_routing_replay,
         )
 
     def by_response(self) -> SamplingRequest:
@@ -133,6 +135,7 @@ class EngineSpec:
     speculation: Literal["none", "ngram", "suffix"] = "none"
     speculation_below: int | None = None  # most sequences that are sampled with drafts; None: measured
     seed: int = 0
+    routes: bool = False  # whether the engine can return routes (`engine.routes`)
     vllm: Mapping[str, Any] = field(default_factory=dict)  # further options of vLLM's engine
 
     @property

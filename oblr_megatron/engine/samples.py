@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from oblr_megatron.engine.protocol import SamplingRequest, prompt_seed
+from oblr_megatron.engine.routes import routes_of
 from oblr_megatron.errors import RunError
 from oblr_megatron.types import Sample
 
@@ -35,7 +36,14 @@ def sampling_params(request: SamplingRequest, group: int, stop: Sequence[int] = 
 
 
 def to_sample(
-    group: int, prompt: Sequence[int], completion: Any, version: int, tokenizer: Any, vocab_size: int
+    group: int,
+    prompt: Sequence[int],
+    completion: Any,
+    version: int,
+    tokenizer: Any,
+    vocab_size: int,
+    *,
+    routes: bool = False,
 ) -> Sample:
     """One response, checked: a log-prob for each token, a normal end, one version of the weights throughout.
 
@@ -46,6 +54,7 @@ def to_sample(
         version: of the weights that are served.
         tokenizer: for the text.
         vocab_size: rows of the checkpoint's embedding. vLLM pads them, and no token may come from the padding.
+        routes: whether the sample holds the routes of its tokens.
 
     Raises:
         RunError: a check failed.
@@ -70,4 +79,5 @@ def to_sample(
         text=tokenizer.decode(list(completion.token_ids), skip_special_tokens=True),
         finish_reason=completion.finish_reason,
         version=version,
+        routes=routes_of(completion.routed_experts, len(prompt) + len(completion.token_ids)) if routes else None,
     )

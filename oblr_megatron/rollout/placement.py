@@ -106,6 +106,7 @@ def engine_spec(config: Config, parallel: Parallel, index: int, placement: Place
         speculation=rollout.speculation,
         speculation_below=rollout.speculation_below,
         seed=config.seed,
+        routes=config.model.moe_routing_replay,
         vllm=rollout.vllm,
     )
 
