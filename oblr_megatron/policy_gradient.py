@@ -12,6 +12,7 @@ import torch
 from oblr_megatron.errors import RunError
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.rollout.dynamic_sampling import call_seed
+from oblr_megatron.rollout.routes import without_routes
 from oblr_megatron.rollout.waves import mini_batches
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class PolicyGradient:
         self._gradients, self._momentum, self._record = gradients, momentum, record
         self._config = config = sampling.config
         self._units = config.in_waves
-        self._timer, self._rank = sampling.timer, sampling.parallel.rank
+        self._timer, self._rank, self._sampling = sampling.timer, sampling.parallel.rank, sampling
         self._sums = gradients.begin(whole=whole)
         self._norms_sq = torch.zeros(self._units.num_prompts, self._units.group_size, dtype=torch.float64)
         self._exact = torch.zeros_like(self._norms_sq)  # of the samples that estimates are compared with
@@ -69,7 +70,9 @@ class PolicyGradient:
         With `algo.updates_per_batch` the wave is the whole batch. Its first mini-batch is added; the others wait.
         """
         own, *others = mini_batches(wave, self._config.algo.updates_per_batch)
+        own = self._with_routes(own, own.positions)
         if others:
+            others = [self._with_routes(part, range(len(part.prompts))) for part in others]
             rules = [advantage.of_update(part.positions) for part in others]
             with self._timer("gradient"):  # before the weights change
                 old = [
@@ -106,6 +109,11 @@ class PolicyGradient:
             count = len(sq_norms)
             self._record.stats = replace(stats, sq_norm=sum(sq_norms) / count, loss=stats.loss / count)
             yield stats
+
+    def _with_routes(self, wave: Wave, positions: Sequence[int]) -> Wave:
+        """The wave with the routes of the samples that this rank trains on; the prompts count as at `positions`."""
+        samples = self._sampling.with_routes(wave.samples, self._gradients.own_samples(positions))
+        return replace(wave, batch=replace(wave.batch, samples=samples))
 
     def _add(self, wave: Wave, advantage: AdvantageRule) -> None:
         config, active, chosen = self._config, advantage.active, list(wave.positions)
@@ -190,7 +198,7 @@ class PolicyGradient:
         if len(broken) > MAX_NONFINITE:
             path = self._config.run_dir / "nonfinite_samples.jsonl"
             if self._rank == 0:
-                samples = self._record.samples
+                samples = without_routes(self._record.samples)
                 path.write_text("".join(json.dumps(asdict(samples[n])) + "\n" for n in broken), encoding="utf-8")
             raise RunError(
                 f"{len(broken)} of {self._norms_sq.numel()} gradient norms are not finite: the model or its input is "

@@ -28,7 +28,7 @@ from oblr_megatron.checks.machine import (
     transformer_engine_chosen,
 )
 from oblr_megatron.checks.run_dir import CHECKPOINTS, CONFIG_FILE, check_run_dir
-from oblr_megatron.checks.vllm_options import check_vllm_options
+from oblr_megatron.checks.vllm_options import check_routes, check_vllm_options
 from oblr_megatron.data.packing import check_folds
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.engine.speculation import check_installed
@@ -118,7 +118,10 @@ def check_settings(
         check_source(config.algo, config.num_steps)
         check_estimator(config.algo, norms=config.measures_norms)
     if config.rollout.replay is None:
-        check_vllm_options(config.rollout.vllm, on_gpu=on_gpu)
+        rollout = config.rollout
+        check_vllm_options(rollout.vllm, on_gpu=on_gpu)
+        if config.model.moe_routing_replay:
+            check_routes(hf_config, rollout.vllm, rollout.speculation, on_gpu=on_gpu, where="config: rollout")
     if config.rollout.own_engines:
         check_head_size(hf_config, config.model.path, on_gpu=on_gpu)
         place(config, world_size, per_node, on_gpu=on_gpu)

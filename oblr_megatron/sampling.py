@@ -5,7 +5,7 @@ A run with `rollout.only` has only this half. A run that trains (run.py) adds th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from oblr_megatron.rewards.shared import FailedSteps
 from oblr_megatron.rollout.ahead import Ahead
 from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, call_seed, refill
 from oblr_megatron.rollout.prompt_source import PromptSource
+from oblr_megatron.rollout.routes import with_routes
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
 from oblr_megatron.rollout.waves import Collected, Wave, of_prompts, of_responses
@@ -224,18 +225,29 @@ class Sampling:
     def save(self, batch: Batch, record: StepRecord) -> None:
         """Write the step's samples and rewards to RUN_DIR/rollouts if the config asks for it; rank 0 writes."""
         rollout = self.config.rollout
-        if self.parallel.rank == 0 and (rollout.save or rollout.only):
+        if not (rollout.save or rollout.only):
+            return
+        writes = self.parallel.rank == 0
+        samples = self.with_routes(batch.samples, range(len(batch.samples)) if writes else ())
+        if writes:
             saved = SavedStep(
                 step=record.done,
                 temperature=rollout.temperature,
                 epoch=self.stream.epoch,
                 skipped=self.stream.num_skipped,
                 prompts=batch.prompts,
-                samples=batch.samples,
+                samples=samples,
                 rewards=batch.scored.rewards.flatten().tolist(),
                 model=self.model.fingerprint,
             )
             write_step(self.config.run_dir / "rollouts", saved)
+
+    def with_routes(self, samples: list[Sample], wanted: Iterable[int]) -> list[Sample]:
+        """With model.moe_routing_replay, the samples with the routes of the wanted ones; see `rollout.routes`."""
+        if not self.config.model.moe_routing_replay:
+            return samples
+        with self.timer("rollout"):
+            return with_routes(samples, wanted, self.collectives, seconds=self.config.parallel.distributed_timeout_s)
 
     def release(self) -> None:
         """Put engines that share the trainer's GPUs to sleep (rollout.sleep_level); the next push wakes them."""

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.errors import UserError
 
 ENGINE_ARGS = ("engine/arg_utils.py", "EngineArgs")  # in the package vllm
@@ -48,6 +49,7 @@ OWNED: dict[str, str] = {
     "logprobs_mode": "the trainer needs log-probs of the distribution that is sampled from",
     "weight_transfer_config": "pushes choose their transport",
     "additional_config": "it carries our own settings",
+    **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), _SETS.format("model.moe_routing_replay")),
     **dict.fromkeys(("worker_cls", "worker_extension_cls"), "pushes and read-back need our worker"),
     **dict.fromkeys(
         (
@@ -118,6 +120,32 @@ def check_vllm_options(options: Mapping[str, Any], *, on_gpu: bool, where: str =
             close = difflib.get_close_matches(name, known_names() - owned.keys(), 1)
             fix = f"write {close[0]}" if close else "see vLLM's EngineArgs for the names"
             raise UserError(f"the installed vLLM has no engine option {name!r}", where=where, fix=fix)
+
+
+def check_routes(
+    hf_config: Mapping[str, Any], options: Mapping[str, Any], speculation: str, *, on_gpu: bool, where: str
+) -> None:
+    """Refuse engines that could not return routes (model.moe_routing_replay).
+
+    Args:
+        hf_config: the model's config.json.
+        options: further options of vLLM's engine.
+        speculation: rollout.speculation, or that of a server.
+        on_gpu: whether the engine runs on GPUs.
+        where: for the message.
+
+    Raises:
+        UserError: names the option.
+    """
+    replay = "routing replay (model.moe_routing_replay)"
+    if not num_experts(hf_config):
+        raise UserError(f"{replay} needs a mixture of experts", where=where, fix="leave it out for a dense model")
+    if options.get("enable_prefix_caching") is False:
+        what = f"{replay} needs vLLM's prefix caching, which keeps the experts of a cached prefix"
+        raise UserError(what, where=where, fix="remove enable_prefix_caching=false from the options for vLLM")
+    if on_gpu and speculation == "suffix":
+        what = f'{replay} needs vLLM\'s second model runner, which has no speculation "suffix"'
+        raise UserError(what, where=where, fix='use speculation "ngram" or "none"')
 
 
 def serve_words(options: Mapping[str, Any]) -> list[str]:

@@ -235,6 +235,9 @@ def _environment(config: Config) -> Iterator[Problem]:
     if rollout.speculation != "none":
         what = f"rollout.environment with rollout.speculation {rollout.speculation!r} is not supported"
         yield what, 'set rollout.speculation to "none"'
+    if config.model.moe_routing_replay:
+        what = "rollout.environment with model.moe_routing_replay is not supported: a turn does not carry its experts"
+        yield what, "set model.moe_routing_replay to false"
     if rollout.servers:
         what = "rollout.environment with rollout.servers is not supported"
         yield what, "leave rollout.servers out, so that the run starts its own engines"

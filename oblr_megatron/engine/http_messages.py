@@ -7,16 +7,23 @@ the weights of another run cannot be used by mistake.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.engine.routes import routes_of
+from oblr_megatron.errors import RunError
 from oblr_megatron.types import Sample
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 PREFIX = "/oblr"
 INFO, GENERATE, DIGESTS, SPECULATION = (f"{PREFIX}/{name}" for name in ("info", "generate", "digests", "speculation"))
@@ -25,7 +32,7 @@ PUSH_OPEN, PUSH_START, PUSH_UPDATE, PUSH_FINISH, PUSH_ABORT = PUSH
 REFUSED, INVALID, FAILED = 409, 400, 500
 """HTTP status if the server's state forbids the request, if the request is invalid, and if the engine failed."""
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of these messages, to be raised with every change. Both sides must have the same."""
 
 
@@ -57,6 +64,7 @@ class Info(Message):
     dtype: str
     quantization: str = "none"  # vLLM's name, e.g. "fp8_per_tensor"
     speculation: str = "none"
+    routes: bool = False  # whether it can return routes
     vllm: dict[str, Any] = {}  # further options that it was started with
     max_model_len: int
     max_num_seqs: int
@@ -79,6 +87,7 @@ class GenerateBody(Message):
     top_p: float
     top_k: int
     siblings: int = Field(1, ge=1)
+    routes: bool = False
 
     @classmethod
     def of(
@@ -94,6 +103,37 @@ class GenerateBody(Message):
         return SamplingRequest(**self.model_dump(exclude={"holding", "prompts", "positions"}))
 
 
+class Routes(Message):
+    """Experts of all tokens of a prompt and its response but the last.
+
+    Example: Routes(dtype="uint8", shape=(38, 48, 8), data="AwdC...")
+    """
+
+    dtype: Literal["uint8", "<i2"]  # the second with more than 256 experts
+    shape: tuple[int, int, int]  # tokens - 1, layers, k
+    data: str  # base64, in C order
+
+    @classmethod
+    def of(cls, routes: NDArray[np.int16]) -> Routes:
+        """From `Sample.routes`."""
+        rows = routes[:-1]
+        dtype: Literal["uint8", "<i2"] = "uint8" if rows.max(initial=0) < 256 else "<i2"
+        data = base64.b64encode(rows.astype(dtype).tobytes()).decode()
+        return cls.model_construct(dtype=dtype, shape=rows.shape, data=data)
+
+    def routes(self, tokens: int) -> NDArray[np.int16]:
+        """`Sample.routes` of a sample of so many tokens.
+
+        Raises:
+            RunError: the data do not fit it.
+        """
+        try:
+            rows = np.frombuffer(base64.b64decode(self.data, validate=True), self.dtype).reshape(self.shape)
+        except ValueError as error:
+            raise RunError(f"the routes of a sample are damaged: {error}") from error
+        return routes_of(rows, tokens)
+
+
 class Response(Message):
     """One response. The trainer knows its prompt and position."""
 
@@ -101,6 +141,7 @@ class Response(Message):
     logprobs: tuple[float, ...]
     text: str
     finish_reason: Literal["stop", "length"]
+    routes: Routes | None = None
 
 
 class GenerateAnswer(Message):
@@ -110,7 +151,7 @@ class GenerateAnswer(Message):
     groups: list[list[Response]]
 
     def samples(self, prompts: Sequence[Sequence[int]], positions: Sequence[int]) -> list[list[Sample]]:
-        """The groups as `Sample` records."""
+        """The groups as `Sample` records; raises as `Routes.routes`."""
         return [
             [
                 Sample(
@@ -121,6 +162,7 @@ class GenerateAnswer(Message):
                     text=one.text,
                     finish_reason=one.finish_reason,
                     version=self.holding.version,
+                    routes=None if one.routes is None else one.routes.routes(len(prompt) + len(one.ids)),
                 )
                 for one in group
             ]
@@ -136,7 +178,11 @@ def ended_of(sample: Sample) -> Literal["stop", "length"]:
 def to_response(sample: Sample) -> Response:
     """The part of a sample that is sent."""
     return Response.model_construct(
-        ids=sample.response_ids, logprobs=sample.logprobs, text=sample.text, finish_reason=ended_of(sample)
+        ids=sample.response_ids,
+        logprobs=sample.logprobs,
+        text=sample.text,
+        finish_reason=ended_of(sample),
+        routes=None if sample.routes is None else Routes.of(sample.routes),
     )
 
 

@@ -43,7 +43,7 @@ def allow_on_cpu() -> None:
         check(_WithSecondRunner(config) if config.parallel_config.worker_cls == WORKER else config)
 
     if check.__module__ != __name__:
-        VllmConfig._verify_aux_output_compatibility = checked  # type: ignore[method-assign]
+        VllmConfig._verify_aux_output_compatibility = checked  # type: ignore[method-assign, assignment]
 
 
 class _WithSecondRunner:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, get_aux_output_connector
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker import cpu_worker
@@ -25,9 +26,11 @@ class RoutesRunner(CPUModelRunner):
     _routes: AuxOutputWorkerConnector | None = None
     _step: tuple[Any, Any] | None = None  # vLLM's SchedulerOutput and PendingAuxOutput, until the step is sampled
 
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **options: Any) -> None:
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, kv_cache_allocation_context: Any = None
+    ) -> None:
         """See vLLM's runner."""
-        super().initialize_kv_cache(kv_cache_config, is_profiling, **options)
+        super().initialize_kv_cache(kv_cache_config, is_profiling, kv_cache_allocation_context)
         if not is_profiling:
             self._routes = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
 
@@ -46,7 +49,8 @@ class RoutesRunner(CPUModelRunner):
             self._step = scheduler_output, self._routes.prepare_output(batch)
         return output
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
         """See vLLM's runner."""
         output: Any = super().sample_tokens(grammar_output)
         if self._step is not None:

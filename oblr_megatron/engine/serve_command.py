@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oblr_megatron.checks.machine import check_head_size
-from oblr_megatron.checks.vllm_options import KEY, check_vllm_options, command_words
+from oblr_megatron.checks.vllm_options import KEY, check_routes, check_vllm_options, command_words
 from oblr_megatron.config.checks import apply_override
+from oblr_megatron.engine import routes
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.server_guard import KEY_VARIABLE, is_loopback
@@ -86,6 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculation-below", type=count, metavar="N", help="most sequences sampled with drafts (default: measured)"
     )
     parser.add_argument(
+        "--moe-routing-replay",
+        action="store_true",
+        help="of a mixture: return the experts of each token, for runs with model.moe_routing_replay",
+    )
+    parser.add_argument(
         "--vllm",
         action="append",
         default=[],
@@ -119,6 +125,8 @@ def serve(options: argparse.Namespace) -> int:
     check_quantization(spec)
     check_vllm_options(spec.vllm, on_gpu=spec.device == "cuda", where="--vllm")
     check_installed(spec.speculation, "--speculation")
+    if spec.routes:
+        check_routes(model.config, spec.vllm, spec.speculation, on_gpu=spec.device == "cuda", where="command line")
     check_sizes(spec, model.config, torch.cuda.device_count())
     model.tokenizer()  # raises if it does not fit the model
     environment = server_environment(os.environ, spec, key, own_key_variable=options.api_key_env)
@@ -277,6 +285,7 @@ def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> Engi
         speculation=options.speculation,
         speculation_below=options.speculation_below,
         seed=options.seed,
+        routes=options.moe_routing_replay,
         vllm=_vllm_options(options.vllm),
     )
 
@@ -350,6 +359,7 @@ def command(spec: EngineSpec, host: str, port: int) -> list[str]:
         "--disable-fastapi-docs",
         "--disable-uvicorn-access-log",
         *([] if on_gpu else ["--enforce-eager", "--no-enable-chunked-prefill"]),
+        *command_words(routes.vllm_options(on_gpu=on_gpu) if spec.routes else {}),
     ]
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags, *command_words(spec.vllm)]

@@ -37,6 +37,7 @@ class ServedModel:
         self._config = client.vllm_config
         self._model_config = client.model_config
         self._tokenizer = client.get_tokenizer()
+        self._routes: bool = self._config.aux_output_config.enable_return_routed_experts
         self._dtype = str(self._model_config.dtype).removeprefix("torch.")
         shapes = checkpoint_shapes(Path(self._model_config.model))
         self._vocab_size, self._digest = shapes[HF_EMBEDDING][0], http.shapes_digest(shapes)
@@ -67,6 +68,7 @@ class ServedModel:
             shapes=self._digest,
             dtype=self._dtype,
             quantization=self._model_config.quantization or "none",
+            routes=self._routes,
             speculation=getattr(self._config.speculative_config, "method", "none"),
             vllm=self._config.additional_config.get(KEY, {}),
             max_model_len=self._model_config.max_model_len,
@@ -87,6 +89,8 @@ class ServedModel:
         request = body.request()
         if len(body.positions) != len(body.prompts):
             raise ValueError(f"{len(body.prompts)} prompts at {len(body.positions)} positions")
+        if request.routes and not self._routes:
+            raise ValueError("routes were asked for, but the server was started without --moe-routing-replay")
         self._state.check_usable(body.holding)
         async with self._starting:
             if not self._requests:  # a cached prefix changes the log-probs' last bits: see EngineServer.generate
@@ -160,7 +164,10 @@ class ServedModel:
         if final is None or not final.finished:
             raise RunError("vLLM ended a prompt's sampling without a result")
         version = self._state.holding.version
-        return [to_sample(position, prompt, one, version, self._tokenizer, self._vocab_size) for one in final.outputs]
+        return [
+            to_sample(position, prompt, one, version, self._tokenizer, self._vocab_size, routes=request.routes)
+            for one in final.outputs
+        ]
 
     async def _all(self, tasks: Sequence[asyncio.Future[Any]], holding: http.Holding) -> list[list[Sample]]:
         """All groups of a request. If one fails, or the client disconnects, the others are cancelled."""

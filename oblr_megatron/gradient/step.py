@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,6 +215,12 @@ class TrainingGradient:
         sums = self.begin(whole=True)
         self._add_plain(sums, range(self._config.num_prompts), samples, coefficients, penalty)
         return self.finish(sums)
+
+    def own_samples(self, positions: Sequence[int]) -> list[int]:
+        """This rank's samples in any pass of a step, as indices among those of the prompts at `positions`."""
+        everything = torch.ones(len(positions), dtype=torch.bool)
+        folds = [self._sharing.folds(positions, everything, split_prompts=split) for split in (False, True)]
+        return sorted({n for fold in chain(*folds) for n in fold})
 
     def old_logprobs(self, samples: Sequence[Sample], active: Tensor) -> Tensor:
         """log pi [n, T] fp64 on the CPU, before a batch's first update, of the prompts of a later one.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from oblr_megatron.rollout.routes import without_routes
 from oblr_megatron.runtime.collectives import Outcome, attempt
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ class Arrived:
     end: Outcome[None] | None = None  # of the thread, once it has ended: nothing further comes
 
     def sent(self) -> Arrived:
-        """The same without what only this rank can hold."""
-        return self if self.end is None else replace(self, end=replace(self.end, exception=None))
+        """The same without what only this rank can hold, and without routes, which stay on it (`rollout.routes`)."""
+        groups = {position: without_routes(group) for position, group in self.groups.items()}
+        return Arrived(groups, self.end and replace(self.end, exception=None))
 
 
 class Feed:

@@ -108,9 +108,11 @@ class InFlight:
         """Add to `found` what has arrived on any rank; raise the errors of engines when all of them have ended."""
         feed = self._feed
         own: Outcome[Arrived | None] = attempt(lambda: None if feed is None else feed.take(tokens, seconds))
-        if own.value is not None and own.value.end is not None:
-            self._own_end, self._feed = own.value.end, None
-            own = Outcome(value=own.value.sent())
+        arrived: Arrived | None = own.value
+        if arrived is not None:
+            own = Outcome(value=arrived.sent())
+            if arrived.end is not None:
+                self._own_end, self._feed = arrived.end, None
         outcomes = self._engines.gather(own, self._what, seconds)
         raise_first(outcomes, own)
         for rank, outcome in enumerate(outcomes):
@@ -120,6 +122,8 @@ class InFlight:
             self._left -= outcome.value.groups.keys()
             if outcome.value.end is not None:
                 self._ends[rank] = outcome.value.end
+        if arrived is not None:
+            found |= arrived.groups  # with their routes
         waits = [outcome.value is not None and outcome.value.end is None for outcome in outcomes]
         if any(waits):
             return

@@ -11,6 +11,7 @@ responses are scored again, since the reward is part of the experiment; the rewa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequ
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.rewards.registry import takes_rows
 from oblr_megatron.rollout.in_flight import Complete
+from oblr_megatron.rollout.routes import without_routes
 from oblr_megatron.rollout.staleness import StaleSampleError, staleness
 from oblr_megatron.rollout.step_file import FIX, SavedStep, read_step, step_path
 
@@ -38,13 +40,14 @@ LOWEST_LOGPROB = -104.0
 class ReplayEngine(RolloutEngine):
     """A source of prompts and samples that yields the saved steps in order; every rank calls every method.
 
-    Rank 0 reads the files and broadcasts their contents.
+    Rank 0 reads the files and broadcasts their contents, except routes (`rollout.routes`).
     """
 
     def __init__(self, config: Config, parallel: Parallel) -> None:
         """Start before the first step of `rollout.replay`, which `check_replay` has checked."""
         assert config.rollout.replay is not None
         self._directory, self._rank = config.rollout.replay, parallel.rank
+        self._with_routes = config.model.moe_routing_replay
         self._version = 0
         self._step = 0
         self._saved: SavedStep | None = None
@@ -109,16 +112,19 @@ class ReplayEngine(RolloutEngine):
 
     def _read(self, step: int) -> SavedStep:
         outcome: list[SavedStep | str] = [""]
+        routes: list[Sample] | None = None
         if self._rank == 0:
             try:
-                outcome = [read_step(step_path(self._directory, step))]
+                saved = read_step(step_path(self._directory, step))
+                routes = saved.samples if self._with_routes else None
+                outcome = [replace(saved, samples=without_routes(saved.samples))]
             except UserError as error:  # no user error any more: the file was good when the run began
                 outcome = [str(error)]
         if dist.is_initialized():
             dist.broadcast_object_list(outcome, src=0)
         if isinstance(outcome[0], str):
             raise RunError(outcome[0])
-        return outcome[0]
+        return outcome[0] if routes is None else replace(outcome[0], samples=routes)
 
 
 def check_replayed(state: Mapping[str, Any]) -> None:
@@ -185,6 +191,12 @@ def _check_step(saved: SavedStep, config: Config, path: Path) -> None:
                 where=str(path),
                 fix=f"set {name} to {found}",
             )
+    if config.model.moe_routing_replay and any(sample.routes is None for sample in saved.samples):
+        raise UserError(
+            "model.moe_routing_replay is true, but the samples were saved without the engine's routes",
+            where=str(path),
+            fix="save them with model.moe_routing_replay=true, or set it to false",
+        )
     if takes_rows(config.reward) and not all(prompt.columns for prompt in saved.prompts):
         raise UserError(
             "the reward takes the columns of the data rows, but the samples were saved without them",

@@ -97,6 +97,11 @@ def _check_info(url: str, info: Info, config: Config) -> None:
             f"start it with --quantization {config.rollout.quantization}, or set rollout.quantization",
         ),
         (
+            config.model.moe_routing_replay and not info.routes,
+            "does not return the experts that it takes, but model.moe_routing_replay needs them",
+            "start it with --moe-routing-replay",
+        ),
+        (
             info.speculation != config.rollout.speculation,
             f"has speculation {info.speculation!r}, but the run has {config.rollout.speculation!r}",
             f"start it with --speculation {config.rollout.speculation}, or set rollout.speculation",

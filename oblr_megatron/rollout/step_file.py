@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -26,7 +27,9 @@ PROMPT_COLUMNS = {"prompt_row": "row", "prompt_id": "id", "prompt_text": "text"}
     name: name for name in ("answer", "source", "tolerance", "columns")
 }
 """Column -> field of `Prompt`. Older versions lack the columns "tolerance" and "columns"."""
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
+ROUTES = "routes"
+"""The column of routes, and the fact [layers, k] about it."""
 STEP_FACTS = ("step", "temperature", "epoch", "skipped")
 
 
@@ -36,7 +39,7 @@ def _list(kind: pa.DataType) -> pa.DataType:
 
 SCHEMA = pa.schema(
     [
-        pa.field(name, kind, nullable=name == "environment_reward")
+        pa.field(name, kind, nullable=name in ("environment_reward", "routes"))
         for name, kind in (
             ("group", pa.int32()),  # position of the prompt in the step
             ("prompt_row", pa.int64()),  # line of the data file, from 0
@@ -55,6 +58,7 @@ SCHEMA = pa.schema(
             ("mask", _list(pa.bool_())),  # since version 4: where the policy wrote the response; empty: everywhere
             ("environment_reward", pa.float64()),  # since version 4; null if no environment gave one
             ("reward", pa.float64()),
+            ("routes", pa.large_binary()),  # since version 5: int16 little-endian [tokens, layers, k]; null: none
         )
     ]
 )
@@ -64,8 +68,10 @@ def _without(schema: pa.Schema, *columns: str) -> pa.Schema:
     return pa.schema([field for field in schema if field.name not in columns])
 
 
-_THIRD = _without(SCHEMA, "mask", "environment_reward")
-SCHEMAS = {1: _without(_THIRD, "columns", "tolerance"), 2: _without(_THIRD, "columns"), 3: _THIRD, 4: SCHEMA}
+_FOURTH = _without(SCHEMA, "routes")
+_THIRD = _without(_FOURTH, "mask", "environment_reward")
+_SECOND = _without(_THIRD, "columns")
+SCHEMAS = dict(enumerate((_without(_SECOND, "tolerance"), _SECOND, _THIRD, _FOURTH, SCHEMA), 1))
 """Of the versions that can be read."""
 FIX = "use the rollouts directory of a run with --save-rollouts; if a file is damaged, save the samples again"
 
@@ -105,8 +111,13 @@ def write_step(directory: Path, saved: SavedStep) -> Path:
     """
     path = step_path(directory, saved.step)
     partial = path.with_name(f".{path.name}.partial")
-    facts = {"schema_version": SCHEMA_VERSION, "num_prompts": len(saved.prompts), "group_size": saved.group_size}
+    facts: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "num_prompts": len(saved.prompts),
+        "group_size": saved.group_size,
+    }
     facts |= {name: getattr(saved, name) for name in (*STEP_FACTS, "model")}
+    facts[ROUTES] = next((list(one.routes.shape[1:]) for one in saved.samples if one.routes is not None), None)
     rows = [_row(saved, position) for position in range(len(saved.samples))]
     table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({KEY: json.dumps(facts)}))
     try:
@@ -142,7 +153,7 @@ def read_step(path: Path) -> SavedStep:
     saved = SavedStep(
         **{name: facts[name] for name in STEP_FACTS},
         prompts=[_prompt(row) for row in firsts],
-        samples=[_sample(row) for row in rows],
+        samples=[_sample(row, facts.get(ROUTES), path) for row in rows],
         rewards=[row["reward"] for row in rows],
         model=facts.get("model", ""),
     )
@@ -154,7 +165,8 @@ def _row(saved: SavedStep, position: int) -> dict[str, Any]:
     sample = saved.samples[position]
     prompt = saved.prompts[sample.group]
     columns = {column: getattr(prompt, field) for column, field in PROMPT_COLUMNS.items()}
-    return asdict(sample) | columns | {"reward": saved.rewards[position]}
+    routes = None if sample.routes is None else sample.routes.astype("<i2", copy=False).tobytes()
+    return asdict(replace(sample, routes=None)) | columns | {ROUTES: routes, "reward": saved.rewards[position]}
 
 
 def _prompt(row: dict[str, Any]) -> Prompt:
@@ -162,10 +174,18 @@ def _prompt(row: dict[str, Any]) -> Prompt:
     return Prompt(token_ids=tuple(row["prompt_ids"]), **columns)
 
 
-def _sample(row: dict[str, Any]) -> Sample:
+def _sample(row: dict[str, Any], shape: Any, path: Path) -> Sample:
     values: dict[str, Any] = {field.name: row[field.name] for field in fields(Sample) if field.name in row}
     lists = ("prompt_ids", "response_ids", "logprobs", "mask")
-    return Sample(**values | {name: tuple(values[name]) for name in lists if name in values})
+    sample = Sample(**values | {name: tuple(values[name]) for name in lists if name in values})
+    if sample.routes is None:
+        return sample
+    tokens = len(sample.prompt_ids) + len(sample.response_ids)
+    try:
+        routes = np.frombuffer(row[ROUTES], "<i2").astype(np.int16).reshape(tokens, *shape)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"saved routes do not fit their sample: {error}", where=str(path), fix=FIX) from error
+    return replace(sample, routes=routes)
 
 
 def _facts(table: pa.Table, path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ raise_first(outcomes, own)                                           # the same 
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -88,7 +89,7 @@ class Collectives:
         Args:
             rank: of this process, for messages.
         """
-        self._rank = rank
+        self.rank = rank
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if dist.is_initialized() else None
 
     def together(self, call: Callable[[], Value], *, what: str, seconds: float) -> Value:
@@ -139,12 +140,39 @@ class Collectives:
         self._all_gather(payloads, padded, what, seconds)
         return [pickle.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(payloads, sizes, strict=True)]
 
+    def exchange(
+        self,
+        sent: Sequence[tuple[int, Tensor]],
+        received: Sequence[tuple[int, Tensor]],
+        *,
+        what: str,
+        seconds: float,
+    ) -> None:
+        """Send tensors to single ranks, and fill others with what arrives. A rank knows what it will receive.
+
+        Args:
+            sent: (rank, tensor) pairs; no pair of ranks depends on another pair.
+            received: (rank, tensor) pairs, in the order in which that rank sends them.
+            what: as for `gather`.
+            seconds: deadline for all of them together.
+
+        Raises:
+            DeadlineError: a rank missed the deadline.
+        """
+        deadline = time.monotonic() + seconds
+        works = [dist.isend(tensor, rank, group=self._group) for rank, tensor in sent]
+        works += [dist.irecv(tensor, rank, group=self._group) for rank, tensor in received]
+        for work in works:
+            self._wait(work, what, seconds, max(1e-3, deadline - time.monotonic()))
+
     def _all_gather(self, results: list[Tensor], own: Tensor, what: str, seconds: float) -> None:
-        work = dist.all_gather(results, own, group=self._group, async_op=True)
+        self._wait(dist.all_gather(results, own, group=self._group, async_op=True), what, seconds, seconds)
+
+    def _wait(self, work: dist.Work | None, what: str, seconds: float, left: float) -> None:
         assert work is not None, "this rank belongs to the group"
         try:
-            work.wait(timedelta(seconds=seconds))
+            work.wait(timedelta(seconds=left))
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
                 raise  # a rank has died and closed its connection
-            raise DeadlineError(f"rank {self._rank}", f"the other ranks and {what}", seconds) from error
+            raise DeadlineError(f"rank {self.rank}", f"the other ranks and {what}", seconds) from error

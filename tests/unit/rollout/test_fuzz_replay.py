@@ -38,6 +38,7 @@ CELLS: dict[str, st.SearchStrategy[Any]] = {
     "mask": st.lists(st.booleans(), max_size=3),
     "environment_reward": st.none() | st.floats(),
     "reward": st.floats(),
+    "routes": st.none() | st.binary(max_size=40),
 }
 FACTS = st.none() | st.booleans() | NUMBERS | st.floats() | st.text(max_size=3) | st.just([]) | st.just(10**30)
 
@@ -105,7 +106,7 @@ def test_cells(directory: Path, data: st.DataObject) -> None:
 @EXAMPLES
 @given(
     name=st.sampled_from(
-        ["schema_version", "num_prompts", "group_size", "step", "temperature", "epoch", "skipped", "model"]
+        ["schema_version", "num_prompts", "group_size", "step", "temperature", "epoch", "skipped", "model", "routes"]
     ),
     value=FACTS,
 )

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,9 @@ from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.rollout.replay import ReplayEngine, check_replay
 from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path, write_step
 from oblr_megatron.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 VOCAB = 40
 ONE_RANK: Any = SimpleNamespace(rank=0)
@@ -43,9 +46,18 @@ def saved_step(step: int = 1, num_prompts: int = 2, group_size: int = 2, **chang
         reason = "stop" if n % 2 else "length"
         samples.append(Sample(n // group_size, prompt.token_ids, ids, logprobs, "té\0xt", reason, step - 1))
     samples[1] = replace(samples[1], mask=(True, False), environment_reward=0.25)
+    samples[2] = replace(samples[2], routes=routes_of(samples[2]))
     rewards = draw.random(len(samples)).tolist()
     whole = SavedStep(step, 1.0, epoch=3, skipped=4, prompts=prompts, samples=samples, rewards=rewards)
     return replace(whole, **changes)
+
+
+def routes_of(sample: Sample) -> NDArray[np.int16]:
+    """Of 3 layers with 2 of 300 experts."""
+    tokens = len(sample.prompt_ids) + len(sample.response_ids)
+    routes = np.random.default_rng(tokens).integers(0, 300, (tokens, 3, 2)).astype(np.int16)
+    routes[-1] = -1
+    return routes
 
 
 def config_of(directory: Path, *overrides: str) -> Config:
@@ -73,7 +85,12 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     saved = saved_step(7, num_prompts=3, group_size=4)
     path = write_step(tmp_path / "a" / "rollouts", saved)
     assert path == tmp_path / "a" / "rollouts" / "step_000007.parquet"
-    assert read_step(path) == saved
+    read = read_step(path)
+    assert read == saved
+    for before, after in zip(saved.samples, read.samples, strict=True):  # == leaves routes out
+        assert (before.routes is None) == (after.routes is None)
+        if before.routes is not None and after.routes is not None:
+            assert after.routes.dtype == np.int16 and np.array_equal(before.routes, after.routes)
     assert [child.name for child in path.parent.iterdir()] == [path.name], "no partial file is left"
 
 
@@ -198,9 +215,9 @@ def test_other_columns_and_other_schema_versions(directory: Path) -> None:
     assert f"[{path}]" in refusal(directory)
     pq.write_table(table.slice(0, 3), path)
     assert "3 samples instead of 2 x 2" in refusal(directory)
-    facts = {b"oblr_rollouts": table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 4', b'sion": 5')}
+    facts = {b"oblr_rollouts": table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 5', b'sion": 6')}
     pq.write_table(table.replace_schema_metadata(facts), path)
-    assert "version 5, but only 1, 2, 3, 4 " in refusal(directory)
+    assert "version 6, but only 1, 2, 3, 4, 5 " in refusal(directory)
 
 
 @pytest.mark.parametrize(
@@ -258,19 +275,47 @@ def test_facts_of_the_wrong_kind(directory: Path, fact: str, value: str) -> None
     assert f"[{path}]" in refusal(directory)
 
 
-@pytest.mark.parametrize(("version", "absent"), [(1, ["tolerance", "columns"]), (2, ["columns"]), (3, [])])
+@pytest.mark.parametrize(("version", "absent"), [(1, ["tolerance", "columns"]), (2, ["columns"]), (3, []), (4, [])])
 def test_files_of_older_versions_lack_columns(directory: Path, version: int, absent: list[str]) -> None:
     path = step_path(directory, 1)
-    table = pq.read_table(path).drop_columns([*absent, "mask", "environment_reward"])
-    facts = table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 4', b'sion": %d' % version)
+    of_fourth = [] if version == 4 else ["mask", "environment_reward"]
+    table = pq.read_table(path).drop_columns([*absent, *of_fourth, "routes"])
+    facts = table.schema.metadata[b"oblr_rollouts"].replace(b'sion": 5', b'sion": %d' % version)
     pq.write_table(table.replace_schema_metadata({b"oblr_rollouts": facts}), path)
     written = saved_step(1)
     empty = dict.fromkeys(absent, "")
     assert read_step(path) == replace(
         written,
         prompts=[replace(prompt, **empty) for prompt in written.prompts],
-        samples=[replace(sample, mask=(), environment_reward=None) for sample in written.samples],
+        samples=[
+            replace(sample, **({"mask": (), "environment_reward": None} if of_fourth else {}))
+            for sample in written.samples
+        ],
     )
+
+
+def test_routing_replay_needs_files_with_routes(directory: Path) -> None:
+    replays = ("model.moe_routing_replay=true", "num_steps=1")
+    with pytest.raises(UserError, match="without the engine's routes") as caught:
+        check_replay(config_of(directory, *replays), VOCAB)
+    assert caught.value.where == str(step_path(directory, 1))
+    saved = saved_step(1)
+    complete = replace(saved, samples=[replace(sample, routes=routes_of(sample)) for sample in saved.samples])
+    write_step(directory, complete)
+    check_replay(config_of(directory, *replays), VOCAB)
+    for overrides, kept in ((replays, True), ((), False)):
+        engine = ReplayEngine(config_of(directory, *overrides), ONE_RANK)
+        request = SamplingRequest(group_size=2, temperature=1.0, max_tokens=4, seed=0)
+        assert all((one.routes is not None) == kept for one in engine.generate(engine.take(2), request))
+
+
+@pytest.mark.parametrize("shape", [None, [3], [3, 2, 2], "x", [2**70, 2], [-1, 5]])
+def test_routes_of_another_shape(directory: Path, shape: object) -> None:
+    path = step_path(directory, 1)
+    table = pq.read_table(path)
+    facts = json.loads(table.schema.metadata[b"oblr_rollouts"]) | {"routes": shape}
+    pq.write_table(table.replace_schema_metadata({b"oblr_rollouts": json.dumps(facts)}), path)
+    assert "saved routes do not fit" in refusal(directory)
 
 
 def test_a_failed_episode_has_no_tokens(directory: Path) -> None:
