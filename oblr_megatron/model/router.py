@@ -110,10 +110,11 @@ class RouterBatch:
             return
         self._trained = self._own(batch.mask).flatten()
         if routers[0].replays and isinstance(batch, MicroBatch) and batch.routes is not None:
-            first = routers[0].layer_number - 1
-            self._routes = (
-                self._own(batch.routes)[:, :, first : first + len(routers)].flatten(0, 1).to(batch.mask.device)
-            )
+            first, config = routers[0].layer_number - 1, routers[0].config
+            needed = (config.num_layers, config.moe_router_topk)
+            assert batch.routes.shape[2:] == needed, f"routes are {batch.routes.shape}, the model needs {needed}"
+            own = self._own(batch.routes)[:, :, first : first + len(routers)]
+            self._routes = own.flatten(0, 1).to(batch.mask.device)
 
     def enter(self) -> None:
         """The next tokens that the routers see are these."""

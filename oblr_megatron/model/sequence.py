@@ -68,8 +68,8 @@ def local_part(parallel: Parallel, batch: Batch, padding: Padding | None = None)
 
     def taken(values: Tensor) -> Tensor:
         blank = values.new_full((), -1 if values.dim() > 2 else 0)  # no route
-        padded = torch.cat((values, blank.expand(len(values), 1, *values.shape[2:])), dim=1)
-        return padded.index_select(1, source.to(values.device))
+        longer = torch.cat((values, blank.expand(len(values), 1, *values.shape[2:])), dim=1)
+        return longer.index_select(1, source.to(values.device))
 
     cu_seqlens = None if batch.cu_seqlens is None else _bounds(padded, parallel.cp_size).to(batch.cu_seqlens)
     return _changed(batch, cu_seqlens, {name: taken(values) for name, values in _of_tokens(batch).items()})
