@@ -96,7 +96,7 @@ def run(directory: Path, dtype: str, replay: bool, options: argparse.Namespace) 
         "rollout.max_response_tokens": options.max_tokens,
         "rollout.num_threads": 1,
         "rollout.save": "true",
-        "reward.name": "exact_match",
+        "reward.name": "routing_replay:odd_length",
         "algo.baseline": "rloo",
         "algo.schedule": "constant",
         "algo.snr.num_folds": 1,
@@ -114,8 +114,14 @@ def run(directory: Path, dtype: str, replay: bool, options: argparse.Namespace) 
     command = [sys.executable, "-m", "oblr_megatron.step_loop", str(config), *(f"{k}={v}" for k, v in values.items())]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     environment = os.environ | alone | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
     return run_dir
+
+
+def odd_length(response: str, answer: str, prompt: str) -> float:
+    """A reward that differs within groups of an untrained model, so that every step has a gradient."""
+    return float(len(response) % 2)
 
 
 def responses(run_dir: Path) -> list[list[int]]:
