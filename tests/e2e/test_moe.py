@@ -1,7 +1,7 @@
 """A mixture of experts on a CPU: every push arrives, and a whole run trains it.
 
 After a push vLLM's log-probs are those of transformers, fp32; also after a damaged push. The run has experts on two
-ranks and router losses.
+ranks, router losses and routing replay; the routes reach both ranks from the engine, and from the saved samples.
 
 Not covered: a rise in accuracy (examples/tiny_moe_cpu); a mixture in a GPU engine.
 """
@@ -82,6 +82,8 @@ def test_a_run_with_experts_on_two_ranks(mixture: Path, tmp_path: Path, override
         "model__moe_router_load_balancing_type": "aux_loss",
         "model__moe_aux_loss_coeff": 0.01,
         "model__moe_z_loss_coeff": 0.001,
+        "model__moe_routing_replay": "true",
+        "rollout__save": "true",
         "parallel__expert_model_parallel_size": 2,
         "checkpoint__every_steps": 1,
         "weights__verify": "true",
@@ -96,6 +98,7 @@ def test_a_run_with_experts_on_two_ranks(mixture: Path, tmp_path: Path, override
     for step in logged:
         assert 0 < step["rollout/logprob_abs_diff"] < 1e-4
         assert step["gradnorm/sq_mean"] > 0 and step["grad_norm"] > 0
+        assert 0 <= step["moe/route_mismatch_fraction"] < 0.01, "in fp32 engine and trainer rarely differ"
         assert step["moe/aux_loss"] >= 0.99 and step["moe/z_loss"] > 0 and 1 <= step["moe/max_load"] <= 4
     first, last = (load_file(path / "model.safetensors") for path in (mixture / "model", run_dir / "hf"))
     assert first.keys() == last.keys()
@@ -103,6 +106,12 @@ def test_a_run_with_experts_on_two_ranks(mixture: Path, tmp_path: Path, override
     assert all(".experts." in name for name in still), "all weights but those of experts that no token chose have moved"
     assert 2 * len(still) < sum(".experts." in name for name in first)
     check_export(run_dir, tmp_path / "converted")
+    keys = overrides(tmp_path / "again", num_steps=STEPS, **options | {"rollout__save": "false"})
+    result = forked(2, [*keys, "--replay", str(run_dir / "rollouts")])
+    assert result.returncode == 0, result.stderr[-3000:]
+    for once, again in zip(logged, records(tmp_path / "again"), strict=True):
+        same = ("rollout/logprob_abs_diff", "moe/route_mismatch_fraction", "moe/max_load", "grad_norm")
+        assert [once[name] for name in same] == [again[name] for name in same]
 
 
 def check_export(run_dir: Path, converted: Path) -> None:
