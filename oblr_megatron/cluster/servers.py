@@ -82,7 +82,8 @@ def serve_arguments(config: Config, environment: Mapping[str, str], port: int, t
         "speculation-below": rollout.speculation_below,
     }
     words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
-    return [*words, *serve_words(rollout.vllm)]
+    routes = ["--moe-routing-replay"] if config.model.moe_routing_replay else []
+    return [*words, *routes, *serve_words(rollout.vllm)]
 
 
 def devices_of(environment: Mapping[str, str], tensor_parallel_size: int) -> str | None:
