@@ -145,7 +145,8 @@ class PolicyGradient:
             The statistics of g, and w [Q, G] fp64: zeros for groups without a gradient and where nothing needs w.
 
         Raises:
-            RunError: more than MAX_NONFINITE norms are not finite; the samples are saved first.
+            RunError: more than MAX_NONFINITE norms are not finite; the samples are saved first. Or trainer and engine
+                differ under model.batch_invariant.
         """
         record = self._record
         stats = self._gradients.finish(self._sums, self._timer)
@@ -153,6 +154,11 @@ class PolicyGradient:
         if measured.any():
             record.metrics["gradnorm/estimate_corr"] = step_metrics.correlation(
                 self._exact[measured], self._norms_sq[measured]
+            )
+        if self._config.model.batch_invariant and stats.logprob_abs_diff:
+            raise RunError(
+                f"step {record.done}: the log-probs of trainer and engine differ by {stats.logprob_abs_diff:.3g} nats "
+                "a token, and model.batch_invariant promises 0; see docs/zero_mismatch.md, or set it to false"
             )
         if self._config.uses_norms:
             self._refuse_broken()

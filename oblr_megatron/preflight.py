@@ -18,6 +18,7 @@ from oblr_megatron.checkpoint import resume
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.resume import Checkpoint
 from oblr_megatron.checkpoint.store import NoSpaceError, check_space, checkpoint_bytes
+from oblr_megatron.checks.invariant import check_invariant
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.checks.machine import (
@@ -127,6 +128,7 @@ def check_settings(
         place(config, world_size, per_node, on_gpu=on_gpu)
         check_heads(hf_config, config)
     check_pushable(hf_config, config, on_gpu=on_gpu)
+    check_invariant(hf_config, config, on_gpu=on_gpu)
     check_profile(config.log, world_size, on_gpu=on_gpu)
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     check_environment(config)

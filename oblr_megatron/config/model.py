@@ -26,6 +26,9 @@ class ModelConfig(Section):
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of megatron-core ("local") or of Transformer Engine. "auto": Transformer Engine if it and CUDA are there
     and dtype is not float64, which it does not support."""
+    batch_invariant: bool = False
+    """Trainer and engine compute the same log-probs to the bit, in every batch; a difference ends the run. For dense
+    models; slow (docs/zero_mismatch.md). Not yet run on a GPU."""
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
     """FP8 matrix products by Transformer Engine: e4m3 everywhere, or e5m2 for gradients ("hybrid"). Needs dtype
     "bfloat16", the dtype of the weights."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
-from oblr_megatron.engine import routes
+from oblr_megatron.engine import invariant, routes
 from oblr_megatron.engine.http_messages import Holding, ended_of
 from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
@@ -28,6 +28,8 @@ class EngineServer:
     def __init__(self, spec: EngineSpec) -> None:
         import vllm
 
+        if spec.batch_invariant and spec.device == "cpu":
+            invariant.install(spec)
         self._llm = vllm.LLM(**_llm_arguments(spec))
         self._tokenizer = self._llm.get_tokenizer()
         shapes = checkpoint_shapes(spec.model, quantized=True)  # evaluation may load one; no run pushes into it
@@ -195,6 +197,12 @@ def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
         common |= vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)
     if spec.routes:
         common |= routes.vllm_options(on_gpu=on_gpu)
+    if on_gpu and spec.batch_invariant:  # the kernel of megatron-core's mode; a prompt in parts has other tiles
+        common |= {
+            "attention_config": {"backend": "FLASH_ATTN", "flash_attn_version": 3},
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": spec.cpu_step_tokens,
+        }
     if on_gpu:
         return common | {
             "gpu_memory_utilization": spec.gpu_memory_utilization,

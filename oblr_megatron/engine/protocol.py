@@ -131,6 +131,7 @@ class EngineSpec:
     tensor_parallel_size: int = 1
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of a GPU engine
     quantization: Literal["none", "fp8"] = "none"
+    batch_invariant: bool = False  # log-probs that depend on no batch, equal to the trainer's
     sleep_mode: bool = False  # whether a GPU engine can free its memory and take it back later
     speculation: Literal["none", "ngram", "suffix"] = "none"
     speculation_below: int | None = None  # most sequences that are sampled with drafts; None: measured

@@ -65,7 +65,7 @@ def token_energies(policy: Policy, temperature: float, ratios: RatioFn) -> Value
     vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": policy.parallel, "temperature": temperature}
 
     def energies(logits: Tensor, batch: MicroBatch) -> Tensor:
-        rho, _ = ratios(vocab_parallel_logprobs(logits, batch.labels, **vocab), batch)
+        rho, _ = ratios(vocab_parallel_logprobs(logits, batch.labels, **vocab, invariant=policy.tap.invariant), batch)
         return vocab_parallel_energy(logits, batch.labels, **vocab) * rho.square()
 
     return energies

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oblr_megatron.invariant import log_softmax_at
 from oblr_megatron.memory.buffer_sizes import ENTROPY_ROWS
 from oblr_megatron.model.parallel import Parallel
 
@@ -25,22 +26,37 @@ def vocab_parallel_logprobs(
     vocab_size: int,
     parallel: Parallel,
     temperature: float = 1.0,
+    invariant: bool = False,
 ) -> Tensor:
     """log pi of each label, [b, t], differentiable with respect to the logits.
+
+    With `invariant` they are those of `oblr_megatron.invariant`, which needs the whole vocabulary on each rank.
 
     Memory besides the logits: one [b, t, Vp / tp] tensor (the softmax) until backward, and one more (the gradient, in
     the logits' dtype) during backward.
     """
-    return _VocabParallelLogprobs.apply(logits, labels, vocab_size, parallel, temperature)
+    return _VocabParallelLogprobs.apply(logits, labels, vocab_size, parallel, temperature, invariant)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, parallel: Parallel, temperature: float
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        parallel: Parallel,
+        temperature: float,
+        invariant: bool,
     ) -> Tensor:
         start, stop = _vocab_range(logits.shape[-1], vocab_size, parallel)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
         scores = _scaled(logits, temperature)
+        if invariant:
+            found = log_softmax_at(scores[..., :vocab_size], labels).to(scores.dtype)
+            scores[..., vocab_size:] = -torch.inf
+            ctx.save_for_backward(scores.softmax(-1), labels, torch.ones_like(labels, dtype=torch.bool))
+            return found
         scores[..., stop - start :] = -torch.inf
         largest = scores.amax(dim=-1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.tp_group)
@@ -56,11 +72,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         probabilities.div_(normaliser.unsqueeze(-1))
 
         ctx.save_for_backward(probabilities, local_labels, is_local)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
         return at_label - normaliser.log()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         """d log pi(a) / d z_v = ([v = a] - pi(v)) / T."""
         probabilities, local_labels, is_local = ctx.saved_tensors
         scale = (grad_output / ctx.temperature).unsqueeze(-1)
@@ -70,7 +85,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         # Not grad.scatter_add_: in bf16 the sum of the two terms would be rounded twice.
         at_label = (1.0 - probabilities.gather(-1, index)) * scale
         kept = torch.where(is_local.unsqueeze(-1), at_label.to(ctx.dtype), grad.gather(-1, index))
-        return grad.scatter_(-1, index, kept), None, None, None, None
+        return grad.scatter_(-1, index, kept), None, None, None, None, None
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 # 0.19 logs these at each model and each load. Both work as before, and a user can do nothing: see docs/architecture.md.
@@ -49,6 +50,11 @@ def linear_forward(
     return _linear.forward(
         ctx, input, weight, None, False, allreduce_dgrad, sequence_parallel, None, None, group, *_LAST_ARGUMENTS
     )
+
+
+def flash_attention_3() -> dict[str, Any]:
+    """The field that selects FlashAttention 3; versions without it leave the choice to Transformer Engine."""
+    return {"flash_attention_version": 3} if hasattr(TransformerConfig, "flash_attention_version") else {}
 
 
 def moe_submodules(layer: ModuleSpec) -> MoESubmodules:

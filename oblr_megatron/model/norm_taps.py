@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from oblr_megatron import invariant
+
 if TYPE_CHECKING:
     from oblr_megatron.model.taps import Tap
 
@@ -52,6 +54,8 @@ class _TappedNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.eps, ctx.centred, ctx.tap = weight, bias, eps, centred, tap
+        if tap.invariant:
+            return invariant.rms_norm(x, weight, eps)
         if centred:
             return functional.layer_norm(x, weight.shape, weight, bias, eps)
         return functional.rms_norm(x, weight.shape, weight, eps)

@@ -30,6 +30,7 @@ from oblr_megatron.checks.layout import check_attention, check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model import moe
 from oblr_megatron.model.attention import RMSNorm, SdpaAttention
+from oblr_megatron.model.invariant import InvariantAttention
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.precision import uses_transformer_engine
 from oblr_megatron.model.tapped import TappedModel
@@ -96,7 +97,7 @@ def build_policy(
         use_distributed_optimizer=options.use_distributed_optimizer,
         overlap_grad_reduce=options.overlap_grad_reduce,
     )
-    chunks, tap = [], Tap()
+    chunks, tap = [], Tap(invariant=config.batch_invariant and parallel.device.type == "cpu")
     for index in range(parallel.vp_size):
         model = build_model(hf_config, transformer_config, config, parallel, padded, index)
         with torch.no_grad():
@@ -135,7 +136,7 @@ def build_model(
         post_process=parallel.is_last_stage and chunk == parallel.vp_size - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type="none" if config.batch_invariant and parallel.device.type == "cpu" else "rope",
         rotary_base=rope["rope_theta"],
         rope_scaling=rope.get("rope_type") == "llama3",
         rope_scaling_factor=rope.get("factor", 1.0),
@@ -163,7 +164,10 @@ def _block_spec(
     attention = layer.submodules.self_attention.submodules
     if qk_norms:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.attention == "sdpa":
+    if config.batch_invariant:
+        rope = {"rope_parameters": hf_config.rope_parameters}
+        attention.core_attention = ModuleSpec(InvariantAttention, params=rope)
+    elif config.attention == "sdpa":
         attention.core_attention = SdpaAttention
     layers = get_num_layers_to_build(transformer_config, vp_stage=chunk)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)

@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from oblr_megatron import invariant
 from oblr_megatron.model.megatron_versions import linear_forward
 from oblr_megatron.model.norm_taps import torch_norms
 
@@ -115,8 +116,9 @@ class DropSink(AccumulateSink):
 class Tap:
     """Connects the tapped modules of a rank to the current sink."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, invariant: bool = False) -> None:
         self.sink: Sink = AccumulateSink()
+        self.invariant = invariant  # whether linear layers and norms take their values from `oblr_megatron.invariant`
         self.weights: set[int] = set()  # ids of the tapped parameters
         self._undo: list[Callable[[], object]] = []
 
@@ -245,6 +247,8 @@ class _TappedLinear(torch.autograd.Function):
         group: Any,
     ) -> Tensor:
         output = linear_forward(ctx, input, weight, allreduce_dgrad, sequence_parallel, group)
+        if tap.invariant:
+            output = invariant.linear(input, weight)
         ctx.weight, ctx.tap = weight, tap  # the parameter itself: backward may see another object in saved_tensors
         ctx.splits = splits
         return output

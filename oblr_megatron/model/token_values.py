@@ -58,7 +58,12 @@ def response_logprobs(
     def values_of(logits: Tensor, batch: MicroBatch) -> Tensor:
         vocab_size, parallel = policy.vocab_size, policy.parallel
         return vocab_parallel_logprobs(
-            logits, batch.labels, vocab_size=vocab_size, parallel=parallel, temperature=temperature
+            logits,
+            batch.labels,
+            vocab_size=vocab_size,
+            parallel=parallel,
+            temperature=temperature,
+            invariant=policy.tap.invariant,
         )
 
     return token_values(policy, samples, batches, values_of)

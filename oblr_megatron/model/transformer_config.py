@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.families import family_of, head_dim
 from oblr_megatron.model import moe
+from oblr_megatron.model.invariant import mode_of
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.precision import DTYPES, precision_fields, uses_transformer_engine
 
@@ -49,7 +50,6 @@ def transformer_config_of(
         qk_layernorm=family.qk_norms,
         add_qkv_bias=family.qkv_bias,
         gated_linear_unit=True,
-        activation_func=nn.functional.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -64,6 +64,7 @@ def transformer_config_of(
         gradient_accumulation_fusion=options.gradient_accumulation_fusion,
         defer_embedding_wgrad_compute=options.defer_embedding_wgrad_compute,
         **_recompute(options),
+        **{"activation_func": nn.functional.silu} | mode_of(config, parallel.device),
         **precision_fields(config, transformer_engine=by_transformer_engine),
         **_kernels(parallel.device, transformer_engine=by_transformer_engine),
         **moe.moe_fields(hf_config, parallel, DTYPES[config.dtype], transformer_engine=by_transformer_engine),

@@ -23,7 +23,19 @@ PACKAGE = Path(oblr_megatron.__file__).parent
 ROOT = PACKAGE.parent
 
 ORDER = (
-    *("errors", "formatting", "types", "timing", "families", "padding", "config", "checks", "metrics", "runtime"),
+    *(
+        "errors",
+        "formatting",
+        "types",
+        "timing",
+        "families",
+        "invariant",
+        "padding",
+        "config",
+        "checks",
+        "metrics",
+        "runtime",
+    ),
     *("algo", "rewards", "data", "memory", "model", "weights", "gradnorm", "checkpoint", "engine", "environments"),
     *("rollout", "gradient", "norms", "observe", "evaluation", "preflight", "planner", "dryrun", "quantize", "cluster"),
     *("sampling", "opening", "policy_gradient", "run", "step_loop", "doctor", "init_command", "studies", "cli", "api"),

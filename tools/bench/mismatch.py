@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,7 +152,7 @@ def engine_side(spec: EngineSpec, out: Path) -> None:
         ((_, (one,)),) = (pair for part in server.stream([prompt], [0], request) for pair in part)
         return one, {name: torch.cat(parts) for name, parts in record.items()}
 
-    found = []
+    found, start = [], time.process_time()
     for number in range(PROMPTS):
         generator = torch.Generator().manual_seed(number)
         prompt = tuple(torch.randint(2, VOCAB, (3 + 2 * number,), generator=generator).tolist())
@@ -159,7 +160,7 @@ def engine_side(spec: EngineSpec, out: Path) -> None:
         _, whole = recorded(one.prompt_ids + one.response_ids[:-1], SamplingRequest(1, 0.0, 1, seed=0))
         texts = {"prompt": one.prompt_ids, "response": one.response_ids, "logprobs": one.logprobs}
         found.append(texts | {"sampled": sampled, "whole": whole})
-    torch.save(found, out)
+    torch.save({"samples": found, "seconds": time.process_time() - start}, out)
 
 
 def _hook(model: Any, record: dict[str, list[Tensor]]) -> None:
@@ -188,8 +189,8 @@ def _hook(model: Any, record: dict[str, list[Tensor]]) -> None:
 # -------------------------------------------------------------------------------------------------- the trainer's side
 
 
-def trainer_side(path: Path, found: list[dict[str, Any]], dtype: str, invariant: bool) -> list[Row]:
-    """Compare every operation, and the log-probs."""
+def trainer_side(path: Path, found: list[dict[str, Any]], dtype: str, invariant: bool) -> tuple[list[Row], float]:
+    """Compare every operation, and the log-probs. Also returns the processor seconds of a forward pass."""
     from tests.distributed.launch import layout
     from tests.distributed.passes import load_policy
 
@@ -214,8 +215,11 @@ def trainer_side(path: Path, found: list[dict[str, Any]], dtype: str, invariant:
             getattr(final, name).add(*_logprobs(policy, found))
             for hook in hooks:
                 hook.remove()
+        start = time.process_time()
+        _logprobs(policy, found)
+        seconds = time.process_time() - start
     torch.distributed.destroy_process_group()
-    return [*(one.row(name) for name, one in rows.items()), final.row("log-prob of the token")]
+    return [*(one.row(name) for name, one in rows.items()), final.row("log-prob of the token")], seconds
 
 
 def _both(found: list[dict[str, Any]], one: Point) -> tuple[Tensor, Tensor]:
@@ -299,8 +303,15 @@ def _logprobs(policy: Any, found: list[dict[str, Any]]) -> tuple[Tensor, Tensor]
     )
 
     def values(logits: Tensor, part: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        vocab: dict[str, Any] = {"vocab_size": VOCAB, "parallel": policy.parallel, "temperature": TEMPERATURE}
-        return logits.new_zeros(()), {"values": vocab_parallel_logprobs(logits, part.labels, **vocab)[0]}
+        logprobs = vocab_parallel_logprobs(
+            logits,
+            part.labels,
+            vocab_size=VOCAB,
+            parallel=policy.parallel,
+            temperature=TEMPERATURE,
+            invariant=policy.tap.invariant,
+        )
+        return logits.new_zeros(()), {"values": logprobs[0]}
 
     (record,) = run_schedule(policy, [batch], values, forward_only=True)
     theirs = torch.tensor([value for each in found for value in each["logprobs"]], dtype=torch.float32)
@@ -327,8 +338,10 @@ def main() -> int:
         path, out = make_hf_dir(Path(directory) / "model", head_dim=HEAD, **SIZES), Path(directory) / "engine.pt"
         command = [sys.executable, *sys.argv, "--engine-side", str(path), str(out)]
         subprocess.run(command, env=child_environment(os.environ, spec(path)), check=True, stdout=subprocess.DEVNULL)
-        rows = trainer_side(path, torch.load(out), options.dtype, options.batch_invariant)
+        engine = torch.load(out)
+        rows, seconds = trainer_side(path, engine["samples"], options.dtype, options.batch_invariant)
     publish(rows, f"Bits that differ, {options.dtype}{', batch-invariant' * options.batch_invariant}", options.json)
+    print(f"processor seconds: the engine's samples {engine['seconds']:.2f}, the trainer's forward pass {seconds:.3f}")
     return 0
 
 

@@ -117,3 +117,13 @@ def test_push_messages(tmp_path: Path) -> None:
         "dense, tp2": 2,
         "dense, pp2": 1,
     }
+
+
+@pytest.mark.slow
+def test_mismatch(tmp_path: Path) -> None:
+    """Without the mode products differ in float32, with it nothing does."""
+    plain = {row["operation"]: row for row in rows_of("mismatch", tmp_path)}
+    assert plain["RMSNorm"]["alone"] == 0 < plain["attention"]["alone"] <= 1
+    assert plain["q, k, v product"]["batch"] > 0 and 0 < plain["log-prob of the token"]["largest_together"] < 1e-4
+    for row in rows_of("mismatch", tmp_path, "--batch-invariant"):
+        assert {row[name] for name in ("alone", "together", "batch")} <= {0, None}, row["operation"]

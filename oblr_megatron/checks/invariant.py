@@ -1,0 +1,168 @@
+"""What model.batch_invariant refuses: everything that would give trainer and engine other bits. Imports no torch.
+
+Sources: megatron-core 0.19.2 (`TransformerConfig.__post_init__`, `batch_invariant_kernels`), vLLM 0.32 (`determinism`,
+`config/vllm.py`, attention selectors), and `oblr_megatron.invariant` for CPUs. docs/zero_mismatch.md has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from oblr_megatron.checks.layout import num_experts
+from oblr_megatron.checks.lengths import max_model_len
+from oblr_megatron.errors import UserError
+from oblr_megatron.families import head_dim
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+
+LONGEST, LARGEST_VOCAB = 2**13, 2**18
+"""Limits of the exact sums on CPUs, as in `oblr_megatron.invariant`."""
+SAME_BITS = ("aggregate_engine_logging", "block_size", "disable_log_stats", "enable_prefix_caching")
+"""Options of [rollout.vllm] that change no log-prob."""
+Refusal = tuple[bool, str, str, str]
+"""(whether it applies, what, the key, the fix)."""
+
+
+def check_invariant(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool) -> None:
+    """Refuse a run under model.batch_invariant that cannot have equal bits.
+
+    Args:
+        hf_config: the model's config.json.
+        config: the run.
+        on_gpu: whether trainer and engines have GPUs.
+
+    Raises:
+        UserError: names the first option.
+    """
+    if not config.model.batch_invariant:
+        return
+    own = _on_gpu(config) if on_gpu else _on_cpu(hf_config, config)
+    for applies, what, key, fix in (*_anywhere(hf_config, config), *own):
+        if applies:
+            raise UserError(f"model.batch_invariant with {what}", where=f"config: {key}", fix=fix)
+
+
+def _anywhere(hf_config: Mapping[str, Any], config: Config) -> Iterator[Refusal]:
+    model, rollout, parallel = config.model, config.rollout, config.parallel
+    off = "or set model.batch_invariant to false"
+    yield (
+        model.dtype == "float64",
+        'dtype "float64": vLLM computes in float32 at most',
+        "model.dtype",
+        'set it to "float32" or "bfloat16"',
+    )
+    yield (
+        rollout.dtype not in ("auto", model.dtype),
+        f"{rollout.dtype} in the engine and {model.dtype} in the trainer",
+        "rollout.dtype",
+        'set it to "auto"',
+    )
+    yield model.fp8 != "none", "fp8: its scales depend on the batch", "model.fp8", 'set it to "none"'
+    yield (
+        rollout.quantization != "none",
+        "a quantised engine: its weights are not the trainer's",
+        "rollout.quantization",
+        'set it to "none"',
+    )
+    yield (
+        bool(num_experts(hf_config)),
+        "a mixture of experts: trainer and engine group its products differently",
+        "model.path",
+        f"use a dense model, {off}",
+    )
+    yield (
+        max(parallel.tensor_model_parallel_size, rollout.tensor_parallel_size) > 1,
+        "tensor parallelism: its ranks add up partial sums that are rounded",
+        "parallel.tensor_model_parallel_size",
+        "set it and rollout.tensor_parallel_size to 1; pipeline and data parallelism keep the bits",
+    )
+    yield (
+        rollout.top_p < 1 or rollout.top_k > 0,
+        "a filter of tokens: the engine renormalises its log-probs, the trainer does not",
+        "rollout.top_p",
+        "set rollout.top_p to 1 and rollout.top_k to -1",
+    )
+    yield (
+        rollout.speculation != "none",
+        "speculation: it is not known to keep the bits",
+        "rollout.speculation",
+        'set it to "none"',
+    )
+    yield (
+        bool(rollout.servers),
+        "servers: they are not started in this mode",
+        "rollout.servers",
+        "leave it out, so that the run starts its own engines",
+    )
+    yield (
+        rollout.overlap == "one_step",
+        "samples that are one update old: their policy is another one",
+        "rollout.overlap",
+        'set it to "none" or "stream"',
+    )
+    yield (
+        config.algo.updates_per_batch > 1,
+        "several updates of a batch: after the first the policy is another one",
+        "algo.updates_per_batch",
+        "set it to 1",
+    )
+    others = sorted(set(rollout.vllm) - set(SAME_BITS))
+    yield bool(others), f"{', '.join(others)}: it may choose other kernels", "rollout.vllm", "leave it out"
+
+
+def _on_cpu(hf_config: Mapping[str, Any], config: Config) -> Iterator[Refusal]:
+    yield (
+        config.model.attention == "local",
+        "megatron-core's own attention, which sums in the order of its shapes",
+        "model.attention",
+        'set it to "sdpa"',
+    )
+    yield (
+        config.parallel.own_weight_gradients,
+        "weight gradients by megatron-core: on a CPU the mode needs our taps",
+        "parallel.overlap_grad_reduce",
+        "set parallel.overlap_grad_reduce, gradient_accumulation_fusion and defer_embedding_wgrad_compute to false",
+    )
+    sizes = {
+        "hidden_size": hf_config["hidden_size"],
+        "intermediate_size": hf_config["intermediate_size"],
+        "heads x head_dim": hf_config["num_attention_heads"] * head_dim(hf_config),
+        "prompt and response tokens": max_model_len(config),
+    }
+    for name, size in sizes.items():
+        yield (
+            size > LONGEST,
+            f"{name} {size} on a CPU: sums are exact up to {LONGEST}",
+            "model.path",
+            "use a smaller model or shorter samples",
+        )
+    yield (
+        hf_config["vocab_size"] > LARGEST_VOCAB,
+        f"vocab_size {hf_config['vocab_size']} on a CPU: sums are exact up to {LARGEST_VOCAB}",
+        "model.path",
+        "use a model with a smaller vocabulary",
+    )
+
+
+def _on_gpu(config: Config) -> Iterator[Refusal]:
+    model = config.model
+    yield (
+        model.dtype != "bfloat16",
+        f'dtype "{model.dtype}" on GPUs: both sides need FlashAttention 3, which has bfloat16',
+        "model.dtype",
+        'set it to "bfloat16"',
+    )
+    yield (
+        model.transformer_impl == "local",
+        "local layers on GPUs: megatron-core replaces Transformer Engine's kernels alone",
+        "model.transformer_impl",
+        'set it to "auto"',
+    )
+    yield (
+        config.parallel.context_parallel_size > 1,
+        "context parallelism on GPUs: megatron-core refuses it, Transformer Engine uses FlashAttention 2 there",
+        "parallel.context_parallel_size",
+        "set it to 1",
+    )
