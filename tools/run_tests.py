@@ -2,10 +2,10 @@
 
     python tools/run_tests.py {check,test,all} [further arguments of pytest, e.g. -k norms]
 
-Two workers of pytest-xdist share the files. Tests marked `alone` follow without company: they look at the whole machine
-(shared memory, living processes) or need an answer within a second. A failed test is named at once, and again at the
-end, because the last lines of a log are often all that is kept. The slowest files are named as well: CI has a limit.
-The exit status is 0 when every test passed.
+Three workers of pytest-xdist share the files: on two cores, because whole runs often wait. Tests marked `alone` follow
+without company: they look at the whole machine (shared memory, living processes) or need an answer within a second. A
+failed test is named at once, and again at the end, because the last lines of a log are often all that is kept. The
+slowest files are named as well: CI has a limit. The exit status is 0 when every test passed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 ROOT = Path(__file__).resolve().parent.parent
-WORKERS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+WORKERS = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 QUIET = ["-q", "-o", "console_output_style=classic"]  # this module shows the progress
 LINE_S = 30.0  # between two lines of progress where there is no terminal
 
