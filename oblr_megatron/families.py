@@ -72,10 +72,6 @@ _BY_TYPE = {family.model_type: family for family in FAMILIES}
 def family_of(hf_config: Mapping[str, Any], where: str = "config.json") -> Family:
     """The family of a model.
 
-    Args:
-        hf_config: the model's config.json.
-        where: the file, for the message.
-
     Raises:
         UserError: the architecture is not supported.
     """

@@ -100,6 +100,12 @@ def searched_from(path: str | Path) -> str:
     return "" if os.path.isabs(path) else f"; relative paths start at {os.getcwd()}"
 
 
+def log_tail(path: Path) -> str:
+    """The last 15 lines of a process's log, indented, for an error message."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+    return f"the end of {path}:\n" + "\n".join(f"    {line}" for line in lines)
+
+
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted names, in order.
 

@@ -115,11 +115,6 @@ def _data(path: str, question: str | None, answer: str | None) -> DataConfig:
 def settings(model: HFDir, data: DataConfig, out: Path) -> list[Setting]:
     """The keys of a first config.
 
-    Args:
-        model: to train.
-        data: source and columns.
-        out: the file to write; names the run.
-
     Raises:
         UserError: no row can be used.
     """

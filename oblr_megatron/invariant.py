@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oblr_megatron.checks.invariant import LARGEST_VOCAB, LONGEST
+
 BITS = 20  # of a factor: BITS + BITS + 13 is the precision of fp64, 53
-LONGEST = 2**13
-"""Most products of a sum: hidden size, intermediate size, and tokens of a sequence."""
-LARGEST_VOCAB = 2**18
 _SQUARE_BITS = 53 - 13  # of a summand in a sum of LONGEST
 _VOCAB_BITS = 53 - 18
 _QUERIES = 256  # rows of attention at a time, for memory

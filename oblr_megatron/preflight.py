@@ -105,13 +105,6 @@ def check_settings(
 ) -> None:
     """The checks that need neither weights nor data nor the machines of the ranks; dry runs and the planner use them.
 
-    Args:
-        hf_config: the model's config.json.
-        config: the run.
-        world_size: its ranks.
-        per_node: ranks of one node.
-        on_gpu: whether the ranks have GPUs.
-
     Raises:
         UserError: the first problem.
     """

@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 class TokenPools:
-    """The sums over earlier steps, the same on every rank; used like `pools.Pools`.
-
-    Args:
-        algo: pool_decay is read.
-    """
+    """The sums over earlier steps, the same on every rank; used like `pools.Pools`."""
 
     def __init__(self, algo: AlgoConfig) -> None:
         self._algo = algo

@@ -17,8 +17,9 @@ from oblr_megatron.families import head_dim
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
 
-LONGEST, LARGEST_VOCAB = 2**13, 2**18
-"""Limits of the exact sums on CPUs, as in `oblr_megatron.invariant`."""
+LONGEST = 2**13
+"""Most products of an exact sum on CPUs: hidden size, intermediate size, and tokens of a sequence."""
+LARGEST_VOCAB = 2**18
 SAME_BITS = ("aggregate_engine_logging", "block_size", "disable_log_stats", "enable_prefix_caching")
 """Options of [rollout.vllm] that change no log-prob."""
 Refusal = tuple[bool, str, str, str]
@@ -27,11 +28,6 @@ Refusal = tuple[bool, str, str, str]
 
 def check_invariant(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool) -> None:
     """Refuse a run under model.batch_invariant that cannot have equal bits.
-
-    Args:
-        hf_config: the model's config.json.
-        config: the run.
-        on_gpu: whether trainer and engines have GPUs.
 
     Raises:
         UserError: names the first option.

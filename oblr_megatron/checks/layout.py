@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) -> None:
     """Refuse a layout that does not divide the model or the number of ranks.
 
-    Args:
-        hf_config: the model's config.json.
-        config: the run.
-        world_size: ranks of the run.
-
     Raises:
         UserError: names both numbers and the fix.
     """

@@ -90,11 +90,6 @@ RECIPES: dict[str, Requirement] = {
 def check_machine(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> None:
     """Refuse a run that this machine does not support.
 
-    Args:
-        config: the run.
-        hf_config: the model's config.json.
-        machine: the machine of the ranks.
-
     Raises:
         UserError: names what is missing.
     """
@@ -173,11 +168,6 @@ def check_head_size(hf_config: Mapping[str, Any], path: Path, *, on_gpu: bool) -
     """Refuse a model with a head size that vLLM's attention on a CPU does not have.
 
     On GPUs vLLM falls back to kernels for any size.
-
-    Args:
-        hf_config: the model's config.json.
-        path: the model's directory.
-        on_gpu: whether the engine has a GPU.
 
     Raises:
         UserError: names the size and those that work.

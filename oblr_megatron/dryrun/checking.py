@@ -45,13 +45,6 @@ def model_of(path: Path) -> tuple[dict[str, Any], str]:
 def check_run(hf_config: Mapping[str, Any], config: Config, world_size: int, per_node: int, device: Device) -> Config:
     """Check a run; returns it with its norm mode chosen.
 
-    Args:
-        hf_config: the model's config.json.
-        config: the run.
-        world_size: ranks of all nodes.
-        per_node: ranks of one node.
-        device: the device of each rank.
-
     Raises:
         UserError: the first problem.
     """
@@ -113,10 +106,6 @@ def _gb(num_bytes: int) -> str:
 
 def check_files(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
     """Check those files of a run on other machines that are on this one, as the run would.
-
-    Args:
-        config: the run.
-        hf_config: the model's config.json.
 
     Returns:
         What was not checked, with the reason; at least the machines themselves.

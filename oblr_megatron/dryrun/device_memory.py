@@ -71,14 +71,7 @@ class RankMemory:
 
 
 def rank_memory(hf_config: Mapping[str, Any], config: Config, world_size: int, device: Device) -> list[RankMemory]:
-    """Memory of one rank of each pipeline stage.
-
-    Args:
-        hf_config: the model's config.json.
-        config: the run with its `gradnorm.mode` chosen.
-        world_size: its ranks.
-        device: the device of each rank.
-    """
+    """Memory of one rank of each pipeline stage, for a config with its `gradnorm.mode` chosen."""
     engine = None
     if config.rollout.own_engines:
         engine = engine_bytes(hf_config, config, device_bytes=device.num_bytes if device.on_gpu else None)

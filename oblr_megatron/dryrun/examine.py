@@ -47,12 +47,6 @@ class Found:
 def examine(config: Config, world_size: int, per_node: int, device: Device) -> Found:
     """Check a run, build the model of every rank and count its memory.
 
-    Args:
-        config: the run.
-        world_size: ranks of all nodes.
-        per_node: ranks of one node.
-        device: the device of each rank.
-
     Raises:
         UserError: the first problem. `checking.check_fits` checks the memory.
     """

@@ -30,13 +30,12 @@ from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
 from oblr_megatron.engine.speculation import Report
 from oblr_megatron.engine.turns import Answered, TurnMessage
 from oblr_megatron.errors import EngineDeadlineError, EngineLostError, RunError
+from oblr_megatron.formatting import log_tail
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.shm import SharedBuffer
 
 GRACE_SECONDS = 5.0
 """Time for an ending engine and its child processes; then they are killed."""
-LOG_LINES = 15
-"""Lines of the engine's log in an error message."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "OMP_NUM_THREADS")
 _MEGATRON = ("CUDA_DEVICE_MAX_CONNECTIONS",)  # 1 orders megatron-core's kernels, but would serialise vLLM's streams
@@ -54,12 +53,7 @@ class Deadlines:
 
 
 def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[str, str]:
-    """The engine process's environment: the trainer's without torchrun's variables, offline, with the spec's threads.
-
-    Args:
-        environment: of the trainer.
-        spec: of the engine.
-    """
+    """An engine process's environment: the trainer's without torchrun's variables, offline, with the spec's threads."""
     kept = {
         name: value
         for name, value in environment.items()
@@ -311,7 +305,7 @@ class VllmEngine:
             self._process.wait(GRACE_SECONDS)
         ending = f"{self.spec.name} (process {self.pid}) {_ending(self._process.returncode)}"
         self._lose(ending)
-        return EngineLostError(f"{ending} while {self.owner} waited for {what}; {self._log_tail()}")
+        return EngineLostError(f"{ending} while {self.owner} waited for {what}; {log_tail(self.log)}")
 
     def _lose(self, reason: str) -> None:
         """Kill the process and its children, reap it, and free its shared memory. The first reason is kept."""
@@ -332,10 +326,6 @@ class VllmEngine:
     def _check_lost(self) -> None:
         if self._lost is not None:
             raise (RunError if self._closed else EngineLostError)(self._lost)
-
-    def _log_tail(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
-        return f"the end of {self.log}:\n" + "\n".join(f"    {line}" for line in lines)
 
 
 def _others_in_group(leader: int) -> bool:

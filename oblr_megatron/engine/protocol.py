@@ -102,10 +102,6 @@ def prompt_seed(seed: int, position: int) -> int:
     """The seed of a prompt's first response; response g of the group draws from this seed plus g.
 
     A hash makes the seeds of neighbouring steps and prompts independent. It has 62 bits, so adding g stays in int64.
-
-    Args:
-        seed: of the call.
-        position: of the prompt in the step's batch.
     """
     digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2

@@ -205,11 +205,6 @@ def check_quantization(spec: EngineSpec) -> None:
 def check_sizes(spec: EngineSpec, hf_config: Mapping[str, Any], devices: int) -> None:
     """Refuse sizes that the model or the machine does not have.
 
-    Args:
-        spec: of the engine.
-        hf_config: the model's config.json.
-        devices: GPUs of this machine.
-
     Raises:
         UserError: names the option and the limit.
     """

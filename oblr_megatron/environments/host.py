@@ -340,14 +340,7 @@ class EpisodeHost:
 
 
 def to_sample(group: int, begin: Begin, ended: Ended, version: int) -> Sample:
-    """The sample of an episode.
-
-    Args:
-        group: position of the prompt in the batch.
-        begin: the episode.
-        ended: its result.
-        version: of the weights.
-    """
+    """The sample of an episode."""
     return Sample(
         group=group,
         prompt_ids=begin.prompt.token_ids,
@@ -362,13 +355,7 @@ def to_sample(group: int, begin: Begin, ended: Ended, version: int) -> Sample:
 
 
 def episodes_of(config: Config, index: int, owner: str) -> EpisodeHost | None:
-    """The host of a run with an environment; its process starts.
-
-    Args:
-        config: of the run.
-        index: of the engine.
-        owner: who waits, for error messages.
-    """
+    """The host of a run with an environment; its process starts."""
     if not config.rollout.environment.function:
         return None
     shapes = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))

@@ -19,12 +19,12 @@ from oblr_megatron.environments.messages import Setup
 from oblr_megatron.environments.process import PID_BYTES
 from oblr_megatron.environments.watch import NOBODY, Watch
 from oblr_megatron.errors import DeadlineError, RunError
+from oblr_megatron.formatting import log_tail
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
 
 FORK_SECONDS = 30.0
-LOG_LINES = 15
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +82,7 @@ class Launcher:
         except OSError:
             answer = b""
         if not answer:
-            raise RunError(f"the environment process has ended; {self._log_tail()}")
+            raise RunError(f"the environment process has ended; {log_tail(self._log)}")
         channel = Channel(ours)
         return Process(int.from_bytes(answer, "little"), channel, channel.writer())
 
@@ -103,7 +103,7 @@ class Launcher:
             Channel(self._control).receive(self._started_at + self._start_s, alive=lambda: self._popen.poll() is None)
         except PeerGone:
             self._popen.wait()
-            raise RunError(f"the environment process ended while it started; {self._log_tail()}") from None
+            raise RunError(f"the environment process ended while it started; {log_tail(self._log)}") from None
         self._started_at = None
 
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
@@ -130,7 +130,3 @@ class Launcher:
         with suppress(PeerGone):  # it is dead already: `fork` reports it
             Channel(own_end).send(self._setup)
         return own_end, popen
-
-    def _log_tail(self) -> str:
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
-        return f"the end of {self._log}:\n" + "\n".join(f"    {line}" for line in lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oblr_megatron.config.rollout import EnvironmentConfig
@@ -39,9 +38,6 @@ class Answer:
     turn: Turn
 
 
-ToProcess = Setup | Sequence[Begin | Answer]
-
-
 @dataclass(frozen=True, slots=True)
 class Ready:
     """The process has imported the function."""
@@ -73,6 +69,3 @@ class Ended:
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     error: str = ""  # of one that failed or was late
-
-
-FromProcess = Ready | Wish | Ended

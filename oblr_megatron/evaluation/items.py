@@ -101,10 +101,6 @@ def append(path: Path, items: Iterable[Item]) -> None:
 def recover(path: Path, blocks: Iterable[Sequence[Key]]) -> list[Grade]:
     """The grades of the complete blocks of a file, in order. The file is truncated after them.
 
-    Args:
-        path: may be absent.
-        blocks: the keys of a finished file.
-
     Raises:
         UserError: a line of a complete block is damaged or unexpected.
     """

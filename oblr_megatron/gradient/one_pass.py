@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.gradnorm.sketch import Sketches
     from oblr_megatron.model.policy import Policy
-    from oblr_megatron.types import Sample
+    from oblr_megatron.model.step import LossFn
+    from oblr_megatron.types import MicroBatch, Sample
 
 AdvantageFn = Callable[[Sequence[int], "Tensor"], "Tensor"]
 """Positions of k prompts and their samples' norms w [k, G] -> coefficients c [k, G], fp64 on the CPU."""
@@ -50,13 +51,24 @@ class Work:
     metrics: PassMetrics
 
 
-class InlinePass:
-    """Mode `inline`: microbatches as in plain training; of one sample if a parameter cannot tell samples apart."""
+class _OnePass:
+    """What all of these passes have."""
 
-    def __init__(self, policy: Policy, config: Config, sketches: Sketches | None = None) -> None:
-        self._policy, self._config, self._sketches = policy, config, sketches
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self._policy, self._config = policy, config
         self._rules = classify(policy)
         self._reducer = Reducer(policy.parallel)
+
+    def _loss(self, work: Work) -> LossFn:
+        return score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
+
+
+class InlinePass(_OnePass):
+    """Mode `inline`: microbatches as in plain training; of one sample if a parameter cannot tell samples apart."""
+
+    def __init__(self, policy: Policy, config: Config, sketches: Sketches | None) -> None:
+        super().__init__(policy, config)
+        self._sketches = sketches
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """Leave the gradient of these samples in main_grad, which is zero before; whole prompts in prompt-major order.
@@ -75,32 +87,31 @@ class InlinePass:
 
     def _add(self, work: Work, indices: Sequence[int], coefficients: Tensor) -> PassMetrics:
         metrics = PassMetrics()
-        loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
         whole = norm_batches(self._policy, self._config, self._rules, work.samples, indices)
         for batches in pipeline_runs(self._policy, whole, self._rules, KEPT_BYTES):
             order = torch.cat([batch.sample_index for batch in batches]).cpu()
             own = coefficients[order]
-            norms, records = add_inline(self._policy, batches, loss_of, own, self._rules, self._reducer, self._sketches)
+            norms, records = add_inline(
+                self._policy, batches, self._loss(work), own, self._rules, self._reducer, self._sketches
+            )
             work.norms_sq[order] = norms.cpu()
             metrics.add(records, own)
         return metrics
 
 
-class BookkeepPass:
+class BookkeepPass(_OnePass):
     """Mode `bookkeep`: windows of prompts up to `window_tokens` tokens, several samples a microbatch."""
 
-    def __init__(self, policy: Policy, config: Config, sketches: Sketches | None = None) -> None:
-        self._policy, self._config, self._sketches = policy, config, sketches
-        self._rules = classify(policy)
-        self._reducer = Reducer(policy.parallel)
+    def __init__(self, policy: Policy, config: Config, sketches: Sketches | None) -> None:
+        super().__init__(policy, config)
+        self._sketches = sketches
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """Add the gradient of these samples to main_grad; whole prompts in prompt-major order."""
         for window in self._windows(work.samples, indices):
             batches = norm_batches(self._policy, self._config, self._rules, work.samples, window)
-            loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
             norms, records, sink = keep_factors(
-                self._policy, batches, loss_of, self._rules, self._reducer, self._sketches
+                self._policy, batches, self._loss(work), self._rules, self._reducer, self._sketches
             )
             order = torch.cat([batch.sample_index for batch in batches]).cpu()
             work.norms_sq[order] = norms.cpu()
@@ -123,21 +134,29 @@ class BookkeepPass:
             yield window
 
 
-class StashPass:
+class StashPass(_OnePass):
     """Mode `stash` with the samples of a prompt on one replica: one gradient buffer for each sample."""
 
     def __init__(self, policy: Policy, config: Config, buffers: StashBuffers) -> None:
-        self._policy, self._config, self._buffers = policy, config, buffers
-        self._rules = classify(policy)
-        self._reducer = Reducer(policy.parallel)
+        super().__init__(policy, config)
+        self._buffers = buffers
+
+    def _stashed(
+        self,
+        work: Work,
+        batches: Sequence[MicroBatch],
+        kept: Sequence[GradientBuffer],
+        made_in: GradientBuffer | None,
+    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        loss_of = self._loss(work)
+        return stash_gradients(self._policy, batches, loss_of, self._rules, self._reducer, kept, made_in)
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """Add the gradient of these samples to main_grad; whole prompts in prompt-major order."""
-        loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
         made_in, kept = self._buffers.take()
         for prompt in _groups(indices, self._config.group_size):
             batches = one_per_microbatch(work.samples, prompt, device=self._policy.parallel.device)
-            norms, records = stash_gradients(self._policy, batches, loss_of, self._rules, self._reducer, kept, made_in)
+            norms, records = self._stashed(work, batches, kept, made_in)
             work.norms_sq[prompt] = norms.cpu()
             coefficients = weighted(work, prompt, self._config.group_size)
             work.metrics.add(records, coefficients)
@@ -156,7 +175,7 @@ class _Pending:
     arrival: dist.Work | None
 
 
-class SpreadStashPass:
+class SpreadStashPass(StashPass):
     """Mode `stash` with the samples of a prompt on the S replicas of a group: G / S buffers on each, plus the lag.
 
     Norms travel by an asynchronous all-gather. A replica continues with the next prompt while it has free buffers, and
@@ -164,9 +183,8 @@ class SpreadStashPass:
     """
 
     def __init__(self, policy: Policy, config: Config, buffers: StashBuffers, group: dist.ProcessGroup) -> None:
-        self._policy, self._config, self._buffers, self._group = policy, config, buffers, group
-        self._rules = classify(policy)
-        self._reducer = Reducer(policy.parallel)
+        super().__init__(policy, config, buffers)
+        self._group = group
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """Add the gradient of this replica's samples of whole prompts, in prompt-major order, to main_grad."""
@@ -185,8 +203,7 @@ class SpreadStashPass:
     ) -> _Pending:
         """Backward of this replica's samples of one prompt into the buffers; starts the all-gather of their norms."""
         batches = one_per_microbatch(work.samples, own, device=self._policy.parallel.device)
-        loss_of = score_loss(self._policy, self._config.rollout.temperature, work.ratios, records=True)
-        norms, records = stash_gradients(self._policy, batches, loss_of, self._rules, self._reducer, buffers, made_in)
+        norms, records = self._stashed(work, batches, buffers, made_in)
         work.norms_sq[own] = norms.cpu()
         gathered = norms.new_zeros(self._group.size(), len(own))
         arrival = dist.all_gather(list(gathered), norms.contiguous(), group=self._group, async_op=True)

@@ -5,10 +5,11 @@ from oblr_megatron.metrics.files import (
     METRICS_FILE,
     RANKS_FILE,
     MetricsWriter,
+    intact_lines,
     read_metrics,
     write_whole,
 )
 from oblr_megatron.metrics.names import METRICS, Metric, Record, describe
 
 __all__ = ["ENVIRONMENT_FILE", "METRICS", "METRICS_FILE", "RANKS_FILE", "Metric", "MetricsWriter", "Record"]
-__all__ += ["describe", "read_metrics", "write_whole"]
+__all__ += ["describe", "intact_lines", "read_metrics", "write_whole"]

@@ -11,10 +11,11 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from oblr_megatron.checks.packages import package_versions
 from oblr_megatron.errors import UserError
@@ -144,6 +145,13 @@ def write_whole(path: Path, text: str) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def intact_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line of a file of JSON objects, as text and read; empty if it is absent. A line cut by a kill is skipped."""
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
+        with suppress(ValueError):
+            yield line, json.loads(line)
 
 
 def read_metrics(run_dir: Path) -> list[Record]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oblr_megatron.algo.noise_split import compared_with_best
 from oblr_megatron.formatting import number
+from oblr_megatron.metrics import intact_lines
 from oblr_megatron.observe.alarm_window import COLLAPSED, EDGE, SPLIT, Planned, Window
 
 if TYPE_CHECKING:
@@ -226,11 +227,7 @@ CHECKS: dict[str, Callable[[Window], str]] = {
 
 
 class Watch:
-    """Applies the checks to a run, record by record.
-
-    Args:
-        planned: settings of the run.
-    """
+    """Applies the checks to a run, record by record."""
 
     def __init__(self, planned: Planned) -> None:
         self._window = Window(planned)
@@ -272,7 +269,8 @@ class LiveAlarms:
         self._path, self._say, self._watch = run_dir / ALARMS_FILE, say, Watch(settings)
         if not past:
             self._path.unlink(missing_ok=True)
-        self._said = {alarm.name for record in past for alarm in self._watch.take(record)} | set(_names(self._path))
+        self._said = {alarm.name for record in past for alarm in self._watch.take(record)}
+        self._said |= {alarm["name"] for _, alarm in intact_lines(self._path)}
 
     def take(self, record: Record, cause: str = "") -> list[Alarm]:
         """Check the record of a logged step; `cause` is an error of its reward. The new alarms."""
@@ -283,12 +281,3 @@ class LiveAlarms:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(alarm)) + "\n")
         return new
-
-
-def _names(path: Path) -> Iterable[str]:
-    """Names of the alarms in the file; a line cut by a kill is skipped."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            yield str(json.loads(line)["name"])
-        except (ValueError, LookupError, TypeError):
-            continue

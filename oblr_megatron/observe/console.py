@@ -351,12 +351,7 @@ def waiting(what: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def closing_lines(config: Config, report: Path | None) -> list[str]:
-    """Where the results of a finished run are, and the next commands.
-
-    Args:
-        config: of the run.
-        report: the file, if one was written.
-    """
+    """Where the results of a finished run are, and the next commands."""
     run_dir = config.run_dir
     model, samples = run_dir / "hf", run_dir / "rollouts"
     places = [f"report {report}"] if report else []

@@ -30,10 +30,6 @@ LONGEST = "longest response"
 def hidden_seconds(setting: Setting, phases: Mapping[str, Phase]) -> float:
     """Seconds of the phases that run at the same time as others.
 
-    Args:
-        setting: of the trainer; rollout.overlap is the mode.
-        phases: of the step.
-
     Returns:
         The sum of rollout, norms and gradient, less the time that they take together; 0 with "none".
     """

@@ -69,11 +69,6 @@ def check_function(name: str, where: str) -> None:
 def import_from_here(name: str, what: str, where: str) -> Callable[..., Any]:
     """Import "package.module:function", also from the current directory.
 
-    Args:
-        name: of the function.
-        what: it is, for the message.
-        where: it is named, for the message.
-
     Raises:
         UserError: it cannot be imported, or is not callable.
     """

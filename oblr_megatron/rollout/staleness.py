@@ -48,11 +48,6 @@ def staleness(versions: Iterable[int], current: int, limit: int) -> int:
 def check_batch(samples: Sequence[Sample], count: int, version: int) -> None:
     """Check the number and the version of the samples that the engines returned.
 
-    Args:
-        samples: of all engines.
-        count: samples that were requested.
-        version: of the weights pushed last.
-
     Raises:
         RunError: there are too few or too many samples, or samples of another version.
     """

@@ -74,12 +74,7 @@ def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel for a signal when the parent ends, and exit at once if it already has.
-
-    Args:
-        parent: process id of the parent.
-        number: of the signal.
-    """
+    """Ask the kernel for a signal when the parent ends, and exit at once if it already has."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(0)

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from tests.tiny import VOCAB, make_hf_dir  # noqa: E402
 
 MODES = ("none", "stream", "one_step")
 WARM = 2  # the first step of a pooled baseline is whole, and the second one meets cold caches
-LIMIT_S = 1200
+LIMIT_S = 1800  # of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,39 +93,54 @@ def run(directory: Path, model: Path, mode: str, number: int, options: argparse.
     """The counted steps of a whole run, its trainer on core 0 and its engine on core 1."""
     run_dir = directory / f"{mode}-{number}"
     values = {
-        "run_dir": run_dir,
-        "num_steps": options.steps,
-        "num_prompts": options.prompts,
-        "group_size": options.group,
         "model.path": model,
-        "data.train": directory / "train.jsonl",
-        "data.template": "{question}",
-        "data.max_prompt_tokens": 8,
-        "rollout.max_response_tokens": options.max_tokens,
-        "rollout.num_threads": 1,
         "rollout.max_num_seqs": options.prompts * options.group,
         "rollout.overlap": mode,
         "rollout.max_staleness": int(mode == "one_step"),
         "reward.name": "exact_match",
         "algo.baseline": "pooled",
-        "algo.snr.num_folds": 1,
         "gradnorm.mode": "inline",
-        "parallel.micro_batch_tokens": 512,
         "parallel.packing": options.packing,
+    }
+    return train(run_dir, values, options)[WARM:]
+
+
+def train(run_dir: Path, values: Mapping[str, object], options: argparse.Namespace) -> list[dict[str, float]]:
+    """All steps of a whole run on one rank, without evaluation and checkpoints.
+
+    Args:
+        run_dir: lies next to train.jsonl.
+        values: of further config keys.
+        options: prompts, group, max_tokens and steps are read.
+    """
+    usual = {
+        "run_dir": run_dir,
+        "num_steps": options.steps,
+        "num_prompts": options.prompts,
+        "group_size": options.group,
+        "data.train": run_dir.parent / "train.jsonl",
+        "data.template": "{question}",
+        "data.max_prompt_tokens": 8,
+        "rollout.max_response_tokens": options.max_tokens,
+        "rollout.num_threads": 1,
+        "algo.snr.num_folds": 1,
+        "parallel.micro_batch_tokens": 512,
         "evaluate.every_steps": 0,
         "checkpoint.every_steps": 0,
         "checkpoint.export_hf": "false",
         "log.console": "plain",
         "log.trackers": "[]",
     }
-    config = directory / "config.toml"
+    config = run_dir.parent / "config.toml"
     config.write_text("", encoding="utf-8")
-    command = [sys.executable, "-m", "oblr_megatron.step_loop", str(config), *(f"{k}={v}" for k, v in values.items())]
+    words = [f"{key}={value}" for key, value in {**usual, **values}.items()]
+    command = [sys.executable, "-m", "oblr_megatron.step_loop", str(config), *words]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     environment = os.environ | alone | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))  # rewards of the benchmarks
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines][WARM:]
+    return [json.loads(line) for line in lines]
 
 
 def rows_of(found: dict[str, list[list[dict[str, float]]]]) -> list[Row]:

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
-from overlap import ROOT, write_prompts
+from overlap import train, write_prompts
 from record import publish
 
 from tests.tiny import make_moe_hf_dir
 
-LIMIT_S = 1800
 EXPERTS, CHOSEN, LAYERS = 8, 2, 4
 
 
@@ -83,39 +79,17 @@ def run(directory: Path, dtype: str, replay: bool, options: argparse.Namespace) 
     """A whole run; returns its directory."""
     run_dir = directory / f"{dtype}-{replay}"
     values = {
-        "run_dir": run_dir,
-        "num_steps": options.steps,
-        "num_prompts": options.prompts,
-        "group_size": options.group,
         "model.path": directory / "model",
         "model.moe_routing_replay": str(replay).lower(),
-        "data.train": directory / "train.jsonl",
-        "data.template": "{question}",
-        "data.max_prompt_tokens": 8,
         "rollout.dtype": dtype,
-        "rollout.max_response_tokens": options.max_tokens,
-        "rollout.num_threads": 1,
         "rollout.save": "true",
         "reward.name": "routing_replay:odd_length",
         "algo.baseline": "rloo",
         "algo.schedule": "constant",
-        "algo.snr.num_folds": 1,
         "optimizer.lr": 1e-30,
         "gradnorm.mode": "two_pass",
-        "parallel.micro_batch_tokens": 512,
-        "evaluate.every_steps": 0,
-        "checkpoint.every_steps": 0,
-        "checkpoint.export_hf": "false",
-        "log.console": "plain",
-        "log.trackers": "[]",
     }
-    config = directory / "config.toml"
-    config.write_text("", encoding="utf-8")
-    command = [sys.executable, "-m", "oblr_megatron.step_loop", str(config), *(f"{k}={v}" for k, v in values.items())]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    environment = os.environ | alone | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
+    train(run_dir, values, options)
     return run_dir
 
 

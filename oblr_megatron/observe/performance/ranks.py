@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron.memory.training import resident_bytes
-from oblr_megatron.metrics import RANKS_FILE
+from oblr_megatron.metrics import RANKS_FILE, intact_lines
 from oblr_megatron.observe.performance.utilization import TRAINING
 from oblr_megatron.timing import PHASES
 
@@ -168,20 +168,10 @@ class RankLog:
         """Drop the steps that this run does again."""
         if not self._opened:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = "" if self._keep_until is None else _lines_until(self._path, self._keep_until)
-            self._path.write_text(kept, encoding="utf-8")
+            last = -1 if self._keep_until is None else self._keep_until
+            kept = [text for text, line in intact_lines(self._path) if line["step"] <= last]
+            self._path.write_text("".join(kept), encoding="utf-8")
             self._opened = True
-
-
-def _lines_until(path: Path, step: int) -> str:
-    """The lines of steps up to `step`; a line cut by a kill is dropped."""
-    kept = ""
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
-        try:
-            kept += line if json.loads(line)["step"] <= step else ""
-        except (ValueError, LookupError, TypeError):
-            continue
-    return kept
 
 
 def pace_s(own: Mapping[str, float]) -> float:

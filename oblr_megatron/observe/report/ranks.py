@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from oblr_megatron.metrics import RANKS_FILE
+from oblr_megatron.metrics import RANKS_FILE, intact_lines
 from oblr_megatron.observe.report.chart import Curve, Panel
 
 MOST_RANKS = 8  # drawn: the ranks that held most in the last step
@@ -17,7 +14,7 @@ MOST_RANKS = 8  # drawn: the ranks that held most in the last step
 
 def memory_of_ranks(run_dir: Path) -> Panel:
     """A strip with one line per rank; it has no curve if ranks.jsonl is missing or names a single rank."""
-    table = [(line["step"], line["memory_bytes"]["allocated"]) for line in _lines(run_dir / RANKS_FILE)]
+    table = [(line["step"], line["memory_bytes"]["allocated"]) for _, line in intact_lines(run_dir / RANKS_FILE)]
     ranks = len(table[-1][1]) if table else 0
     table = [(step, values) for step, values in table if len(values) == ranks]  # a resumed run may have another count
     curves = []
@@ -30,12 +27,3 @@ def memory_of_ranks(run_dir: Path) -> Panel:
             for colour, rank in enumerate(fullest, start=1)
         ]
     return Panel("GiB held after the step", curves, include=(0.0,), short=True)
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of ranks.jsonl; a line cut by a kill is skipped."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue

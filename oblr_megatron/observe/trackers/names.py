@@ -32,10 +32,6 @@ def tracked(record: Record, k: int) -> dict[str, float]:
     """The finite values of a record by their tracker names.
 
     Example: {"step": 3, "lr": 1e-6, "loss": None} -> {"training/global_step": 3, "actor/lr": 1e-6}
-
-    Args:
-        record: one step of metrics.jsonl.
-        k: evaluate.samples_per_prompt.
     """
     return {_tracked(name, k): value for name, value in record.items() if value is not None}
 
