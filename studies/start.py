@@ -18,12 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import write_whole
+from studies.imitate import answered, imitate, padded
 from studies.policy import END, FIRST_CHARACTER, PAD, UNKNOWN, ToyPolicy
 from studies.tasks import TASKS, Row, Skill, Task
 
@@ -31,7 +31,6 @@ HIDDEN, LAYERS = 64, 2
 BATCH, STEPS, LR = 64, 1500, 3e-3
 SHARE_LEARNING = 0.6  # share of the steps in which the teacher is always right
 WEIGHT_SEED = 0
-IGNORED = -100
 
 
 def task_named(name: str) -> Task:
@@ -112,38 +111,17 @@ def build_model(task: Task) -> Qwen3ForCausalLM:
 
 
 def warm_start(model: Qwen3ForCausalLM, task: Task, rows: Sequence[Row], skill: Skill, steps: int) -> None:
-    """Train on right answers, then on the teacher's mixed ones, so that RL starts from a policy that errs.
-
-    The learning rate warms up over a tenth of the steps and then decays linearly.
-    """
+    """Train on right answers, then on the teacher's mixed ones, so that RL starts from a policy that errs."""
     generator, policy = random.Random(WEIGHT_SEED), ToyPolicy(model, task.characters)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
-    for step in range(steps):
-        scale = min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps), 1.0)
-        optimizer.param_groups[0]["lr"] = LR * scale
+
+    def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         share_right = 1.0 if step < SHARE_LEARNING * steps else task.skills[skill]
-        ids, labels = _lesson(policy, task, generator.choices(rows, k=BATCH), generator, share_right)
-        logits = model(input_ids=ids).logits[:, :-1]  # [b, t - 1, V]
-        loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        drawn = generator.choices(rows, k=BATCH)
+        answers = [task.teach(row, generator, share_right) for row in drawn]
+        pairs = zip(drawn, answers, strict=True)
+        return padded([answered(policy.encode(row.question), (*policy.encode(a), END)) for row, a in pairs], PAD)
 
-
-def _lesson(
-    policy: ToyPolicy, task: Task, rows: Sequence[Row], generator: random.Random, share_right: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [b, t], labels [b, t]): question, answer, end token, right-padded. Only answer tokens have labels."""
-    answers = [task.teach(row, generator, share_right) for row in rows]
-    pairs = [(policy.encode(row.question), (*policy.encode(a), END)) for row, a in zip(rows, answers, strict=True)]
-    width = max(len(question) + len(answer) for question, answer in pairs)
-    ids, labels = torch.full((len(rows), width), PAD), torch.full((len(rows), width), IGNORED)
-    for line, (question, answer) in enumerate(pairs):
-        end = len(question) + len(answer)
-        ids[line, :end] = torch.tensor(question + answer)
-        labels[line, len(question) : end] = torch.tensor(answer)
-    return ids, labels
+    imitate(model, batch_of, steps=steps, lr=LR)
 
 
 def character_tokenizer(characters: str, max_positions: int = 64) -> PreTrainedTokenizerFast:

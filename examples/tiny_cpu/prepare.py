@@ -19,14 +19,14 @@ import torch
 from accuracy import accuracy, read_rows
 from sums import Row, mixed_answer, split_rows
 from tiny_model import EOS, build_model, build_tokenizer
-from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
+
+from studies.imitate import answered, imitate, padded
 
 NUM_HELDOUT = 256
 HIDDEN, LAYERS = 128, 2
-BATCH, LR, WEIGHT_DECAY = 128, 1.5e-3, 0.01
-IGNORED = -100
+BATCH, LR = 128, 1.5e-3
 
 
 def main() -> None:
@@ -50,7 +50,12 @@ def main() -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, hidden=HIDDEN, layers=LAYERS, seed=options.seed, experts=options.experts)
     start = time.perf_counter()
-    warm_start(model, tokenizer, train, steps=options.steps, seed=options.seed)
+    generator = random.Random(options.seed)
+
+    def batch_of(_: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return teacher_batch(tokenizer, generator.choices(train, k=BATCH), generator)
+
+    imitate(model, batch_of, steps=options.steps, lr=LR, report=100)
     seconds = time.perf_counter() - start
     model.save_pretrained(options.out / "model")
     tokenizer.save_pretrained(options.out / "model")
@@ -68,41 +73,13 @@ def write_rows(rows: Sequence[Row], path: Path) -> None:
     path.write_text("".join(json.dumps(row.as_dict()) + "\n" for row in rows), encoding="utf-8")
 
 
-def warm_start(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], *, steps: int, seed: int
-) -> None:
-    """Supervised learning on new answers of mixed quality. The rate warms up over a tenth of the steps, then decays."""
-    generator = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
-    model.train()
-    for step in range(steps):
-        scale = min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps))
-        optimizer.param_groups[0]["lr"] = LR * min(scale, 1.0)
-        input_ids, labels = teacher_batch(tokenizer, generator.choices(rows, k=BATCH), generator)
-        logits = model(input_ids=input_ids).logits  # [b, t, V]
-        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % 100 == 0:
-            print(f"warm start {step + 1}/{steps}: loss {loss.item():.3f}", flush=True)
-    model.eval()
-
-
 def teacher_batch(
     tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], generator: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(input_ids [b, t], labels [b, t]): question, mixed answer, end token, right-padded. Only answers have labels."""
     questions = tokenizer([row.question for row in rows])["input_ids"]
     answers = tokenizer([mixed_answer(row, generator) + EOS for row in rows])["input_ids"]
-    width = max(len(q) + len(a) for q, a in zip(questions, answers, strict=True))
-    input_ids = torch.full((len(rows), width), tokenizer.pad_token_id)
-    labels = torch.full((len(rows), width), IGNORED)
-    for line, (question, answer) in enumerate(zip(questions, answers, strict=True)):
-        input_ids[line, : len(question) + len(answer)] = torch.tensor(question + answer)
-        labels[line, len(question) : len(question) + len(answer)] = torch.tensor(answer)
-    return input_ids, labels
+    return padded([answered(*pair) for pair in zip(questions, answers, strict=True)], tokenizer.pad_token_id)
 
 
 if __name__ == "__main__":

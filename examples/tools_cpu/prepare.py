@@ -12,26 +12,24 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from calculator import calculate
 from products import EOS, Row, build_tokenizer, lines, split_rows, teacher
-from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 from transformers.utils import logging as transformers_logging
 
 from oblr_megatron.environments.chat import observation_text
+from studies.imitate import IGNORED, imitate, padded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiny_cpu"))
 from tiny_model import build_model
 
 NUM_HELDOUT = 128
 HIDDEN, LAYERS, POSITIONS = 128, 2, 96
-BATCH, LR, WEIGHT_DECAY = 64, 2e-3, 0.01
-IGNORED = -100
+BATCH, LR = 64, 2e-3
 
 
 def main() -> None:
@@ -55,35 +53,18 @@ def main() -> None:
     model = build_model(tokenizer, hidden=HIDDEN, layers=LAYERS, seed=options.seed)
     model.config.max_position_embeddings = POSITIONS
     start = time.perf_counter()
-    warm_start(model, tokenizer, train, steps=options.steps, seed=options.seed)
+    generator = random.Random(options.seed)
+
+    def batch_of(_: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = generator.choices(train, k=BATCH)
+        return padded([episode(tokenizer, row, generator) for row in rows], tokenizer.pad_token_id)
+
+    imitate(model, batch_of, steps=options.steps, lr=LR, report=100)
     model.save_pretrained(options.out / "model")
     tokenizer.save_pretrained(options.out / "model")
     size = sum(parameter.numel() for parameter in model.parameters())
     seconds = time.perf_counter() - start
     print(f"wrote {options.out / 'model'}: Qwen3 of {size:,} parameters, warm-started in {seconds:.0f} s")
-
-
-def warm_start(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], *, steps: int, seed: int
-) -> None:
-    """Supervised learning on the teacher's turns. The rate warms up over a tenth of the steps, then decays."""
-    generator = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
-    model.train()
-    for step in range(steps):
-        scale = min((step + 1) / (0.1 * steps), (steps - step) / (0.9 * steps))
-        optimizer.param_groups[0]["lr"] = LR * min(scale, 1.0)
-        episodes = [episode(tokenizer, row, generator) for row in generator.choices(rows, k=BATCH)]
-        input_ids, labels = padded(episodes, tokenizer.pad_token_id)
-        logits = model(input_ids=input_ids).logits  # [b, t, V]
-        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % 100 == 0:
-            print(f"warm start {step + 1}/{steps}: loss {loss.item():.3f}", flush=True)
-    model.eval()
 
 
 def episode(tokenizer: PreTrainedTokenizerFast, row: Row, generator: random.Random) -> tuple[list[int], list[int]]:
@@ -105,13 +86,6 @@ def episode(tokenizer: PreTrainedTokenizerFast, row: Row, generator: random.Rand
         ids += found
         labels += found if written else [IGNORED] * len(found)
     return ids, labels
-
-
-def padded(episodes: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(input_ids [b, t], labels [b, t]), padded on the right."""
-    width = max(len(ids) for ids, _ in episodes)
-    rows = [(ids + [pad] * (width - len(ids)), labels + [IGNORED] * (width - len(ids))) for ids, labels in episodes]
-    return torch.tensor([ids for ids, _ in rows]), torch.tensor([labels for _, labels in rows])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.importance import geometric_means
+from oblr_megatron.algo.importance import geometric_means, log_ratios
 
 if TYPE_CHECKING:
     from oblr_megatron.config.algo import AlgoConfig
@@ -64,8 +64,7 @@ def clipped_ratios(
 
     Example, PPO with low = high = 0.2, A > 0: r = [1.1, 1.5] -> weights [1.1, 0], clipped [False, True]
     """
-    difference = torch.where(logprobs == old_logprobs, 0.0, logprobs - old_logprobs)
-    difference = torch.where(mask, difference, 0.0)
+    difference = log_ratios(logprobs, old_logprobs, mask)
     if algo.ratio == "sequence":
         difference = geometric_means(difference, mask, cu_seqlens, reduce)
     ratios = difference.exp()

@@ -54,8 +54,7 @@ def truncated_ratios(
 
     Example, level "token", cap 2: log pi [-1., -1.], log mu [-1., -3.] -> [1., 2.] and 1.
     """
-    difference = torch.where(logprobs == rollout_logprobs, 0.0, logprobs - rollout_logprobs)
-    difference = torch.where(mask, difference, 0.0)  # [b, t]
+    difference = log_ratios(logprobs, rollout_logprobs, mask)
     if level == "none":
         difference = torch.zeros_like(difference)
     elif level == "sequence":
@@ -63,6 +62,12 @@ def truncated_ratios(
     ratios = difference.exp()
     cut = (ratios > cap) & mask
     return ratios.clamp(max=cap) * mask, cut.sum()
+
+
+def log_ratios(logprobs: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+    """log pi - log of the other policy [b, t], 0 outside the mask and where both are -inf."""
+    difference = torch.where(logprobs == other, 0.0, logprobs - other)
+    return torch.where(mask, difference, 0.0)
 
 
 def sample_totals(difference: Tensor, cu_seqlens: Tensor | None, reduce: Callable[[Tensor], Tensor] | None) -> Tensor:

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.importance import geometric_means, sample_sums, sample_totals
+from oblr_megatron.algo.importance import geometric_means, log_ratios, sample_sums, sample_totals
 
 RejectionLevel = Literal["none", "token", "sequence", "geometric"]
 
@@ -65,8 +65,7 @@ def kept_tokens(
     nothing = logprobs.new_zeros((), dtype=torch.float64)
     if level == "none":
         return mask, nothing, nothing
-    difference = torch.where(logprobs == rollout_logprobs, 0.0, logprobs - rollout_logprobs)
-    difference = torch.where(mask, difference, 0.0)  # [b, t]
+    difference = log_ratios(logprobs, rollout_logprobs, mask)
     if level == "sequence":
         difference = sample_totals(difference, cu_seqlens, reduce)
     elif level == "geometric":

@@ -51,11 +51,6 @@ class Baseline:
     """What A is divided by: the standard deviation of rewards of the group or batch, or of r - b over the batch."""
 
     @property
-    def leave_one_out(self) -> bool:
-        """Whether b_i is independent of response i."""
-        return self.over == "others"
-
-    @property
     def needs_group(self) -> bool:
         """Whether G = 1 makes no sense: b_i has no other response, or is r_i itself, so that A = 0 always."""
         return self.over in ("others", "group")

@@ -96,14 +96,9 @@ class Convention:
     gold: Reader = text
     tolerance: str = ""  # for every row, in the format of types.Prompt.tolerance
     tolerances: tuple[str, ...] = ()  # columns that may hold a tolerance for the row
-    customary: str = ""  # prompt format and sampling in the literature; docs only
 
 
-_BOXED = r"\boxed{}"
-_FEW = "32 samples at temperature 0.6 or 1, since 30 problems say little"
-
-
-def _solved(title: str, *, hub: str, customary: str, training_split: str = "") -> Convention:
+def _solved(title: str, *, hub: str, training_split: str = "") -> Convention:
     """MATH's rows: the answer has its own column or stands in the solution's box."""
     return Convention(
         title,
@@ -113,11 +108,10 @@ def _solved(title: str, *, hub: str, customary: str, training_split: str = "") -
         questions=("problem", "question"),
         answers=("answer", "solution"),
         gold=last_box,
-        customary=f"{_BOXED}; {customary}",
     )
 
 
-def _contest(title: str, *, hub: str = "", split: str = "", customary: str = _FEW) -> Convention:
+def _contest(title: str, *, hub: str = "", split: str = "") -> Convention:
     """Rows of a contest with whole numbers as answers."""
     return Convention(
         title,
@@ -126,7 +120,6 @@ def _contest(title: str, *, hub: str = "", split: str = "", customary: str = _FE
         questions=("problem", "question", "Problem", "Question"),
         answers=("answer", "Answer"),
         gold=integer,
-        customary=f"{_BOXED}; {customary}",
     )
 
 
@@ -138,15 +131,14 @@ CONVENTIONS: dict[str, Convention] = {
         split="test",
         training_split="train",
         gold=after_hashes,
-        customary=f"#### or {_BOXED}; greedy",
     ),
-    "math": _solved("MATH", hub="DigitalLearningGmbH/MATH-lighteval", training_split="train", customary="greedy"),
-    "math500": _solved("MATH-500", hub="HuggingFaceH4/MATH-500", customary="greedy, or 4 samples at 0.6"),
+    "math": _solved("MATH", hub="DigitalLearningGmbH/MATH-lighteval", training_split="train"),
+    "math500": _solved("MATH-500", hub="HuggingFaceH4/MATH-500"),
     "aime": _contest("AIME, any year"),
     "aime24": _contest("AIME 2024", hub="HuggingFaceH4/aime_2024", split="train"),
     "aime25": _contest("AIME 2025", hub="math-ai/aime25", split="test"),
-    "amc": _contest("AMC, any year", customary="as AIME"),
-    "amc23": _contest("AMC 2023", hub="math-ai/amc23", split="test", customary="32 samples, 40 problems"),
+    "amc": _contest("AMC, any year"),
+    "amc23": _contest("AMC 2023", hub="math-ai/amc23", split="test"),
     "olympiadbench": Convention(
         "OlympiadBench, text, English",
         hub="Hothan/OlympiadBench",
@@ -155,7 +147,6 @@ CONVENTIONS: dict[str, Convention] = {
         answers=("final_answer", "answer"),
         gold=joined,
         tolerances=("error", "tolerance"),
-        customary=f"{_BOXED}; greedy",
     ),
     "minerva": Convention(
         "Minerva's OCWCourses",
@@ -163,7 +154,6 @@ CONVENTIONS: dict[str, Convention] = {
         split="test",
         answers=("answer_latex", "answer"),
         tolerance="1%",
-        customary=f"{_BOXED}; greedy",
     ),
     "dapo": Convention(
         "DAPO-Math-17k",
@@ -173,7 +163,6 @@ CONVENTIONS: dict[str, Convention] = {
         answers=("reward_model.ground_truth", "answer", "solution"),
         question=without_instruction,
         gold=integer,
-        customary="training; every problem stands in it some hundred times, so keep data.deduplicate",
     ),
 }
 

@@ -29,7 +29,7 @@ from oblr_megatron.engine.server_guard import KEY_VARIABLE, is_loopback
 from oblr_megatron.engine.speculation import METHODS, check_installed, vllm_options
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import head_dim
-from oblr_megatron.runtime.arguments import amount, count
+from oblr_megatron.runtime.arguments import amount, count, whole
 
 MIN_KEY_LENGTH = 16
 PLUGIN = "oblr_megatron"
@@ -362,18 +362,12 @@ def command(spec: EngineSpec, host: str, port: int) -> list[str]:
 
 def _port(text: str) -> int:
     """An option's type: a port."""
-    return _whole(text, 1, 2**16 - 1)
+    return whole(text, 1, 2**16 - 1)
 
 
 def _seed(text: str) -> int:
     """An option's type: a seed, within the range of numpy's generators."""
-    return _whole(text, 0, 2**32 - 1)
-
-
-def _whole(text: str, least: int, most: int) -> int:
-    if not text.isdecimal() or not least <= int(text[:20]) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
-    return int(text)
+    return whole(text, 0, 2**32 - 1)
 
 
 def _share(text: str) -> float:

@@ -52,7 +52,6 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: Path, *, rank: int = 0, world_size: int = 1, resume_step: int | None = None) -> None:
-        self.num_nonfinite = 0  # values written as null so far
         self._last_step = -1 if resume_step is None else resume_step
         self._file: TextIO | None = None
         self._run_dir, self._rank, self._world_size, self._resume_step = run_dir, rank, world_size, resume_step
@@ -74,7 +73,6 @@ class MetricsWriter:
         record: Record = {"step": step}
         for name in in_table_order(values.keys() - {"step"}):
             record[name] = _finite_or_none(values[name])
-        self.num_nonfinite += sum(value is None for value in record.values())
         if self._rank == 0:
             self._file = self._file or self._open()
             self._file.write(_line(record))

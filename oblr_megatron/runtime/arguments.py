@@ -29,8 +29,14 @@ def count(text: str) -> int:
     >>> count("8")
     8
     """
-    if not text.isdecimal() or not 1 <= int(text[:20]) <= LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return whole(text, 1, LARGEST)
+
+
+def whole(text: str, least: int, most: int) -> int:
+    """An option's value: a whole number from `least` to `most`, decimal digits only."""
+    if not text.isdecimal() or not least <= int(text[:20]) <= most:
+        bounds = f"of {least} or more" if most == LARGEST else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
     return int(text)
 
 

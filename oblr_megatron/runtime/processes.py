@@ -36,6 +36,11 @@ def alive(of: str) -> bool:
     return False
 
 
+def boot_id() -> str:
+    """Identifies this machine since its start."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
 def started_at(pid: int) -> float:
     """Start time of a process, seconds since the epoch."""
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(_stat(pid)[19]) / os.sysconf("SC_CLK_TCK")

@@ -25,13 +25,12 @@ from pathlib import Path
 
 from oblr_megatron.checks.run_dir import LOCK_FILE
 from oblr_megatron.errors import UserError
-from oblr_megatron.runtime.processes import alive, identity
+from oblr_megatron.runtime.processes import alive, boot_id, identity
 
 HEARTBEAT_S = 10.0
 STALE_S = 60.0  # a run on another machine is lost when its heartbeat is older than this
 UNWATCHED_S = 600.0  # such a lock is stale without a watch; clocks of machines differ by less
 ASKED_S = 1.0  # `check_unlocked` of another command holds the lock for a moment
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of this machine since its start
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 
 
@@ -49,16 +48,16 @@ class Owner:
     def me(cls) -> Owner:
         """This process."""
         now = time.time()
-        return cls(os.getpid(), socket.gethostname(), f"{_boot()}:{_namespace()}:{identity(os.getpid())}", now, now)
+        return cls(os.getpid(), socket.gethostname(), f"{boot_id()}:{_namespace()}:{identity(os.getpid())}", now, now)
 
     @property
     def is_local(self) -> bool:
         """Whether it runs, or ran, under this kernel, maybe in another container."""
-        return self.process.startswith(f"{_boot()}:")
+        return self.process.startswith(f"{boot_id()}:")
 
     def is_alive(self) -> bool:
         """Whether the process runs; in another container or machine, whether its heartbeat is recent."""
-        here = f"{_boot()}:{_namespace()}:"
+        here = f"{boot_id()}:{_namespace()}:"
         if self.process.startswith(here):
             return alive(self.process.removeprefix(here))
         return time.time() - self.heartbeat < STALE_S
@@ -211,10 +210,6 @@ def _held(run_dir: Path, owner: Owner | None) -> UserError:
         where=str(run_dir),
         fix="wait until it has ended, stop it, or name another run_dir",
     )
-
-
-def _boot() -> str:
-    return BOOT_ID.read_text(encoding="ascii").strip()
 
 
 def _namespace() -> int:

@@ -35,7 +35,6 @@ from oblr_megatron.weights.pieces import Piece, pieces
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
-    from vllm.distributed.weight_transfer.base import WeightSource
 
     from oblr_megatron.model.policy import Policy
 
@@ -173,17 +172,3 @@ def share_rows(rows: Tensor, group: ProcessGroup, backend: str) -> None:
     sent = [dist.broadcast(row, group_src=rank, group=group, async_op=True) for rank, row in enumerate(rows)]
     for work in sent:
         work.wait()
-
-
-def vllm_source(policy: Policy, dtype: torch.dtype | None = None) -> WeightSource:
-    """The same stream as vLLM's own `WeightSource`, for its built-in transfer engines.
-
-    vLLM is imported only here: the import takes seconds, and neither an export nor a push to another process needs it.
-    """
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-
-    class VllmWeights(MegatronWeights, WeightSource):
-        def metadata(self) -> list[ParamMeta]:  # type: ignore[override]
-            return [ParamMeta(meta.name, meta.dtype, meta.shape) for meta in super().metadata()]
-
-    return VllmWeights(policy, dtype)

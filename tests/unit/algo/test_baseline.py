@@ -31,7 +31,7 @@ from oblr_megatron.errors import UserError
 
 OPTIONS = AlgoConfig(prior_strength=1.5, length_exponent=1.6)
 OF_RESPONSES = [name for name, facts in BASELINES.items() if not facts.token_wise]
-LEAVE_ONE_OUT = [name for name, facts in BASELINES.items() if facts.leave_one_out]
+LEAVE_ONE_OUT = [name for name, facts in BASELINES.items() if facts.over == "others"]
 WITH_PRIOR = [name for name, facts in BASELINES.items() if facts.prior]
 ZERO_ON_EQUAL = [name for name in OF_RESPONSES if BASELINES[name].zero_on_equal]
 OF_BATCH = ["batch_mean", "reinforce_pp", *WITH_PRIOR]

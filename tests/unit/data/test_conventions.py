@@ -145,7 +145,7 @@ def as_row(name: str, convention: Convention) -> str:
     gold = "as it is" if convention.gold is text else reads
     own = f"`{convention.tolerances[0]}`" if convention.tolerances else "none"
     cells = [f"`{name}`", convention.title, where, columns, answers, gold, convention.tolerance or own]
-    return " | ".join(["", *cells, convention.customary, ""]).strip()
+    return " | ".join(["", *cells, ""]).strip()
 
 
 def test_docs_table_is_up_to_date() -> None:

@@ -23,6 +23,7 @@ from oblr_megatron.dryrun.checking import check_run
 from oblr_megatron.dryrun.device_memory import Device, rank_memory
 from oblr_megatron.model.published import published
 from oblr_megatron.preflight import write_config
+from studies.imitate import IGNORED
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "examples" / "tiny_cpu"))  # scripts import their neighbours by name
@@ -134,9 +135,9 @@ def test_teacher_batch_labels_only_answers() -> None:
     tokenizer = build_tokenizer()
     rows = [make_row(10, 10), make_row(99, 99)]
     input_ids, labels = prepare.teacher_batch(tokenizer, rows, random.Random(0))
-    assert (labels[:, :6] == prepare.IGNORED).all()
+    assert (labels[:, :6] == IGNORED).all()
     for line, row in enumerate(rows):
-        taught = labels[line] != prepare.IGNORED
+        taught = labels[line] != IGNORED
         assert torch.equal(input_ids[line][taught], labels[line][taught])
         assert input_ids[line][taught][-1] == tokenizer.eos_token_id
         assert tokenizer.decode(input_ids[line][:6]) == row.question
