@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
-from oblr_megatron.engine import invariant, routes
+from oblr_megatron.engine import invariant
+from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.http_messages import Holding, ended_of
 from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
-from oblr_megatron.engine.speculation import Report, vllm_options
+from oblr_megatron.engine.speculation import Report
 from oblr_megatron.engine.state import WeightState, check_reset
 from oblr_megatron.engine.turns import Abandon, Answered, Inbox, Turn, TurnRequest
 from oblr_megatron.errors import RunError
@@ -28,9 +29,12 @@ class EngineServer:
     def __init__(self, spec: EngineSpec) -> None:
         import vllm
 
+        from oblr_megatron.engine.plugin import IPC_BACKEND, SHM_BACKEND
+
         if spec.batch_invariant and spec.device == "cpu":
             invariant.install(spec)
-        self._llm = vllm.LLM(**_llm_arguments(spec))
+        backend = IPC_BACKEND if spec.device == "cuda" else SHM_BACKEND
+        self._llm = vllm.LLM(**vllm_arguments(spec, backend))
         self._tokenizer = self._llm.get_tokenizer()
         shapes = checkpoint_shapes(spec.model, quantized=True)  # evaluation may load one; no run pushes into it
         self._vocab_size = shapes[HF_EMBEDDING][0]
@@ -174,45 +178,3 @@ class EngineServer:
         if asleep:
             self._llm.wake_up(tags=asleep)
             self._asleep -= set(asleep)
-
-
-def _llm_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """vLLM's own options for a spec."""
-    from vllm.config import WeightTransferConfig
-
-    from oblr_megatron.engine.plugin import IPC_BACKEND, SHM_BACKEND
-
-    on_gpu = spec.device == "cuda"
-    common = {
-        "model": str(spec.model),
-        "dtype": spec.dtype,
-        "max_model_len": spec.max_model_len,
-        "max_num_seqs": spec.max_num_seqs,
-        "seed": spec.seed,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature applied
-        "weight_transfer_config": WeightTransferConfig(backend=IPC_BACKEND if on_gpu else SHM_BACKEND),
-        **spec.vllm,  # names none of the others: checks/vllm_options.py
-    }
-    if spec.speculation != "none":
-        common |= vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)
-    if spec.routes:
-        common |= routes.vllm_options(on_gpu=on_gpu)
-    if on_gpu and spec.batch_invariant:  # the kernel of megatron-core's mode; a prompt in parts has other tiles
-        common |= {
-            "attention_config": {"backend": "FLASH_ATTN", "flash_attn_version": 3},
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": spec.cpu_step_tokens,
-        }
-    if on_gpu:
-        return common | {
-            "gpu_memory_utilization": spec.gpu_memory_utilization,
-            "tensor_parallel_size": spec.tensor_parallel_size,
-            "enable_sleep_mode": spec.sleep_mode,
-            "quantization": spec.vllm_quantization,
-        }
-    return common | {
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": spec.kv_cache_bytes,
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": spec.cpu_step_tokens,
-    }

@@ -9,7 +9,6 @@ end with it. Every client can replace the weights. So the server listens on loop
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import sys
@@ -22,11 +21,11 @@ from typing import Any, Literal
 from oblr_megatron.checks.machine import check_head_size
 from oblr_megatron.checks.vllm_options import KEY, check_routes, check_vllm_options, command_words
 from oblr_megatron.config.checks import apply_override
-from oblr_megatron.engine import routes
+from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.server_guard import KEY_VARIABLE, is_loopback
-from oblr_megatron.engine.speculation import METHODS, check_installed, vllm_options
+from oblr_megatron.engine.speculation import METHODS, check_installed
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import head_dim
 from oblr_megatron.runtime.arguments import amount, count, whole
@@ -316,48 +315,20 @@ def server_environment(
 
 def command(spec: EngineSpec, host: str, port: int) -> list[str]:
     """The server's command line. (`vllm serve` needs a package named vllm; vLLM's CPU build has another name.)"""
-    on_gpu = spec.device == "cuda"
-    options: dict[str, object] = {
-        "model": spec.model,
+    arguments = vllm_arguments(spec, NCCL_BACKEND if spec.device == "cuda" else SERVER_SHM_BACKEND)
+    own = arguments.pop("additional_config", {}) | ({KEY: dict(spec.vllm)} if spec.vllm else {})
+    options = {
         "host": host,
         "port": port,
-        "dtype": spec.dtype,
-        "max-model-len": spec.max_model_len,
-        "max-num-seqs": spec.max_num_seqs,
-        "seed": spec.seed,
-        "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from, temperature applied
-        "weight-transfer-config": json.dumps({"backend": NCCL_BACKEND if on_gpu else SERVER_SHM_BACKEND}),
-        "worker-extension-cls": "oblr_megatron.engine.plugin.ReadBack",
+        "worker_extension_cls": "oblr_megatron.engine.plugin.ReadBack",
         "middleware": "oblr_megatron.engine.server_guard.Guard",
-        "allowed-origins": "[]",
+        "allowed_origins": "[]",
+        "disable_fastapi_docs": True,
+        "disable_uvicorn_access_log": True,
+        **({"additional_config": own} if own else {}),
+        **arguments,
     }
-    own: dict[str, Any] = {KEY: dict(spec.vllm)} if spec.vllm else {}
-    if spec.speculation != "none":
-        found = vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)
-        own |= found.pop("additional_config")
-        options |= {
-            name.replace("_", "-"): value if isinstance(value, str) else json.dumps(value)
-            for name, value in found.items()
-        }
-    if own:
-        options["additional-config"] = json.dumps(own)
-    if on_gpu:
-        options |= {
-            "gpu-memory-utilization": spec.gpu_memory_utilization,
-            "tensor-parallel-size": spec.tensor_parallel_size,
-        }
-        if spec.vllm_quantization is not None:
-            options["quantization"] = spec.vllm_quantization
-    else:
-        options |= {"kv-cache-memory-bytes": spec.kv_cache_bytes, "max-num-batched-tokens": spec.cpu_step_tokens}
-    flags = [
-        "--disable-fastapi-docs",
-        "--disable-uvicorn-access-log",
-        *([] if on_gpu else ["--enforce-eager", "--no-enable-chunked-prefill"]),
-        *command_words(routes.vllm_options(on_gpu=on_gpu) if spec.routes else {}),
-    ]
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags, *command_words(spec.vllm)]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_words(options)]
 
 
 def _port(text: str) -> int:

@@ -16,7 +16,7 @@ import pytest
 from oblr_megatron.checks.vllm_options import check_routes
 from oblr_megatron.config import parse_config
 from oblr_megatron.engine import http_messages as http
-from oblr_megatron.engine.core import _llm_arguments
+from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
 from oblr_megatron.engine.routes import WORKER, allow_on_cpu, routes_of
 from oblr_megatron.engine.serve_command import add_arguments, command, spec_of
@@ -60,8 +60,8 @@ def test_a_server_sends_them_as_text(experts: int, dtype: str) -> None:
 
 
 def test_engines_and_servers_are_started_with_the_option(tmp_path: Path) -> None:
-    assert "enable_return_routed_experts" not in _llm_arguments(CPU)
-    found = _llm_arguments(replace(CPU, routes=True))
+    assert "enable_return_routed_experts" not in vllm_arguments(CPU, "b")
+    found = vllm_arguments(replace(CPU, routes=True), "b")
     assert found["enable_return_routed_experts"] is True and found["worker_cls"] == WORKER
     parser = argparse.ArgumentParser()
     add_arguments(parser)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from oblr_megatron.config import parse_config
-from oblr_megatron.engine.core import _llm_arguments
+from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.handle import child_environment
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.serve_command import check_quantization, command
@@ -126,10 +126,10 @@ def test_an_engine_in_fp8_rounds_what_it_loads_and_what_is_pushed():
         overrides=["rollout.quantization=fp8"],
     )
     spec = engine_spec(run, parallel, 0, Placement((0,), 1))
-    assert _llm_arguments(spec)["quantization"] in ONLINE_QUANT_SHORTHAND_NAMES
+    assert vllm_arguments(spec, "b")["quantization"] in ONLINE_QUANT_SHORTHAND_NAMES
     words = command(spec, "127.0.0.1", 8000)
     assert words[words.index("--quantization") + 1] == spec.vllm_quantization
-    assert _llm_arguments(GPU)["quantization"] is None and "--quantization" not in command(GPU, "127.0.0.1", 8000)
+    assert "quantization" not in vllm_arguments(GPU, "b") and "--quantization" not in command(GPU, "127.0.0.1", 8000)
     with pytest.raises(UserError, match=r"fp8 .*--quantization"):
         check_quantization(replace(CPU, quantization="fp8"))
     with pytest.raises(UserError, match="float32"):

@@ -1,0 +1,47 @@
+"""vLLM's options for an engine, of the run or in an API server. Imports no vllm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oblr_megatron.engine import routes
+from oblr_megatron.engine.protocol import EngineSpec
+from oblr_megatron.engine.speculation import vllm_options
+
+
+def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
+    """The fields of vLLM's `EngineArgs` that differ from its defaults; `spec.vllm` comes last.
+
+    Args:
+        spec: of the engine.
+        backend: name of the weight-transfer backend.
+    """
+    on_gpu = spec.device == "cuda"
+    found: dict[str, Any] = {
+        "model": str(spec.model),
+        "dtype": spec.dtype,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "seed": spec.seed,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature applied
+        "weight_transfer_config": {"backend": backend},
+    }
+    if spec.speculation != "none":
+        found |= vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)
+    if spec.routes:
+        found |= routes.vllm_options(on_gpu=on_gpu)
+    if not on_gpu or spec.batch_invariant:  # in the latter case, because a prompt in parts has other tiles
+        found |= {"enable_chunked_prefill": False, "max_num_batched_tokens": spec.cpu_step_tokens}
+    if not on_gpu:
+        return found | {"enforce_eager": True, "kv_cache_memory_bytes": spec.kv_cache_bytes, **spec.vllm}
+    if spec.batch_invariant:  # the kernel of megatron-core's mode
+        found["attention_config"] = {"backend": "FLASH_ATTN", "flash_attn_version": 3}
+    if spec.sleep_mode:
+        found["enable_sleep_mode"] = True
+    if spec.vllm_quantization is not None:
+        found["quantization"] = spec.vllm_quantization
+    return found | {
+        "gpu_memory_utilization": spec.gpu_memory_utilization,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        **spec.vllm,  # names none of the others: checks/vllm_options.py
+    }
