@@ -29,13 +29,11 @@ class RoutesRunner(CPUModelRunner):
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, kv_cache_allocation_context: Any = None
     ) -> None:
-        """See vLLM's runner."""
         super().initialize_kv_cache(kv_cache_config, is_profiling, kv_cache_allocation_context)
         if not is_profiling:
             self._routes = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
-        """See vLLM's runner."""
         assert self._routes is not None, "vLLM sets the KV cache up before the first step"
         self._routes.begin_step(scheduler_output.aux_output_connector_metadata)
         output = super().execute_model(scheduler_output, intermediate_tensors)
@@ -67,7 +65,6 @@ class RoutesWorker(cpu_worker.CPUWorker):
     """vLLM's CPU worker with this runner."""
 
     def init_device(self) -> None:
-        """See vLLM's worker."""
         cpu_worker.CPUModelRunner = RoutesRunner  # type: ignore[misc]
         super().init_device()
         assert isinstance(self.model_runner, RoutesRunner), "vLLM chose another runner"

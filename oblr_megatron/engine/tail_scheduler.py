@@ -19,7 +19,6 @@ class TailScheduler(Scheduler):
     """Chooses before each step whether the drafts that it proposes will be verified by the next one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See vLLM's `Scheduler`."""
         from vllm.v1.engine.core import EngineCore
 
         super().__init__(*args, **kwargs)
@@ -39,7 +38,6 @@ class TailScheduler(Scheduler):
         EngineCore.oblr_speculation = _speculation_of  # type: ignore[attr-defined]
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """See vLLM's `Scheduler`."""
         self._began = time.perf_counter()
         sequences = min(len(self.running) + len(self.waiting), self.max_num_running_reqs)
         self._has_drafts, self._next_has_drafts = self._next_has_drafts, self._break_even.choose(sequences)
@@ -54,7 +52,6 @@ class TailScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
-        """See vLLM's `Scheduler`."""
         sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         for name, draft in scheduler_output.scheduled_spec_decode_tokens.items():
             self._drafts += 1

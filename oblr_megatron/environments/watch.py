@@ -55,7 +55,6 @@ class Watched(Coroutine[Any, Any, Any]):
         self._coroutine, self._number, self._watch = coroutine, number, watch
 
     def send(self, value: Any) -> Any:
-        """See `Coroutine`."""
         self._watch.set(self._number)
         try:
             return self._coroutine.send(value)
@@ -63,7 +62,6 @@ class Watched(Coroutine[Any, Any, Any]):
             self._watch.set(NOBODY)
 
     def throw(self, *error: Any) -> Any:
-        """See `Coroutine`."""
         self._watch.set(self._number)
         try:
             return self._coroutine.throw(*error)
@@ -71,7 +69,6 @@ class Watched(Coroutine[Any, Any, Any]):
             self._watch.set(NOBODY)
 
     def close(self) -> None:
-        """See `Coroutine`."""
         self._coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:

@@ -1,12 +1,7 @@
-"""Seconds of a collective among g ranks, and the links it uses. Imports no torch.
+"""Seconds of a collective among g ranks, and the links it uses (formulas: docs/planner.md). Imports no torch.
 
-    all-gather, reduce-scatter    (g - 1) / g * bytes / (link * bandwidth) + hops
-    all-reduce                    twice that: a reduce-scatter, then an all-gather
-    all-to-all                    the slower of both parts: bytes to ranks of the own node, bytes to other nodes; hops
-    hops                          log2(ranks of a node) * message + log2(nodes) * message between nodes
-
-bytes is the size of the whole tensor, all g parts together. Ranks are ordered as in megatron-core: tensor, context,
-data, then pipeline parallel. A group that spans nodes uses the links between nodes.
+Bytes are those of the whole tensor, all g parts together. Ranks are ordered as in megatron-core: tensor, context, data,
+then pipeline parallel.
 """
 
 from __future__ import annotations

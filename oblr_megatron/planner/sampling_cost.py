@@ -1,17 +1,8 @@
 """Predicted seconds of sampling and of the weight push. Imports no torch.
 
-    prefill    forward FLOPs of the engine's prompts, one per group (prefix cache), at `prefill` of the peak
-    decode     one step of B sequences: the larger of FLOPs / peak and (weights + KV cache) / (`decode` of the
-               bandwidth), plus 2 all-reduces per layer over the engine's devices, plus decode_step_s.
-               B = min(sequences of the engine, max_num_seqs, sequences in the KV cache). sequences / B waves of mean
-               length run at B, then the remaining tokens of the longest response at B = 1
-    push       an all-gather of the weights from the ranks that hold them, two copies in memory (bucket, engine), and a
-               broadcast between nodes if the engines have GPUs of their own
-
-Of E experts with k per token, a step of B tokens reads E (1 - (1 - k / E)^B). With `speculation_acceptance` p, a step
-of the longest response computes d + 1 tokens and gains 1 + p + ... + p^d of them, for drafts of d tokens ("ngram"), if
-that is faster. Not modelled: the distribution of lengths between mean and longest, preemption, the search for drafts,
-rewards.
+docs/planner.md has the formulas. Of E experts with k per token, a step of B tokens reads E (1 - (1 - k / E)^B). With
+`speculation_acceptance` p, a step of the longest response computes d + 1 tokens and gains 1 + p + ... + p^d of them,
+for drafts of d tokens ("ngram"), if that is faster.
 """
 
 from __future__ import annotations

@@ -1,20 +1,7 @@
 """Predicted seconds of one microbatch on one rank of a pipeline stage, by term. Imports no torch.
 
-Symbols: n tokens of the rank's part of a microbatch; x bytes per element; h hidden size. A forward pass takes
-
-    products      2 n p d FLOPs for each shard [p, d], at the peak times the efficiency
-                  e = product * n / (n + half_tokens) * w / (w + half_width),  w = min(p, d)
-    attention     4 q t (t + 1) / 2 FLOPs per row of t tokens, at `attention` of the peak
-    elementwise   `elementwise_bytes` at `memory` of the bandwidth: norms, residuals, rotary embedding, gated unit,
-                  and 3 n v fp32 elements of the loss over a vocabulary shard of v words
-    host          layer_s per layer; on a GPU only the excess over the other terms
-    tensor        per layer 4 all-gathers or reduce-scatters of n h x with sequence parallelism, else 2 all-reduces
-    context       an all-gather of keys and values, 2 n kv x per rank
-    experts       2 all-to-alls of the routed tokens; for a shared expert an all-gather and a reduce-scatter; mixture_s
-
-A backward pass takes multiples of these: products 2, attention 2.5 (FlashAttention-2), elementwise 2, host 2,
-tensor 1.5 (1 without sequence parallelism), context 2, experts 2. Full recomputation adds a forward pass without the
-output layer; recomputation of the core attention adds its forward pass.
+docs/planner.md has the formula of each term. Symbols: n tokens of the rank's part of a microbatch; x bytes per element;
+h hidden size. The factor 2.5 of attention's backward pass is FlashAttention-2's.
 """
 
 from __future__ import annotations

@@ -1,24 +1,7 @@
 """Predicted seconds of the training phases of a step: norms, gradient, optimizer. Imports no torch.
 
-A pass of m microbatches through pp stages takes, with T_s seconds per microbatch on stage s (`planner/stage.py`):
-
-    m max_s T_s + (pp - 1) / vp mean_s T_s          + 2 (m + pp - 1) messages of n h x to the next stage
-    at least m mean_s T_s * stretch                 on a CPU, where other ranks use the cores of idle stages
-
-    norms      two_pass: a forward pass and (1 + r) / 2 of a backward pass's products, of the share
-               `gradnorm.sample_fraction`. bookkeep: r / 3 of the products of the gradient pass. stash: BYTES_MOVED per
-               weight and sample at memory bandwidth. inline: nothing.
-               r is the ratio in `memory/select_mode.py`. With context parallelism r = 1, and each sample's gradient is
-               all-reduced
-    gradient   one pass per fold (window, group); after each an all-reduce over context-parallel ranks, the norm and the
-               sum over folds: 5 * 4 bytes per weight. At the end a reduce-scatter over data-parallel ranks, and an
-               all-gather without the distributed optimizer. Token-wise baselines and a KL penalty each add a forward
-               pass
-    optimizer  32 bytes per weight in fp32 (gradient, two moments and weight, each read and written), 2 more for a bf16
-               copy. The distributed optimizer divides this over data-parallel ranks and then all-gathers the weights.
-               `optimizer.offload` copies masters and moments over PCIe twice, out and back
-
-All samples have the mean length. Waiting for the longest sample or the slowest rank is not modelled.
+docs/planner.md has the formulas. On a CPU, where other ranks use the cores of idle stages, a pass of m microbatches of
+T_s seconds on stage s takes at least m mean_s T_s * stretch.
 """
 
 from __future__ import annotations

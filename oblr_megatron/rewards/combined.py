@@ -49,7 +49,6 @@ class CombinedReward(Reward):
         )
 
     def longest_s(self, count: int) -> float:
-        """See `Reward.longest_s`."""
         return sum(term.reward.longest_s(count) for term in self._terms)
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ class EnvironmentReward(Reward):
     """
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
-        """See `Reward.score`."""
         faults = {n: fault for n, sample in enumerate(samples) if (fault := _fault(sample)) is not None}
         missing = any(fault == "failed" and samples[n].finish_reason == "stop" for n, fault in faults.items())
         return RewardResult(

@@ -36,7 +36,6 @@ class Complete:
         self._groups, self._left = groups, sorted(groups, key=lambda position: (longest(position), position))
 
     def take(self, tokens: float) -> Groups:
-        """See `BatchInFlight.take`."""
         found: Groups = {}
         while self._left and sum(map(num_tokens, found.values())) < tokens:
             position = self._left.pop(0)

@@ -55,7 +55,6 @@ class NcclTransport:
         return bucket_capacity(manifest, max(self._bucket_bytes, largest))
 
     def reserve(self, size: int) -> DeviceBuffer:
-        """See `Transport`."""
         self._buffer.reserve(size)
         return self._buffer
 

@@ -132,7 +132,6 @@ class LockstepReceiver(Receiver):
                 self.error = error
 
     def result(self) -> PushStats | None:
-        """See `Receiver`."""
         if self.error is not None:
             self.abort(str(self.error))
             raise self.error
@@ -161,7 +160,6 @@ class EngineReceiver(LockstepReceiver):
         self.begin = time.monotonic()  # an engine that is starting has a deadline of its own
 
     def start(self, capacity: int) -> SharedBuffer | None:
-        """See `Receiver`."""
         buffer = self._engine.buffer
         if self.error is None and self._opened != capacity:
             buffer.reserve(HALVES * capacity)
@@ -170,21 +168,17 @@ class EngineReceiver(LockstepReceiver):
         return buffer if self.error is None else None  # a lost engine has closed its buffer
 
     def update(self, bucket: Bucket) -> None:
-        """See `Receiver`."""
         self.update_weights(bucket.update_info())
 
     def finish(self) -> None:
-        """See `Receiver`."""
         self.finish_weight_update()
 
     def verify(self, source: Iterable[tuple[str, Tensor]]) -> None:
-        """See `Receiver`."""
         spec = self._engine.spec
         expected = expected_digests(source, read_shape(spec.model), spec.tensor_parallel_size)
         self.attempt(lambda: check_digests(spec.name, expected, self._call("read_back", begin=time.monotonic())))
 
     def abort(self, reason: str) -> None:
-        """See `Receiver`."""
         with suppress(RunError):  # an answer to a push that is given up
             self._settle()
         if not self._engine.lost:

@@ -93,24 +93,20 @@ class RecoveringEngines(RolloutEngine):
 
     @property
     def version(self) -> int:
-        """See `RolloutEngine.version`."""
         return self._version
 
     def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
-        """See `RolloutEngine.generate`."""
         if self._unusable is not None:
             raise RunError(self._unusable)
         groups = InFlight(self, prompts, request, whole=True).all(self._config.rollout.generate_timeout_s)
         return [sample for group in groups.values() for sample in group]
 
     def begin(self, prompts: Sequence[Prompt], request: SamplingRequest) -> InFlight:
-        """See `RolloutEngine.begin`."""
         if self._unusable is not None:
             raise RunError(self._unusable)
         return InFlight(self, prompts, request, whole=False)
 
     def push(self, source: Source, version: int) -> PushStats:
-        """See `RolloutEngine.push`."""
         self._unusable = f"push {version} did not reach {self._all}; generate again after one that does"
         stats = self.until_done(lambda: self._deliver(source, version))
         self._source, self._version, self._unusable = source, version, None

@@ -68,11 +68,9 @@ class SharedMemoryTransport(Transport):
         self._buffer: SharedBuffer | None = None
 
     def capacity(self, manifest: Manifest) -> int:
-        """See `Transport`."""
         return bucket_capacity(manifest, self._bucket_bytes)
 
     def reserve(self, size: int) -> SharedBuffer:
-        """See `Transport`."""
         if self._buffer is None:
             self._buffer = SharedBuffer.create()
         self._buffer.reserve(size)
@@ -122,7 +120,6 @@ class ServerReceiver(LockstepReceiver):
         self.checksums: list[int | None] = []  # of the buckets
 
     def start(self, capacity: int) -> SharedBuffer | None:
-        """See `Receiver`."""
         for server in self.servers:
             server.ready = False
         buffer = self._transport.reserve(HALVES * capacity)
@@ -140,7 +137,6 @@ class ServerReceiver(LockstepReceiver):
         return buffer
 
     def update(self, bucket: Bucket) -> None:
-        """See `Receiver`."""
         body = http.UpdateBody(holding=self._holding, update_info=bucket.update_info())
 
         def send() -> None:

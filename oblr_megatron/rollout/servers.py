@@ -99,7 +99,6 @@ class ServerEngines(RecoveringEngines):
         return Feed(lambda put: servers.sample(ids, request, holding, put, whole=whole, seconds=seconds))
 
     def reports(self) -> list[Report]:
-        """See `RecoveringEngines.reports`."""
         return self._from_first_rank(lambda servers: servers.reports(), "the servers' speculation", PROBE_SECONDS)
 
     def _wait_for_servers(self) -> None:

@@ -35,7 +35,6 @@ class DeviceBuffer(SharedBuffer):
         """Does nothing: device memory is not mapped."""
 
     def checksum(self, start: int, used: int) -> int:
-        """See `device_checksum`."""
         return device_checksum(self._view[start : start + used])
 
 

@@ -51,7 +51,6 @@ class MlflowTracker(Tracker):
         self._client.log_dict(self._id, dict(config), "config.json")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
         now = int(1000 * time.time())
         self._client.log_batch(self._id, [Metric(allowed(name), value, now, step) for name, value in values.items()])
 
@@ -65,11 +64,9 @@ class MlflowTracker(Tracker):
         self._client.log_table(self._id, data, f"evaluations/{allowed(name)}/step_{step:06}.json")
 
     def file(self, path: Path) -> None:
-        """See `Tracker.file`."""
         self._client.log_artifact(self._id, str(path))
 
     def close(self, state: State) -> None:
-        """See `Tracker.close`."""
         self._client.set_terminated(self._id, status=STATES[state])
 
 

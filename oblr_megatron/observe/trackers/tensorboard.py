@@ -24,19 +24,16 @@ class TensorboardTracker(Tracker):
             self._add(run.resume_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step, summary=Summary(value=scalars))
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """See `Tracker.alarm`."""
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
         value = Summary.Value(tag=f"alarm/{name}", metadata=metadata, tensor=tensor)
         self._add(step, summary=Summary(value=[value]))
 
     def close(self, state: State) -> None:
-        """See `Tracker.close`."""
         self._writer.close()
 
     def _add(self, step: int, **content: Summary | SessionLog) -> None:

@@ -41,25 +41,20 @@ class TrackioTracker(Tracker):
         self._raise_warned()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
         trackio.log(dict(values), step=step)
         self._raise_warned()
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """See `Tracker.alarm`."""
         trackio.alert(title=f"alarm {name} at step {step}", text=text, level=trackio.AlertLevel.WARN)
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """See `Tracker.table`."""
         data = [list(row) for row in rows]
         trackio.log({f"evaluations/{name}": trackio.Table(columns=list(columns), data=data)}, step=step)
 
     def file(self, path: Path) -> None:
-        """See `Tracker.file`."""
         trackio.save(path)
 
     def close(self, state: State) -> None:
-        """See `Tracker.close`."""
         trackio.finish()
         self._raise_warned()
 

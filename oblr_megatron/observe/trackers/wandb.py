@@ -32,7 +32,6 @@ class WandbTracker(Tracker):
         self._run.define_metric("*", step_metric=STEP)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.log`."""
         self._run.log(dict(values))
 
     def alarm(self, step: int, name: str, text: str) -> None:
@@ -41,11 +40,9 @@ class WandbTracker(Tracker):
         self._run.alert(title=f"alarm {name} at step {step}", text=text, level="WARN")
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """See `Tracker.table`."""
         self._run.log({STEP: step, f"evaluations/{name}": wandb.Table(list(columns), [list(row) for row in rows])})
 
     def file(self, path: Path) -> None:
-        """See `Tracker.file`."""
         self._run.save(str(path), base_path=str(path.parent), policy="now")
 
     def close(self, state: State) -> None:
