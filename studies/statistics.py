@@ -45,23 +45,25 @@ def t_interval(values: Array, level: float = LEVEL) -> Interval:
     """[n] -> mean -+ t_{n-1} s / sqrt(n). With one value the ends are NaN; with none the mean is NaN too."""
     from scipy.special import stdtrit
 
-    count = len(values)
-    mean = float(np.mean(values)) if count else float("nan")
-    if count < 2:
-        return Interval(mean, float("nan"), float("nan"))
+    if (count := len(values)) < 2:
+        return _without_ends(values)
+    mean = float(np.mean(values))
     reach = float(stdtrit(count - 1, (1 + level) / 2) * np.std(values, ddof=1) / np.sqrt(count))
     return Interval(mean, mean - reach, mean + reach)
 
 
 def bootstrap_interval(values: Array, level: float = LEVEL, resamples: int = RESAMPLES) -> Interval:
     """[n] -> percentile bootstrap interval of the mean. NaN as in `t_interval`."""
-    count = len(values)
-    mean = float(np.mean(values)) if count else float("nan")
-    if count < 2:
-        return Interval(mean, float("nan"), float("nan"))
+    if (count := len(values)) < 2:
+        return _without_ends(values)
     drawn = np.random.default_rng(SEED).integers(count, size=(resamples, count))
     low, high = np.quantile(values[drawn].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
-    return Interval(mean, float(low), float(high))
+    return Interval(float(np.mean(values)), float(low), float(high))
+
+
+def _without_ends(values: Array) -> Interval:
+    nan = float("nan")
+    return Interval(float(np.mean(values)) if len(values) else nan, nan, nan)
 
 
 def paired_difference(ours: Array, others: Array) -> Difference:

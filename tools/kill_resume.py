@@ -16,7 +16,6 @@ fails. Run it on an otherwise idle machine, like tools/soak.py.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import subprocess
@@ -31,7 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from kill_watch import COMMIT, MOMENTS, PRUNE, START, STEP, WRITE, Attempt
-from soak import ROOT, Task, certain, directory, environment, metrics_of, prepare, settings, write_json
+from soak import ROOT, Task, certain, directory, environment, kills_parser, metrics_of, prepare, settings, write_json
 from soak_watch import leaked, shared_memory_names
 
 from oblr_megatron.checkpoint.store import CheckpointError, check_contents, checkpoints_of, read_manifest
@@ -65,7 +64,7 @@ class Run:
 
 def main() -> int:
     """0 if every run passes its checks, else 1."""
-    options = _parser().parse_args()
+    options = kills_parser(__doc__ or "", kills=50, ranks=[1, 2]).parse_args()
     os.chdir(ROOT)  # the config's paths are relative to the repository
     with TemporaryDirectory(prefix="oblr-kill-") as scratch:
         model = options.model or prepare(Path(scratch))
@@ -83,19 +82,6 @@ def main() -> int:
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50, help="total over all runs")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of trainer ranks")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
-    parser.add_argument("--model", type=Path, help="Hugging Face directory from examples/tiny_cpu/prepare.py")
-    parser.add_argument("--data", type=Path, help="directory of train.jsonl (default: the model's parent)")
-    parser.add_argument("--out", type=Path, help="keep the runs' directories here")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the runs' config")
-    return parser
 
 
 def kill_and_resume(task: Task, ranks: int, kills: int, draw: random.Random) -> list[Run]:

@@ -104,15 +104,21 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=30, help="total over all runs")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1], help="numbers of trainer ranks")
+    parser = kills_parser(__doc__ or "", kills=30, ranks=[2, 1])
+    parser.add_argument("--no-limit-run", action="store_true", help="skip the runs that allow no restart")
+    return parser
+
+
+def kills_parser(description: str, *, kills: int, ranks: list[int]) -> argparse.ArgumentParser:
+    """The options of a tool that kills runs."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=kills, help="total over all runs")
+    parser.add_argument("--ranks", type=int, nargs="+", default=ranks, help="numbers of trainer ranks")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     parser.add_argument("--model", type=Path, help="Hugging Face directory from examples/tiny_cpu/prepare.py")
     parser.add_argument("--data", type=Path, help="directory of train.jsonl (default: the model's parent)")
     parser.add_argument("--out", type=Path, help="keep the runs' directories here")
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--no-limit-run", action="store_true", help="skip the runs that allow no restart")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the runs' config")
     return parser
 

@@ -136,29 +136,29 @@ class VllmEngine:
             raise
         self._ready = True
 
-    def call(
-        self, method: str, arguments: dict[str, Any], *, what: str, seconds: float, begin: float | None = None
-    ) -> Any:
+    def call(self, method: str, arguments: dict[str, Any], *, what: str, seconds: float) -> Any:
         """Call a method in the engine process and wait for the answer.
 
         Args:
             method: of `EngineServer`.
             arguments: its keyword arguments.
             what: what is waited for, for error messages.
-            seconds: the deadline, counted from `begin`.
-            begin: time.monotonic(); by default now.
+            seconds: the deadline.
 
         Raises:
             EngineLostError: the engine died, or gave no answer in time and was killed (`EngineDeadlineError`).
             RunError: the engine refused.
         """
-        self.post(method, arguments, what=what, seconds=seconds, begin=begin)
+        self.post(method, arguments, what=what, seconds=seconds)
         return self.collect()
 
     def post(
         self, method: str, arguments: dict[str, Any], *, what: str, seconds: float, begin: float | None = None
     ) -> None:
-        """Send the request of `call`. Its answer must be collected before the next post."""
+        """Send the request of `call`. Its answer must be collected before the next post.
+
+        The deadline counts from `begin`, a value of time.monotonic(); by default from now.
+        """
         assert self._wait_for is None, f"the answer to {self._wait_for} was not collected"
         self.wait_ready()
         self._check_lost()

@@ -97,16 +97,8 @@ def vocab_parallel_entropy(
     temperature: float = 1.0,
 ) -> Tensor:
     """Entropy at each position in nats, [b, t], without gradient: H = log Z - sum_v pi(v) s_v with s = z / T."""
-    start, stop = _vocab_range(logits.shape[-1], vocab_size, parallel)
-    rows = logits.flatten(0, -2)
-    local = [_local_moments(part[:, : stop - start], temperature) for part in rows.split(ENTROPY_ROWS)]
-    largest, total, weighted = (torch.cat(parts) for parts in zip(*local, strict=True))
-    shared = largest.clone()
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=parallel.tp_group)
-    sums = torch.stack([total, weighted]) * (largest - shared).exp()
-    dist.all_reduce(sums, group=parallel.tp_group)
-    normaliser = sums[0].log() + shared
-    return (normaliser - sums[1] / sums[0]).view(logits.shape[:-1])
+    normaliser, mean = _moments(logits, vocab_size, parallel, temperature)
+    return normaliser - mean
 
 
 @torch.no_grad()
@@ -125,20 +117,23 @@ def vocab_parallel_energy(
     """
     options: dict[str, Any] = {"vocab_size": vocab_size, "parallel": parallel, "temperature": temperature}
     of_label = vocab_parallel_logprobs(logits, labels, **options).exp()
+    # sum_v pi^2 = sum_v e^(2 s_v) / Z^2, and 2 s is the score at half the temperature.
+    single, double = (_moments(logits, vocab_size, parallel, temperature / scale)[0] for scale in (1.0, 2.0))
+    return (1 - 2 * of_label + (double - 2 * single).exp()) / temperature**2
+
+
+def _moments(logits: Tensor, vocab_size: int, parallel: Parallel, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log Z, sum_v pi(v) s_v), [b, t] each, with s = z / T over all ranks' columns. In blocks of rows, for memory."""
     start, stop = _vocab_range(logits.shape[-1], vocab_size, parallel)
     rows = logits.flatten(0, -2)
-    # sum_v pi^2 = sum_v e^(2 s_v) / Z^2, and 2 s is the score at half the temperature.
-    moments = []
-    for scale in (1.0, 2.0):
-        local = [_local_moments(part[:, : stop - start], temperature / scale)[:2] for part in rows.split(ENTROPY_ROWS)]
-        largest, total = (torch.cat(parts) for parts in zip(*local, strict=True))
-        shared = largest.clone()
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=parallel.tp_group)
-        total *= (largest - shared).exp()
-        dist.all_reduce(total, group=parallel.tp_group)
-        moments.append(total.log() + shared)
-    collision = (moments[1] - 2 * moments[0]).exp().view(logits.shape[:-1])
-    return (1 - 2 * of_label + collision) / temperature**2
+    local = [_local_moments(part[:, : stop - start], temperature) for part in rows.split(ENTROPY_ROWS)]
+    largest, total, weighted = (torch.cat(parts) for parts in zip(*local, strict=True))
+    shared = largest.clone()
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=parallel.tp_group)
+    sums = torch.stack([total, weighted]) * (largest - shared).exp()
+    dist.all_reduce(sums, group=parallel.tp_group)
+    shape = logits.shape[:-1]
+    return (sums[0].log() + shared).view(shape), (sums[1] / sums[0]).view(shape)
 
 
 def _local_moments(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

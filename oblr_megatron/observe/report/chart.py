@@ -134,7 +134,7 @@ def draw_stack(
     horizontal: Axis,
     *,
     show: Callable[[float], str],
-    step_labels: bool = True,
+    step_labels: bool,
 ) -> str:
     """Layers on top of each other, averaged over bins of steps.
 
