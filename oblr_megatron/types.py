@@ -67,6 +67,11 @@ class Sample:
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)  # int16 [tokens, layers, k]
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
     def length(self) -> int:
         """Response tokens that the policy wrote."""
         return sum(self.mask) if self.mask else len(self.response_ids)

@@ -9,7 +9,6 @@ One process converts tensor by tensor without a GPU; memory holds at most one la
 from __future__ import annotations
 
 import resource
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,7 +83,7 @@ def to_megatron(
     """
     start = time.monotonic()
     found = check_hf_dir(source)
-    check_absent(target)
+    store.check_absent(target)
     hf_config = found.hf_config()
     check_model(hf_config.to_dict(), ParallelConfig(), where=str(source))
     shape = ModelShape.of(hf_config)
@@ -128,7 +127,7 @@ def to_hf(
     """
     start = time.monotonic()
     source = newest(source)
-    check_absent(target)
+    store.check_absent(target)
     manifest = _manifest(source, hf_source)
     if manifest is not None:
         described = [name for name in manifest.files if name.startswith(f"{HF}/")]
@@ -164,16 +163,6 @@ def newest(path: Path) -> Path:
     if not found:
         raise CheckpointError("the run has no checkpoint", where=str(path), fix="give the directory of a checkpoint")
     return found[0]
-
-
-def check_absent(target: Path) -> None:
-    """Refuse to overwrite anything.
-
-    Raises:
-        UserError: the target exists.
-    """
-    if target.exists() or target.is_symlink():
-        raise UserError("the target exists", where=str(target), fix="choose a new directory, or remove this one")
 
 
 def peak_memory() -> int:
@@ -253,16 +242,10 @@ def _manifest(source: Path, hf_source: Path | None) -> store.Manifest | None:
 @contextmanager
 def _checkpoint(target: Path) -> Iterator[Path]:
     """An empty directory that is committed with a manifest after the block, or removed if the block raises."""
-    store.sweep(target.parent)
-    partial = store.begin(target)
-    try:
-        with store.writing(target):
-            yield partial
+    with store.partial_directory(target) as partial:
+        yield partial
         names = [file.relative_to(partial).as_posix() for file in sorted(partial.rglob("*")) if file.is_file()]
         store.commit(partial, target, store.Manifest(0, store.measure(partial, names), {}))
-    except BaseException:  # also on an interrupt
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _widest(tensors: TensorReader, shape: ModelShape, found: HFDir) -> torch.dtype:

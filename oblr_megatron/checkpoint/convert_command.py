@@ -76,14 +76,15 @@ def _to_hf(options: argparse.Namespace) -> int:
 
 def _prepare(options: argparse.Namespace) -> None:
     """Check the options before slow imports, and silence megatron's warnings about missing optional libraries."""
+    from oblr_megatron.checkpoint.store import check_absent
+
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     if options.prompt is not None and not options.check:
         raise UserError("--prompt is given without --check", where="--prompt", fix="add --check, or remove --prompt")
     if not options.source.is_dir():
         what = "the source is a file" if options.source.exists() else "the source does not exist"
         raise UserError(what, where=str(options.source), fix="give an existing directory")
-    if options.target.exists() or options.target.is_symlink():
-        raise UserError("the target exists", where=str(options.target), fix="choose a new directory")
+    check_absent(options.target)
 
 
 def _check(options: argparse.Namespace, *, checkpoint: Path, hf_dir: Path, dtype: torch.dtype) -> None:

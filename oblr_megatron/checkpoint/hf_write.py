@@ -20,7 +20,7 @@ from torch import Tensor
 
 from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE
 from oblr_megatron.checkpoint.safetensors_io import num_bytes, write_file
-from oblr_megatron.checkpoint.store import begin, sweep, sync, writing
+from oblr_megatron.checkpoint.store import partial_directory, sync
 from oblr_megatron.weights.export import TensorMeta
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -44,16 +44,10 @@ def whole_directory(target: Path) -> Iterator[Path]:
     Raises:
         NoSpaceError, RunError: writing failed.
     """
-    sweep(target.parent)
-    partial = begin(target)
-    try:
-        with writing(target):
-            yield partial
-            partial.rename(target)
-            sync(target.parent)
-    except BaseException:  # also on an interrupt
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with partial_directory(target) as partial:
+        yield partial
+        partial.rename(target)
+        sync(target.parent)
 
 
 def copy_description(source_dir: Path, target_dir: Path, dtype: torch.dtype | None = None) -> None:

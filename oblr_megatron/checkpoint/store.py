@@ -99,6 +99,33 @@ def writing(where: Path) -> Iterator[None]:
         raise (NoSpaceError if error.errno in NO_SPACE else RunError)(what) from error
 
 
+def check_absent(target: Path) -> None:
+    """Refuse to overwrite anything.
+
+    Raises:
+        UserError: the target exists.
+    """
+    if target.exists() or target.is_symlink():
+        raise UserError("the target exists", where=str(target), fix="choose a new directory, or remove this one")
+
+
+@contextmanager
+def partial_directory(target: Path) -> Iterator[Path]:
+    """An empty directory next to `target`, which the block renames; removed if the block raises.
+
+    Raises:
+        NoSpaceError, RunError: writing failed.
+    """
+    sweep(target.parent)
+    partial = begin(target)
+    try:
+        with writing(target):
+            yield partial
+    except BaseException:  # also on an interrupt
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
 def begin(target: Path) -> Path:
     """Create an empty partial directory next to `target`, to be filled and passed to `commit`.
 

@@ -46,8 +46,8 @@ def pack(
 
     Example, lengths 9, 4, 4, 3 and max_tokens 12: rows [9], [4, 4, 3]; packed [9, 3], [4, 4].
     """
-    widths = {index: -(-_length(samples[index]) // pad_multiple) * pad_multiple for index in sample_indices}
-    by_length = sorted(sample_indices, key=lambda index: -_length(samples[index]))
+    widths = {index: -(-samples[index].num_tokens // pad_multiple) * pad_multiple for index in sample_indices}
+    by_length = sorted(sample_indices, key=lambda index: -samples[index].num_tokens)
     if packed:
         return [_packed(samples, group, widths, device) for group in _first_fit(by_length, widths, max_tokens)]
     groups = _as_rows(by_length, widths, max_tokens)
@@ -62,7 +62,7 @@ def one_per_microbatch(
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
     """One microbatch for each index, in the given order, padded to `pad_multiple` only."""
-    widths = (-(-_length(samples[index]) // pad_multiple) * pad_multiple for index in sample_indices)
+    widths = (-(-samples[index].num_tokens // pad_multiple) * pad_multiple for index in sample_indices)
     return [_batch(samples, [index], width, device) for index, width in zip(sample_indices, widths, strict=True)]
 
 
@@ -136,10 +136,6 @@ def local_folds(num_prompts: int, num_folds: int, dp_rank: int, dp_size: int) ->
     return [range(fold * size, (fold + 1) * size) for fold in range(dp_rank * share, (dp_rank + 1) * share)]
 
 
-def _length(sample: Sample) -> int:
-    return len(sample.prompt_ids) + len(sample.response_ids)
-
-
 def _as_rows(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: int) -> list[list[int]]:
     """Group samples in the given order; a group is full when one more row of its first width would exceed the bound."""
     groups: list[list[int]] = []
@@ -208,7 +204,7 @@ def _routes(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[in
     start = 0
     for index, routes, width in zip(group, given, widths, strict=True):
         if routes is not None:
-            assert len(routes) == _length(samples[index]), "routes have one row for each token of prompt and response"
+            assert len(routes) == samples[index].num_tokens, "routes have one row for each token of prompt and response"
             laid_out[start : start + len(routes)] = routes
         start += width
     return torch.from_numpy(laid_out)

@@ -125,7 +125,7 @@ class BookkeepPass(_OnePass):
         window: list[int] = []
         held = 0
         for prompt in _groups(indices, self._config.group_size):
-            tokens = sum(len(samples[n].prompt_ids) + len(samples[n].response_ids) for n in prompt)
+            tokens = sum(samples[n].num_tokens for n in prompt)
             if window and held + tokens > self._config.gradnorm.window_tokens:
                 yield window
                 window, held = [], 0

@@ -65,14 +65,12 @@ def quantize(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> Task:
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+    from oblr_megatron.checkpoint.store import check_absent
 
     if options.calibration is None and options.config is None:
         raise UserError("no calibration rows", where="--calibration", fix="give a data set, or a run's --config")
     source = check_hf_dir(options.source)
-    if options.target.exists() or options.target.is_symlink():
-        raise UserError(
-            "the target exists", where=str(options.target), fix="choose a new directory, or remove this one"
-        )
+    check_absent(options.target)
     _check_modelopt()
     return _check_data(options, source)
 

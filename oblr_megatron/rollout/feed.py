@@ -75,4 +75,4 @@ class Feed:
 
 def num_tokens(group: Sequence[Sample]) -> int:
     """Tokens of all prompts and responses of a group."""
-    return sum(len(sample.prompt_ids) + len(sample.response_ids) for sample in group)
+    return sum(sample.num_tokens for sample in group)

@@ -215,7 +215,7 @@ def _check_step(saved: SavedStep, config: Config, path: Path) -> None:
 
 def _check_tokens(saved: SavedStep, config: Config, vocab_size: int, path: Path) -> None:
     """Refuse token ids outside the model's vocabulary, and samples that are longer than the run allows."""
-    longest = max(len(sample.prompt_ids) + len(sample.response_ids) for sample in saved.samples)
+    longest = max(sample.num_tokens for sample in saved.samples)
     allowed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > allowed:
         raise UserError(

@@ -61,7 +61,7 @@ def with_routes(
     arriving: list[tuple[int, torch.Tensor]] = []
     for n in lacked.tolist():
         sample = samples[n]
-        routes = np.empty((len(sample.prompt_ids) + len(sample.response_ids), *next(iter(shapes))), np.int16)
+        routes = np.empty((sample.num_tokens, *next(iter(shapes))), np.int16)
         arriving.append((owners[n], torch.from_numpy(routes)))
         result[n] = replace(sample, routes=routes)
     leaving = [

@@ -180,7 +180,7 @@ def _sample(row: dict[str, Any], shape: Any, path: Path) -> Sample:
     sample = Sample(**values | {name: tuple(values[name]) for name in lists if name in values})
     if sample.routes is None:
         return sample
-    tokens = len(sample.prompt_ids) + len(sample.response_ids)
+    tokens = sample.num_tokens
     try:
         routes = np.frombuffer(row[ROUTES], "<i2").astype(np.int16).reshape(tokens, *shape)
     except (ValueError, TypeError, OverflowError) as error:

@@ -49,7 +49,7 @@ class Utilization:
             scored: their rewards [Q, G].
             timing: "timing_s/<phase>" of the step, and "timing_s/step".
         """
-        tokens = sum(_length(sample) for sample in samples)
+        tokens = sum(sample.num_tokens for sample in samples)
         found = {"perf/throughput": tokens / (working_s(timing) * self.world_size)}
         seconds = sum(timing.get(f"timing_s/{phase}", 0.0) for phase in TRAINING)
         if self.peak_flops is None or not seconds:
@@ -62,10 +62,10 @@ class Utilization:
     def _trained(self, samples: Sequence[Sample], scored: Scored) -> list[int]:
         """Lengths in tokens of the samples that went through a backward pass."""
         if self.config.algo.kl_coefficient:  # the penalty has a gradient even where the advantage is 0
-            return [_length(sample) for sample in samples]
+            return [sample.num_tokens for sample in samples]
         active = active_groups(self.config.algo.baseline, scored.rewards).tolist()
         group = scored.rewards.shape[1]
-        return [_length(sample) for n, sample in enumerate(samples) if active[n // group]]
+        return [sample.num_tokens for n, sample in enumerate(samples) if active[n // group]]
 
     @property
     def _norms_apart(self) -> float:
@@ -88,7 +88,3 @@ def peak_flops(config: Config, device: Device | None) -> float | None:
 def working_s(timing: Mapping[str, float]) -> float:
     """Seconds of a step without its evaluation."""
     return max(timing["timing_s/step"] - timing.get("timing_s/evaluate", 0.0), 1e-9)
-
-
-def _length(sample: Sample) -> int:
-    return len(sample.prompt_ids) + len(sample.response_ids)
