@@ -160,14 +160,14 @@ def estimates(grades: Grades, seed: int = 0) -> dict[str, Estimate]:
     return {name: Estimate(_mean(values), *ends[name]) for name, values in columns.items()}
 
 
-def wilson_interval(right: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval of a proportion (1927), 95% for z = 1.96; (0, 1) for count = 0.
+def wilson_interval(right: float, count: int) -> tuple[float, float]:
+    """Wilson's score interval of a proportion (1927), 95%; (0, 1) for count = 0.
 
     Example: wilson_interval(8, 10) = (0.490, 0.943).
     """
     if count == 0:
         return 0.0, 1.0
-    share = right / count
+    share, z = right / count, 1.96
     centre = share + z * z / (2 * count)
     spread = z * math.sqrt(max(share * (1 - share), 0.0) / count + z * z / (4 * count * count))
     scale = 1 + z * z / count
@@ -175,14 +175,14 @@ def wilson_interval(right: float, count: int, z: float = 1.96) -> tuple[float, f
     return min(max(low, 0.0), share), max(min(high, 1.0), share)  # rounding may move an end past the share
 
 
-def bootstrap_intervals(values: Array, seed: int = 0, resamples: int = RESAMPLES) -> list[tuple[float, float]]:
+def bootstrap_intervals(values: Array, seed: int = 0) -> list[tuple[float, float]]:
     """95% percentile intervals of the means of [F, Q] values; all F metrics share the resamples of the Q prompts."""
     metrics, prompts = values.shape
     generator = np.random.default_rng(seed)
-    means = np.empty((metrics, resamples))
+    means = np.empty((metrics, RESAMPLES))
     step = max(1, CHUNK // prompts)
-    for first in range(0, resamples, step):
-        count = min(step, resamples - first)
+    for first in range(0, RESAMPLES, step):
+        count = min(step, RESAMPLES - first)
         drawn = generator.multinomial(prompts, np.full(prompts, 1 / prompts), size=count)  # count of each prompt
         means[:, first : first + count] = values @ drawn.T / prompts
     low, high = np.percentile(means, (2.5, 97.5), axis=1)

@@ -61,16 +61,16 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
     return TORCHRUN in environment
 
 
-def die_with_launcher(environment: Mapping[str, str] = os.environ) -> None:
+def die_with_launcher() -> None:
     """End this rank when its launcher ends, however that happens, also if it has ended already.
 
     Otherwise a surviving rank could write into the run directory while the resumed run does. Our launcher passes its
     identity. A plain torchrun does not; then an adopted rank is recognised by init as its parent.
     """
-    if not launched(environment):
+    if not launched():
         return
     parent = os.getppid()
-    given = environment.get(LAUNCHER)
+    given = os.environ.get(LAUNCHER)
     if given is None and parent == INIT and b"torch" not in Path("/proc/1/cmdline").read_bytes():
         os._exit(0)  # in a container, torchrun itself may be process 1
     die_with(parent if given is None else int(given.partition(":")[0]))

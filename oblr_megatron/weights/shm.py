@@ -30,7 +30,6 @@ from oblr_megatron.weights.manifest import Manifest, Part, Source, manifest_of, 
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this, so any dtype can be viewed in place and copies are vectorised."""
-DEFAULT_BUCKET_BYTES = 8 * 2**20
 HALVES = 2
 
 
