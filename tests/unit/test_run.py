@@ -46,7 +46,9 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
     )
     parts = SimpleNamespace(
         config=config,
-        sampling=SimpleNamespace(timer=PhaseTimer(), parallel=SimpleNamespace(rank=0), config=config),
+        sampling=SimpleNamespace(
+            timer=PhaseTimer(), parallel=SimpleNamespace(rank=0), config=config, with_routes=lambda samples, _: samples
+        ),
         policy=None,
         usual_norm=0.0,
         momentum=None,
@@ -61,6 +63,9 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
 
 class Gradients:
     """Stands for the model: returns given norms of the prompts and keeps the coefficients computed from them."""
+
+    def own_samples(self, positions: Any) -> list[int]:
+        return []
 
     def __init__(self, *norms: float) -> None:
         self.norms = torch.tensor(norms, dtype=torch.float64)
