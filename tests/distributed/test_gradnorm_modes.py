@@ -4,13 +4,16 @@ The real advantage rule (leave-one-out `optimal`, truncated importance ratios) t
 step is compared: norms w, loss, B = ||g||^2, M of the folds, and every element of the gradient. The same holds for a
 step with prompts that come in waves (`rollout.overlap = "stream"`), out of order.
 
+Twin modes differ in where they keep what they compute (`TWINS`). Each layout takes one of two twins, and lets half of
+its modes stream; the other layouts take the others. The nightly tests run every mode, also streamed, in every layout.
+
 Not covered: fp8, CUDA; expert parallelism (test_gradnorm_experts.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -48,6 +51,7 @@ MODES: dict[str, dict[str, Any]] = {
     "windows": {"mode": "bookkeep", "window_tokens": 40},
     "inline": {"mode": "inline"},
 }
+TWINS = [("stash", "offloaded"), ("bookkeep", "windows")]
 SPREAD: dict[str, dict[str, Any]] = {
     "spread2": {"mode": "stash", "stash_spread": 2},
     "spread2_no_lag": {"mode": "stash", "stash_spread": 2, "stash_lag": 0},
@@ -69,7 +73,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 PACKED = {"packing": "packed"}
 SELECTIVE = {"recompute_granularity": "selective"}
 FULL = {"recompute_granularity": "full"}
-VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {  # of a model of four layers
+VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {  # with stages: of a model of four layers
     1: {"packed": ({}, PACKED), "selective": ({}, SELECTIVE), "full": ({}, FULL)},
     2: {
         "pp2vp2": ({"pp": 2, "vp": 2}, {}),
@@ -147,10 +151,12 @@ def policy_of(path: str, parallel: Parallel, config: Config) -> Policy:
     return policy
 
 
-def step_of(path: str, parallel: Parallel, config: Config, *, again: bool = False) -> dict[str, Any]:
+def step_of(
+    path: str, parallel: Parallel, config: Config, *, again: bool = False, streamed: bool = False
+) -> dict[str, Any]:
     """A step's metrics and the gradient it leaves on this rank; `again`: of a second step, in the buffers of the first.
 
-    What a buffer keeps from one step to the next does not depend on the layout.
+    What a buffer keeps from one step to the next does not depend on the layout. `streamed` adds the same step in waves.
     """
     policy = policy_of(path, parallel, config)
     advantage = AdvantageRule(scored(), config, 0.0)
@@ -162,11 +168,13 @@ def step_of(path: str, parallel: Parallel, config: Config, *, again: bool = Fals
     for _ in range(1 + again):
         found = gradients(samples_of(config), advantage, active)
     gradient = {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
-    streamed = in_waves(gradients, config, advantage, active)
-    difference = max(
-        relative_difference(parameter.main_grad, gradient[name]) for name, parameter in policy.named_parameters()
-    )
-    return described(found) | {"gradient": gradient, "streamed": described(streamed) | {"difference": difference}}
+    metrics = described(found) | {"gradient": gradient}
+    if streamed:
+        metrics["streamed"] = described(in_waves(gradients, config, advantage, active))
+        metrics["streamed"]["difference"] = max(
+            relative_difference(parameter.main_grad, gradient[name]) for name, parameter in policy.named_parameters()
+        )
+    return metrics
 
 
 def in_waves(gradients: TrainingGradient, config: Config, advantage: Any, active: torch.Tensor) -> StepGradient:
@@ -197,23 +205,47 @@ def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def on_ranks(
-    path: str, layouts: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+    path: str, layouts: dict[str, tuple[dict[str, Any], dict[str, Any]]], turn: int | None = None
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    results = {}
-    for name, (sizes, options) in layouts.items():
+    """Steps by name of the layout and mode; `turn` chooses one of two twins and the modes that stream; None: all."""
+    results: dict[tuple[str, str], dict[str, Any]] = {}
+    for place, (name, (sizes, options)) in enumerate(layouts.items()):
+        now = None if turn is None else turn + place
         with layout(**sizes) as parallel:
             spread = {k: v for k, v in SPREAD.items() if parallel.dp_size % v["stash_spread"] == 0}
-            modes = MODES | (spread if parallel.dp_size > 1 else {})
-            plain: dict[str, torch.Tensor] = {}
-            for mode, gradnorm in modes.items():
-                config = config_of(path, gradnorm, folds=4, **options)
-                found = step_of(path, parallel, config, again=name == next(iter(layouts)))
-                gradient = found.pop("gradient")
-                plain = plain or gradient
-                found["difference"] = max(relative_difference(gradient[key], plain[key]) for key in plain)
-                results[name, f"{mode} streamed"] = found.pop("streamed")
-                results[name, mode] = found
+            left_out = [] if now is None else [pair[now % 2] for pair in TWINS]
+            modes = {k: v for k, v in MODES.items() if k not in left_out} | (spread if parallel.dp_size > 1 else {})
+
+            def config(gradnorm: dict[str, Any], options: dict[str, Any] = options) -> Config:
+                return config_of(path, gradnorm, folds=4, **options)
+
+            steps = steps_of(path, parallel, modes, config, None if now is None else now // 2, again=not place)
+            results |= {(name, mode): step for mode, step in steps.items()}
     return results
+
+
+def steps_of(
+    path: str,
+    parallel: Parallel,
+    modes: dict[str, dict[str, Any]],
+    config: Callable[[dict[str, Any]], Config],
+    turn: int | None,
+    *,
+    again: bool,
+) -> dict[str, dict[str, Any]]:
+    """A step in every mode, also streamed in every second mode from `turn` on; None: in all."""
+    found: dict[str, dict[str, Any]] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for place, (mode, gradnorm) in enumerate(modes.items()):
+        streamed = turn is None or (turn + place) % 2 == 0
+        step = step_of(path, parallel, config(gradnorm), again=again, streamed=streamed)
+        gradient = step.pop("gradient")
+        plain = plain or gradient
+        step["difference"] = max(relative_difference(gradient[key], plain[key]) for key in plain)
+        if streamed:
+            found[f"{mode} streamed"] = step.pop("streamed")
+        found[mode] = step
+    return found
 
 
 @cache
@@ -257,25 +289,36 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(make_hf_dir(root / name, dtype=torch.float64, **o)) for name, o in options.items()}
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.nightly)])
+NIGHTLY = pytest.mark.parametrize("nightly", [False, pytest.param(True, marks=pytest.mark.nightly)])
+
+
+@NIGHTLY
 @pytest.mark.parametrize("model", ["tied", "untied"])
 @pytest.mark.parametrize("world_size", LAYOUTS)
-def test_every_mode_is_the_oracles_step(models: dict[str, str], world_size: int, model: str, part: int) -> None:
-    """Part 0 takes the layouts with tied and untied embeddings in turn, part 1 the other way round."""
-    turn = (part + (model == "untied")) % 2
-    names = list(LAYOUTS[world_size])[turn::2] if world_size > 1 else LAYOUTS[1]
+def test_every_mode_is_the_oracles_step(models: dict[str, str], world_size: int, model: str, nightly: bool) -> None:
+    """The layouts have tied and untied embeddings in turn; the nightly test takes all layouts with both."""
+    first = model == "untied"
+    names = list(LAYOUTS[world_size]) if nightly or world_size == 1 else list(LAYOUTS[world_size])[first::2]
     layouts = {name: (LAYOUTS[world_size][name], {}) for name in names}
-    check(expected(models[model]), run_ranks(on_ranks, world_size, models[model], layouts))
+    turn = None if nightly else first + world_size // 2
+    check(expected(models[model]), run_ranks(on_ranks, world_size, models[model], layouts, turn))
 
 
+@NIGHTLY
 @pytest.mark.parametrize("family", FAMILY_LAYOUTS)
-def test_every_mode_of_other_families(models: dict[str, str], family: str) -> None:
-    check(expected(models[family]), run_ranks(on_ranks, 2, models[family], FAMILY_LAYOUTS[family]))
+def test_every_mode_of_other_families(models: dict[str, str], family: str, nightly: bool) -> None:
+    turn = None if nightly else len(family) % 2
+    check(expected(models[family]), run_ranks(on_ranks, 2, models[family], FAMILY_LAYOUTS[family], turn))
 
 
-@pytest.mark.parametrize("world_size", VARIANTS)
-def test_packing_recomputation_and_interleaving(models: dict[str, str], world_size: int) -> None:
-    check(expected(models["deep"]), run_ranks(on_ranks, world_size, models["deep"], VARIANTS[world_size]))
+@NIGHTLY
+@pytest.mark.parametrize(("world_size", "model"), [(1, "tied"), (2, "tied"), (2, "deep"), (4, "deep")])
+def test_packing_recomputation_and_interleaving(
+    models: dict[str, str], world_size: int, model: str, nightly: bool
+) -> None:
+    layouts = {name: case for name, case in VARIANTS[world_size].items() if ("pp" in case[0]) == (model == "deep")}
+    turn = None if nightly else world_size
+    check(expected(models[model]), run_ranks(on_ranks, world_size, models[model], layouts, turn))
 
 
 def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
@@ -333,7 +376,7 @@ def with_sequence_ratios(path: str, cases: list[tuple[dict[str, Any], dict[str, 
             config = config_of(path, {"mode": "bookkeep"}, folds=4, **options)
             rollout = config.rollout.model_copy(update={"importance_sampling": "sequence"})
             metrics = step_of(path, parallel, config.model_copy(update={"rollout": rollout}))
-            del metrics["gradient"], metrics["streamed"]
+            del metrics["gradient"]
             found.append(metrics)
     return found
 

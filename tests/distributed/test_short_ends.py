@@ -24,7 +24,7 @@ from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy
-from tests.distributed.test_gradnorm_modes import FULL, PACKED, check, expected, on_ranks
+from tests.distributed.test_gradnorm_modes import FULL, NIGHTLY, PACKED, check, expected, on_ranks
 from tests.tiny import make_hf_dir
 
 ENDS = {"account_for_embedding_and_loss": True}
@@ -41,11 +41,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@NIGHTLY
 @pytest.mark.parametrize("world_size", LAYOUTS)
-def test_every_mode_is_the_oracles_step(world_size: int, model: Path) -> None:
+def test_every_mode_is_the_oracles_step(world_size: int, model: Path, nightly: bool) -> None:
     options = PACKED | FULL if world_size == 2 else {}
     cases = {"short ends": (LAYOUTS[world_size][0], ENDS | options)}
-    check(expected(str(model)), run_ranks(on_ranks, world_size, str(model), cases))
+    turn = None if nightly else world_size // 2
+    check(expected(str(model)), run_ranks(on_ranks, world_size, str(model), cases, turn))
 
 
 def saved(path: Path, sizes: dict[str, Any], target: Path) -> tuple[set[int], dict[str, Tensor], bool]:
