@@ -46,9 +46,10 @@ def with_recipe(config: Config, recipe: str) -> Config:
     return config.model_copy(update={"model": model})
 
 
-def padded_and_not(path: str, cases: list[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def padded_and_not(paths: dict[bool, str], cases: list[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     found = []
     for sizes, options, recipe, mode in cases:
+        path = paths["pp" in sizes]
         with layout(**sizes) as parallel:
             config = config_of(path, {"mode": mode}, 2, **options)
             wide = with_recipe(config, recipe)
@@ -66,8 +67,8 @@ def _padding(model: ModelConfig, parallel: ParallelConfig, *, planned: bool, **_
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_padding_counts_for_nothing(world_size: int, tmp_path: Path) -> None:
-    path = make_hf_dir(tmp_path / "model", num_hidden_layers=4)
-    for results in run_ranks(padded_and_not, world_size, str(path), CASES[world_size]):
+    paths = {deep: str(make_hf_dir(tmp_path / f"{deep}", num_hidden_layers=4 if deep else 2)) for deep in (False, True)}
+    for results in run_ranks(padded_and_not, world_size, paths, CASES[world_size]):
         for case, (plain, padded) in zip(CASES[world_size], results, strict=True):
             assert relative_difference(padded["norms"], plain["norms"]) <= RTOL, case
             assert padded["tokens"] == plain["tokens"], case

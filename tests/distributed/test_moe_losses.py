@@ -78,6 +78,11 @@ def config_of(path: str, options: dict[str, Any], folds: int, replay: bool) -> C
     )
 
 
+def layers_of(sizes: dict[str, Any]) -> int:
+    """Two for each of two stages."""
+    return 4 if "pp" in sizes else 2
+
+
 def samples_of(path: str, replay: bool) -> list[Sample]:
     return with_routes(make_samples(), path) if replay else make_samples()
 
@@ -86,10 +91,14 @@ def said_of(metrics: RouterMetrics) -> dict[str, float]:
     return {name: value for name, value in asdict(metrics).items() if value is not None}
 
 
-def on_ranks(path: str, cases: Sequence[Case], replay: bool) -> dict[str, tuple[Outcome, Tensor, dict[str, float]]]:
+def on_ranks(
+    paths: dict[int, str], cases: Sequence[Case], replay: bool
+) -> dict[str, tuple[Outcome, Tensor, dict[str, float]]]:
     """For each case: this rank's gradient, the norms of all samples, the routers' metrics."""
-    found, samples = {}, samples_of(path, replay)
+    found = {}
     for name, sizes, options, folds in cases:
+        path = paths[layers_of(sizes)]
+        samples = samples_of(path, replay)
         config = config_of(path, options, folds, replay)
         with layout(**sizes) as parallel:
             policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
@@ -166,17 +175,25 @@ def differences(logits: Tensor, taken: Tensor, known: Tensor) -> int:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Models by their number of layers."""
     root = tmp_path_factory.mktemp("moe")
-    return str(make_moe_hf_dir(root, seed=7, dtype=torch.float64, num_hidden_layers=4))
+    options: dict[str, Any] = {"seed": 7, "dtype": torch.float64}
+    return {layers: str(make_moe_hf_dir(root / f"{layers}", num_hidden_layers=layers, **options)) for layers in (2, 4)}
 
 
-def assert_reference(path: str, world_size: int, replay: bool) -> None:
-    """Gradient, norms and metrics of all cases on every rank."""
+@lru_cache
+def norms_of(path: str, replay: bool) -> Tensor:
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
-    norms = oracle_sq_norms(weights, AutoConfig.from_pretrained(path), samples_of(path, replay), TEMPERATURE)
-    ranks = run_ranks(on_ranks, world_size, path, CASES[world_size], replay)
-    for name in ranks[0]:
+    return oracle_sq_norms(weights, AutoConfig.from_pretrained(path), samples_of(path, replay), TEMPERATURE)
+
+
+def assert_reference(paths: dict[int, str], world_size: int, replay: bool) -> None:
+    """Gradient, norms and metrics of all cases on every rank."""
+    ranks = run_ranks(on_ranks, world_size, paths, CASES[world_size], replay)
+    for name, sizes, *_ in CASES[world_size]:
+        path = paths[layers_of(sizes)]
+        norms = norms_of(path, replay)
         gradient, metrics = expected(path, "together" in name, replay)
         assert_outcomes([rank[name][0] for rank in ranks], gradient, name)
         for _, found, said in (rank[name] for rank in ranks):
@@ -185,12 +202,14 @@ def assert_reference(path: str, world_size: int, replay: bool) -> None:
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_router_losses_are_added_to_the_gradient_and_to_no_norm(path: str, world_size: int) -> None:
-    assert_reference(path, world_size, replay=False)
+def test_router_losses_are_added_to_the_gradient_and_to_no_norm(paths: dict[int, str], world_size: int) -> None:
+    assert_reference(paths, world_size, replay=False)
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_replayed_routes_are_those_of_the_losses_the_gradient_and_the_norms(path: str, world_size: int) -> None:
-    assert_reference(path, world_size, replay=True)
-    _, metrics = expected(path, together=False, replay=True)
+def test_replayed_routes_are_those_of_the_losses_the_gradient_and_the_norms(
+    paths: dict[int, str], world_size: int
+) -> None:
+    assert_reference(paths, world_size, replay=True)
+    _, metrics = expected(paths[4], together=False, replay=True)
     assert metrics["route_mismatch_fraction"] > 0.3  # 2 of 4 experts at random

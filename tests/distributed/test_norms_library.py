@@ -102,19 +102,25 @@ def error_of(found: dict[str, Tensor], chunks: list[Any], bare: bool, wanted: di
     return max(errors)
 
 
+def layers_of(sizes: dict[str, Any]) -> int:
+    """Two for each of two stages."""
+    return 4 if "pp" in sizes else 2
+
+
 def case_of(
-    family: str, loss: str, how: str, sizes: dict[str, Any], wanted: list[dict[str, Tensor]]
+    family: str, loss: str, how: str, sizes: dict[str, Any], wanted: list[dict[str, Tensor]], turn: int
 ) -> dict[str, float]:
-    """Relative errors of everything in a case, on this rank."""
+    """Relative errors of everything in a case, on this rank; one mode, in turn, also gives the norms alone."""
     sizes = dict(sizes)
     options = {name: sizes.pop(name) for name in ("sp", "sdpa", "recompute") if name in sizes}
+    layers = layers_of(sizes)
     bare = sizes.pop("bare", False)
     norms = torch.stack([sum(g.square().sum() for g in grads.values()) for grads in wanted])
     limit = float(norms.sqrt().median())
     clips = (limit / norms.sqrt()).clamp(max=1)
     errors: dict[str, float] = {}
     with groups(**sizes):
-        chunks = [wrapped(model, bare) for model in build(family, vp=sizes.get("vp"), **options)]
+        chunks = [wrapped(model, bare) for model in build(family, layers=layers, vp=sizes.get("vp"), **options)]
         dp, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         mine = list(range(dp, len(LENGTHS), replicas))
         batches, given = layout_of(mine, how), chunks if len(chunks) > 1 else chunks[0]
@@ -132,9 +138,10 @@ def case_of(
         per_sample = LOSSES[loss]
         with tapped(given) as handle:
             shared = sizes.get("ep", 1) > sizes.get("tp", 1)
-            for mode in MODES[:1] if shared else MODES:
-                found = per_sample_sq_grad_norms(handle, batches, per_sample, mode=mode)
-                errors[f"{mode}: norms alone"] = float((found / norms[mine] - 1).abs().max())
+            for place, mode in enumerate(MODES[:1] if shared else MODES):
+                if shared or turn % len(MODES) == place:
+                    found = per_sample_sq_grad_norms(handle, batches, per_sample, mode=mode)
+                    errors[f"{mode}: norms alone"] = float((found / norms[mine] - 1).abs().max())
                 call = partial(weighted_grad_sum, handle, batches, per_sample, FACTORS[mine], mode=mode)
                 summed(f"{mode}: weighted", FACTORS, call)
                 if mode != "inline":
@@ -155,13 +162,14 @@ def plain(chunks: list[Any], bare: bool, errors: dict[str, float]) -> None:
 
 def on_ranks(cases: dict[str, Case], oracles: Path) -> dict[tuple[str, str], float]:
     wanted, found = torch.load(oracles), {}
-    for name, case in cases.items():
-        found |= {(name, what): error for what, error in case_of(*case, wanted[case[:2]]).items()}
+    for turn, (name, case) in enumerate(cases.items()):
+        oracles_of_case = wanted[*case[:2], layers_of(case[3])]
+        found |= {(name, what): error for what, error in case_of(*case, oracles_of_case, turn).items()}
     return found
 
 
 def save_oracles(path: Path) -> None:
-    kinds = {(family, loss) for cases in CASES.values() for family, loss, *_ in cases.values()}
+    kinds = {(family, loss, layers_of(sizes)) for table in CASES.values() for family, loss, _, sizes in table.values()}
     torch.save({kind: oracle(*kind) for kind in sorted(kinds)}, path)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -80,10 +81,18 @@ def configured(path: str, algo: dict[str, Any], **parallel: Any) -> Config:
     return parse_config(table | {"algo": {"snr": {"num_folds": 4}, "token_scale": SCALE} | algo})
 
 
-def on_ranks(path: str, start: str, layouts: Layouts, mutation: str = "") -> dict[tuple[str, str], tuple[Outcome, Any]]:
-    """(gradients, B), (w, loss, M, kl) of every case in every layout; the run began at `start` and is now at `path`."""
+def kind_of(sizes: dict[str, Any]) -> str:
+    """The model of a layout: only stages need four layers."""
+    return "moe" if "ep" in sizes else "deep" if "pp" in sizes else "dense"
+
+
+def on_ranks(
+    models: dict[str, str], layouts: Layouts, mutation: str = ""
+) -> dict[tuple[str, str], tuple[Outcome, Any]]:
+    """(gradients, B), (w, loss, M, kl) of every case in every layout; the run began at "start" and is at "now"."""
     found = {}
     for name, (sizes, options) in layouts.items():
+        path, start = (models[f"{kind_of(sizes)} {when}"] for when in ("now", "start"))
         with layout(**sizes) as parallel:
             for case, algo in CASES.items():
                 if not mutation or MUTATIONS[mutation] == case:
@@ -139,34 +148,36 @@ def _without_penalised(plain: Any, coefficients: Tensor, penalty: Any) -> None:
     plain._coefficients, plain._penalty = coefficients, penalty
 
 
-def expected(
-    path: str, start: str, algo: dict[str, Any], norms: Tensor
-) -> tuple[dict[str, Tensor], tuple[float, float, float]]:
-    """The gradient by autograd of the printed loss; the loss without penalty, M, and the mean of k3."""
-    shape = AutoConfig.from_pretrained(path)
-    leaves = {k: v.double().requires_grad_() for k, v in load_file(Path(path) / "model.safetensors").items()}
-    first = {k: v.double() for k, v in load_file(Path(start) / "model.safetensors").items()}
+Tables = dict[int, tuple[Tensor, Tensor]]
+"""For each sample the log-probs of the vocabulary at the policy's response tokens [t, V], and these tokens [t]."""
 
-    def probabilities(weights: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor]:
-        """Log-probs of the vocabulary at the positions of the policy's response tokens, and these tokens."""
-        sample = make_samples()[n]
+
+def tables_of(path: str, weights: dict[str, Tensor]) -> Tables:
+    shape, found = AutoConfig.from_pretrained(path), {}
+    for n, sample in enumerate(make_samples()):
         tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
         logits = oracle_logits(weights, shape, tokens)[len(sample.prompt_ids) - 1 : -1]
         written = torch.tensor(sample.mask or (True,) * len(sample.response_ids), dtype=torch.bool)
         response = torch.tensor(sample.response_ids, dtype=torch.int64)
-        return (logits / TEMPERATURE).log_softmax(-1)[written], response[written]
+        found[n] = (logits / TEMPERATURE).log_softmax(-1)[written], response[written]
+    return found
 
+
+def expected(
+    leaves: dict[str, Tensor], tables: Tables, first: Tables, algo: dict[str, Any], norms: Tensor
+) -> tuple[dict[str, Tensor], tuple[float, float, float]]:
+    """The gradient by autograd of the printed loss; the loss without penalty, M, and the mean of k3."""
     policy_loss, folds, k3 = 0.0, [], []
-    tables = {n: probabilities(leaves, n) for n in range(PROMPTS * GROUP)}
+    old = [drawn(sample) for sample in make_samples()]
     advantage = advantages_of(algo, tables, norms)
     divisors = divisors_of(algo)
     for q in range(PROMPTS):
         loss = torch.zeros((), dtype=torch.float64)
         for n in range(q * GROUP, (q + 1) * GROUP):
             table, response = tables[n]
-            before, _ = probabilities(first, n)
+            before, _ = first[n]
             for t, token in enumerate(response):
-                ratio = (table[t, token] - drawn(make_samples()[n])[t]).exp().clamp(max=CAP).detach()
+                ratio = (table[t, token] - old[n][t]).exp().clamp(max=CAP).detach()
                 term = -float(advantage[n][t]) * ratio * table[t, token] / divisors[n]
                 policy_loss += float(term)
                 d = table[t, token] - before[t, token]
@@ -180,10 +191,14 @@ def expected(
     return total, (policy_loss, mean_norm, sum(k3) / len(k3))
 
 
+@cache
 def wanted_of(path: str, start: str) -> dict[str, Any]:
     """Every case's gradient and metrics, and the norms, which are those of the score without penalty in every case."""
     norms = of_oracle(path)["norms"]
-    return {"norms": norms} | {case: expected(path, start, algo, norms) for case, algo in CASES.items()}
+    leaves = {k: v.double().requires_grad_() for k, v in load_file(Path(path) / "model.safetensors").items()}
+    tables = tables_of(path, leaves)
+    first = tables_of(start, {k: v.double() for k, v in load_file(Path(start) / "model.safetensors").items()})
+    return {"norms": norms} | {case: expected(leaves, tables, first, algo, norms) for case, algo in CASES.items()}
 
 
 def divisors_of(algo: dict[str, Any]) -> list[float]:
@@ -236,8 +251,10 @@ def of_responses(baseline: str, rewards: list[float], norms: Tensor) -> list[flo
     return found
 
 
-def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], tuple[Outcome, Any]]]) -> None:
+def check(models: dict[str, str], layouts: Layouts, results: list[dict[tuple[str, str], tuple[Outcome, Any]]]) -> None:
     for name, case in results[0]:
+        kind = kind_of(layouts[name][0])
+        wanted = wanted_of(models[f"{kind} now"], models[f"{kind} start"])
         gradients, (loss, mean_norm, k3) = wanted[case]
         assert_outcomes([found[name, case][0] for found in results], gradients, (name, case))
         for found in results:
@@ -252,32 +269,26 @@ def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], tuple[Outc
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    makers: dict[str, Callable[..., Path]] = {"dense": make_hf_dir, "moe": make_moe_hf_dir}
-    options: dict[str, dict[str, Any]] = {"dense": {"tied": True, "num_hidden_layers": 4}, "moe": {}}
+    makers: dict[str, Callable[..., Path]] = {"dense": make_hf_dir, "deep": make_hf_dir, "moe": make_moe_hf_dir}
+    options: dict[str, dict[str, Any]] = {"dense": {"tied": True}, "deep": {"tied": True, "num_hidden_layers": 4}}
     return {
-        f"{kind} {when}": str(make(root / kind / when, seed=seed, dtype=torch.float64, **options[kind]))
+        f"{kind} {when}": str(make(root / kind / when, seed=seed, dtype=torch.float64, **options.get(kind, {})))
         for kind, make in makers.items()
         for when, seed in (("start", 5), ("now", 6))
     }
 
 
-@pytest.fixture(scope="module")
-def dense(models: dict[str, str]) -> dict[str, Any]:
-    return wanted_of(models["dense now"], models["dense start"])
-
-
 @pytest.mark.parametrize("world_size", LAYOUTS)
-def test_gradients_of_tokens(models: dict[str, str], dense: dict[str, Any], world_size: int) -> None:
-    check(dense, run_ranks(on_ranks, world_size, models["dense now"], models["dense start"], LAYOUTS[world_size]))
+def test_gradients_of_tokens(models: dict[str, str], world_size: int) -> None:
+    check(models, LAYOUTS[world_size], run_ranks(on_ranks, world_size, models, LAYOUTS[world_size]))
 
 
 def test_experts_that_replicas_share(models: dict[str, str]) -> None:
-    now, start = models["moe now"], models["moe start"]
-    check(wanted_of(now, start), run_ranks(on_ranks, 2, now, start, EXPERTS))
+    check(models, EXPERTS, run_ranks(on_ranks, 2, models, EXPERTS))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_comparison_sees_a_mistake(models: dict[str, str], dense: dict[str, Any], mutation: str) -> None:
-    found = run_ranks(on_ranks, 1, models["dense now"], models["dense start"], {"one": ({}, {})}, mutation)
+def test_the_comparison_sees_a_mistake(models: dict[str, str], mutation: str) -> None:
+    found = run_ranks(on_ranks, 1, models, {"one": ({}, {})}, mutation)
     with pytest.raises(AssertionError):
-        check(dense, found)
+        check(models, {"one": ({}, {})}, found)

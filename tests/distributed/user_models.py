@@ -92,16 +92,16 @@ def groups(
 
 
 def build(
-    family: str, *, sp: bool = False, sdpa: bool = False, vp: int | None = None, recompute: bool = False
+    family: str, *, layers: int = 4, sp: bool = False, sdpa: bool = False, vp: int | None = None, recompute: bool = False
 ) -> list[GPTModel]:
-    """This rank's chunks of a model of four layers in fp64, with the weights of `fill`."""
+    """This rank's chunks of a model in fp64, with the weights of `shard_of`."""
     options = dict(FAMILIES[family])
     tied, experts = options.pop("tied"), options.get("num_moe_experts")
     if recompute:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = TransformerConfig(
         **{
-            "num_layers": 4,
+            "num_layers": layers,
             "hidden_size": 32,
             "num_attention_heads": 4,
             "num_query_groups": 2,
@@ -150,13 +150,13 @@ def build(
     found = []
     for stage in range(vp or 1):
         which = stage if vp else None
-        layers: Any = spec
+        specs: Any = spec
         if norm is not None:
             count = get_num_layers_to_build(config, vp_stage=which)
-            layers = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)
+            specs = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)
         model = GPTModel(
             config=config,
-            transformer_layer_spec=layers,
+            transformer_layer_spec=specs,
             vocab_size=VOCAB,
             max_sequence_length=64,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=which),
@@ -259,10 +259,10 @@ def squared_margin(logits: Tensor, batch: Batch) -> Tensor:
 LOSSES = {"cross_entropy": mean_cross_entropy, "margin": squared_margin}
 
 
-def oracle(family: str, loss: str) -> list[dict[str, Tensor]]:
+def oracle(family: str, loss: str, layers: int) -> list[dict[str, Tensor]]:
     """The gradient of each sample's loss by name, by autograd on one rank without any of the library's code."""
     with groups():
-        (model,) = build(family)
+        (model,) = build(family, layers=layers)
         params = dict(named(model))
         found = []
         for batch in samples():
