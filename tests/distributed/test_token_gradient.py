@@ -36,7 +36,7 @@ from oblr_megatron.types import MicroBatch
 from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients
-from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, make_samples, policy_of, scored
+from tests.distributed.test_gradnorm_modes import GROUP, NIGHTLY, PROMPTS, config_of, make_samples, policy_of, scored
 from tests.distributed.test_gradnorm_modes import expected as of_oracle
 from tests.tiny import make_hf_dir, make_moe_hf_dir
 
@@ -87,14 +87,17 @@ def kind_of(sizes: dict[str, Any]) -> str:
 
 
 def on_ranks(
-    models: dict[str, str], layouts: Layouts, mutation: str = ""
+    models: dict[str, str], layouts: Layouts, every: int, mutation: str = ""
 ) -> dict[tuple[str, str], tuple[Outcome, Any]]:
-    """(gradients, B), (w, loss, M, kl) of every case in every layout; the run began at "start" and is at "now"."""
+    """(gradients, B), (w, loss, M, kl) of every `every`-th case, the first in turn, in every layout.
+
+    The run began at "start" and is at "now".
+    """
     found = {}
-    for name, (sizes, options) in layouts.items():
+    for turn, (name, (sizes, options)) in enumerate(layouts.items()):
         path, start = (models[f"{kind_of(sizes)} {when}"] for when in ("now", "start"))
         with layout(**sizes) as parallel:
-            for case, algo in CASES.items():
+            for case, algo in list(CASES.items())[turn % every :: every]:
                 if not mutation or MUTATIONS[mutation] == case:
                     with mutated(mutation):
                         found[name, case] = step_of(path, start, parallel, configured(path, algo, **options))
@@ -278,17 +281,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@NIGHTLY
 @pytest.mark.parametrize("world_size", LAYOUTS)
-def test_gradients_of_tokens(models: dict[str, str], world_size: int) -> None:
-    check(models, LAYOUTS[world_size], run_ranks(on_ranks, world_size, models, LAYOUTS[world_size]))
+def test_gradients_of_tokens(models: dict[str, str], world_size: int, nightly: bool) -> None:
+    """Each layout has every second case, in turn; the nightly test has all."""
+    check(models, LAYOUTS[world_size], run_ranks(on_ranks, world_size, models, LAYOUTS[world_size], 2 - nightly))
 
 
-def test_experts_that_replicas_share(models: dict[str, str]) -> None:
-    check(models, EXPERTS, run_ranks(on_ranks, 2, models, EXPERTS))
+@NIGHTLY
+def test_experts_that_replicas_share(models: dict[str, str], nightly: bool) -> None:
+    check(models, EXPERTS, run_ranks(on_ranks, 2, models, EXPERTS, 2 - nightly))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_sees_a_mistake(models: dict[str, str], mutation: str) -> None:
-    found = run_ranks(on_ranks, 1, models, {"one": ({}, {})}, mutation)
+    found = run_ranks(on_ranks, 1, models, {"one": ({}, {})}, 1, mutation)
     with pytest.raises(AssertionError):
         check(models, {"one": ({}, {})}, found)

@@ -92,7 +92,13 @@ def groups(
 
 
 def build(
-    family: str, *, layers: int = 4, sp: bool = False, sdpa: bool = False, vp: int | None = None, recompute: bool = False
+    family: str,
+    *,
+    layers: int = 4,
+    sp: bool = False,
+    sdpa: bool = False,
+    vp: int | None = None,
+    recompute: bool = False,
 ) -> list[GPTModel]:
     """This rank's chunks of a model in fp64, with the weights of `shard_of`."""
     options = dict(FAMILIES[family])
