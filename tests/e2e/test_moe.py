@@ -114,6 +114,44 @@ def test_a_run_with_experts_on_two_ranks(mixture: Path, tmp_path: Path, override
         assert [once[name] for name in same] == [again[name] for name in same]
 
 
+@pytest.mark.nightly
+def test_routes_reach_the_gradient_in_every_order_of_a_step(
+    mixture: Path, tmp_path: Path, overrides: Callable[..., list[str]]
+) -> None:
+    """Streamed waves, one step off, and batches that dynamic sampling refills train with the routes of a plain step."""
+    common = {
+        "model__path": mixture / "model",
+        "model__moe_routing_replay": "true",
+        "parallel__expert_model_parallel_size": 2,
+        "algo__baseline": "rloo",
+        "rollout__max_num_seqs": 8,
+        "optimizer__lr": 0.01,
+        "num_steps": 2,
+    }
+    refills = {"rollout__dynamic_sampling": "true", "group_size": 2}
+    stream = {"rollout__overlap": "stream", "rollout__wave_tokens": 16}
+    one_step = {"rollout__overlap": "one_step", "rollout__max_staleness": 1}
+    runs: dict[str, dict[str, object]] = {
+        "plain": {},
+        "stream": stream,
+        "one_step": one_step,
+        "refilled": refills,
+        "refilled_stream": refills | stream,
+    }
+    logged = {}
+    for name, keys in runs.items():
+        result = forked(2, overrides(tmp_path / name, **common, **keys))
+        assert result.returncode == 0, result.stderr[-3000:]
+        logged[name] = records(tmp_path / name)
+    for name, base in (("stream", "plain"), ("one_step", "plain"), ("refilled_stream", "refilled")):
+        once, other = logged[base][0], logged[name][0]
+        for metric in ("reward/mean", "loss", "grad_norm", "moe/route_mismatch_fraction", "rollout/logprob_abs_diff"):
+            assert other[metric] == pytest.approx(once[metric], rel=1e-4, abs=1e-7), (name, metric)
+    assert logged["refilled"][0]["groups/dropped"] > 0, "otherwise no batch was refilled"
+    fresh = logged["stream"][1]["moe/route_mismatch_fraction"]
+    assert 0 <= fresh < 0.01 < logged["one_step"][1]["moe/route_mismatch_fraction"], "old weights chose other experts"
+
+
 def check_export(run_dir: Path, converted: Path) -> None:
     """The export holds the last checkpoint's weights; transformers and the oracle compute the same logits with it."""
     result = forked_cli(["convert", "to-hf", str(checkpoints_of(run_dir)[0]), str(converted)])
