@@ -28,15 +28,17 @@ def training_phases(setting: Setting) -> dict[str, Phase]:
 
 def log_prob_phase(setting: Setting) -> Phase:
     """A forward pass over all samples; other trainers run it for log-probs, which here come from the gradient pass."""
-    return Phase(_Step.of(setting).log_probs())
+    step = _Step.of(setting)
+    return Phase(scaled(step.log_probs(), step.updates))
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The training phases of one setting."""
+    """The training phases of one setting. Methods give the seconds of one update unless they say otherwise."""
 
     setting: Setting
-    config: Config  # `setting.typical`
+    config: Config  # one update of `setting.typical`
+    updates: int  # of a batch, U
     layout: Layout
     links: Links
     stages: list[Stage]
@@ -44,23 +46,26 @@ class _Step:
 
     @classmethod
     def of(cls, setting: Setting) -> _Step:
-        config, machine = setting.typical, setting.machine
+        config, machine = setting.typical.per_update, setting.machine
         links = Links.of(machine, config.parallel, setting.world_size)
         sizes = [RankSizes.of(setting.hf_config, config, stage) for stage in range(links.pp)]
         stages = [Stage(each, config, links, machine) for each in sizes]
         layout = Layout.of(setting.hf_config, config, setting.world_size)
-        return cls(setting, config, layout, links, stages, machine.stretch(setting.world_size))
+        return cls(
+            setting, config, config.algo.updates_per_batch, layout, links, stages, machine.stretch(setting.world_size)
+        )
 
     def phases(self) -> dict[str, Phase]:
-        """The phases in order."""
+        """The phases of the step in order."""
         hf, engine = self.setting.hf_config, self.setting.transformer_engine
         wanted = self.config.measures_norms
         passes = passes_of(hf, self.config, self.layout, norms=wanted, transformer_engine=engine)
         gradient = self.through(passes[-1], self.forward_and_backward)
+        whole = added(gradient, self.forward_only(), self.per_fold(), self.reduced(), self.fixed())
         return {
-            "norms": Phase(self.norms(passes[0], gradient)),
-            "gradient": Phase(added(gradient, self.forward_only(), self.per_fold(), self.per_step(), self.fixed())),
-            "optimizer": Phase(added(self.optimizer(), self.fixed())),
+            "norms": Phase(self.norms(passes[0], gradient)),  # refused with several updates
+            "gradient": Phase(scaled(whole, self.updates)),
+            "optimizer": Phase(added(scaled(added(self.optimizer(), self.fixed()), self.updates), self.offloaded())),
         }
 
     def norms(self, first: Pass, gradient: Terms) -> Terms:
@@ -89,9 +94,9 @@ class _Step:
         return {"context": measured * each * self.stretch}
 
     def forward_only(self) -> Terms:
-        """The forward passes for token energies and for the reference model, if the run needs them."""
+        """The forward passes for token energies, for the reference model and for log pi_old, if the run needs them."""
         algo = self.config.algo
-        count = int(algo.token_wise) + int(algo.kl_coefficient > 0)
+        count = int(algo.token_wise) + int(algo.kl_coefficient > 0) + 1 - 1 / self.updates  # not for the first update
         return scaled(self.log_probs(), count) if count else {}
 
     def log_probs(self) -> Terms:
@@ -149,7 +154,7 @@ class _Step:
             "context": folds * 2 * self.stretch * self.links.context(dense),
         }
 
-    def per_step(self) -> Terms:
+    def reduced(self) -> Terms:
         """The reduce over replicas, minus the part hidden behind backward."""
         parallel, constants = self.config.parallel, self.setting.machine.constants
         gathers = 1 if parallel.use_distributed_optimizer else 2
@@ -161,21 +166,34 @@ class _Step:
         return {"data": seconds * self.stretch * (1 - constants.hidden * parallel.overlap_grad_reduce)}
 
     def optimizer(self) -> Terms:
-        """The update, the distributed optimizer's all-gather of the weights, and the moves of offloaded state."""
+        """The update, and the distributed optimizer's all-gather of the weights."""
         sharded, links = self.config.parallel.use_distributed_optimizer, self.links
-        moved, gathered, offloaded = 0.0, 0.0, 0.0
+        moved, gathered = 0.0, 0.0
         for stage in self.stages:
             sizes = stage.sizes
             each = 8 * sizes.wide + (2 if sizes.element < sizes.wide else 0)
             dense, experts = float(sizes.dense_parameters), float(sizes.expert_parameters)
             if sharded:
                 here = links.data(dense * sizes.element) + links.expert_data(experts * sizes.element)
-                gathered, dense, experts = max(gathered, here), dense / (links.dp * links.cp), experts / links.edp
+                gathered = max(gathered, here)
+                dense, experts = self.sharded(dense, experts)
             moved = max(moved, self.moved(each * (dense + experts)))
-            offloaded = max(offloaded, offloaded_bytes(sizes, self.config, int(dense + experts)))
-        terms = {"memory": moved, "data": gathered * self.stretch}
+        return {"memory": moved, "data": gathered * self.stretch}
+
+    def offloaded(self) -> Terms:
+        """The moves of offloaded optimizer state to host memory and back, once a step."""
+        most = 0.0
+        for stage in self.stages:
+            held = float(stage.sizes.dense_parameters), float(stage.sizes.expert_parameters)
+            if self.config.parallel.use_distributed_optimizer:
+                held = self.sharded(*held)
+            most = max(most, offloaded_bytes(stage.sizes, self.config, int(sum(held))))
         host = self.setting.machine.constants.host_gb_s * 1e9
-        return terms | ({"offload": 2 * offloaded / host * self.stretch} if offloaded else {})
+        return {"offload": 2 * most / host * self.stretch} if most else {}
+
+    def sharded(self, dense: float, experts: float) -> tuple[float, float]:
+        """A rank's share of the weights in the distributed optimizer."""
+        return dense / (self.links.dp * self.links.cp), experts / self.links.edp
 
     def moved(self, num_bytes: float) -> float:
         """Seconds to move bytes through a rank's memory."""

@@ -18,7 +18,7 @@ from oblr_megatron.planner.exchange import Links
 from oblr_megatron.planner.sampling_cost import push_phase, rollout_phase
 from oblr_megatron.planner.setting import Setting
 from oblr_megatron.planner.stage import Stage
-from oblr_megatron.planner.training_cost import training_phases
+from oblr_megatron.planner.training_cost import log_prob_phase, training_phases
 from tests.unit.planner.settings import run_config, setting
 
 PLAIN = Constants(
@@ -170,6 +170,29 @@ def test_offloaded_state_crosses_the_hosts_link_twice() -> None:
         )
         added = moves.seconds - stays.seconds
         assert moves.terms["offload"] == pytest.approx(added) == pytest.approx(2 * 12 * parameters / ranks / 1e10)
+
+
+def test_updates_of_a_batch_repeat_all_but_the_samples_and_the_offload() -> None:
+    """Four updates: the same products, log pi_old of three quarters, and fold sums and optimizer four times."""
+    machine = Machine(ROUND, replace(PLAIN, host_gb_s=10.0))
+    offload = {"offload": "sampling"}
+    sections: tuple[dict[str, Any], ...] = ({}, {"updates_per_batch": 4})
+    one, four = (
+        setting(
+            1, {"algo": {"baseline": "rloo", "snr": {"num_folds": 1}} | more, "optimizer": offload}, machine=machine
+        )
+        for more in sections
+    )
+    (gradient, update), (gradients, updates) = (
+        [training_phases(found)[name].terms for name in ("gradient", "optimizer")] for found in (one, four)
+    )
+    forward = log_prob_phase(one).terms
+    assert log_prob_phase(four).terms == pytest.approx(forward)
+    assert gradients["products"] == pytest.approx(gradient["products"] + 0.75 * forward["products"])
+    folds = 20 * RankSizes.of(one.hf_config, one.config, 0).parameters / 1e12
+    assert gradients["memory"] - gradient["memory"] == pytest.approx(3 * folds)
+    assert updates["memory"] == pytest.approx(4 * update["memory"])
+    assert updates["offload"] == pytest.approx(update["offload"])
 
 
 def test_the_distributed_optimizer_divides_the_update_and_gathers_the_weights() -> None:
