@@ -14,13 +14,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 import torch
@@ -264,17 +264,17 @@ class VllmEngine:
         self._closed = True
         self._lose(f"{self.spec.name} is closed")
 
-    def _launch(self) -> tuple[Channel, subprocess.Popen[bytes]]:
+    def _launch(self) -> tuple[Channel, Popen[bytes]]:
         own_end, child_end = socket.socketpair()
         command = [sys.executable, "-m", "oblr_megatron.engine.worker", str(child_end.fileno()), str(os.getpid())]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with child_end, self.log.open("ab") as output:
-            process = subprocess.Popen(
+            process = Popen(
                 command,
                 env=child_environment(os.environ, self.spec),
-                stdin=subprocess.DEVNULL,
+                stdin=DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=STDOUT,
                 pass_fds=(child_end.fileno(), self.buffer.fd),
                 start_new_session=True,  # the trainer handles Ctrl-C; and one signal ends the engine's children, too
             )
@@ -301,7 +301,7 @@ class VllmEngine:
         return error
 
     def _died(self, what: str) -> EngineLostError:
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(TimeoutExpired):
             self._process.wait(GRACE_SECONDS)
         ending = f"{self.spec.name} (process {self.pid}) {_ending(self._process.returncode)}"
         self._lose(ending)

@@ -25,27 +25,43 @@ from oblr_megatron.config import ParallelConfig
 from oblr_megatron.model.parallel import Parallel
 
 Result = TypeVar("Result")
+PRELOAD = ["tests.distributed.preload"]
 
 
 class RankError(AssertionError):
     """A rank raised, died or missed the deadline; the message has its traceback."""
 
 
-def run_ranks(function: Callable[..., Result], world_size: int, *args: Any, deadline_s: float = 240.0) -> list[Result]:
+def run_ranks(
+    function: Callable[..., Result],
+    world_size: int,
+    *args: Any,
+    deadline_s: float = 240.0,
+    first: Callable[[], None] | None = None,
+) -> list[Result]:
     """Call `function(*args)` on every rank, inside a gloo process group; both must be picklable by name.
+
+    Args:
+        function: for every rank.
+        world_size: number of ranks.
+        args: of `function`.
+        deadline_s: for all ranks.
+        first: each rank calls it before its first thread starts.
 
     Raises:
         RankError: the first rank that failed, with its traceback. The other ranks are killed, as at the deadline.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload"])
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
         processes, readers = [], []
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(writer, function, args, rank, world_size, store, deadline_s), daemon=True
+                target=_rank_main,
+                args=(writer, function, args, rank, world_size, store, deadline_s, first),
+                daemon=True,
             )
             process.start()
             writer.close()  # so that the reader sees the end when the rank dies
@@ -122,7 +138,10 @@ def _rank_main(
     world_size: int,
     store: str,
     deadline_s: float,
+    first: Callable[[], None] | None,
 ) -> None:
+    if first is not None:
+        first()
     import torch
     import torch.distributed as dist
 

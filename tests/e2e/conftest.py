@@ -24,6 +24,14 @@ def environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
+@pytest.fixture(autouse=True, scope="session")
+def forks_engines() -> None:
+    """The engines that tests start in this process."""
+    from tests.e2e.forked_engines import make_keeper
+
+    make_keeper()
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with train.jsonl, heldout.jsonl and a briefly warm-started Qwen3 (model/)."""

@@ -1,7 +1,7 @@
 """Run commands and whole training runs in forked processes, which saves the seconds of imports per process.
 
 Users start `run(torchrun(...))` of conftest.py. Here forked ranks call `main` directly, without the launcher and a new
-interpreter. Engines, reward workers and files are the same.
+interpreter. Their engines are forked as well (forked_engines.py). Reward workers and files are the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from oblr_megatron import cli, step_loop
 from tests.distributed.launch import run_ranks
 from tests.e2e.conftest import LIMIT_S, ROOT
+from tests.e2e.forked_engines import fork_keeper
 
 CONFIG = "examples/tiny_cpu/config.toml"
 Main = Callable[[list[str]], int]
@@ -49,7 +50,7 @@ def run_script(arguments: list[str]) -> int:
 def call_forked(main: Main, ranks: int, arguments: list[str], variables: dict[str, str]) -> CompletedProcess[str]:
     """`main(arguments)` on forked ranks, from the repository's root; `main` must be picklable by name."""
     with TemporaryDirectory() as directory:
-        statuses = run_ranks(_rank, ranks, main, arguments, variables, directory, deadline_s=LIMIT_S)
+        statuses = run_ranks(_rank, ranks, main, arguments, variables, directory, deadline_s=LIMIT_S, first=fork_keeper)
         said = [
             "".join((Path(directory) / f"{name}{rank}").read_text() for rank in range(ranks)) for name in ("out", "err")
         ]

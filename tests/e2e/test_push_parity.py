@@ -28,6 +28,7 @@ from oblr_megatron.types import MicroBatch, Sample
 from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy
+from tests.e2e.forked_engines import fork_keeper
 from tests.e2e.tiny_rollout import make_config, sample
 from tests.tiny import VOCAB, make_hf_dir
 
@@ -48,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model", [pytest.param("untied", marks=pytest.mark.nightly), "tied", "qwen2", "llama"])
 def test_logprobs_of_pushed_weights_are_the_trainers(model: str, tmp_path: Path) -> None:
     path = make_hf_dir(tmp_path / "model", **MODELS[model])
-    ranks = run_ranks(push_from_all_layouts, 4, path, tmp_path / "run")
+    ranks = run_ranks(push_from_all_layouts, 4, path, tmp_path / "run", first=fork_keeper)
     for cases in zip(*ranks, strict=True):
         name = cases[0]["layout"]
         assert 0 < max(case["error"] for case in cases) < PARITY, name

@@ -22,6 +22,7 @@ from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.weights import shm
 from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks
+from tests.e2e.forked_engines import fork_keeper
 from tests.e2e.tiny_rollout import Weights, change, engine_processes, largest_error, make_config, sample, start
 from tests.tiny import make_hf_dir
 
@@ -155,7 +156,7 @@ def shared_memory():
 def test_two_ranks_recover_together(tmp_path):
     """Tensor parallel 2 with an engine each: one dies while idle, the other in the middle of a push."""
     path = make_hf_dir(tmp_path / "model", head_dim=32)
-    first, second = run_ranks(one_rank, 2, path, tmp_path / "run")
+    first, second = run_ranks(one_rank, 2, path, tmp_path / "run", first=fork_keeper)
     for key in ("expected", "idle", "metrics", "pushed", "again", "after"):
         assert first[key] == second[key], f"{key} differs between the ranks"
     assert first["idle"] == first["expected"]

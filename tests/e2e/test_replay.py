@@ -53,6 +53,8 @@ def same_weights(first: Path, second: Path) -> None:
 
 
 def train_without_vllm(arguments: list[str]) -> int:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]  # the fork server has it for engines
     status = step_loop.main(arguments)
     assert "vllm" not in sys.modules, "vllm was imported"
     return status

@@ -19,6 +19,7 @@ from oblr_megatron.model.policy import build_policy
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks
+from tests.e2e.forked_engines import fork_keeper
 from tests.e2e.tiny_rollout import largest_error, make_config, make_prompts, sample
 from tests.tiny import make_hf_dir
 
@@ -28,7 +29,7 @@ PROMPTS, GROUP = 7, 3
 @pytest.mark.nightly
 def test_two_ranks_with_an_engine_each(tmp_path):
     path = make_hf_dir(tmp_path / "model", head_dim=32)
-    first, second = run_ranks(one_rank, 2, path, tmp_path / "run")
+    first, second = run_ranks(one_rank, 2, path, tmp_path / "run", first=fork_keeper)
     for key in ("samples", "after", "stats", "error", "after_error"):
         assert first[key] == second[key], f"{key} differs between the ranks"
     samples = first["samples"]

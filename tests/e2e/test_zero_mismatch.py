@@ -20,6 +20,7 @@ from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy
 from tests.e2e.conftest import records
 from tests.e2e.forked import forked
+from tests.e2e.forked_engines import fork_keeper
 from tests.e2e.test_push_parity import MODELS
 from tests.e2e.tiny_rollout import make_config, sample
 from tests.tiny import make_hf_dir
@@ -62,7 +63,7 @@ def test_a_difference_ends_the_run(tmp_path: Path, overrides: Callable[..., list
 def test_families_have_the_engines_bits(model: str, tmp_path: Path) -> None:
     """24 responses in one batch of the engine against the trainer's single rows, before and after a push."""
     path = make_hf_dir(tmp_path / "model", **MODELS[model])
-    ((before, after),) = run_ranks(logprobs_of_both, 1, path, tmp_path / "run")
+    ((before, after),) = run_ranks(logprobs_of_both, 1, path, tmp_path / "run", first=fork_keeper)
     for ours, theirs in (before, after):
         assert torch.equal(ours, theirs)
     assert before[0].shape != after[0].shape or not torch.equal(before[0], after[0]), "the push changed the policy"

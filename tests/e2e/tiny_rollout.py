@@ -91,7 +91,7 @@ def largest_error(model: PreTrainedModel, samples: Sequence[Sample], temperature
 def engine_processes() -> list[psutil.Process]:
     """This process's engine processes that still exist, zombies included."""
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "oblr_megatron.engine.worker" in _command(child)]
+    return [child for child in children if "oblr_megatron.engine.worker" in " ".join(_command(child))]
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -1,0 +1,166 @@
+"""Fork engine processes from a process that has imported vLLM, which saves 10 CPU seconds an engine.
+
+    fork_keeper()           # in a rank before its first thread: from here on `VllmEngine` forks its process
+    make_keeper()           # in pytest, which has threads and no vLLM: the fork server forks the keeper
+
+    the caller, a rank or pytest     becomes the engine's parent, as ever: it waits for it, and the engine ends with it
+        the keeper                   has no threads and has imported what an engine imports
+            a short-lived process    ends at once, so that the kernel gives its child, the engine, to the caller
+
+The engine has the environment, descriptors, session, processor cores and command line that `Popen` would give it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import process as current
+from multiprocessing import resource_tracker
+from typing import Any
+
+from setproctitle import setproctitle
+
+from oblr_megatron.engine import handle
+from tests.distributed.launch import PRELOAD
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+FREE = 500  # the first of the descriptors that nothing uses
+_libc = ctypes.CDLL(None, use_errno=True)
+_launching = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Request:
+    """`descriptors` are the numbers that the received descriptors will have."""
+
+    parent: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    descriptors: Sequence[int]
+    directory: str
+    cores: set[int]
+
+
+def fork_keeper() -> None:
+    """Fork a keeper from this process, which has no threads and has imported vLLM."""
+    own, other = socket.socketpair()
+    if os.fork() == 0:
+        own.close()
+        _keep(other)
+    other.close()
+    _use(own)
+
+
+def make_keeper() -> None:
+    """Let the fork server make a keeper for this process."""
+    own, other = socket.socketpair()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    context.Process(target=_keep, args=(other,), daemon=True).start()
+    other.close()
+    _use(own)
+
+
+def _use(keeper: socket.socket) -> None:
+    """Let `VllmEngine` start engines by this keeper."""
+
+    class Engine(subprocess.Popen[bytes]):
+        """`Popen` except for the start."""
+
+        def __init__(
+            self, command: Sequence[str], *, env: dict[str, str], stdout: Any, pass_fds: tuple[int, ...], **_: Any
+        ) -> None:
+            self._request = Request(os.getpid(), command, env, (1, 2, *pass_fds), os.getcwd(), os.sched_getaffinity(0))
+            self._sent = [stdout.fileno(), stdout.fileno(), *pass_fds]
+            super().__init__(command)
+
+        def _execute_child(self, *_: Any) -> None:
+            with _launching:
+                _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+                socket.send_fds(keeper, [pickle.dumps(self._request)], self._sent)
+                self.pid = int(keeper.recv(64))
+                _libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+            self._child_created = True
+
+    def start(command: Sequence[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        """Number of threads is read at an import, so other numbers than the keeper's need a new interpreter."""
+        return (Engine if env.get("OMP_NUM_THREADS") == "1" else subprocess.Popen)(command, env=env, **options)
+
+    handle.Popen = start
+
+
+def _keep(requests: socket.socket) -> None:
+    """Serve requests until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 16)
+        if not message:
+            os._exit(0)
+        between = os.fork()
+        if between == 0:
+            if os.fork() == 0:
+                _become(pickle.loads(message), descriptors, requests)
+            os._exit(0)
+        os.waitpid(between, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _become(request: Request, received: Sequence[int], requests: socket.socket) -> None:
+    """Be the engine that `request` describes; never returns."""
+    while os.getppid() != request.parent:  # `between` has not ended
+        time.sleep(0.001)
+    os.setsid()
+    requests.send(str(os.getpid()).encode())
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, FREE) for descriptor in received]
+    os.closerange(3, FREE)
+    for descriptor, number in zip(moved, request.descriptors, strict=True):
+        os.dup2(descriptor, number)
+    os.closerange(FREE, FREE + 2 * len(moved))
+    os.dup2(null := os.open(os.devnull, os.O_RDONLY), 0)
+    os.close(null)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.sched_setaffinity(0, request.cores)
+    os.chdir(request.directory)
+    setproctitle(" ".join(request.command))  # in the memory of the old environment
+    os.environ.clear()
+    os.environ.update(request.environment)
+    status = 1
+    try:
+        status = _run(request.command)
+    except SystemExit as error:
+        status = int(error.code or 0)
+    except BaseException:  # noqa: BLE001  what a new interpreter would print
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _run(command: Sequence[str]) -> int:
+    """`python -m oblr_megatron.engine.worker ...` in this process."""
+    import torch._dynamo
+
+    from oblr_megatron.engine import worker
+
+    sys.argv, sys.path[:0] = [*command[2:]], [os.getcwd()]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    resource_tracker._resource_tracker.__init__()  # type: ignore[misc]  # its pipe is closed here
+    current._parent_process = None  # type: ignore[attr-defined]
+    current.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
+    torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # read at its import
+    return worker.main([*command[3:]])
