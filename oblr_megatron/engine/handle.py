@@ -31,6 +31,7 @@ from oblr_megatron.engine.speculation import Report
 from oblr_megatron.engine.turns import Answered, TurnMessage
 from oblr_megatron.errors import EngineDeadlineError, EngineLostError, RunError
 from oblr_megatron.formatting import log_tail
+from oblr_megatron.runtime.processes import alive, identity
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.shm import SharedBuffer
 
@@ -329,10 +330,10 @@ class VllmEngine:
 
 
 def _others_in_group(leader: int) -> bool:
-    """Whether child processes of an engine process still exist."""
+    """Whether child processes of an engine process still run. Zombies do not: a container's init may reap them late."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(ProcessLookupError):  # it has just ended
-            if int(name) != leader and os.getpgid(int(name)) == leader:
+            if int(name) != leader and os.getpgid(int(name)) == leader and alive(identity(int(name))):
                 return True
     return False
 

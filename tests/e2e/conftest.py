@@ -56,6 +56,7 @@ def overrides(tiny: Path) -> Callable[..., list[str]]:
             "group_size": 4,
             "reward.name": "tests.e2e.rewards:matching_characters",
             "num_steps": 1,
+            "rollout.num_threads": 1,
             "log.console": "plain",
             "evaluate.data.heldout": tiny / "heldout.jsonl",
             "evaluate.every_steps": 0,
