@@ -1,9 +1,8 @@
 """The comparison with the oracle notices every reduction that is left out or done twice.
 
-Each mutation replaces a rule list or a reducer; nothing is patched. Each has the largest relative error among seven
-samples next to it (two layers, hidden 48, two KV groups); four samples, used here, must reach a tenth of it. The
-smallest error, from a k norm not summed over TP, would pass at 1e-3. It is seven orders above the tolerance of 1e-10
-that the layouts must meet.
+Each mutation replaces a rule list or a reducer; nothing is patched. Each has the largest relative error among the
+samples next to it (two layers, hidden 48, two KV groups). The smallest error, from a k norm not summed over TP, would
+pass at 1e-3. It is seven orders above the tolerance of 1e-10 that the layouts must meet.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from tests.distributed.gradnorm_cases import (
 )
 from tests.distributed.launch import layout, run_ranks
 from tests.tiny import make_hf_dir, make_moe_hf_dir
-
-SAMPLES = make_samples()[:4]  # one of a single token, one empty, one partly written by an environment
 
 
 def as_is(rule: Rule) -> Rule:
@@ -314,7 +311,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[Rule], Rule], type[Reducer], float]] =
 def norms_of(policy: Policy, mutate: Callable[[Rule], Rule], reducer: type[Reducer]) -> Tensor:
     """The norms of all samples. Replicas that share experts each compute a part, and the parts are combined."""
     parallel = policy.parallel
-    batches = batches_of(SAMPLES)
+    batches = batches_of(make_samples())
     mine = list(range(parallel.dp_rank, len(batches), parallel.dp_size)) if parallel.block_size > 1 else None
     own = batches if mine is None else [batches[n] for n in mine]
     fillers = -(-len(batches) // parallel.dp_size) - len(own) if mine is not None else 0
@@ -353,7 +350,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
         "dense": make_hf_dir(root / "dense", tied=True, seed=1, dtype=torch.float64),
         "moe": make_moe_hf_dir(root / "moe", seed=1, dtype=torch.float64),
     }
-    expected = {kind: oracle(path, SAMPLES, ratios=False) for kind, path in paths.items()}
+    expected = {kind: oracle(path, make_samples(), ratios=False) for kind, path in paths.items()}
     ranks = run_ranks(all_mutations, 4, paths)
 
     def largest(name: str) -> float:
