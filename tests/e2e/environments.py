@@ -124,13 +124,13 @@ LATE = ("sleeps", "blocks", "stubborn")
 async def second_thoughts(engine: EpisodeEngine, prompt: Prompt, seed: int) -> Episode:
     """For the sums of examples/tiny_cpu: two answers with "=" between them; the reward is the share of right digits.
 
-    Some prompts raise, hang or block.
+    Some prompts raise, hang or block; those that cost seconds are not among the first rows, which evaluations use.
     """
     if prompt.row % 9 == 0:
         raise ValueError("out of order")
-    if prompt.row % 31 == 1:
+    if prompt.row % 31 == 20:
         await asyncio.sleep(3600)
-    if prompt.row % 31 == 2:
+    if prompt.row % 31 == 21:
         time.sleep(3600)
     episode = Episode(prompt.token_ids)
     episode.wrote(await engine.generate(episode.ids, max_tokens=4))
