@@ -42,7 +42,11 @@ class Tier:
         """The arguments of each call of pytest."""
         others = f" and not ({self.left_out})" if self.left_out else ""
         together = [*self.paths, "-m", f"not alone{others}", *WORKERS]
-        return [together] if "alone" in self.left_out else [together, [*self.paths, "-m", f"alone{others}"]]
+        if "alone" in self.left_out:
+            return [together]
+        files = (file for path in self.paths for file in sorted((ROOT / path).rglob("test_*.py")))
+        marked = [str(file) for file in files if "mark.alone" in file.read_text(encoding="utf-8")]
+        return [together, [*marked, "-m", f"alone{others}"]]
 
 
 ALL = ("tests/e2e", "tests/distributed", "tests/gpu", "tests/unit")

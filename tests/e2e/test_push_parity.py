@@ -46,7 +46,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", [pytest.param("untied", marks=pytest.mark.nightly), "tied", "qwen2", "llama"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("untied", marks=pytest.mark.nightly),
+        "tied",
+        "qwen2",
+        pytest.param("llama", marks=pytest.mark.nightly),
+    ],
+)
 def test_logprobs_of_pushed_weights_are_the_trainers(model: str, tmp_path: Path) -> None:
     path = make_hf_dir(tmp_path / "model", **MODELS[model])
     ranks = run_ranks(push_from_all_layouts, 4, path, tmp_path / "run", first=fork_keeper)

@@ -97,24 +97,17 @@ def test_a_killed_caller_takes_its_run_with_it(overrides: Callable[..., list[str
     assert records(run_dir)[-1]["step"] < 400
 
 
-SHORT = {
-    '"--out", OUT]': '"--out", OUT, "--steps", "60"]',
-    '"num_steps=20", "evaluate.every_steps=10"': '"num_steps=2", "num_prompts=8"',
-}
-
-
-@pytest.mark.parametrize("changes", [SHORT, pytest.param({}, marks=pytest.mark.nightly)], ids=["short", "whole"])
-def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]) -> None:
-    """Every cell runs, with its files in another folder; as it is, it learns."""
+@pytest.mark.nightly
+def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is, with its files in another folder."""
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    for old, new in {'OUT = "run/notebook"': f"OUT = {str(tmp_path)!r}", **changes}.items():
-        (cell,) = (cell for cell in notebook.cells if old in cell.source and cell.cell_type == "code")
-        cell.source = cell.source.replace(old, new)
+    notebook.cells[1].source = notebook.cells[1].source.replace('OUT = "run/notebook"', f"OUT = {str(tmp_path)!r}")
+    assert str(tmp_path) in notebook.cells[1].source
     client = NotebookClient(notebook, timeout=LIMIT_S, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
     client.execute()  # raises on an exception in a cell
     last = notebook.cells[-1].outputs[-1]["text"]
     accuracy = float(last.partition("mean@4 {'value': ")[2].partition(",")[0])
-    assert accuracy > (0.0 if changes else 0.6), last  # 0.47 before the training
+    assert accuracy > 0.6, last  # 0.47 before the training
     assert os.path.getsize(tmp_path / "run" / "report.html") > 10_000

@@ -1,6 +1,6 @@
 """FP8 copies of Qwen2 and Llama: matrices are quantised, biases stay bf16, and names are those of the source.
 
-A process of its own, because modelopt's import registers hooks. Not covered: the command (test_quantize.py), and vLLM.
+A process of its own, because modelopt's import registers hooks. Not covered: the command (test_quantize.py), vLLM.
 """
 
 from __future__ import annotations
@@ -22,24 +22,33 @@ from pathlib import Path
 import torch
 from oblr_megatron.quantize import fp8
 from oblr_megatron.quantize.calibration import pack
-source, target = map(Path, sys.argv[1:])
-model = fp8.load_model(source, torch.device("cpu"))
-fp8.calibrate(model, pack([tuple(range(2, 30)), (5, 9, 3)]))
-target.mkdir()
-fp8.check_written(target, fp8.write(model, source, target))
+for source in map(Path, sys.argv[1:]):
+    target = source.with_suffix(".fp8")
+    model = fp8.load_model(source, torch.device("cpu"))
+    fp8.calibrate(model, pack([tuple(range(2, 30)), (5, 9, 3)]))
+    target.mkdir()
+    fp8.check_written(target, fp8.write(model, source, target))
 """
+FAMILIES = ("qwen2", "llama")
 MATRICES = 7  # of a layer
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_matrices_are_quantised_and_biases_are_not(family: str, tmp_path: Path) -> None:
-    source, target = make_hf_dir(tmp_path / "source", family=family), tmp_path / "target"
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with FAMILY and FAMILY.fp8."""
+    root = tmp_path_factory.mktemp("families")
+    sources = [str(make_hf_dir(root / family, family=family)) for family in FAMILIES]
     done = subprocess.run(
-        [sys.executable, "-c", PROCESS, str(source), str(target)],
+        [sys.executable, "-c", PROCESS, *sources],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    before, after = load_file(source / "model.safetensors"), load_file(target / "model.safetensors")
+    return root
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_are_quantised_and_biases_are_not(family: str, copies: Path) -> None:
+    before, after = (load_file(copies / name / "model.safetensors") for name in (family, f"{family}.fp8"))
     assert {name for name in after if not name.endswith("_scale")} == before.keys()
     stored = {name for name, tensor in after.items() if tensor.dtype == torch.float8_e4m3fn}
     assert stored == {name for name in before if name.endswith("_proj.weight")} and len(stored) == 2 * MATRICES

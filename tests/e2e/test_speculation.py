@@ -176,6 +176,7 @@ def test_a_run_trains_on_the_same_samples(tmp_path: Path, overrides: Callable[..
     assert "rollout/speculation_below" not in records(tmp_path / "plain")[0]
 
 
+@pytest.mark.nightly
 def test_servers_speculate(model: Path, plain: dict[str, list[Sample]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OBLR_API_KEY", KEY)
     options = ("--speculation", "ngram", "--speculation-below", str(SEQUENCES))

@@ -23,7 +23,7 @@ from tests.e2e.conftest import ROOT, environment, records, run, torchrun, wait_f
 from tests.e2e.forked import forked
 
 SAME_STEP = ("loss", "gradnorm/sq_mean", "gradnorm/sq_max", "grad_norm", "reward/mean", "entropy", "snr/noise_trace")
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "dp2": (2, {}),
     "tp2": (2, {"parallel__tensor_model_parallel_size": 2}),
     "tp2_sp_pp2": (
@@ -36,25 +36,28 @@ LAYOUTS = {
     ),
     "tp2_pp2": (4, {"parallel__tensor_model_parallel_size": 2, "parallel__pipeline_model_parallel_size": 2}),
 }
-BY_TORCHRUN = "tp2_sp_pp2"
+FOUR = "tp2_sp_pp2"
 
 
-@pytest.mark.parametrize("names", [["dp2", BY_TORCHRUN], pytest.param(["tp2", "tp2_pp2"], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("names", "launcher"),
+    [(["dp2", FOUR], "fork"), pytest.param(["tp2", "tp2_pp2", FOUR], "torchrun", marks=pytest.mark.nightly)],
+)
 def test_first_step_is_the_same_in_every_layout(
-    tmp_path: Path, overrides: Callable[..., list[str]], saved: Path, names: list[str]
+    tmp_path: Path, overrides: Callable[..., list[str]], saved: Path, names: list[str], launcher: str
 ) -> None:
     """Loss, per-sample norms and gradient norm are within 1e-5 relative of one rank's, in fp32.
 
-    One rank, two replicas and (by torchrun) the four ranks of TP2 x PP2 sample with vLLM. The other layouts replay the
-    samples of one rank.
+    One rank, two replicas and the four ranks of TP2 x PP2 sample with vLLM. The other layouts replay the samples of one
+    rank.
     """
     reference = records(saved)[0]
     assert reference["gradnorm/sq_mean"] > 0 and reference["grad_norm"] > 0
     for name in names:
         ranks, layout = LAYOUTS[name]
         keys = overrides(tmp_path / name, **layout)
-        replay = [] if name == "dp2" else ["--replay", str(saved / "rollouts")]
-        result = run(torchrun(ranks, keys)) if name == BY_TORCHRUN else forked(ranks, [*keys, *replay])
+        keys += [] if name in ("dp2", FOUR) else ["--replay", str(saved / "rollouts")]
+        result = run(torchrun(ranks, keys)) if launcher == "torchrun" else forked(ranks, keys)
         assert result.returncode == 0, f"{name}: {result.stderr[-3000:]}"
         step = records(tmp_path / name)[-1]
         for key in SAME_STEP:

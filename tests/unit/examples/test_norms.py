@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = "examples/norms_library/norms.py"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_agrees_with_opacus() -> None:
     text = (ROOT / SCRIPT).read_text(encoding="utf-8")
     command = f"--nproc-per-node 2 {SCRIPT}"

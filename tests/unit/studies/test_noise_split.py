@@ -54,7 +54,7 @@ def _rloo(rewards: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sums", "brackets"])
+@pytest.mark.parametrize("name", ["sums", pytest.param("brackets", marks=pytest.mark.nightly)])
 def test_the_split_of_a_run_is_the_measured_one(name: str, tmp_path: Path) -> None:
     start = prepare(name, "high", tmp_path / "start", steps=500)
     config = ToyConfig.model_validate(
