@@ -97,7 +97,7 @@ def records(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def wait_for(condition: Callable[[], bool], job: subprocess.Popen[str], deadline_s: float = 240) -> None:
+def wait_for(condition: Callable[[], bool], job: subprocess.Popen[str], deadline_s: float = LIMIT_S) -> None:
     """Poll until the condition holds; the job must be alive until then."""
     end = time.monotonic() + deadline_s
     while not condition():
