@@ -25,7 +25,7 @@ from tests.e2e.test_resume import certain
 
 Overrides = Callable[..., list[str]]
 FUNCTION = "tests.e2e.environments:second_thoughts"
-OPTIONS = f'{{function = "{FUNCTION}", deadline_s = 4.0, blocked_s = 2.0, in_rounds = true}}'
+OPTIONS = f'{{function = "{FUNCTION}", deadline_s = 12.0, blocked_s = 5.0, in_rounds = true}}'
 CALL = re.compile(r'"expression": "(\d+)\*(\d+)"')
 RESULT = re.compile(r"<tool_response>\n(\d+)\n</tool_response>")
 RUN = {
@@ -71,7 +71,7 @@ def test_two_ranks_and_their_replay(tmp_path: Path, overrides: Overrides) -> Non
 def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Overrides) -> None:
     """With in_rounds, to the bit; also the evaluations, which use the same environment."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options = RUN | {"num_steps": 4, "evaluate__every_steps": 2, "evaluate__num_prompts": 12}
+    options = RUN | {"num_steps": 3, "evaluate__every_steps": 3, "evaluate__num_prompts": 12}
     unbroken = forked(1, overrides(whole, **options))
     assert unbroken.returncode == 0, unbroken.stderr[-2000:]
     keys = overrides(parts, **options)
@@ -83,11 +83,11 @@ def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Overrides) -
         job.send_signal(signal.SIGUSR1)
         said = job.communicate(timeout=LIMIT_S)[0]
     assert job.returncode == 0, said[-2000:]
-    assert 1 <= read_manifest(checkpoints_of(parts)[0]).step < 4
+    assert 1 <= read_manifest(checkpoints_of(parts)[0]).step < 3
     resumed = forked(1, [*keys, "--resume"])
     assert resumed.returncode == 0, resumed.stderr[-2000:]
-    assert certain(parts) == certain(whole) and len(certain(whole)) == 5
-    items = [json.loads(line) for line in (whole / "evaluations/step_000004/heldout.jsonl").read_text().splitlines()]
+    assert certain(parts) == certain(whole) and len(certain(whole)) == 4
+    items = [json.loads(line) for line in (whole / "evaluations/step_000003/heldout.jsonl").read_text().splitlines()]
     assert {item["finish_reason"] for item in items} >= {"failed"} and max(item["tokens"] for item in items) > 4
     assert all(item["reward"] == 0 for item in items if item["finish_reason"] == "failed")
 
