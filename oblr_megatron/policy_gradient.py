@@ -112,7 +112,7 @@ class PolicyGradient:
 
     def _with_routes(self, wave: Wave, positions: Sequence[int]) -> Wave:
         """The wave with the routes of the samples that this rank trains on; the prompts count as at `positions`."""
-        samples = self._sampling.with_routes(wave.samples, self._gradients.own_samples(positions))
+        samples = self._sampling.with_routes(wave.samples, self._gradients.own_samples(positions, wave.samples))
         return replace(wave, batch=replace(wave.batch, samples=samples))
 
     def _add(self, wave: Wave, advantage: AdvantageRule) -> None:

@@ -196,7 +196,9 @@ class _ThreadStrategy(TorchDistSaveShardedStrategy):
 def _load(state: State, directory: Path) -> State:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # megatron-core uses deprecated torch functions
+            # megatron-core calls deprecated functions of torch, and one with its arguments in an earlier order
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
             return dist_checkpointing.load(state, str(directory))
     except (CheckpointingException, CheckpointException) as error:
         reason = _reason(error)

@@ -99,7 +99,8 @@ class SnrConfig(Section):
     """Steps over which the "momentum" estimator averages gradients."""
     num_folds: int = Field(4, ge=1)
     """Folds of whole prompts that the batch is split into, under every schedule. Must divide num_prompts and be a
-    multiple of the data-parallel size. With 1 the noise is unknown and the snr schedule keeps its rate."""
+    multiple of the data-parallel size; four times that size lets replicas share tokens equally. With 1 the noise is
+    unknown and the snr schedule keeps its rate."""
     horizon: float = Field(150.0, gt=0)
     """Steps over which signal and noise are averaged (two exponential averages)."""
     warmup_steps: int = Field(10, ge=0)

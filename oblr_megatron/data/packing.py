@@ -1,4 +1,4 @@
-"""Samples -> microbatches, in padded rows or packed; prompts of a step -> folds of whole prompts."""
+"""Samples -> microbatches, in padded rows or packed; prompts of a step -> folds, and equal shares by tokens."""
 
 from __future__ import annotations
 
@@ -134,6 +134,30 @@ def local_folds(num_prompts: int, num_folds: int, dp_rank: int, dp_size: int) ->
     check_folds(num_prompts, num_folds, dp_size)
     size, share = num_prompts // num_folds, num_folds // dp_size
     return [range(fold * size, (fold + 1) * size) for fold in range(dp_rank * share, (dp_rank + 1) * share)]
+
+
+def deal(tokens: Sequence[int], shares: int) -> list[list[int]]:
+    """Deal items into shares of equal tokens, and of equal count or one fewer: each goes to the smallest that has room.
+
+    Graham's rule, longest first, with a bound on the count. Deterministic: of equal items the first goes first.
+
+    Args:
+        tokens: of each item, at least 0.
+        shares: their number.
+
+    Returns:
+        The items of each share, in ascending order.
+
+    Example: deal([9, 1, 5, 5], 2) == [[0, 1], [2, 3]].
+    """
+    most = -(-len(tokens) // shares)
+    dealt: list[list[int]] = [[] for _ in range(shares)]
+    held = [0] * shares
+    for item in sorted(range(len(tokens)), key=lambda item: -tokens[item]):
+        share = min((share for share in range(shares) if len(dealt[share]) < most), key=lambda share: held[share])
+        dealt[share].append(item)
+        held[share] += tokens[item]
+    return [sorted(items) for items in dealt]
 
 
 def _as_rows(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: int) -> list[list[int]]:

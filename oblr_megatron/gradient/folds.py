@@ -1,18 +1,21 @@
-"""The assignment of a step's samples to replicas, fold by fold.
+"""The assignment of a step's samples to replicas, fold by fold, with equal numbers of tokens where folds allow it.
 
 A replica usually has its own folds. Replicas share folds if they share experts, because expert gradients mix their
 samples, or if the responses of a prompt are spread over several replicas (`gradnorm.stash_spread`).
+
+A prompt's position alone decides its fold: folds by length would not be equal in distribution, and signal and noise
+would be biased. Which replica computes a fold, or a prompt of a shared fold, changes no sum. So tokens decide that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.data.packing import empty_batch, local_folds
+from oblr_megatron.data.packing import deal, empty_batch, local_folds
 from oblr_megatron.memory.pass_plan import num_folds
 from oblr_megatron.model.parallel import share_group
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.model.policy import Policy
-    from oblr_megatron.types import MicroBatch
+    from oblr_megatron.types import MicroBatch, Sample
 
 
 class Sharing:
@@ -30,13 +33,14 @@ class Sharing:
 
     Args:
         parallel: the layout.
-        config: num_prompts, group_size, the folds and gradnorm.stash_spread are read.
+        config: num_prompts, group_size, the folds, gradnorm.stash_spread and parallel.overlap_grad_reduce are read.
     """
 
     def __init__(self, parallel: Parallel, config: Config) -> None:
         self._parallel, self._group_size, self._num_prompts = parallel, config.group_size, config.num_prompts
         self.num_folds = num_folds(config)  # R
         self._spread = config.gradnorm.stash_spread if config.gradnorm.mode == "stash" else 1
+        self._one_sum = config.parallel.overlap_grad_reduce  # no fold has a gradient of its own
         self.size = max(parallel.block_size, self._spread)  # replicas that share a fold
         self.rank = parallel.dp_rank % self.size
         self.group = share_group(parallel, self.size)
@@ -46,41 +50,49 @@ class Sharing:
         """Folds that each replica has a share of."""
         return self.num_folds * self.size // self._parallel.dp_size
 
-    def folds(self, positions: Sequence[int], active: Tensor, *, split_prompts: bool) -> list[list[int]]:
+    def folds(
+        self, positions: Sequence[int], samples: Sequence[Sample], active: Tensor, *, split_prompts: bool
+    ) -> list[list[int]]:
         """This replica's sample indices in each of its folds, prompt-major, without inactive groups.
+
+        Replicas get equal numbers of tokens as far as folds allow it. Inactive groups count, so that all calls for the
+        same prompts make the same division. A part of a step keeps each fold on the replica of its position.
 
         Args:
             positions: in the step's batch, of the k prompts that there are samples of: 0 to Q - 1 for a whole step.
+            samples: [k * G], the same on every rank.
             active: [k] bool.
             split_prompts: with `stash_spread`, divide the responses of each prompt over replicas; else whole prompts.
 
         Returns:
-            For each fold, indices among the k * G samples.
+            For each fold, indices among the k * G samples; all folds as one with `parallel.overlap_grad_reduce`.
         """
-        parallel, group = self._parallel, self._group_size
-        folds = local_folds(
-            self._num_prompts, self.num_folds, parallel.dp_rank // self.size, parallel.dp_size // self.size
-        )
-        place = {position: number for number, position in enumerate(positions) if active[number]}
-        if split_prompts and self._spread > 1:
-            return [
-                [place[prompt] * group + i for prompt in fold if prompt in place for i in self._own_responses]
-                for fold in folds
-            ]
+        size, place = self._group_size, {position: number for number, position in enumerate(positions)}
+        tokens = {
+            position: sum(sample.num_tokens for sample in samples[number * size : (number + 1) * size])
+            for position, number in place.items()
+        }
+        split = split_prompts and self._spread > 1
+        if self._one_sum:
+            prompts = [_share(sorted(place), tokens, self._parallel.dp_size, self._parallel.dp_rank)]
+        else:
+            folds = self._own_folds(tokens)
+            prompts = folds if split else [_share(fold, tokens, self.size, self.rank) for fold in folds]
+        responses = range(self.rank, size, self.size) if split else range(size)
         return [
-            [
-                place[prompt] * group + i
-                for prompt in fold[self.rank :: self.size]
-                if prompt in place
-                for i in range(group)
-            ]
-            for fold in folds
+            [place[prompt] * size + i for prompt in own if active[place[prompt]] for i in responses] for own in prompts
         ]
 
-    @property
-    def _own_responses(self) -> range:
-        """The responses of each prompt that this replica has with `stash_spread`."""
-        return range(self.rank, self._group_size, self.size)
+    def _own_folds(self, tokens: Mapping[int, int]) -> list[list[int]]:
+        """The positions that have tokens, in each fold that this replica has a share of."""
+        replicas, own = self._parallel.dp_size // self.size, self._parallel.dp_rank // self.size
+        if len(tokens) < self._num_prompts:  # its sums of a fold are on one replica during the whole step
+            folds = local_folds(self._num_prompts, self.num_folds, own, replicas)
+        else:
+            everything = local_folds(self._num_prompts, self.num_folds, 0, 1)
+            lengths = [sum(tokens[position] for position in fold) for fold in everything]
+            folds = [everything[number] for number in deal(lengths, replicas)[own]]
+        return [[position for position in fold if position in tokens] for fold in folds]
 
     def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Append empty microbatches until all replicas that share experts have the same number."""
@@ -102,6 +114,11 @@ class Sharing:
         if self.size > 1:
             for grad in _dense(policy):
                 grad.div_(self.size)
+
+
+def _share(prompts: Sequence[int], tokens: Mapping[int, int], replicas: int, rank: int) -> list[int]:
+    """The prompts of one of several replicas that divide them, in ascending order."""
+    return [prompts[number] for number in deal([tokens[prompt] for prompt in prompts], replicas)[rank]]
 
 
 def _dense(policy: Policy) -> Sequence[Tensor]:

@@ -144,7 +144,7 @@ class TrainingGradient:
         )
         if norms_wanted and self._one_pass is not None:
             with timer("gradient"):
-                sums.add(self._one_pass, work, self._sharing.folds(positions, active, split_prompts=True))
+                sums.add(self._one_pass, work, self._sharing.folds(positions, samples, active, split_prompts=True))
                 return self._from_all_replicas(work.norms_sq), None
         if norms_wanted:
             with timer("gradnorm"):
@@ -189,7 +189,7 @@ class TrainingGradient:
             positions: of the prompts in the step's batch; by default of a whole step.
             source: as `gradnorm.source`; the configured one by default.
         """
-        mine = self._mine(active, positions)
+        mine = self._mine(samples, active, positions)
         norms = torch.zeros(len(samples), dtype=torch.float64)
         batches, order = self._norm_batches(samples, mine)
         if batches:
@@ -216,10 +216,10 @@ class TrainingGradient:
         self._add_plain(sums, range(self._config.num_prompts), samples, coefficients, penalty)
         return self.finish(sums)
 
-    def own_samples(self, positions: Sequence[int]) -> list[int]:
-        """This rank's samples in any pass of a step, as indices among those of the prompts at `positions`."""
+    def own_samples(self, positions: Sequence[int], samples: Sequence[Sample]) -> list[int]:
+        """This rank's samples in any pass of a step, as indices among `samples`, of the prompts at `positions`."""
         everything = torch.ones(len(positions), dtype=torch.bool)
-        folds = [self._sharing.folds(positions, everything, split_prompts=split) for split in (False, True)]
+        folds = [self._sharing.folds(positions, samples, everything, split_prompts=split) for split in (False, True)]
         return sorted({n for fold in chain(*folds) for n in fold})
 
     def old_logprobs(self, samples: Sequence[Sample], active: Tensor) -> Tensor:
@@ -246,13 +246,13 @@ class TrainingGradient:
         self._plain.prepare(coefficients, penalty)
         self._plain.begin(samples)
         everything = torch.ones(len(positions), dtype=torch.bool)
-        sums.add(self._plain, work, self._sharing.folds(positions, everything, split_prompts=False))
+        sums.add(self._plain, work, self._sharing.folds(positions, samples, everything, split_prompts=False))
         sums.in_plain_pass = True
 
-    def _mine(self, active: Tensor, positions: Sequence[int] | None) -> list[int]:
+    def _mine(self, samples: Sequence[Sample], active: Tensor, positions: Sequence[int] | None) -> list[int]:
         """This replica's samples in active groups, as indices among the given ones."""
         given = range(len(active)) if positions is None else positions
-        return [n for fold in self._sharing.folds(given, active, split_prompts=False) for n in fold]
+        return [n for fold in self._sharing.folds(given, samples, active, split_prompts=False) for n in fold]
 
     def _energies(self, samples: Sequence[Sample], active: Tensor, positions: Sequence[int]) -> Tensor:
         """Energies of the active groups' tokens: [N, T] fp64 on the CPU, 0 elsewhere, the same on every rank."""
@@ -275,7 +275,7 @@ class TrainingGradient:
 
     def _forward_batches(self, samples: Sequence[Sample], active: Tensor, positions: Sequence[int]) -> list[MicroBatch]:
         """Microbatches of this replica's samples in active groups; every replica of a block has the same number."""
-        mine = self._mine(active, positions)
+        mine = self._mine(samples, active, positions)
         device = self._policy.parallel.device
         return self._sharing.even(
             microbatches(samples, mine, self._config.parallel, self._policy.padding, device=device)

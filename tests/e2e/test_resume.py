@@ -63,6 +63,7 @@ def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Callable[...
     ]
     assert summaries[0] == summaries[1], "accuracy before and after is that of the whole run"
     assert resumed.returncode == 0, resumed.stderr[-2000:]
+    assert "UserWarning" not in resumed.stderr, resumed.stderr[-2000:]  # of libraries, which a user cannot act on
     assert certain(parts) == certain(whole) and len(certain(whole)) == STEPS + 1
     evaluated = [record["step"] for record in certain(whole) if "eval/heldout/accuracy" in record]
     for name in (f"evaluations/step_{step:06}/heldout.jsonl" for step in evaluated):

@@ -64,7 +64,7 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
 class Gradients:
     """Stands for the model: returns given norms of the prompts and keeps the coefficients computed from them."""
 
-    def own_samples(self, positions: Any) -> list[int]:
+    def own_samples(self, positions: Any, samples: Any) -> list[int]:
         return []
 
     def __init__(self, *norms: float) -> None:

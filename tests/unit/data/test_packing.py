@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from oblr_megatron.config import ParallelConfig
-from oblr_megatron.data.packing import check_folds, local_folds, microbatches, one_per_microbatch, pack
+from oblr_megatron.data.packing import check_folds, deal, local_folds, microbatches, one_per_microbatch, pack
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import MicroBatch, Sample
 
@@ -180,6 +180,21 @@ def test_uneven_folds_are_an_error(prompts: int, folds: int, ranks: int, named: 
     assert error.value.where == "config: algo.snr.num_folds"
     with pytest.raises(UserError, match=named):
         local_folds(prompts, folds, 0, ranks)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shares", "dealt"),
+    [
+        ([9, 1, 5, 5], 2, [[0, 1], [2, 3]]),
+        ([4, 4, 4, 4], 2, [[0, 2], [1, 3]]),
+        ([100, 1, 1, 1], 2, [[0, 3], [1, 2]]),  # equal counts come first
+        ([3, 2, 1], 2, [[0], [1, 2]]),
+        ([7], 3, [[0], [], []]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_shares_of_equal_count_and_nearly_equal_tokens(tokens: list[int], shares: int, dealt: list[list[int]]) -> None:
+    assert deal(tokens, shares) == dealt
 
 
 @pytest.mark.parametrize("packed", [False, True])
