@@ -112,6 +112,8 @@ class PolicyGradient:
 
     def _with_routes(self, wave: Wave, positions: Sequence[int]) -> Wave:
         """The wave with the routes of the samples that this rank trains on; the prompts count as at `positions`."""
+        if not self._config.model.moe_routing_replay:
+            return wave
         samples = self._sampling.with_routes(wave.samples, self._gradients.own_samples(positions, wave.samples))
         return replace(wave, batch=replace(wave.batch, samples=samples))
 

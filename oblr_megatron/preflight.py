@@ -161,7 +161,8 @@ def check_dealing(hf_config: Mapping[str, Any], config: Config, world_size: int)
         UserError: names both numbers.
     """
     layout, update = Layout.of(hf_config, config, world_size), config.per_update
-    check_folds(update.num_prompts, num_folds(update), layout.replicas // layout.sharing)
+    if config.algo.snr.needs_folds:
+        check_folds(update.num_prompts, num_folds(update), layout.replicas // layout.sharing)
 
 
 def select_mode(model: HFDir, config: Config, world_size: int) -> ModeChoice:

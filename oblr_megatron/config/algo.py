@@ -93,14 +93,15 @@ class SnrConfig(Section):
 
     estimator: Literal["folds", "prompts", "momentum", "samples", "plugin"] = "folds"
     """How signal and noise are estimated. "folds": from num_folds folds of the batch. "prompts": each prompt is a fold.
-    "momentum": the gradient against the average of earlier ones (one more gradient in memory). For comparison only:
-    "samples", from per-response norms, biased up; "plugin", ||g||^2 as the signal, about 1/2 under pure noise."""
+    "momentum": the gradient against the average of earlier ones (one more gradient in memory); needs no folds. For
+    comparison only: "samples", from per-response norms, biased up; "plugin", ||g||^2 as the signal, about 1/2 under
+    pure noise."""
     momentum_horizon: float = Field(10.0, gt=1)
     """Steps over which the "momentum" estimator averages gradients."""
     num_folds: int = Field(4, ge=1)
     """Folds of whole prompts that the batch is split into, under every schedule. Must divide num_prompts and be a
     multiple of the data-parallel size; four times that size lets replicas share tokens equally. With 1 the noise is
-    unknown and the snr schedule keeps its rate."""
+    unknown and the snr schedule keeps its rate. The "momentum" estimator ignores it."""
     horizon: float = Field(150.0, gt=0)
     """Steps over which signal and noise are averaged (two exponential averages)."""
     warmup_steps: int = Field(10, ge=0)
@@ -113,6 +114,11 @@ class SnrConfig(Section):
     """"one": the paper's rule. "warmup": divide by the shrink at the end of warm-up, so that the rate starts at lr."""
     max_change: float = Field(1.1, gt=1)
     """Largest factor by which the rate may rise or fall in one step."""
+
+    @property
+    def needs_folds(self) -> bool:
+        """Whether the estimator reads the norms of folds; the others need the gradient of the whole batch alone."""
+        return self.estimator != "momentum"
 
 
 class AlgoConfig(Section):

@@ -80,7 +80,7 @@ def problems(config: Config) -> Iterator[Problem]:
         what = f"model.moe_router_load_balancing_type {kind!r} with moe_aux_loss_coeff {weight:g}"
         yield what, 'set "aux_loss" and a coefficient above 0, or leave both out'
     folds = config.algo.snr.num_folds
-    if config.num_prompts % folds:
+    if config.algo.snr.needs_folds and config.num_prompts % folds:
         what = f"num_prompts {config.num_prompts} is not a multiple of algo.snr.num_folds {folds}"
         yield what, "change one of them; folds hold equally many whole prompts"
     yield from update_problems(config)

@@ -13,16 +13,13 @@ from oblr_megatron.errors import Problem
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
 
-TOTAL_ALONE = ("momentum",)
-"""Estimators of the signal that need only the gradient of the whole batch."""
-
 
 def parallel_problems(config: Config) -> Iterator[Problem]:
     """Options that do not work with the rest of the configuration, with the reason and the fix."""
     yield from _distributed_optimizer(config)
     yield from _weight_gradients(config)
     snr = config.algo.snr
-    if config.parallel.overlap_grad_reduce and snr.estimator not in TOTAL_ALONE:
+    if config.parallel.overlap_grad_reduce and snr.needs_folds:
         yield (
             f"parallel.overlap_grad_reduce with algo.snr.estimator {snr.estimator!r}: the estimator needs the norm of "
             "each fold's gradient, but the reduce over replicas starts before that gradient is complete",

@@ -28,7 +28,7 @@ from oblr_megatron.engine.server_guard import KEY_VARIABLE, is_loopback
 from oblr_megatron.engine.speculation import METHODS, check_installed
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import head_dim
-from oblr_megatron.runtime.arguments import amount, count, whole
+from oblr_megatron.runtime.arguments import LARGEST, amount, count, whole
 
 MIN_KEY_LENGTH = 16
 PLUGIN = "oblr_megatron"
@@ -83,7 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where drafts come from while few sequences run; must equal the run's rollout.speculation",
     )
     parser.add_argument(
-        "--speculation-below", type=count, metavar="N", help="most sequences sampled with drafts (default: measured)"
+        "--speculation-below",
+        type=lambda text: whole(text, 0, LARGEST),
+        metavar="N",
+        help="most sequences sampled with drafts, 0: none (default: measured)",
     )
     parser.add_argument(
         "--moe-routing-replay",

@@ -76,15 +76,21 @@ class FoldSums:
                 continue  # replicas that share a fold go through its collectives together
             self._policy.zero_grad()
             fold_pass.add(work, indices)
-            if self._whole:
-                self._close()
-            else:
+            if not self._whole:
                 torch._foreach_add_(self._parts[fold], self._grads)
+            elif not self._sharing.one_sum:
+                self._close()
         return None
 
     def finish(self) -> float:
-        """Leave g in main_grad, summed over all ranks; returns M = mean_f ||g_f||^2, NaN where nobody has folds."""
+        """Leave g in main_grad, summed over all ranks; returns M = mean_f ||g_f||^2, NaN without folds."""
         if self._overlapped:
+            return math.nan
+        if self._sharing.one_sum:
+            for part in self._parts:
+                torch._foreach_copy_(self._grads, part)
+            reduce_model_parallel_grads(self._policy)
+            reduce_data_parallel_grads(self._policy)
             return math.nan
         for fold, part in enumerate(self._parts):
             torch._foreach_copy_(self._grads, part)

@@ -33,14 +33,14 @@ class Sharing:
 
     Args:
         parallel: the layout.
-        config: num_prompts, group_size, the folds, gradnorm.stash_spread and parallel.overlap_grad_reduce are read.
+        config: num_prompts, group_size, the folds and gradnorm.stash_spread are read.
     """
 
     def __init__(self, parallel: Parallel, config: Config) -> None:
         self._parallel, self._group_size, self._num_prompts = parallel, config.group_size, config.num_prompts
         self.num_folds = num_folds(config)  # R
         self._spread = config.gradnorm.stash_spread if config.gradnorm.mode == "stash" else 1
-        self._one_sum = config.parallel.overlap_grad_reduce  # no fold has a gradient of its own
+        self.one_sum = not config.algo.snr.needs_folds  # no part of the batch has a gradient of its own
         self.size = max(parallel.block_size, self._spread)  # replicas that share a fold
         self.rank = parallel.dp_rank % self.size
         self.group = share_group(parallel, self.size)
@@ -48,7 +48,7 @@ class Sharing:
     @property
     def folds_of_a_rank(self) -> int:
         """Folds that each replica has a share of."""
-        return self.num_folds * self.size // self._parallel.dp_size
+        return 1 if self.one_sum else self.num_folds * self.size // self._parallel.dp_size
 
     def folds(
         self, positions: Sequence[int], samples: Sequence[Sample], active: Tensor, *, split_prompts: bool
@@ -56,7 +56,7 @@ class Sharing:
         """This replica's sample indices in each of its folds, prompt-major, without inactive groups.
 
         Replicas get equal numbers of tokens as far as folds allow it. Inactive groups count, so that all calls for the
-        same prompts make the same division. A part of a step keeps each fold on the replica of its position.
+        same prompts make the same division. In a part of a step each fold is on the replica of its position.
 
         Args:
             positions: in the step's batch, of the k prompts that there are samples of: 0 to Q - 1 for a whole step.
@@ -65,7 +65,7 @@ class Sharing:
             split_prompts: with `stash_spread`, divide the responses of each prompt over replicas; else whole prompts.
 
         Returns:
-            For each fold, indices among the k * G samples; all folds as one with `parallel.overlap_grad_reduce`.
+            For each fold, indices among the k * G samples; one list if the estimator of the signal needs no folds.
         """
         size, place = self._group_size, {position: number for number, position in enumerate(positions)}
         tokens = {
@@ -73,8 +73,10 @@ class Sharing:
             for position, number in place.items()
         }
         split = split_prompts and self._spread > 1
-        if self._one_sum:
-            prompts = [_share(sorted(place), tokens, self._parallel.dp_size, self._parallel.dp_rank)]
+        if self.one_sum:
+            sharing = self.size if split else 1  # replicas with the same prompts
+            replicas, own = self._parallel.dp_size // sharing, self._parallel.dp_rank // sharing
+            prompts = [_share(sorted(place), tokens, replicas, own)]
         else:
             folds = self._own_folds(tokens)
             prompts = folds if split else [_share(fold, tokens, self.size, self.rank) for fold in folds]

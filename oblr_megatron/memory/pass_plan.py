@@ -64,7 +64,9 @@ def longest_sample(config: Config) -> int:
 
 
 def num_folds(config: Config) -> int:
-    """R, the number of folds: as configured, or one per prompt."""
+    """R, the number of folds: as configured, or one per prompt; 1, over all replicas, if the estimator needs none."""
+    if not config.algo.snr.needs_folds:
+        return 1
     return config.num_prompts if config.algo.snr.estimator == "prompts" else config.algo.snr.num_folds
 
 
@@ -74,15 +76,20 @@ def folds_of_a_rank(config: Config, layout: Layout) -> int:
 
 
 def samples_of_a_rank(config: Config, layout: Layout) -> int:
-    """Samples of a step on the busiest replica. Replicas that share a fold divide its prompts, not its responses.
+    """Most samples of a step on a replica. Replicas that share a fold divide its prompts, not its responses.
 
     Example, 4 folds of one prompt and two replicas that share experts: the first replica gets all prompts.
     """
     split = config.gradnorm.mode == "stash" and config.measures_norms  # stash divides the responses of a prompt, too
     if split:
         return config.num_prompts * config.group_size // layout.replicas
-    prompts = config.num_prompts // num_folds(config)
-    return folds_of_a_rank(config, layout) * -(-prompts // layout.sharing) * config.group_size
+    return folds_of_a_rank(config, layout) * prompts_of_a_run(config, layout) * config.group_size
+
+
+def prompts_of_a_run(config: Config, layout: Layout) -> int:
+    """Most prompts of a fold on a replica, or of the batch if there are no folds."""
+    replicas = layout.sharing if config.algo.snr.needs_folds else layout.replicas
+    return -(-config.num_prompts // (num_folds(config) * replicas))
 
 
 def model_needs_single_samples(hf_config: Mapping[str, Any], *, transformer_engine: bool) -> bool:
@@ -102,6 +109,11 @@ def idle_replicas(config: Config, layout: Layout) -> str | None:
     idle = 1 - config.num_prompts * config.group_size / most
     if idle <= 0:
         return None
+    if not config.algo.snr.needs_folds:
+        return (
+            f"replicas idle {idle:.0%} of the gradient: {layout.replicas} replicas share {config.num_prompts} prompts; "
+            f"make num_prompts a multiple of {layout.replicas}"
+        )
     prompts = config.num_prompts // num_folds(config)
     return (
         f"replicas idle {idle:.0%} of the gradient: {layout.sharing} replicas share the {prompts} prompts of a fold; "
@@ -122,10 +134,10 @@ def passes_of(
         transformer_engine: whether the layers are Transformer Engine's.
     """
     group, mode = config.group_size, config.gradnorm.mode
-    prompts = config.num_prompts // num_folds(config)  # per fold
     rows = max(1, config.parallel.micro_batch_tokens // longest_sample(config))
     alone = 1 if model_needs_single_samples(hf_config, transformer_engine=transformer_engine) else rows
-    share = -(-prompts // layout.sharing) * group
+    prompts = prompts_of_a_run(config, layout)
+    share = prompts * group
     gradient = Pass("gradient", share, min(rows, share))
     if not norms:
         return [gradient]

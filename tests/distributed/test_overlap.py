@@ -130,7 +130,7 @@ OVERLAP = "parallel.overlap_grad_reduce=true"
 def test_a_run_is_the_run_without(
     inputs: Path, tmp_path: Path, options: tuple[str, ...], told: tuple[str, ...]
 ) -> None:
-    """Two replicas with two folds each, one fold under overlap: all logged metrics and the weights."""
+    """Two replicas: all logged metrics and the weights."""
     told = (*NORMLESS, "algo.snr.num_folds=4", "num_steps=5", *told)
     train(config_of(inputs, tmp_path / "plain", *told), 2)
     train(config_of(inputs, tmp_path / "overlap", *options, *told), 2)

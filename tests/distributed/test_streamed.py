@@ -35,7 +35,7 @@ CASES = {
         1,
         ("algo.baseline=pooled", "gradnorm.sample_fraction=0.5", "gradnorm.mode=two_pass"),
     ),
-    "momentum": (1, ("algo.baseline=optimal", "algo.snr.estimator=momentum", "algo.snr.num_folds=1")),
+    "momentum on three replicas": (3, ("algo.baseline=optimal", "algo.snr.estimator=momentum")),
     "all parallel": (
         4,
         (

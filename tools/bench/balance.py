@@ -66,7 +66,7 @@ def lengths(generator: random.Random, between: float, within: float) -> list[int
 
 
 def row(steps: Sequence[Sequence[int]], replicas: int, folds_each: int | None) -> Row:
-    """Both divisions; without a number of folds, prompts are free, as with `parallel.overlap_grad_reduce`."""
+    """Both divisions; without a number of folds, prompts are free, as with the "momentum" estimator."""
     folds = local_folds(PROMPTS, PROMPTS if folds_each is None else folds_each * replicas, 0, 1)
     by_position, by_tokens = [], []
     for step in steps:

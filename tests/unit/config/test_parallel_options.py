@@ -18,7 +18,7 @@ from oblr_megatron.algo.snr_estimators import ESTIMATORS
 from oblr_megatron.checks.layout import check_recompute
 from oblr_megatron.checks.machine import Machine, check_machine
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig, parse_config
-from oblr_megatron.config.parallel_checks import TOTAL_ALONE
+from oblr_megatron.config.algo import SnrConfig
 from oblr_megatron.config.refused_keys import REFUSED_KEYS
 from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.errors import UserError
@@ -102,7 +102,7 @@ def test_allowed(overrides: tuple[str, ...]) -> None:
 def test_overlap_allows_the_estimators_that_need_no_norms_of_folds(name: str) -> None:
     """With overlap the norms of folds and of samples are unknown."""
     stats = GradientStats(0.0, 1.0, float("nan"), 4, 0.0, 0.0, 0.0, 1, momentum_dot=0.25)
-    assert ESTIMATORS[name](stats, 8).defined == (name in TOTAL_ALONE)
+    assert ESTIMATORS[name](stats, 8).defined != SnrConfig.model_validate({"estimator": name}).needs_folds
 
 
 def test_options_reach_megatron_core() -> None:

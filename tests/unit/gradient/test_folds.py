@@ -31,7 +31,7 @@ def sharing_of(rank: int, replicas: int, *, size: int = 1, spread: int = 1, one_
         "_num_prompts": Q,
         "num_folds": R,
         "_spread": spread,
-        "_one_sum": one_sum,
+        "one_sum": one_sum,
         "size": max(size, spread),
         "rank": rank % max(size, spread),
     }
@@ -71,10 +71,12 @@ LAYOUTS: list[dict[str, Any]] = [
     {"replicas": 4, "spread": 2},
     {"replicas": 4, "one_sum": True},
     {"replicas": 4, "one_sum": True, "size": 2},
+    {"replicas": 4, "one_sum": True, "spread": 2, "split": True},
+    {"replicas": 3, "one_sum": True},
 ]
 
 
-@pytest.mark.parametrize("positions", [list(range(Q)), [9, 0, 3, 15, 4]], ids=["whole", "part"])
+@pytest.mark.parametrize("positions", [list(range(Q)), [0, 3, 4, 9, 15]], ids=["whole", "part"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_sample_is_on_one_replica(layout: dict[str, Any], positions: list[int]) -> None:
     found = divided(**layout, positions=positions)
@@ -121,15 +123,14 @@ def test_inactive_groups_are_left_out_and_move_nobody() -> None:
         assert some == [[n for n in fold if active[n // G]] for fold in every]
 
 
-def test_overlapped_reduction_makes_one_sum() -> None:
+def test_an_estimator_without_folds_makes_one_sum() -> None:
     config = step_config(
         8,
         prompts=Q,
-        algo={"baseline": "pooled_mean", "snr": {"estimator": "momentum", "num_folds": 4}},
-        parallel={"overlap_grad_reduce": True},
+        algo={"snr": {"estimator": "momentum", "num_folds": 4}},
     )
     parallel: Any = SimpleNamespace(block_size=1, dp_rank=0, dp_size=1)
     sharing = Sharing(parallel, config)
     samples = [sample for sample in samples_at(list(range(Q)))[::G] for _ in range(config.group_size)]
     folds = sharing.folds(range(Q), samples, torch.ones(Q, dtype=torch.bool), split_prompts=False)
-    assert folds == [list(range(len(samples)))]
+    assert folds == [list(range(len(samples)))] and sharing.num_folds == sharing.folds_of_a_rank == 1

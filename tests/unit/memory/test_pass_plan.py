@@ -12,7 +12,7 @@ from oblr_megatron.memory.pass_plan import Layout, idle_replicas, samples_of_a_r
 PROMPTS, GROUP = 12, 4
 
 
-def config_of(folds: int, **gradnorm: Any) -> Config:
+def config_of(folds: int, estimator: str = "folds", **gradnorm: Any) -> Config:
     return parse_config(
         {
             "run_dir": "unused",
@@ -20,7 +20,7 @@ def config_of(folds: int, **gradnorm: Any) -> Config:
             "group_size": GROUP,
             "model": {"path": "unused"},
             "data": {"train": "unused"},
-            "algo": {"snr": {"num_folds": folds}},
+            "algo": {"snr": {"num_folds": folds, "estimator": estimator}},
             "gradnorm": {"mode": "two_pass"} | gradnorm,
         }
     )
@@ -48,6 +48,14 @@ def test_uneven_prompts_give_a_warning(
     else:
         assert line is not None and line.startswith(f"replicas idle {share} of the gradient: ")
         assert line.endswith(f"a multiple of {sharing}")
+
+
+@pytest.mark.parametrize(("replicas", "prompts", "share"), [(4, 3, None), (5, 3, "20%"), (8, 2, "25%")])
+def test_without_folds_any_number_of_replicas_divides_the_batch(replicas: int, prompts: int, share: str | None) -> None:
+    config, layout = config_of(12, estimator="momentum"), Layout(replicas=replicas, block=1, spread=1)
+    assert samples_of_a_rank(config, layout) == prompts * GROUP
+    line = idle_replicas(config, layout)
+    assert line is None if share is None else line is not None and line.startswith(f"replicas idle {share} ")
 
 
 def test_divided_responses_leave_no_replica_idle() -> None:
