@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
@@ -152,11 +153,12 @@ def deal(tokens: Sequence[int], shares: int) -> list[list[int]]:
     """
     most = -(-len(tokens) // shares)
     dealt: list[list[int]] = [[] for _ in range(shares)]
-    held = [0] * shares
+    with_room = [(0, share) for share in range(shares)]  # a heap: tokens so far, then the share's number
     for item in sorted(range(len(tokens)), key=lambda item: -tokens[item]):
-        share = min((share for share in range(shares) if len(dealt[share]) < most), key=lambda share: held[share])
+        held, share = heappop(with_room)
         dealt[share].append(item)
-        held[share] += tokens[item]
+        if len(dealt[share]) < most:
+            heappush(with_room, (held + tokens[item], share))
     return [sorted(items) for items in dealt]
 
 
