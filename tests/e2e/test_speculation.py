@@ -177,6 +177,25 @@ def test_a_run_trains_on_the_same_samples(tmp_path: Path, overrides: Callable[..
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("overlap", ["stream", "one_step"])
+def test_a_run_that_overlaps_draws_the_same(tmp_path: Path, overrides: Callable[..., list[str]], overlap: str) -> None:
+    """Prompts are handed over while others are sampled with drafts; the first step's weights are those of any run."""
+    keys = {"num_steps": 2, "group_size": 2, "rollout__overlap": overlap}
+    keys |= {"rollout__max_staleness": 1} if overlap == "one_step" else {"rollout__wave_tokens": 64}
+    found = []
+    for name in ("none", "ngram"):
+        more = {"rollout__speculation": name, "rollout__speculation_below": 64}
+        result = forked(1, [*overrides(tmp_path / name, **keys, **more), "--save-rollouts"])
+        assert result.returncode == 0, result.stderr[-3000:]
+        found.append([one.response_ids for one in read_step(step_path(tmp_path / name / "rollouts", 1)).samples])
+    assert found[0] == found[1]
+    first, second = records(tmp_path / "ngram")
+    assert first["rollout/logprob_abs_diff"] < BOUND and second["rollout/speculation_below"] == 64
+    if overlap == "stream":
+        assert second["rollout/waves"] > 1 and second["rollout/logprob_abs_diff"] < BOUND
+
+
+@pytest.mark.nightly
 def test_servers_speculate(model: Path, plain: dict[str, list[Sample]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OBLR_API_KEY", KEY)
     options = ("--speculation", "ngram", "--speculation-below", str(SEQUENCES))
