@@ -137,6 +137,7 @@ def main(given: Sequence[str]) -> int:
     tier = TIERS[options.tier]
     print(f"{tier.what}: about {tier.minutes} minutes on 2 quiet cores", flush=True)
     os.chdir(ROOT)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of a hundred commands compiles the package again
     return run(tier, arguments)
 
 

@@ -120,7 +120,7 @@ def check_folds(num_prompts: int, num_folds: int, dp_size: int) -> None:
         raise UserError(
             f"algo.snr.num_folds {num_folds} is not a multiple of the data-parallel size {dp_size}",
             where="config: algo.snr.num_folds",
-            fix=f"set it to a multiple of {dp_size}, so that every rank holds whole folds",
+            fix=f'set it to a multiple of {dp_size}, or algo.snr.estimator to "momentum", which needs no folds',
         )
 
 
