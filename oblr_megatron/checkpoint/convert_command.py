@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,10 +74,9 @@ def _to_hf(options: argparse.Namespace) -> int:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    """Check the options before slow imports, and silence megatron's warnings about missing optional libraries."""
+    """Check the options before slow imports."""
     from oblr_megatron.checkpoint.store import check_absent
 
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     if options.prompt is not None and not options.check:
         raise UserError("--prompt is given without --check", where="--prompt", fix="add --check, or remove --prompt")
     if not options.source.is_dir():

@@ -22,7 +22,9 @@ def update_problems(config: Config) -> Iterator[Problem]:
     what = f"algo.updates_per_batch {updates}"
     if config.num_prompts % updates:
         yield f"{what} does not divide num_prompts {config.num_prompts}", "change one of them"
-    elif algo.snr.estimator not in ("prompts", "momentum") and config.per_update.num_prompts % algo.snr.num_folds:
+    elif (
+        algo.snr.needs_folds and algo.snr.estimator != "prompts" and config.per_update.num_prompts % algo.snr.num_folds
+    ):
         yield (
             f"{what} leaves {config.per_update.num_prompts} prompts for each update, which is not a multiple of "
             f"algo.snr.num_folds {algo.snr.num_folds}",

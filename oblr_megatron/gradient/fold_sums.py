@@ -67,8 +67,6 @@ class FoldSums:
 
     def add(self, fold_pass: FoldPass, work: Work, folds: Sequence[Sequence[int]]) -> None:
         """Add the gradients of this rank's samples, given by their indices in each of its folds."""
-        if self._overlapped:
-            return self._add_overlapped(fold_pass, work, folds)
         if self._whole and self._folds > 1:  # not before: a pass for norms comes first, and needs memory
             self._total = [torch.zeros_like(grad) for grad in self._grads]
         for fold, indices in enumerate(folds):
@@ -80,17 +78,17 @@ class FoldSums:
                 torch._foreach_add_(self._parts[fold], self._grads)
             elif not self._sharing.one_sum:
                 self._close()
-        return None
 
     def finish(self) -> float:
         """Leave g in main_grad, summed over all ranks; returns M = mean_f ||g_f||^2, NaN without folds."""
-        if self._overlapped:
-            return math.nan
         if self._sharing.one_sum:
             for part in self._parts:
                 torch._foreach_copy_(self._grads, part)
-            reduce_model_parallel_grads(self._policy)
-            reduce_data_parallel_grads(self._policy)
+            if self._overlapped:  # the backward pass began the sum of each bucket when its last gradient was complete
+                finish_overlapped_grads(self._policy)
+            else:
+                reduce_model_parallel_grads(self._policy)
+                reduce_data_parallel_grads(self._policy)
             return math.nan
         for fold, part in enumerate(self._parts):
             torch._foreach_copy_(self._grads, part)
@@ -112,12 +110,3 @@ class FoldSums:
         self._sq_norms += grad_sq_norm(self._policy, reduced=False)
         if self._total:
             torch._foreach_add_(self._total, self._grads)
-
-    def _add_overlapped(self, fold_pass: FoldPass, work: Work, folds: Sequence[Sequence[int]]) -> None:
-        """All folds as one, reduced over replicas during the backward pass, so that no replica holds a fold's gradient.
-
-        Megatron reduces a bucket as soon as its last gradient is complete.
-        """
-        self._policy.zero_grad()
-        fold_pass.add(work, [n for fold in folds for n in fold])
-        finish_overlapped_grads(self._policy)

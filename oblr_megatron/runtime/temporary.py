@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from oblr_megatron.runtime.processes import alive, identity
@@ -46,6 +47,15 @@ def own_tmpdir() -> Iterator[Path]:
         tempfile.tempdir = str(base)
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        _remove(directory)
+
+
+def _remove(directory: Path) -> None:
+    """Remove it now, or at exit if multiprocessing has a directory there, which it removes at exit itself."""
+    if any(directory.glob("pymp-*")):
+        after_multiprocessing = -200  # it has -100; a directory that is gone would be a traceback there
+        Finalize(None, shutil.rmtree, (directory,), {"ignore_errors": True}, exitpriority=after_multiprocessing)
+    else:
         shutil.rmtree(directory, ignore_errors=True)
 
 

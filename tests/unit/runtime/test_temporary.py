@@ -48,6 +48,13 @@ def test_the_next_command_removes_what_a_killed_one_left(base: Path) -> None:
     assert not list(base.iterdir())
 
 
+def test_multiprocessing_removes_its_own_directory_first(base: Path) -> None:
+    program = USE + "    from multiprocessing.util import get_temp_dir\n    print(get_temp_dir())\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).parent.name.startswith(PREFIX), "the case that is meant"
+    assert not done.stderr and not list(base.iterdir())
+
+
 def test_exec_keeps_the_directory(base: Path) -> None:
     again = USE + "    print(own)\n"
     program = (
