@@ -34,7 +34,7 @@ from oblr_megatron.rollout.prompt_source import PromptSource
 from oblr_megatron.rollout.routes import with_routes
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
-from oblr_megatron.rollout.waves import Collected, Wave, of_prompts, of_responses
+from oblr_megatron.rollout.waves import Collected, Wave, by_responses, of_prompts, of_responses
 from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.runtime.stopping import StopRequest
 from oblr_megatron.timing import PhaseTimer
@@ -152,13 +152,15 @@ class Sampling:
     def streamed(self, prompts: list[Prompt], record: StepRecord) -> Iterator[Wave]:
         """Waves of prompts as the engines finish them, scored; the last one when all prompts of the step have come.
 
-        With `Config.by_response`, waves of single responses. With rollout.dynamic_sampling, groups of equal rewards
-        wait for the last wave, because others may replace them. Raises as `rollout`, `score` and `refill`.
+        With `Config.by_response`, waves of single responses, which come one by one unless the reward needs their group.
+        With rollout.dynamic_sampling, groups of equal rewards wait for the last wave, because others may replace them.
+        Raises as `rollout`, `score` and `refill`.
         """
         config, collected, used = self.config, Collected(), set[int]()
         tokens, single = tokens_of_a_wave(config, self.parallel.dp_size), config.by_response
+        alone = single and not self.reward.sees_groups
         request, units = SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1)), prompts
-        if single:
+        if alone:
             request, units = request.by_response(), [prompt for prompt in prompts for _ in range(config.group_size)]
         with self.timer("rollout"):
             flight = self.engines.begin(units, request)
@@ -174,15 +176,17 @@ class Sampling:
             certain = mixed_groups(part.scored.rewards).tolist() if self.refills else [True] * len(positions)
             now = [position for position, kept in zip(positions, certain, strict=True) if kept]
             if now and len(collected) < len(units):
-                used.update(now)
+                wave = Wave(now, collected.part(now), last=False)
+                wave = by_responses(wave) if single and not alone else wave
+                used.update(wave.positions)
                 waves += 1
-                yield Wave(now, collected.part(now), last=False)
+                yield wave
         found = collected.whole()
-        batch = self.refill(of_prompts(found, config.group_size) if single else found, record)
+        batch = self.refill(of_prompts(found, config.group_size) if alone else found, record)
         self.save(batch, record)
         record.metrics["rollout/waves"] = waves
         last = self.wave(batch).batch
-        rest = [position for position in range(len(units)) if position not in used]
+        rest = [position for position in range(len(last.prompts)) if position not in used]
         yield Wave(rest, assembled({position: (last, position) for position in rest}, failures=0), last=True)
 
     def score(self, prompts: list[Prompt], samples: list[Sample], record: StepRecord) -> Scored:

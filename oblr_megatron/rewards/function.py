@@ -44,6 +44,11 @@ class FunctionReward(PooledReward):
         super().__init__(pool, together=batch_size if kind.takes_many else 1)
         self._kind = kind
 
+    @property
+    def sees_groups(self) -> bool:
+        """A function of lists gets all responses to a prompt in one call."""
+        return self._kind.batch
+
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """The function's values; see `Reward.score`."""
         group = group_size(prompts, samples)

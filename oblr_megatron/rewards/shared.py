@@ -35,6 +35,11 @@ class SharedReward(Reward):
         self._collectives = Collectives(dist.get_rank())
         self._reported = False
 
+    @property
+    def sees_groups(self) -> bool:
+        """As the reward."""
+        return self._reward.sees_groups
+
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """Collective; see `Reward.score`.
 

@@ -68,6 +68,13 @@ def of_responses(batch: Batch) -> Batch:
     )
 
 
+def by_responses(wave: Wave) -> Wave:
+    """A wave of groups as one of single responses, at their places among all responses of the step."""
+    group = wave.scored.rewards.shape[1]
+    places = [position * group + number for position in wave.positions for number in range(group)]
+    return Wave(places, of_responses(wave.batch), wave.last)
+
+
 def of_prompts(batch: Batch, group: int) -> Batch:
     """The inverse: groups of `group` responses from groups of one."""
     scored = batch.scored

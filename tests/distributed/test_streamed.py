@@ -15,6 +15,7 @@ import torch
 from tests.distributed.replayed import certain, config_of, exported, make_inputs, train
 
 F64 = "model.dtype=float64"
+BY_GROUP = ("reward.name=tests.distributed.test_streamed:greatest",)
 STREAM = ("rollout.overlap=stream", "rollout.wave_tokens=24")
 CASES = {
     "pooled inline": (1, ("algo.baseline=pooled", "gradnorm.mode=inline")),
@@ -35,6 +36,11 @@ CASES = {
         1,
         ("algo.baseline=pooled", "gradnorm.sample_fraction=0.5", "gradnorm.mode=two_pass"),
     ),
+    "pooled, a reward of whole groups": (1, (*BY_GROUP, "algo.baseline=pooled", "gradnorm.mode=inline")),
+    "pooled_mean, a sum with a reward of whole groups": (
+        2,
+        (f"reward.terms=[{{name = '{BY_GROUP[0].removeprefix('reward.name=')}'}}]", "algo.baseline=pooled_mean"),
+    ),
     "momentum on three replicas": (3, ("algo.baseline=optimal", "algo.snr.estimator=momentum")),
     "all parallel": (
         4,
@@ -45,6 +51,12 @@ CASES = {
         ),
     ),
 }
+
+
+def greatest(responses: list[str], answers: list[str], prompts: list[str]) -> list[float]:
+    """1 for the greatest response to each prompt, 0 for the others; each prompt has its own answer."""
+    best = {gold: max(r for r, a in zip(responses, answers, strict=True) if a == gold) for gold in answers}
+    return [float(one == best[gold]) for one, gold in zip(responses, answers, strict=True)]
 
 
 @pytest.fixture(scope="module")

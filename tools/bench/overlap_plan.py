@@ -3,15 +3,16 @@
     python tools/bench/overlap_plan.py --json run/bench/overlap_plan.json     minutes
 
 A step has 256 x 4 responses, and 4,096 x 4 on 1,024 GPUs, with the preset's longest response and half of that on
-average. "none" shares all GPUs between trainer and engines. The others divide them at the best place that the planner
-tries. A dash: nothing fits. Predictions, not measurements; docs/planner.md lists what they leave out.
+average. "none" shares all GPUs between trainer and engines, with `optimizer.offload` where that is faster or fits at
+all. The others divide the GPUs at the best place that the planner tries. A dash: nothing fits. Predictions, not
+measurements; docs/planner.md lists what they leave out.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from record import publish
@@ -35,12 +36,14 @@ MODELS = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B")
 class Row:
     """One preset on so many GPUs.
 
-    Example: Row(model="Qwen3-8B", gpus=64, none_s=90.9, stream_s=85.2, one_step_s=85.1, engines="56, 56", ratio=0.94)
+    Example: Row(model="Qwen3-8B", gpus=64, none_s=90.9, offload="none", stream_s=85.2, one_step_s=85.1,
+        engines="56, 56", ratio=0.94)
     """
 
     model: str
     gpus: int
     none_s: float | str
+    offload: str  # optimizer.offload of that step
     stream_s: float | str
     one_step_s: float | str
     engines: str  # GPUs that only sample, with stream and with one_step
@@ -61,15 +64,44 @@ def row(size: str, gpus: int) -> Row:
     found: dict[str, tuple[float | str, str]] = {}
     for mode in ("none", "stream", "one_step"):
         try:
-            plans, used = (search(asked), asked) if mode == "none" else best_split(asked, mode)
+            plans, choice = shared(asked) if mode == "none" else divided(asked, mode)
         except UserError:
             found[mode] = "-", "-"
             continue
-        found[mode] = seconds(plans), str(used.engine_gpus)
+        found[mode] = seconds(plans), choice
     none, stream = found["none"][0], found["stream"][0]
     ratio = stream / none if isinstance(none, float) and isinstance(stream, float) else "-"
     engines = ", ".join(found[mode][1] for mode in ("stream", "one_step"))
-    return Row(f"Qwen3-{size}", gpus, none, stream, found["one_step"][0], engines, ratio)
+    return Row(f"Qwen3-{size}", gpus, *found["none"], stream, found["one_step"][0], engines, ratio)
+
+
+def shared(asked: Request) -> tuple[Found, str]:
+    """The fastest plans with engines on the trainer's GPUs, and optimizer.offload of these plans.
+
+    Raises:
+        UserError: nothing fits, also with the optimizer's state in host memory.
+    """
+    choices: list[tuple[Found, str]] = []
+    refusal: UserError | None = None
+    for offload in ("none", "sampling"):
+        table = {**asked.table, "optimizer": {**asked.table.get("optimizer", {}), "offload": offload}}
+        try:
+            choices.append((search(replace(asked, table=table)), offload))
+        except UserError as error:
+            refusal = error
+    if refusal is not None and not choices:
+        raise refusal
+    return min(choices, key=lambda choice: seconds(choice[0]))
+
+
+def divided(asked: Request, mode: str) -> tuple[Found, str]:
+    """The fastest plans with engines on GPUs of their own, and how many these are.
+
+    Raises:
+        UserError: nothing fits.
+    """
+    plans, used = best_split(asked, mode)
+    return plans, str(used.engine_gpus)
 
 
 def request(size: str, gpus: int) -> Request:
