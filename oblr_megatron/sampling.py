@@ -26,8 +26,8 @@ from oblr_megatron.observe.performance.ranks import RankLog
 from oblr_megatron.observe.performance.utilization import Utilization
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.observe.trackers.feed import Trackers
-from oblr_megatron.rewards.base import Reward, group_size
-from oblr_megatron.rewards.shared import FailedSteps
+from oblr_megatron.rewards.base import RewardResult, group_size
+from oblr_megatron.rewards.shared import FailedSteps, SharedReward
 from oblr_megatron.rollout.ahead import Ahead
 from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, call_seed, refill
 from oblr_megatron.rollout.prompt_source import PromptSource
@@ -57,7 +57,7 @@ class Sampling:
     parallel: Parallel
     model: HFDir
     engines: RolloutEngine
-    reward: Reward
+    reward: SharedReward
     stream: PromptSource
     held_out: dict[str, list[Prompt]]
     evaluations: RunItems
@@ -163,7 +163,7 @@ class Sampling:
         if alone:
             request, units = request.by_response(), [prompt for prompt in prompts for _ in range(config.group_size)]
         with self.timer("rollout"):
-            flight = self.engines.begin(units, request)
+            flight = self.engines.begin(units, request, self.reward.own)
         waves = 1  # with the last one
         while len(collected) < len(units):
             with self.timer("rollout"):
@@ -171,7 +171,8 @@ class Sampling:
             positions, samples = list(groups), [sample for group in groups.values() for sample in group]
             self._check_age(samples, record)
             taken = [units[position] for position in positions]
-            part = Batch(taken, samples, self.score(taken, samples, record))
+            known = [flight.rewards[position] for position in positions if position in flight.rewards]
+            part = Batch(taken, samples, self.score(taken, samples, record, known))
             collected.add(positions, part)
             certain = mixed_groups(part.scored.rewards).tolist() if self.refills else [True] * len(positions)
             now = [position for position, kept in zip(positions, certain, strict=True) if kept]
@@ -189,11 +190,20 @@ class Sampling:
         rest = [position for position in range(len(last.prompts)) if position not in used]
         yield Wave(rest, assembled({position: (last, position) for position in rest}, failures=0), last=True)
 
-    def score(self, prompts: list[Prompt], samples: list[Sample], record: StepRecord) -> Scored:
-        """Rewards [Q, G] of samples in prompt-major order, the same on every rank."""
+    def score(
+        self, prompts: list[Prompt], samples: list[Sample], record: StepRecord, known: Sequence[RewardResult] = ()
+    ) -> Scored:
+        """Rewards [Q, G] of samples in prompt-major order, the same on every rank.
+
+        Args:
+            prompts: Q of them.
+            samples: [Q * G].
+            record: of the step.
+            known: the results of each prompt, if the engines' ranks have scored them; empty: all replicas score now.
+        """
         group = group_size(prompts, samples)
         with self.timer("reward"):
-            result = self.reward.score(prompts, samples)
+            result = self.reward.whole(known) if known else self.reward.score(prompts, samples)
         record.rewards.append(result)
         return Scored(
             rewards=torch.tensor(result.rewards, dtype=torch.float64).view(-1, group),

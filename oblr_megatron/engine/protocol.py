@@ -22,6 +22,7 @@ from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
+    from oblr_megatron.rewards.base import Reward, RewardResult
     from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
 
@@ -169,6 +170,11 @@ class PushStats:
 class BatchInFlight(Protocol):
     """A batch that is being sampled; every rank calls with the same arguments and gets the same result."""
 
+    @property
+    def rewards(self) -> Mapping[int, RewardResult]:
+        """Of all groups that were taken, by position, if `begin` was given a reward; {} in a replay."""
+        ...
+
     def take(self, tokens: float) -> dict[int, list[Sample]]:
         """Wait for finished prompts with at least `tokens` tokens, or for the rest of the batch.
 
@@ -207,8 +213,13 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def begin(self, prompts: Sequence[Prompt], request: SamplingRequest) -> BatchInFlight:
+    def begin(self, prompts: Sequence[Prompt], request: SamplingRequest, reward: Reward | None = None) -> BatchInFlight:
         """Begin to sample what `generate` would return, and return; the engines go on in the background.
+
+        Args:
+            prompts: as for `generate`.
+            request: as for `generate`.
+            reward: of this rank alone, to score groups in the background as they are finished.
 
         Raises:
             RunError: as `generate`.

@@ -140,6 +140,18 @@ def joined(parts: Sequence[RewardResult]) -> RewardResult:
     )
 
 
+def divided(result: RewardResult, parts: int) -> list[RewardResult]:
+    """The inverse of `joined` for parts of equal size; the error goes to the first part with a fault."""
+    size, found, error = len(result.rewards) // max(parts, 1), list[RewardResult](), result.error
+    for own in (slice(part * size, (part + 1) * size) for part in range(parts)):
+        faults = {n - own.start: fault for n, fault in result.faults.items() if own.start <= n < own.stop}
+        answers = None if result.answers is None else result.answers[own]
+        terms = {name: values[own] for name, values in result.terms.items()}
+        found.append(RewardResult(result.rewards[own], faults, error if faults else None, answers, terms))
+        error = None if faults else error
+    return found
+
+
 class PooledReward(Reward):
     """A reward that scores in worker processes."""
 

@@ -31,14 +31,16 @@ class SharedReward(Reward):
     """
 
     def __init__(self, reward: Reward, share: int | None, shares: int) -> None:
-        self._reward, self._share, self._shares = reward, share, shares
+        self.own = reward
+        """Scores on this rank alone; not collective."""
+        self._share, self._shares = share, shares
         self._collectives = Collectives(dist.get_rank())
         self._reported = False
 
     @property
     def sees_groups(self) -> bool:
         """As the reward."""
-        return self._reward.sees_groups
+        return self.own.sees_groups
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """Collective; see `Reward.score`.
@@ -49,11 +51,15 @@ class SharedReward(Reward):
         """
         own = attempt(lambda: self._score_batch(prompts, samples))
         largest = -(-len(prompts) // self._shares) * group_size(prompts, samples)
-        seconds = self._reward.longest_s(largest) + SLACK_S
+        seconds = self.own.longest_s(largest) + SLACK_S
         outcomes = self._collectives.gather(own, what=f"the rewards of {len(samples)} samples", seconds=seconds)
         raise_first(outcomes, own)
         scored: list[tuple[int, RewardResult]] = [outcome.value for outcome in outcomes if outcome.value is not None]
-        result = joined([part for _, part in sorted(scored, key=lambda part: part[0])])
+        return self.whole([part for _, part in sorted(scored, key=lambda part: part[0])])
+
+    def whole(self, parts: Sequence[RewardResult]) -> RewardResult:
+        """The results of consecutive parts of a batch as one, the same on every rank; reports the first failure."""
+        result = joined(parts)
         if result.error and not self._reported and dist.get_rank() == 0:
             logger.warning("a response could not be scored (reward 0); later ones are only counted:\n%s", result.error)
             self._reported = True
@@ -65,11 +71,11 @@ class SharedReward(Reward):
             return None
         size = group_size(prompts, samples)
         first, last = (len(prompts) * place // self._shares for place in (self._share, self._share + 1))
-        return self._share, self._reward.score(prompts[first:last], samples[first * size : last * size])
+        return self._share, self.own.score(prompts[first:last], samples[first * size : last * size])
 
     def close(self) -> None:
         """Close this rank's reward."""
-        self._reward.close()
+        self.own.close()
 
 
 class NoRewardError(RunError):

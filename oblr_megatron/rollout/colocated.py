@@ -29,7 +29,7 @@ from oblr_megatron.engine.speculation import Report
 from oblr_megatron.environments.host import episodes_of
 from oblr_megatron.errors import DamagedError, EngineLostError
 from oblr_megatron.model.parallel import local_world_size
-from oblr_megatron.rollout.feed import Feed, Groups, Put
+from oblr_megatron.rollout.feed import Groups, Put
 from oblr_megatron.rollout.placement import engine_spec, place
 from oblr_megatron.rollout.push import Pusher
 from oblr_megatron.rollout.recovery import RecoveringEngines
@@ -161,9 +161,9 @@ class ColocatedEngines(RecoveringEngines):
         self._behind = False
         self.wake()
 
-    def feed(
+    def sampler(
         self, prompts: Sequence[Prompt], positions: Sequence[int], request: SamplingRequest, *, whole: bool
-    ) -> Feed | None:
+    ) -> Callable[[Put], None] | None:
         """Each engine samples its part of a contiguous division of the batch."""
         engine, index = self._engine, self._index
         if engine is None or index is None:
@@ -185,7 +185,7 @@ class ColocatedEngines(RecoveringEngines):
             for position, group in list(groups) if whole else groups:
                 put(position, group)
 
-        return Feed(run)
+        return run
 
     def reports(self) -> list[Report]:
         """See `RecoveringEngines.reports`. An engine that was lost says nothing; the next call restarts it."""

@@ -10,15 +10,17 @@ When an engine is lost, the others finish their prompts. Then the engine is rest
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.rewards.base import divided
 from oblr_megatron.rollout.feed import Arrived, Feed, Groups, num_tokens
 from oblr_megatron.rollout.staleness import check_batch
 from oblr_megatron.runtime.collectives import Outcome, attempt, raise_first
 
 if TYPE_CHECKING:
+    from oblr_megatron.rewards.base import Reward, RewardResult
     from oblr_megatron.rollout.recovery import RecoveringEngines
     from oblr_megatron.types import Prompt
 
@@ -28,6 +30,8 @@ POLL_SECONDS = 0.2
 
 class Complete:
     """A batch that is complete already. Groups come in the order in which engines finish them: the shortest first."""
+
+    rewards: Mapping[int, RewardResult] = {}
 
     def __init__(self, groups: Groups) -> None:
         def longest(position: int) -> int:
@@ -47,7 +51,13 @@ class InFlight:
     """One batch. Every rank makes it and calls every method with the same arguments."""
 
     def __init__(
-        self, engines: RecoveringEngines, prompts: Sequence[Prompt], request: SamplingRequest, *, whole: bool
+        self,
+        engines: RecoveringEngines,
+        prompts: Sequence[Prompt],
+        request: SamplingRequest,
+        reward: Reward | None = None,
+        *,
+        whole: bool,
     ) -> None:
         """Start to sample.
 
@@ -55,9 +65,12 @@ class InFlight:
             engines: of the run.
             prompts: of the batch; a prompt's position is its place here.
             request: how to sample them.
+            reward: scores the groups on the ranks that sample them; not collective.
             whole: whether nobody needs a prompt before the whole batch is complete.
         """
         self._engines, self._prompts, self._request, self._whole = engines, prompts, request, whole
+        self._reward = reward
+        self.rewards: dict[int, RewardResult] = {}
         self._what = f"{len(prompts)} x {request.group_size} samples"
         self._left = set(range(len(prompts)))
         self._feed: Feed | None = None
@@ -100,8 +113,15 @@ class InFlight:
             return
         self._engines.ready()
         self._ends, self._own_end = {}, Outcome()
-        self._feed = self._engines.feed(self._prompts, sorted(self._left), self._request, whole=self._whole)
+        run = self._engines.sampler(self._prompts, sorted(self._left), self._request, whole=self._whole)
+        self._feed = None if run is None else Feed(run, None if self._reward is None else self._score)
         self._running = True
+
+    def _score(self, groups: Groups) -> list[RewardResult]:
+        """The rewards of some groups, in their order."""
+        assert self._reward is not None, "without a reward nothing is scored"
+        samples = [sample for group in groups.values() for sample in group]
+        return divided(self._reward.score([self._prompts[position] for position in groups], samples), len(groups))
 
     def _round(self, found: Groups, tokens: float, seconds: float) -> None:
         """Add to `found` what has arrived on any rank; raise the errors of engines when all of them have ended."""
@@ -118,6 +138,7 @@ class InFlight:
             if outcome.value is None:
                 continue
             found |= outcome.value.groups
+            self.rewards |= outcome.value.rewards
             self._left -= outcome.value.groups.keys()
             if outcome.value.end is not None:
                 self._ends[rank] = outcome.value.end

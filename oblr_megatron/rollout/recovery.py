@@ -18,7 +18,8 @@ from oblr_megatron.runtime.collectives import Collectives, Outcome
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
-    from oblr_megatron.rollout.feed import Feed
+    from oblr_megatron.rewards.base import Reward
+    from oblr_megatron.rollout.feed import Put
     from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
 
@@ -101,10 +102,10 @@ class RecoveringEngines(RolloutEngine):
         groups = InFlight(self, prompts, request, whole=True).all(self._config.rollout.generate_timeout_s)
         return [sample for group in groups.values() for sample in group]
 
-    def begin(self, prompts: Sequence[Prompt], request: SamplingRequest) -> InFlight:
+    def begin(self, prompts: Sequence[Prompt], request: SamplingRequest, reward: Reward | None = None) -> InFlight:
         if self._unusable is not None:
             raise RunError(self._unusable)
-        return InFlight(self, prompts, request, whole=False)
+        return InFlight(self, prompts, request, reward, whole=False)
 
     def push(self, source: Source, version: int) -> PushStats:
         self._unusable = f"push {version} did not reach {self._all}; generate again after one that does"
@@ -127,10 +128,10 @@ class RecoveringEngines(RolloutEngine):
         """Bring the weights into every engine that lacks them; collective."""
 
     @abstractmethod
-    def feed(
+    def sampler(
         self, prompts: Sequence[Prompt], positions: Sequence[int], request: SamplingRequest, *, whole: bool
-    ) -> Feed | None:
-        """Start to sample this rank's share of the prompts at some positions; None on a rank without an engine.
+    ) -> Callable[[Put], None] | None:
+        """What samples this rank's share of the prompts at some positions; None on a rank without an engine.
 
         Args:
             prompts: of the whole batch.

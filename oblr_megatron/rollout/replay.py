@@ -28,6 +28,7 @@ from oblr_megatron.rollout.step_file import FIX, SavedStep, read_step, step_path
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.rewards.base import Reward
     from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
 
@@ -98,8 +99,8 @@ class ReplayEngine(RolloutEngine):
         assert request.group_size * request.siblings == self._saved.group_size and not request.greedy
         return self._saved.samples
 
-    def begin(self, prompts: Sequence[Prompt], request: SamplingRequest) -> Complete:
-        """The saved responses, the shortest first."""
+    def begin(self, prompts: Sequence[Prompt], request: SamplingRequest, reward: Reward | None = None) -> Complete:
+        """The saved responses, the shortest first; not scored."""
         samples, size = self.generate(prompts[:: request.siblings], request), request.group_size
         return Complete(
             {position: samples[position * size : (position + 1) * size] for position in range(len(prompts))}

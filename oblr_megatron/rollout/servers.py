@@ -26,7 +26,7 @@ from oblr_megatron.engine.speculation import Report
 from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
 from oblr_megatron.rollout.balance import MOST_PROMPTS, Balance
 from oblr_megatron.rollout.dispatch import Dispatch
-from oblr_megatron.rollout.feed import Feed, Put
+from oblr_megatron.rollout.feed import Put
 from oblr_megatron.rollout.push import Receiver, push
 from oblr_megatron.rollout.recovery import RecoveringEngines
 from oblr_megatron.rollout.server_client import VllmServer, reasons
@@ -86,9 +86,9 @@ class ServerEngines(RecoveringEngines):
             self._wait_for_servers()
         self._behind = False
 
-    def feed(
+    def sampler(
         self, prompts: Sequence[Prompt], positions: Sequence[int], request: SamplingRequest, *, whole: bool
-    ) -> Feed | None:
+    ) -> Callable[[Put], None] | None:
         """The servers share the prompts by the number of tokens that each still has to sample."""
         servers = self._servers
         if servers is None:
@@ -96,7 +96,7 @@ class ServerEngines(RecoveringEngines):
         holding = self._holding(self._version)
         ids = {position: prompts[position].token_ids for position in positions}
         seconds = self._config.rollout.generate_timeout_s
-        return Feed(lambda put: servers.sample(ids, request, holding, put, whole=whole, seconds=seconds))
+        return lambda put: servers.sample(ids, request, holding, put, whole=whole, seconds=seconds)
 
     def reports(self) -> list[Report]:
         return self._from_first_rank(lambda servers: servers.reports(), "the servers' speculation", PROBE_SECONDS)

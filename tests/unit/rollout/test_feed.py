@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
-from oblr_megatron.rollout.feed import Feed, Put
+from oblr_megatron.errors import RunError
+from oblr_megatron.rewards.base import RewardResult
+from oblr_megatron.rollout.feed import Feed, Groups, Put
 from oblr_megatron.types import Sample
 
 SAMPLE = Sample(
@@ -48,3 +50,59 @@ def test_the_error_of_a_thread_is_its_end() -> None:
     assert arrived.sent().end is not None and arrived.sent().end.exception is None
     with pytest.raises(ValueError, match="no engine"):
         raise arrived.end.exception
+
+
+def values(groups: Groups) -> list[RewardResult]:
+    return [RewardResult([float(position)] * len(group)) for position, group in groups.items()]
+
+
+def test_groups_are_scored_while_nobody_takes_them_and_others_are_sampled() -> None:
+    """A slow score gets all groups that came during its last call in one call."""
+    calls: list[list[int]] = []
+    scored, second, finish = threading.Event(), threading.Event(), threading.Event()
+
+    def run(put: Put) -> None:
+        put(7, GROUP)
+        assert scored.wait(60), "before anybody takes it"
+        for position in (3, 5):
+            put(position, GROUP)
+        second.set()
+        assert finish.wait(60)
+
+    def score(groups: Groups) -> list[RewardResult]:
+        calls.append(list(groups))
+        scored.set()
+        assert second.wait(60)
+        return values(groups)
+
+    feed = Feed(run, score)
+    found = feed.take(tokens=9, seconds=60)
+    assert list(found.groups) == [7, 3, 5] and calls == [[7], [3, 5]]
+    assert {position: result.rewards for position, result in found.rewards.items()} == {7: [7.0], 3: [3.0], 5: [5.0]}
+    assert found.sent().rewards == found.rewards and found.end is None
+    finish.set()
+    assert feed.take(tokens=1, seconds=60).end is not None and len(calls) == 2
+
+
+def test_the_end_of_the_sampling_comes_after_the_rewards() -> None:
+    def run(put: Put) -> None:
+        put(0, GROUP)
+        raise RunError("the engine is lost")
+
+    arrived = Feed(run, values).take(tokens=100, seconds=60)
+    assert arrived.rewards.keys() == {0} and arrived.end is not None and arrived.end.error == "the engine is lost"
+
+
+def test_the_error_of_a_score_is_the_end() -> None:
+    sampled = threading.Event()
+
+    def run(put: Put) -> None:
+        put(0, GROUP)
+        assert sampled.wait(60)
+
+    def score(groups: Groups) -> list[RewardResult]:
+        raise RunError("the reward workers could not start")
+
+    arrived = Feed(run, score).take(tokens=100, seconds=60)
+    sampled.set()
+    assert not arrived.groups and arrived.end is not None and "workers" in str(arrived.end.error)
