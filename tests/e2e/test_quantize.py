@@ -25,7 +25,7 @@ from oblr_megatron.config import DataConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.quantize.calibration import pack, read_rows
 from oblr_megatron.quantize.fidelity import LogitComparison
-from tests.e2e.conftest import ROOT, environment
+from tests.e2e.conftest import LIMIT_S, ROOT, environment
 from tests.e2e.quantize_vllm import PROMPTS
 from tests.tiny import make_hf_dir, make_moe_hf_dir
 
@@ -86,7 +86,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     arguments[0] += asked
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS, json.dumps(arguments)],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200, check=False,
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return Made(root, done.stdout + done.stderr)
@@ -244,7 +244,7 @@ def test_vllm_loads_it_and_computes_with_the_measured_weights(made: Made, tmp_pa
     command = [sys.executable, "tests/e2e/quantize_vllm.py", *(str(made.target(kind)) for kind in ("tied", "moe"))]
     switches = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(
-        [*command, str(out)], cwd=ROOT, env=environment() | switches, capture_output=True, text=True, timeout=200,
+        [*command, str(out)], cwd=ROOT, env=environment() | switches, capture_output=True, text=True, timeout=LIMIT_S,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

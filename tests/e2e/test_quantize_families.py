@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import ROOT, environment
+from tests.e2e.conftest import LIMIT_S, ROOT, environment
 from tests.tiny import make_hf_dir
 
 PROCESS = """
@@ -40,7 +40,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = [str(make_hf_dir(root / family, family=family)) for family in FAMILIES]
     done = subprocess.run(
         [sys.executable, "-c", PROCESS, *sources],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False,
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return root
