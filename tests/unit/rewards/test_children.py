@@ -48,7 +48,7 @@ def test_what_a_call_has_started_ends_with_its_answer(pool: Pool, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["starts", "starts_async"])
 def test_what_a_call_has_started_ends_at_its_deadline(tmp_path: Path, name: str) -> None:
-    with make(name, deadline_s=2.0, num_workers=len(WAYS)) as pool:
+    with make(name, deadline_s=8.0, num_workers=len(WAYS)) as pool:  # a busy machine starts them in seconds
         rows = [(how, "hang", str(tmp_path / how)) for how in WAYS]
         scores = pool.map(rows)
         assert all(score.timed_out for score in scores)
