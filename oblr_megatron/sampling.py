@@ -171,7 +171,7 @@ class Sampling:
             positions, samples = list(groups), [sample for group in groups.values() for sample in group]
             self._check_age(samples, record)
             taken = [units[position] for position in positions]
-            known = [flight.rewards[position] for position in positions if position in flight.rewards]
+            known = [flight.rewards[position] for position in positions] if flight.rewards else []
             part = Batch(taken, samples, self.score(taken, samples, record, known))
             collected.add(positions, part)
             certain = mixed_groups(part.scored.rewards).tolist() if self.refills else [True] * len(positions)

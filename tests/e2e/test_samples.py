@@ -28,7 +28,7 @@ from oblr_megatron.engine.samples import to_sample
 from oblr_megatron.errors import RunError
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.types import Sample
-from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, torchrun, wait_for_lines
+from tests.e2e.conftest import ROOT, environment, records, torchrun, wait_for_lines
 from tests.e2e.tiny_rollout import EOS, VOCAB, make_prompts, start
 from tests.tiny import make_hf_dir
 
@@ -137,7 +137,7 @@ def test_a_run_that_loses_its_engine_saves_its_state(tmp_path: Path, overrides: 
         family = psutil.Process(job.pid).children(recursive=True)
         engine = next(child for child in family if "oblr_megatron.engine.worker" in " ".join(child.cmdline()))
         engine.kill()
-        stdout, stderr = job.communicate(timeout=LIMIT_S)
+        stdout, stderr = job.communicate(timeout=120)
     finally:
         if job.poll() is None:
             os.kill(job.pid, signal.SIGKILL)

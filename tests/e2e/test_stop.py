@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from oblr_megatron.checkpoint.store import check_contents, checkpoints_of, read_manifest
-from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, wait_for_lines
+from tests.e2e.conftest import ROOT, environment, records, wait_for_lines
 from tests.e2e.forked import forked
 
 COMMAND = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml"]
@@ -44,7 +44,7 @@ def test_a_signal_to_every_process_of_a_run_saves_it(
         family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
         for process in family:
             process.send_signal(number)
-        stdout, stderr = job.communicate(timeout=LIMIT_S)
+        stdout, stderr = job.communicate(timeout=120)
     finally:
         job.kill()
     steps = len(records(directory))

@@ -367,7 +367,7 @@ def test_the_clusters_command_does_the_same(
     """The script from another directory; then again in this process, which saves the imports."""
     command = [str(ROOT / "tools" / "convert_hf.py"), "to-hf", str(root / "checkpoint"), str(tmp_path / "hf")]
     done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0 and len((done.stdout + done.stderr).splitlines()) == 1, done.stderr
     assert_same(tmp_path / "hf", root / "hf")

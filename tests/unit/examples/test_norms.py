@@ -21,7 +21,7 @@ def test_the_example_agrees_with_opacus() -> None:
         "utf-8"
     )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split()]
-    done = subprocess.run(launcher, check=False, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(launcher, check=False, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.fullmatch(r"norms differ from Opacus by (\S+), clipped sums by (\S+)\n", done.stdout)
     assert found and all(float(error) < 1e-12 for error in found.groups()), done.stdout

@@ -197,7 +197,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int, limit_s: float = 60.0) -> None:
+def wait_until_gone(pid: int, limit_s: float = 40.0) -> None:
     """Wait until a process has no entry in /proc or is a zombie."""
     deadline = time.monotonic() + limit_s
     while is_running(pid):
