@@ -29,7 +29,7 @@ from oblr_megatron.checks.machine import (
     transformer_engine_chosen,
 )
 from oblr_megatron.checks.run_dir import CHECKPOINTS, CONFIG_FILE, check_run_dir
-from oblr_megatron.checks.vllm_options import check_routes, check_vllm_options
+from oblr_megatron.checks.vllm_options import check_processor, check_routes, check_vllm_options
 from oblr_megatron.data.packing import check_folds
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.engine.speculation import check_installed
@@ -94,6 +94,7 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
         check_servers(config)
     if config.rollout.own_engines:
         check_installed(config.rollout.speculation, "config: rollout.speculation")
+        check_processor(config.rollout.vllm, on_gpu=torch.cuda.is_available())
     if owns_run_dir:
         check_replay(config, int(model.config["vocab_size"]), model.fingerprint)
         check_room(config, model)

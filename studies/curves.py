@@ -112,8 +112,11 @@ def claimed(out: Path) -> Iterator[None]:
 
 def prepared(plan: Plan, out: Path) -> dict[str, Path]:
     """Task -> start (warm-started model and data), made if missing."""
+    import torch
+
     from studies.start import prepare
 
+    torch.set_num_threads(1)  # the models are tiny; on a busy machine several threads wait for each other
     with progress("starts", len(plan.tasks)) as advance:
         starts = {}
         for task in plan.tasks:

@@ -67,7 +67,7 @@ def draw(
     generator, longest = torch.Generator().manual_seed(seed), toy.task.max_response_tokens
     rewards, products, slopes, penalties = [], [], [], []
     for row in toy.held_out[:prompts]:
-        samples = policy.sample([policy.encode(row.question)] * size, longest, generator)
+        samples = policy.sample([policy.encode(row.question)], longest, generator, copies=size)
         rewards.append([toy.task.reward(policy.decode(sample.tokens), row.answer) for sample in samples])
         products.append(token_products(policy, samples, longest))
         with torch.no_grad():

@@ -135,7 +135,8 @@ def prompt_gradients(policy: ToyPolicy, task: Task, rows: Sequence[Row], group_s
     for start in range(0, len(rows), AT_ONCE):
         part = rows[start : start + AT_ONCE]
         asked = [row for row in part for _ in range(group_size)]
-        samples = policy.sample([policy.encode(row.question) for row in asked], task.max_response_tokens, generator)
+        prompts = [policy.encode(row.question) for row in part]
+        samples = policy.sample(prompts, task.max_response_tokens, generator, copies=group_size)
         rewards = torch.tensor(score_batch(policy, task, asked, samples), dtype=torch.float64).view(
             len(part), group_size
         )

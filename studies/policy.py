@@ -42,6 +42,7 @@ class ToyPolicy:
     def __init__(self, model: Qwen3ForCausalLM, characters: str, *, temperature: float = 1.0) -> None:
         self.model = use_torch_rms_norm(model).eval()
         self.characters, self.temperature = characters, temperature
+        self._token_of = {character: FIRST_CHARACTER + place for place, character in enumerate(characters)}
         self.parameters = list(model.parameters())
         ends = torch.tensor([p.numel() for p in self.parameters]).cumsum(0).tolist()
         self._slices = {id(p): slice(end - p.numel(), end) for p, end in zip(self.parameters, ends, strict=True)}
@@ -49,7 +50,7 @@ class ToyPolicy:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text, one per character."""
-        return tuple(FIRST_CHARACTER + self.characters.index(character) for character in text)
+        return tuple(map(self._token_of.__getitem__, text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text up to the end token. Special tokens become blanks."""
@@ -58,25 +59,30 @@ class ToyPolicy:
 
     @torch.no_grad()
     def sample(
-        self, prompts: Sequence[tuple[int, ...]], max_tokens: int, generator: torch.Generator | None
+        self, prompts: Sequence[tuple[int, ...]], max_tokens: int, generator: torch.Generator | None, *, copies: int = 1
     ) -> list[Drawn]:
-        """Sample one response per prompt (repeat a prompt G times for a group).
+        """Sample responses, prompt-major. The prompts are computed once, whatever `copies` is.
 
         Args:
             prompts: token ids, of any lengths.
             max_tokens: largest response length, including the end token.
             generator: None decodes greedily.
+            copies: responses to each prompt.
         """
         width = max(map(len, prompts))
         ids = torch.tensor([[PAD] * (width - len(prompt)) + list(prompt) for prompt in prompts])  # [b, t]
         attended = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         cache, feed = DynamicCache(config=self.model.config), ids
-        tokens, logprobs, ended = [], [], torch.zeros(len(prompts), dtype=torch.bool)
+        drawn_from = [prompt for prompt in prompts for _ in range(copies)]
+        tokens, logprobs, ended = [], [], torch.zeros(len(drawn_from), dtype=torch.bool)
         for _ in range(max_tokens):
             output = self.model(
                 input_ids=feed, attention_mask=attended, past_key_values=cache, use_cache=True, logits_to_keep=1
             )
             scaled = (output.logits[:, -1] / self.temperature).log_softmax(-1)  # [b, V]
+            if not tokens and copies > 1:
+                cache.batch_repeat_interleave(copies)
+                scaled, attended = (each.repeat_interleave(copies, 0) for each in (scaled, attended))
             feed = (
                 scaled.argmax(-1, keepdim=True)
                 if generator is None
@@ -91,7 +97,7 @@ class ToyPolicy:
         return [
             Drawn(prompt, tuple(row[:length]), tuple(scores[:length]))
             for prompt, row, scores in zip(
-                prompts, torch.cat(tokens, 1).tolist(), torch.cat(logprobs, 1).tolist(), strict=True
+                drawn_from, torch.cat(tokens, 1).tolist(), torch.cat(logprobs, 1).tolist(), strict=True
             )
             for length in [row.index(END) + 1 if END in row else len(row)]
         ]

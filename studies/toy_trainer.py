@@ -189,7 +189,8 @@ def draw(rows: Sequence[Row], policy: ToyPolicy, task: Task, config: ToyConfig, 
     """Sample and score G responses per row."""
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     asked = [row for row in rows for _ in range(config.group_size)]
-    samples = policy.sample([policy.encode(row.question) for row in asked], task.max_response_tokens, generator)
+    prompts = [policy.encode(row.question) for row in rows]
+    samples = policy.sample(prompts, task.max_response_tokens, generator, copies=config.group_size)
     scores = torch.tensor(score_batch(policy, task, asked, samples), dtype=torch.float64)
     return Batch(samples, (task.scale * scores + task.shift).view(len(rows), config.group_size))
 
@@ -203,12 +204,11 @@ def score_batch(policy: ToyPolicy, task: Task, rows: Sequence[Row], samples: Seq
 def evaluate(policy: ToyPolicy, task: Task, rows: Sequence[Row], config: ToyConfig) -> dict[str, float]:
     """Share of responses with reward 1 on held-out rows: greedy, and sampled at the training temperature."""
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
-    asked = [row for row in rows for _ in range(config.evaluation_samples)]
-    found = {}
-    for name, questions, source in (("accuracy", rows, None), ("mean_at_k", asked, generator)):
-        prompts = [policy.encode(row.question) for row in questions]
-        samples = policy.sample(prompts, task.max_response_tokens, source)
-        right = [value == 1.0 for value in score_batch(policy, task, questions, samples)]
+    prompts, found = [policy.encode(row.question) for row in rows], {}
+    for name, copies, source in (("accuracy", 1, None), ("mean_at_k", config.evaluation_samples, generator)):
+        samples = policy.sample(prompts, task.max_response_tokens, source, copies=copies)
+        asked = [row for row in rows for _ in range(copies)]
+        right = [value == 1.0 for value in score_batch(policy, task, asked, samples)]
         found[f"eval/{task.name}/{name}"] = sum(right) / len(right)
     return found
 

@@ -106,7 +106,7 @@ def draw_pool(policy: ToyPolicy, task: Task, rows: Sequence[Row], size: int, see
     longest = task.max_response_tokens
     rewards, lengths, products, energy, gradients = [], [], [], [], []
     for row in rows:
-        samples = policy.sample([policy.encode(row.question)] * size, longest, generator)
+        samples = policy.sample([policy.encode(row.question)], longest, generator, copies=size)
         scored = torch.tensor([task.reward(policy.decode(sample.tokens), row.answer) for sample in samples])
         rewards.append(scored.double())
         above = (scored - scored.mean()) / (size - 1)  # (r_i - mean of the others) / n

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,6 +86,10 @@ OWNED_ON_CPU: dict[str, str] = {
     "max_num_batched_tokens": "a CPU engine must take a whole prompt in one step",
 }
 
+CPU_INFO = Path("/proc/cpuinfo")
+FP8_CACHE_FLAGS = (frozenset({"amx_tile"}), frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}))
+"""Either of these sets is enough for vLLM's FP8 cache on a CPU (`cpu_attn._get_attn_isa` of vLLM 0.32)."""
+
 
 @cache
 def known_names() -> frozenset[str]:
@@ -120,6 +124,42 @@ def check_vllm_options(options: Mapping[str, Any], *, on_gpu: bool, where: str =
             close = difflib.get_close_matches(name, known_names() - owned.keys(), 1)
             fix = f"write {close[0]}" if close else "see vLLM's EngineArgs for the names"
             raise UserError(f"the installed vLLM has no engine option {name!r}", where=where, fix=fix)
+
+
+def check_processor(
+    options: Mapping[str, Any],
+    *,
+    on_gpu: bool,
+    where: str = "config: rollout.vllm",
+    flags: Collection[str] | None = None,
+) -> None:
+    """Refuse an FP8 cache on a processor for which vLLM has no kernel: its engine would end while it starts.
+
+    Args:
+        options: name -> value.
+        on_gpu: whether the engines run on GPUs, which have the kernel.
+        where: for the message.
+        flags: of the processor, as in /proc/cpuinfo; None reads them.
+
+    Raises:
+        UserError: names the option.
+    """
+    value = str(options.get("kv_cache_dtype", ""))
+    if on_gpu or not value.startswith("fp8"):
+        return
+    known = processor_flags() if flags is None else flags
+    if not any(needed <= set(known) for needed in FP8_CACHE_FLAGS):
+        what = f'kv_cache_dtype "{value}" on a CPU needs AVX-512 or AMX, which this processor does not have'
+        raise UserError(what, where=where, fix="leave it out, or use another machine")
+
+
+def processor_flags() -> frozenset[str]:
+    """Instruction sets of this machine's processor by the kernel's names; empty where it does not list them."""
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return frozenset()
+    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
 
 
 def check_routes(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oblr_megatron.checks.machine import check_head_size
-from oblr_megatron.checks.vllm_options import KEY, check_routes, check_vllm_options, command_words
+from oblr_megatron.checks.vllm_options import KEY, check_processor, check_routes, check_vllm_options, command_words
 from oblr_megatron.config.checks import apply_override
 from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
@@ -126,6 +126,7 @@ def serve(options: argparse.Namespace) -> int:
     spec = spec_of(options, "cuda" if torch.cuda.is_available() else "cpu")
     check_quantization(spec)
     check_vllm_options(spec.vllm, on_gpu=spec.device == "cuda", where="--vllm")
+    check_processor(spec.vllm, on_gpu=spec.device == "cuda", where="--vllm")
     check_installed(spec.speculation, "--speculation")
     if spec.routes:
         check_routes(model.config, spec.vllm, spec.speculation, on_gpu=spec.device == "cuda", where="command line")

@@ -112,7 +112,7 @@ def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
     """A local vLLM engine with config.model.path, and the reward; both are closed at the end of the block."""
     import torch
 
-    from oblr_megatron.checks.vllm_options import check_vllm_options
+    from oblr_megatron.checks.vllm_options import check_processor, check_vllm_options
     from oblr_megatron.engine.speculation import check_installed
     from oblr_megatron.model import parallel as layout
     from oblr_megatron.observe.console import waiting
@@ -122,6 +122,7 @@ def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
 
     check_installed(config.rollout.speculation, "config: rollout.speculation")
     check_vllm_options(config.rollout.vllm, on_gpu=torch.cuda.is_available())
+    check_processor(config.rollout.vllm, on_gpu=torch.cuda.is_available())
     with ExitStack() as stack:
         scratch = stack.enter_context(TemporaryDirectory(prefix="oblr-eval-"))  # for the engine's log
         config = config.model_copy(update={"run_dir": Path(scratch)})

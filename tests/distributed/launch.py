@@ -36,7 +36,7 @@ def run_ranks(
     function: Callable[..., Result],
     world_size: int,
     *args: Any,
-    deadline_s: float = 240.0,
+    deadline_s: float = 600.0,
     first: Callable[[], None] | None = None,
 ) -> list[Result]:
     """Call `function(*args)` on every rank, inside a gloo process group; both must be picklable by name.

@@ -16,9 +16,11 @@ import pytest
 from oblr_megatron.checks.vllm_options import (
     OWNED,
     OWNED_ON_CPU,
+    check_processor,
     check_vllm_options,
     command_words,
     known_names,
+    processor_flags,
     serve_words,
 )
 from oblr_megatron.engine.serve_command import add_arguments, command, spec_of
@@ -91,3 +93,30 @@ print(json.dumps([missing, rest, {key: value[key] for key in json.loads(sys.argv
     assert missing == ["enable_mm_processor_stats", "mamba_config", "tokens_only"]
     assert rest == []
     assert found == OPTIONS
+
+
+AVX512 = ("avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl")
+
+
+@pytest.mark.parametrize("flags", [AVX512, ("avx2", "amx_tile")])
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+def test_an_fp8_cache_runs_on_processors_with_its_instructions(flags: tuple[str, ...], dtype: str) -> None:
+    check_processor({"kv_cache_dtype": dtype}, on_gpu=False, flags=flags)
+
+
+@pytest.mark.parametrize("flags", [(), ("avx2",), AVX512[:-1]])
+def test_an_fp8_cache_is_refused_on_other_processors(flags: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        check_processor({"kv_cache_dtype": "fp8"}, on_gpu=False, where="--vllm", flags=flags)
+    assert caught.value.where == "--vllm" and "fp8" in str(caught.value)
+    check_processor({"kv_cache_dtype": "fp8"}, on_gpu=True, flags=flags)
+    check_processor({"kv_cache_dtype": "auto"}, on_gpu=False, flags=flags)
+
+
+def test_the_flags_are_those_that_torch_finds() -> None:
+    import torch
+
+    flags = processor_flags()
+    assert ("avx2" in flags) == torch.cpu._is_avx2_supported()
+    assert (set(AVX512) <= flags) == torch.cpu._is_avx512_supported()
+    assert ("amx_tile" in flags) == torch.cpu._is_amx_tile_supported()
