@@ -74,7 +74,8 @@ class ToyPolicy:
         attended = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         cache, feed = DynamicCache(config=self.model.config), ids
         drawn_from = [prompt for prompt in prompts for _ in range(copies)]
-        tokens, logprobs, ended = [], [], torch.zeros(len(drawn_from), dtype=torch.bool)
+        tokens: list[Tensor] = []
+        logprobs, ended = [], torch.zeros(len(drawn_from), dtype=torch.bool)
         for _ in range(max_tokens):
             output = self.model(
                 input_ids=feed, attention_mask=attended, past_key_values=cache, use_cache=True, logits_to_keep=1

@@ -8,6 +8,7 @@ Models and tasks: step_shapes.py. fp32, equal threads for all:
 
 - oblr_pooled: megatron-core and vLLM, one rank; the default recipe with exact norms, a push of weights per step
 - rloo: the same stack with RLOO's baseline and no norms, the estimator of TRL's RLOO
+- oblr_pooled_stream, rloo_stream: the same with rollout.overlap = "stream"; trainer and engine share the threads
 - trl_grpo, trl_rloo: TRL's trainers with transformers' `generate` (TRL 1.16 takes vLLM up to 0.31, the package needs
   0.32), default losses, the batch in one pass
 
@@ -33,7 +34,7 @@ from pathlib import Path
 from record import publish
 from rounds import paired_ratio
 from step_shapes import SHAPES, make_inputs
-from step_system import PRESETS, TRL, Work
+from step_system import PRESETS, STREAM, TRL, Work
 
 SYSTEMS = (*PRESETS, *TRL)
 WARM_UP = 2  # uncounted rounds
@@ -82,7 +83,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.prompts = options.prompts or (8 if options.quick else prompts)
     options.group = options.group or group
     options.rounds = options.rounds or (1 if options.quick else 20)
-    options.systems = options.systems or [name for name in SYSTEMS if name != "rloo" or not options.quick]
+    options.systems = options.systems or [
+        name for name in SYSTEMS if name in ("oblr_pooled", *TRL) or not options.quick
+    ]
     if not set(options.systems) & set(TRL):
         parser.error(f"--systems: include one of {', '.join(TRL)}; the others are compared with it")
     return options
@@ -108,13 +111,14 @@ class System:
 
     def __init__(self, name: str, work: Work, directory: Path, stack: ExitStack) -> None:
         self._log = directory / f"{name}.log"
+        threads = max(1, work.num_threads // 2) if name.endswith(STREAM) else work.num_threads
         script = str(Path(__file__).with_name("step_system.py"))
         self._process = subprocess.Popen(
             [sys.executable, script, str(directory / "work.json"), name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stack.enter_context(self._log.open("w")),
-            env=os.environ | {"OMP_NUM_THREADS": str(work.num_threads), "PYTHONPATH": os.pathsep.join(sys.path[:1])},
+            env=os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(sys.path[:1])},
             text=True,
         )
         stack.callback(self._end)

@@ -25,7 +25,10 @@ from oblr_megatron.types import Prompt
 
 STILL = 1e-12  # learning rate close to 0: every step samples from the same policy, so response lengths do not drift
 TRL = {"trl_grpo": "grpo", "trl_rloo": "rloo"}
-PRESETS = {"oblr_pooled": "oblr_pooled", "rloo": "rloo"}
+STREAM = "_stream"
+PRESETS = {name + end: name for end in ("", STREAM) for name in ("oblr_pooled", "rloo")}
+WAVES = {"max_num_seqs": 128, "wave_tokens": 1024}
+"""Responses of equal length end together: an engine that samples a quarter at a time lets the trainer begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,8 @@ def config_of(work: Work, system: str) -> Config:
     table["model"]["path"], table["data"]["train"] = str(directory / "model"), str(directory / "train.jsonl")
     table["optimizer"]["lr"] = STILL
     table["rollout"]["num_threads"] = work.num_threads
+    if system.endswith(STREAM):  # trainer and engine work at once, each with its share of the threads
+        table["rollout"] |= {"overlap": "stream", "num_threads": max(1, work.num_threads // 2)} | WAVES
     table["checkpoint"]["every_steps"] = 0
     return parse_config(table)
 
