@@ -45,6 +45,10 @@ class EngineLostError(RunError):
     """An engine died, hung or lost its connection. Restarting it may help."""
 
 
+class EnginesGoneError(RunError):
+    """No engine is left, and none came back in time: the run saves its state and ends."""
+
+
 class DeadlineError(RunError):
     """`who` waited for `what` longer than `seconds`. Example: DeadlineError("rank 0", "weights push 12", 60.0)"""
 

@@ -19,7 +19,7 @@ from oblr_megatron.algo.weighting import first_guess
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.checkpoint.saver import Best, Facts, Saved, Saver
-from oblr_megatron.errors import DamagedError, EngineLostError, RunError
+from oblr_megatron.errors import DamagedError, EngineLostError, EnginesGoneError, RunError
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import GradientMomentum, momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
@@ -297,7 +297,7 @@ def open_run(config: Config) -> Iterator[Run]:
                 run.pools.load_state_dict(resumed.state["pools"])
         try:
             yield run
-        except (EngineLostError, DamagedError, NoRewardError):
+        except (EngineLostError, EnginesGoneError, DamagedError, NoRewardError):
             run.rescue()
             raise
         finally:

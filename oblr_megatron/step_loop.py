@@ -52,8 +52,8 @@ def train(run: Run) -> None:
             history = run.history_of(wave)  # b_t of earlier steps, for pooled baselines
             advantage = AdvantageRule(wave.scored, config, run.usual_norm, history)  # w -> A = r - b(w)   Theorem 7
             gradient.add(wave, advantage)  # w; g, a sum over prompts
-        stats, norms_sq = gradient.finish()
         sampling.finish_ahead()  # rollout.overlap "one_step": the samples of the next step
+        stats, norms_sq = gradient.finish()
         updates = step * config.algo.updates_per_batch  # so far
         lr = run.schedule.rate(updates)  # from earlier steps only                                           Theorem 4
         run.update(stats, lr, record)  # clip, optimizer step

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from oblr_megatron.algo.snr import decay_of
 from oblr_megatron.algo.snr_estimators import folds, samples
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES
@@ -67,7 +68,7 @@ class NoiseSplit:
             and algo.aggregation == "constant"
         )
         self._num_prompts, self._group_size = num_prompts, group_size
-        self._decay = math.exp(-1 / algo.snr.horizon)
+        self._decay = decay_of(algo.snr)
         self._between = self._within = self._weight = 0.0
 
     def observe(self, stats: GradientStats) -> None:

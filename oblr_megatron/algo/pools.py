@@ -107,11 +107,12 @@ class Pools:
         """JSON-compatible, and unchanged by later steps; `load_state_dict` restores it to the bit."""
         own = {"sources": dict(self._sources), "prompts": dict(self._prompts)}
         # Every list is replaced, never changed
-        return own | {"usual": self._usual, "trust": self._trust, "pull": self._pull}
+        return own | {"usual": self._usual, "trust": self._trust, "pull": self._pull, "weights": self._facts.pool}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`. The state of another kind of pools is ignored, and the pools begin empty."""
-        if "usual" not in state:  # or of an earlier version
+        kind = self._facts.pool  # sums of other weights have another unit
+        if "usual" not in state or state.get("weights", kind) != kind:  # an earlier version has no name of the weights
             return
         self._sources, self._prompts = dict(state["sources"]), dict(state["prompts"])
         self._usual, self._trust, self._pull = (list(state[name]) for name in ("usual", "trust", "pull"))

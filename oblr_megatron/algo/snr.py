@@ -21,6 +21,11 @@ from oblr_megatron.types import GradientStats
 ScheduleState = dict[str, str | float | int | bool | None]
 
 
+def decay_of(config: SnrConfig) -> float:
+    """Weight that the averages so far keep when a step is added."""
+    return max(0.0, 1.0 - 1.0 / config.horizon)
+
+
 class SnrAverages:
     """Bias-corrected exponential averages of signal and E||g||^2; their ratio is clamped last.
 
@@ -30,7 +35,7 @@ class SnrAverages:
     def __init__(self, config: SnrConfig, num_prompts: int) -> None:
         self.last: Estimate = UNDEFINED
         self._estimator = ESTIMATORS[config.estimator]
-        self._decay, self._floor = max(0.0, 1.0 - 1.0 / config.horizon), config.floor
+        self._decay, self._floor = decay_of(config), config.floor
         self._num_prompts = num_prompts
         self._count = 0
         self._signal_sum = self._sq_norm_sum = 0.0  # decayed sums of (1 - decay) * value

@@ -103,7 +103,13 @@ class Config(Section):
         """The run as the gradient of a step sees it: single responses count as prompts with `by_response`."""
         if not self.by_response:
             return self
-        return self.model_copy(update={"num_prompts": self.num_prompts * self.group_size, "group_size": 1})
+        update: dict[str, Any] = {"num_prompts": self.num_prompts * self.group_size, "group_size": 1}
+        if (
+            self.algo.snr.estimator == "prompts"
+        ):  # a fold is still a prompt: responses to one prompt are not independent
+            snr = self.algo.snr.model_copy(update={"estimator": "folds", "num_folds": self.num_prompts})
+            update["algo"] = self.algo.model_copy(update={"snr": snr})
+        return self.model_copy(update=update)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

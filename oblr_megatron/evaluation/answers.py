@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.evaluation.accuracy import Grade, Grades
 from oblr_megatron.evaluation.items import Item, Key, Kind
+from oblr_megatron.rollout.dynamic_sampling import call_seed
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from oblr_megatron.rewards.base import Reward
     from oblr_megatron.types import Prompt
 
-SEED_STRIDE, SEED_OFFSET = 1_000_003, 1_000_002  # different from the seeds of a run's first million steps
+SEED_OFFSET = 1_000_002  # instead of a step: different from the seeds of a run's first million steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def _items(
 ) -> list[Item]:
     """Sample and score one block."""
     asked = prompts[block.first : block.last]
-    seed = config.seed * SEED_STRIDE + SEED_OFFSET + block.first
+    seed = call_seed(config.seed, SEED_OFFSET + block.first)
     request = SamplingRequest.for_evaluation(config, seed, greedy=block.kind == "greedy")
     samples = engines.generate(asked, request)
     result = reward.score(asked, samples)

@@ -39,13 +39,16 @@ class PlainPass:
         self._used = used.tolist()
         self._coefficients, self._penalty = coefficients.to(self._policy.parallel.device), penalty
 
-    def begin(self, samples: Sequence[Sample]) -> None:
-        """Tell the router losses of a mixture how many response tokens all replicas will process in this step."""
+    def begin(self, samples: Sequence[Sample], *, first: bool) -> None:
+        """Tell the router losses of a mixture how many response tokens all replicas will process in this pass.
+
+        The `first` pass of a step clears the metrics of the step before.
+        """
         if self._routers is not None:
-            self._routers.begin(sum(samples[n].length for n, used in enumerate(self._used) if used))
+            self._routers.begin(sum(samples[n].length for n, used in enumerate(self._used) if used), first=first)
 
     def router_metrics(self) -> RouterMetrics | None:
-        """Router metrics of the samples since `begin`, collective; None for a dense model or without any sample."""
+        """Router metrics of the step's samples so far, collective; None for a dense model or without any sample."""
         return None if self._routers is None else self._routers.metrics()
 
     def add(self, work: Work, indices: Sequence[int]) -> None:

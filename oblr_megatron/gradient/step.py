@@ -244,7 +244,7 @@ class TrainingGradient:
         ratios = importance_ratios(self._config, self._policy, old)
         work = Work(samples, lambda *_: unused, ratios, unused, sums.metrics)
         self._plain.prepare(coefficients, penalty)
-        self._plain.begin(samples)
+        self._plain.begin(samples, first=not sums.in_plain_pass)
         everything = torch.ones(len(positions), dtype=torch.bool)
         sums.add(self._plain, work, self._sharing.folds(positions, samples, everything, split_prompts=False))
         sums.in_plain_pass = True

@@ -161,10 +161,12 @@ class RouterLosses:
         )
         self._tokens = 0
 
-    def begin(self, tokens: int) -> None:
-        """Clear the records of the last step; T = `tokens` over all replicas."""
-        self._sums.zero_()
-        self._tokens = tokens
+    def begin(self, tokens: int, *, first: bool = True) -> None:
+        """Expect `tokens` more over all replicas. The `first` call of a step clears the records of the step before."""
+        if first:
+            self._sums.zero_()
+            self._tokens = 0
+        self._tokens += tokens
 
     @contextmanager
     def attached(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
+from oblr_megatron.errors import DeadlineError, EngineLostError, EnginesGoneError, RunError
 from oblr_megatron.rollout.balance import Balance, Task
 from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError, VllmServer, reasons
 
@@ -51,7 +51,7 @@ class Dispatch:
     async def run(self) -> None:
         """Raises:
         EngineLostError: no server is left.
-        DeadlineError: the deadline passed.
+        EnginesGoneError: the deadline passed.
         RunError: a server cannot answer such a request.
         """
         self._watches = {
@@ -83,7 +83,7 @@ class Dispatch:
             [*self._asked, *self._watches], timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
         )
         if not done:
-            raise DeadlineError("rank 0", self._what, self._seconds)
+            raise EnginesGoneError(str(DeadlineError("rank 0", self._what, self._seconds)))
         for future in done:
             task = self._asked.pop(future, None)
             if task is None and future not in self._watches:

@@ -8,10 +8,13 @@ import shlex
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import torch
+
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.vllm_options import serve_words
 from oblr_megatron.engine.http_messages import PROTOCOL, Info, shapes_digest
+from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer
@@ -75,11 +78,17 @@ def _check_info(url: str, info: Info, config: Config) -> None:
     """Compare a server's settings with the run's."""
     dtype = str(engine_dtype(config)).removeprefix("torch.")
     longest = max_model_len(config)
+    sent_by = NCCL_BACKEND if torch.cuda.is_available() else SERVER_SHM_BACKEND
     for is_wrong, what, fix in (
         (
             info.protocol != PROTOCOL,
             f"has version {info.protocol} of the messages, but this trainer has {PROTOCOL}",
             "install the same version of oblr-megatron on both sides",
+        ),
+        (
+            info.transfer != sent_by,
+            f"receives weights by {info.transfer}, but this trainer sends them by {sent_by}",
+            "run the trainer and its servers on GPUs, or all of them on CPUs",
         ),
         (
             info.shapes != shapes_digest(checkpoint_shapes(config.model.path)),

@@ -57,7 +57,6 @@ class VllmServer:
         self.name, self.owner, self.silence_s = f"server {url}", owner, silence_s
         self.lost: str | None = None  # why it gets no prompts
         self.unfit = False  # lost, and waiting is useless: it answers, but not as expected
-        self.ready = False  # it holds the trainer's weights, as far as known
         self.capacity = 1  # sequences it decodes at once
         self.workers = 1  # processes that receive weights
         self.instance = ""  # of the server process, from its last answer
@@ -67,7 +66,7 @@ class VllmServer:
 
     def lose(self, reason: str, *, unfit: bool = False) -> None:
         """Stop using it until it has received a push again."""
-        self.lost, self.ready, self.unfit = reason, False, unfit
+        self.lost, self.unfit = reason, unfit
 
     async def info(self, seconds: float) -> http.Info:
         """The server's settings and state."""

@@ -120,8 +120,6 @@ class ServerReceiver(LockstepReceiver):
         self.checksums: list[int | None] = []  # of the buckets
 
     def start(self, capacity: int) -> SharedBuffer | None:
-        for server in self.servers:
-            server.ready = False
         buffer = self._transport.reserve(HALVES * capacity)
         manifest = [(spec.name, spec.dtype, spec.shape) for spec in self._manifest]
         body = http.StartBody(holding=self._holding, manifest=manifest)
@@ -153,7 +151,7 @@ class ServerReceiver(LockstepReceiver):
         self.attempt(lambda: self._call(lambda server: self._tell(server, http.PUSH_FINISH, body)))
         self.end = time.monotonic()
         for server in self.servers if self.error is None else ():
-            server.lost, server.ready = None, True
+            server.lost = None
 
     def verify(self, source: Iterable[tuple[str, Tensor]]) -> None:
         """See `Receiver`. One pass over the source serves engines of any number of workers."""
@@ -177,8 +175,6 @@ class ServerReceiver(LockstepReceiver):
         with suppress(Exception):  # answers to a push that is given up
             self._settle()
         self.servers, self._faulty = self.servers + self._faulty, []
-        for server in self.servers:
-            server.ready = False
         with suppress(Exception):  # it has failed for another reason, which is raised
             self._call(lambda server: self._tell(server, http.PUSH_ABORT, body))
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from oblr_megatron.engine.http_messages import GenerateBody, Holding
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.engine.speculation import Report
-from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
+from oblr_megatron.errors import DeadlineError, EngineLostError, EnginesGoneError, RunError
 from oblr_megatron.rollout.balance import MOST_PROMPTS, Balance
 from oblr_megatron.rollout.dispatch import Dispatch
 from oblr_megatron.rollout.feed import Put
@@ -168,7 +168,7 @@ class _Servers:
         """Ask all servers until one answers. Returns how many of the servers that answer had been lost.
 
         Raises:
-            RunError: none answered in time.
+            EnginesGoneError: none answered in time, or none can be used.
         """
         return self.loop.run(self._wait_for_any(seconds))
 
@@ -179,10 +179,10 @@ class _Servers:
             if self.present():
                 return sum(back)
             if all(server.unfit for server in self.servers):
-                raise RunError(f"no server can be used: {reasons(self.servers)}")
+                raise EnginesGoneError(f"no server can be used: {reasons(self.servers)}")
             if time.monotonic() > deadline:
                 error = DeadlineError("rank 0", "one of the servers to answer", seconds)
-                raise RunError(f"{error}: {reasons(self.servers)}")
+                raise EnginesGoneError(f"{error}: {reasons(self.servers)}")
             await asyncio.sleep(POLL_SECONDS)
 
     async def _probe(self, server: VllmServer) -> bool:

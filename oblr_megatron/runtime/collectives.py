@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, RunError, UserError
+from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, EnginesGoneError, RunError, UserError
 
 Value = TypeVar("Value")
 
 GROUP_TIMEOUT = timedelta(days=30)
 """Timeout of the process group; longer than any deadline of `gather`, so that the latter decides."""
 
-_GRAVITY: tuple[type[RunError], ...] = (RunError, EngineLostError, DamagedError)
+_GRAVITY: tuple[type[RunError], ...] = (RunError, EnginesGoneError, EngineLostError, DamagedError)
 """Gravest first. The gravest of several failures decides, because a restart does not fix a plain RunError."""
 
 
@@ -62,8 +62,8 @@ def raise_first(outcomes: Sequence[Outcome[Any]], own: Outcome[Any]) -> None:
 
     Raises:
         UserError: a rank found a user's mistake.
-        RunError: else the gravest failure; of equal ones that of the lowest rank. It is `EngineLostError` or
-            `DamagedError` only if no failure is graver. A rank with a failure of this kind raises its own exception.
+        RunError: else the gravest failure; of equal ones that of the lowest rank. It is a plain
+            RunError if any of them is. A rank with a failure of this kind raises its own exception.
     """
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if not failed:

@@ -19,7 +19,7 @@ from oblr_megatron.config import Config, parse_config
 from oblr_megatron.rollout.step_file import SavedStep, write_step
 from oblr_megatron.types import Prompt, Sample
 from tests.distributed.launch import run_ranks
-from tests.tiny import VOCAB, make_hf_dir
+from tests.tiny import VOCAB, make_hf_dir, make_moe_hf_dir
 
 STEPS, PROMPTS, GROUP = 8, 4, 4
 TIMED = ("timing_s/", "perf/")  # what no two runs have in common
@@ -41,9 +41,11 @@ def make_samples(directory: Path, worthless: int = 0, steps: int = STEPS) -> Pat
     return directory
 
 
-def make_inputs(directory: Path, *, worthless: int = 0, steps: int = STEPS, **model: Any) -> Path:
+def make_inputs(
+    directory: Path, *, worthless: int = 0, steps: int = STEPS, mixture: bool = False, **model: Any
+) -> Path:
     """model/ and rollouts/ of runs."""
-    make_hf_dir(directory / "model", **model)
+    (make_moe_hf_dir if mixture else make_hf_dir)(directory / "model", **model)
     make_samples(directory / "rollouts", worthless, steps)
     return directory
 

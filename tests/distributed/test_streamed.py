@@ -41,6 +41,7 @@ CASES = {
         2,
         (f"reward.terms=[{{name = '{BY_GROUP[0].removeprefix('reward.name=')}'}}]", "algo.baseline=pooled_mean"),
     ),
+    "pooled, each prompt a fold": (2, ("algo.baseline=pooled", "gradnorm.mode=inline", "algo.snr.estimator=prompts")),
     "momentum on three replicas": (3, ("algo.baseline=optimal", "algo.snr.estimator=momentum")),
     "all parallel": (
         4,
@@ -80,6 +81,20 @@ def test_the_order_in_which_prompts_come_changes_nothing(inputs: Path, tmp_path:
     found, wanted = exported(tmp_path / "streamed"), exported(tmp_path / "whole")
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10, msg=name)
+
+
+def test_router_metrics_of_a_mixture_cover_all_waves(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path, mixture=True, dtype=torch.float64)
+    common = (F64, "num_steps=2", "algo.schedule=constant", "checkpoint.every_steps=0", "algo.baseline=rloo")
+    for name, more in (("whole", ()), ("streamed", STREAM)):
+        train(config_of(inputs, tmp_path / name, *common, *more))
+    whole, streamed = certain(tmp_path / "whole"), certain(tmp_path / "streamed")
+    names = {name for name in whole[-1] if name.startswith("moe/")} - {
+        "moe/aux_loss"
+    }  # of each microbatch by definition
+    assert names and streamed[-1]["rollout/waves"] > 1
+    for found, wanted in zip(streamed, whole, strict=True):
+        assert {name: found[name] for name in names} == pytest.approx({name: wanted[name] for name in names}, rel=1e-5)
 
 
 def test_a_resumed_run_takes_the_same_waves(inputs: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Whole runs that sample from an API server.
 
 On two tensor-parallel ranks the first step is the same as with the run's own engines. A server killed during a run
-costs one restart and nothing else. Not covered: several servers (test_servers.py), CUDA.
+costs one restart and nothing else; one that does not come back ends the run, with a checkpoint. Not covered: several
+servers (test_servers.py), CUDA.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from oblr_megatron.checkpoint.store import checkpoints_of
 from tests.e2e.api_server import KEY, ApiServer
 from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, torchrun, wait_for_lines
 from tests.e2e.forked import forked
@@ -68,3 +70,32 @@ def test_a_run_outlives_its_server(
     steps = records(tmp_path / "run")
     assert [step["weights/version"] for step in steps] == list(range(1, 61))
     assert sum(step["rollout/restarts"] for step in steps) == 1
+
+
+def test_a_run_whose_server_does_not_come_back_saves_its_state(
+    tiny: Path, tmp_path: Path, overrides: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OBLR_API_KEY", KEY)
+    server = ApiServer(tiny / "model", tmp_path / "server.log", max_model_len=32)
+    server.wait_ready()
+    keys = overrides(
+        tmp_path / "run",
+        num_steps=100_000,
+        rollout__servers=f'["{server.url}"]',
+        rollout__start_timeout_s=5,
+        checkpoint__every_steps=0,
+    )
+    job = subprocess.Popen(
+        torchrun(1, keys), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for_lines(2, tmp_path / "run" / "metrics.jsonl", job)
+        server.end(signal.SIGKILL)
+        _, stderr = job.communicate(timeout=LIMIT_S)
+    finally:
+        job.kill()
+        job.wait()
+        server.close()
+    assert job.returncode == 1, stderr[-3000:]
+    (newest,) = checkpoints_of(tmp_path / "run")
+    assert newest.name == f"step_{len(records(tmp_path / 'run')):08d}"

@@ -136,6 +136,16 @@ def test_a_prompts_own_history_helps_where_prompts_differ_and_does_no_harm_where
     assert own / pool < better if spread else own < better * pool + 1e-2 * 32 * 20
 
 
+def test_sums_of_other_weights_are_not_continued() -> None:
+    """A run that goes on with another baseline begins with empty pools: its weights have another unit."""
+    plain = make(baseline="pooled_mean")
+    step(plain, [prompt("a")], tensor([1.0]), tensor([3.0]))
+    for baseline, known in (("pooled", False), ("pooled_mean", True)):
+        later = make(baseline=baseline)
+        later.load_state_dict(plain.state_dict())
+        assert math.isnan(expected(later, prompt("b"))[0]) is not known
+
+
 def test_only_pooled_baselines_have_pools() -> None:
     assert pools_of(AlgoConfig(baseline="rloo")) is None and pools_of(AlgoConfig(baseline="pooled")) is not None
     assert NO_HISTORY.expected is None

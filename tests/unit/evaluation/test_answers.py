@@ -14,10 +14,11 @@ from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.evaluation.accuracy import metrics
-from oblr_megatron.evaluation.answers import SEED_STRIDE, blocks_of, evaluate, greedy_rewards
+from oblr_megatron.evaluation.answers import blocks_of, evaluate, greedy_rewards
 from oblr_megatron.evaluation.items import Item
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.registry import ExactMatchReward
+from oblr_megatron.rollout.dynamic_sampling import call_seed
 from oblr_megatron.types import Prompt, Sample
 
 TABLE = {"a": ("1", ["1", "2"]), "b": ("9", ["8", "7"]), "c": ("3", ["4", "3"])}
@@ -92,7 +93,7 @@ def test_requests_use_the_evaluation_settings_and_other_seeds_than_training() ->
     assert (first.temperature, first.top_p, first.top_k, first.max_tokens) == (0.6, 0.9, 7, 77)
     assert first.seed != second.seed
     assert run(settings, ExactMatchReward())[0].calls == engine.calls, "two evaluations differ only by the weights"
-    training = {settings.seed * SEED_STRIDE + step for step in range(settings.num_steps)}
+    training = {call_seed(settings.seed, step) for step in range(settings.num_steps)}
     assert training.isdisjoint({request.seed for _, request in engine.calls})
 
 
