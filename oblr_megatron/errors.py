@@ -46,7 +46,7 @@ class EngineLostError(RunError):
 
 
 class EnginesGoneError(RunError):
-    """No engine is left, and none came back in time: the run saves its state and ends."""
+    """No engine came back, or finished its samples, in time: the run saves its state and ends."""
 
 
 class DeadlineError(RunError):

@@ -86,7 +86,6 @@ OWNED_ON_CPU: dict[str, str] = {
     "max_num_batched_tokens": "a CPU engine must take a whole prompt in one step",
 }
 
-CPU_INFO = Path("/proc/cpuinfo")
 FP8_CACHE_FLAGS = (frozenset({"amx_tile"}), frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}))
 """Either of these sets is enough for vLLM's FP8 cache on a CPU (`cpu_attn._get_attn_isa` of vLLM 0.32)."""
 
@@ -147,16 +146,20 @@ def check_processor(
     value = str(options.get("kv_cache_dtype", ""))
     if on_gpu or not value.startswith("fp8"):
         return
-    known = processor_flags() if flags is None else flags
-    if not any(needed <= set(known) for needed in FP8_CACHE_FLAGS):
+    if not has_fp8_cache(processor_flags() if flags is None else flags):
         what = f'kv_cache_dtype "{value}" on a CPU needs AVX-512 or AMX, which this processor does not have'
         raise UserError(what, where=where, fix="leave it out, or use another machine")
+
+
+def has_fp8_cache(flags: Collection[str]) -> bool:
+    """Whether vLLM has a kernel for an FP8 cache on a CPU with these instruction sets."""
+    return any(needed <= set(flags) for needed in FP8_CACHE_FLAGS)
 
 
 def processor_flags() -> frozenset[str]:
     """Instruction sets of this machine's processor by the kernel's names; empty where it does not list them."""
     try:
-        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux
         return frozenset()
     return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())

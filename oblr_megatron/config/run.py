@@ -104,9 +104,8 @@ class Config(Section):
         if not self.by_response:
             return self
         update: dict[str, Any] = {"num_prompts": self.num_prompts * self.group_size, "group_size": 1}
-        if (
-            self.algo.snr.estimator == "prompts"
-        ):  # a fold is still a prompt: responses to one prompt are not independent
+        if self.algo.snr.estimator == "prompts":
+            # A fold is still a prompt: responses to one prompt are not independent.
             snr = self.algo.snr.model_copy(update={"estimator": "folds", "num_folds": self.num_prompts})
             update["algo"] = self.algo.model_copy(update={"snr": snr})
         return self.model_copy(update=update)

@@ -11,7 +11,7 @@ replicas into a mean over tokens. f still depends on how samples are grouped int
 Routing replay (R3, arXiv 2510.11370) takes the experts of a token from the rollout, and their weights from the trainer.
 
     routers = RouterLosses(policy, config.model)
-    routers.begin(tokens)                                              # T, the same on every rank
+    routers.begin(tokens, first=True)                                  # T, the same on every rank
     run_schedule(policy, batches, loss_fn, routers=routers)            # any number of times
     routers.metrics()                                                  # collective
 """
@@ -161,7 +161,7 @@ class RouterLosses:
         )
         self._tokens = 0
 
-    def begin(self, tokens: int, *, first: bool = True) -> None:
+    def begin(self, tokens: int, *, first: bool) -> None:
         """Expect `tokens` more over all replicas. The `first` call of a step clears the records of the step before."""
         if first:
             self._sums.zero_()

@@ -72,7 +72,7 @@ def test_a_run_outlives_its_server(
     assert sum(step["rollout/restarts"] for step in steps) == 1
 
 
-def test_a_run_whose_server_does_not_come_back_saves_its_state(
+def test_a_run_saves_its_state_when_its_server_does_not_come_back(
     tiny: Path, tmp_path: Path, overrides: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OBLR_API_KEY", KEY)

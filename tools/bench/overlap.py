@@ -61,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_position_embeddings=1024,
         )
         write_prompts(directory / "train.jsonl", options.prompts * (options.steps + 1))
-        steps = {mode: [] for mode in options.modes}
+        steps = {mode: [] for mode in MODES}
         for number in range(options.rounds):
-            for mode in options.modes:
+            for mode in MODES:
                 steps[mode].append(run(directory, model, mode, number, options))
     publish(rows_of(steps), "overlap", options.json)
 
@@ -78,7 +78,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--wave-tokens", type=int, help="rollout.wave_tokens (default: the package's)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--packing", choices=("rows", "packed"), default="rows")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
@@ -158,7 +157,7 @@ def rows_of(found: dict[str, list[list[dict[str, float]]]]) -> list[Row]:
 
     rows = []
     for mode, rounds in found.items():
-        ratios = [typical(own) / typical(base) for own, base in zip(rounds, found[next(iter(found))], strict=True)]
+        ratios = [typical(own) / typical(base) for own, base in zip(rounds, found[MODES[0]], strict=True)]
         names = "timing_s/step", "timing_s/rollout", "timing_s/gradient", "rollout/waves", "response_length/mean"
         rows.append(Row(mode, *(median(mode, name) for name in names), ratio=statistics.median(ratios)))
     return rows
