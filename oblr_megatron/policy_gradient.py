@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.engine.protocol import call_seed
 from oblr_megatron.errors import RunError
 from oblr_megatron.observe import step_metrics
-from oblr_megatron.rollout.dynamic_sampling import call_seed
 from oblr_megatron.rollout.routes import without_routes
 from oblr_megatron.rollout.waves import mini_batches
 

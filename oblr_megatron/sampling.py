@@ -13,7 +13,7 @@ import torch
 
 from oblr_megatron.algo.baseline import mixed_groups
 from oblr_megatron.checkpoint.resume import Checkpoint
-from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest
+from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest, call_seed
 from oblr_megatron.evaluation.accuracy import metrics as accuracies
 from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.items import COLUMNS, RunItems
@@ -29,7 +29,7 @@ from oblr_megatron.observe.trackers.feed import Trackers
 from oblr_megatron.rewards.base import RewardResult, group_size
 from oblr_megatron.rewards.shared import FailedSteps, SharedReward
 from oblr_megatron.rollout.ahead import Ahead
-from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, call_seed, refill
+from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, refill
 from oblr_megatron.rollout.prompt_source import PromptSource
 from oblr_megatron.rollout.routes import with_routes
 from oblr_megatron.rollout.staleness import staleness

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
 
+SEED_STRIDE, BATCH_STRIDE = 1_000_003, 2**40  # between the seeds of runs, and of batches of a step
 MIN_TEMPERATURE = 0.01
 """vLLM silently raises a lower temperature to this value, so its log-probs would be of another distribution."""
 
@@ -97,6 +98,17 @@ class SamplingRequest:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken, so that all responses of a prompt are equal."""
         return self.temperature == 0
+
+
+def call_seed(seed: int, step: int, batch: int = 0) -> int:
+    """The seed of one generate call, unique among all batches and evaluations of a run's first million steps.
+
+    Args:
+        seed: of the run.
+        step: counted from 0.
+        batch: of the step; batch 0 has the same seed as without dynamic sampling.
+    """
+    return seed * SEED_STRIDE + step + batch * BATCH_STRIDE
 
 
 def prompt_seed(seed: int, position: int) -> int:

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.engine.protocol import SamplingRequest, call_seed
 from oblr_megatron.evaluation.accuracy import Grade, Grades
 from oblr_megatron.evaluation.items import Item, Key, Kind
-from oblr_megatron.rollout.dynamic_sampling import call_seed
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config

@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest
-from oblr_megatron.rollout.dynamic_sampling import call_seed
+from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest, call_seed
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config

@@ -28,8 +28,6 @@ from torch import Tensor
 from oblr_megatron.algo.baseline import mixed_groups
 from oblr_megatron.types import Prompt, Sample, Scored
 
-SEED_STRIDE, BATCH_STRIDE = 1_000_003, 2**40
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -60,17 +58,6 @@ class Refilled:
     def metrics(self) -> dict[str, float]:
         """Metrics for the step's record."""
         return {"rollout/dynamic_batches": self.batches, "groups/dropped": self.dropped, "groups/unused": self.unused}
-
-
-def call_seed(seed: int, step: int, batch: int = 0) -> int:
-    """The seed of one generate call, unique among all batches and evaluations of a run's first million steps.
-
-    Args:
-        seed: of the run.
-        step: counted from 0.
-        batch: of the step; batch 0 has the same seed as without dynamic sampling.
-    """
-    return seed * SEED_STRIDE + step + batch * BATCH_STRIDE
 
 
 def refill(first: Batch, draw: Callable[[int, int], Batch], *, max_batches: int, seed: int) -> Refilled:

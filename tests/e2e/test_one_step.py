@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.engine.protocol import SamplingRequest, call_seed
 from oblr_megatron.rollout.ahead import Ahead
-from oblr_megatron.rollout.dynamic_sampling import call_seed
 from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path
 from tests.e2e.conftest import records
 from tests.e2e.forked import forked

@@ -12,13 +12,12 @@ import pytest
 
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.engine.protocol import SamplingRequest, call_seed
 from oblr_megatron.evaluation.accuracy import metrics
 from oblr_megatron.evaluation.answers import blocks_of, evaluate, greedy_rewards
 from oblr_megatron.evaluation.items import Item
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.registry import ExactMatchReward
-from oblr_megatron.rollout.dynamic_sampling import call_seed
 from oblr_megatron.types import Prompt, Sample
 
 TABLE = {"a": ("1", ["1", "2"]), "b": ("9", ["8", "7"]), "c": ("3", ["4", "3"])}

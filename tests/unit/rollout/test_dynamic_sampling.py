@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oblr_megatron.algo.baseline import mixed_groups
-from oblr_megatron.engine.protocol import prompt_seed
+from oblr_megatron.engine.protocol import call_seed, prompt_seed
 from oblr_megatron.evaluation.answers import SEED_OFFSET
-from oblr_megatron.rollout.dynamic_sampling import Batch, call_seed, next_size, refill
+from oblr_megatron.rollout.dynamic_sampling import Batch, next_size, refill
 from oblr_megatron.types import Prompt, Sample, Scored
 
 G = 3
