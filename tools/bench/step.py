@@ -12,9 +12,10 @@ Models and tasks: step_shapes.py. fp32, equal threads for all:
 - trl_grpo, trl_rloo: TRL's trainers with transformers' `generate` (TRL 1.16 takes vLLM up to 0.31, the package needs
   0.32), default losses, the batch in one pass
 
-Each system is a process. All stay alive and take one step per round in turn; two warm-up rounds are not counted.
-`ratio_to_trl` is the median over rounds of (system's time / faster TRL trainer's time) in one round. The learning rate
-is close to 0, so that all systems always sample from the same policy.
+Each system is a process, and all stay alive. In a round each takes `--steps` steps without a pause, as in training. The
+first of several is not counted: it finds the data of the other systems in the processor's caches. Two warm-up rounds
+are not counted either. `ratio_to_trl` is the median over rounds of (system's time / faster TRL trainer's time) in one round.
+The learning rate is close to 0, so that all systems always sample from the same policy.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ WARM_UP = 2  # uncounted rounds
 class Row:
     """Results of one system.
 
-    Example: Row(system="oblr_pooled", samples=512, rounds=10, seconds=0.9, fastest=0.85, slowest=1.1, ratio_to_trl=0.6)
+    Example: Row(system="oblr_pooled", samples=512, rounds=10, steps=5, seconds=0.9, fastest=0.85, slowest=1.1,
+                 ratio_to_trl=0.6)
     """
 
     system: str
     samples: int  # per step
     rounds: int
+    steps: int  # in a round; the first of several is not counted
     seconds: float  # per step, median
     fastest: float
     slowest: float
@@ -63,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work = prepare(directory, options)
         systems = {name: System(name, work, directory, stack) for name in options.systems}
-        times = measure(systems, options.rounds)
-    publish(rows_of(times, work), "step", options.json)
+        times = measure(systems, options.rounds, options.steps)
+    publish(rows_of(times, work, options.steps), "step", options.json)
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -76,12 +79,14 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, help="prompts per step (default: the shape's)")
     parser.add_argument("--group", type=int, help="responses per prompt (default: the shape's)")
     parser.add_argument("--rounds", type=int, help="measured rounds (default: 20)")
+    parser.add_argument("--steps", type=int, help="of a system in a round (default: the shape's)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads per process")
     parser.add_argument("--quick", action="store_true", help="8 prompts, one round, no rloo, a short warm start")
     options = parser.parse_args(arguments)
-    prompts, group = SHAPES[options.shape]
+    prompts, group, steps = SHAPES[options.shape]
     options.prompts = options.prompts or (8 if options.quick else prompts)
     options.group = options.group or group
+    options.steps = options.steps or (1 if options.quick else steps)
     options.rounds = options.rounds or (1 if options.quick else 20)
     options.systems = options.systems or [
         name for name in SYSTEMS if name in ("oblr_pooled", *TRL) or not options.quick
@@ -99,7 +104,7 @@ def prepare(directory: Path, options: argparse.Namespace) -> Work:
         directory=str(directory),
         num_prompts=options.prompts,
         group_size=options.group,
-        num_steps=WARM_UP + options.rounds + 1,  # a step's time is reported when the next one begins
+        num_steps=(WARM_UP + options.rounds) * options.steps + 1,  # a step's time is reported when the next one begins
         num_threads=options.threads,
     )
     (directory / "work.json").write_text(json.dumps(asdict(work)), encoding="utf-8")
@@ -107,7 +112,7 @@ def prepare(directory: Path, options: argparse.Namespace) -> Work:
 
 
 class System:
-    """The process of one system. A call takes one step and returns its seconds."""
+    """The process of one system. A call takes steps and returns the mean seconds of the counted ones."""
 
     def __init__(self, name: str, work: Work, directory: Path, stack: ExitStack) -> None:
         self._log = directory / f"{name}.log"
@@ -124,12 +129,13 @@ class System:
         stack.callback(self._end)
         self._answer()
 
-    def __call__(self) -> float:
-        """Take one step; returns its seconds."""
+    def __call__(self, steps: int) -> float:
+        """Take the steps without a pause. The first of several is not counted."""
         assert self._process.stdin is not None, "opened as a pipe"
-        self._process.stdin.write("step\n")
+        self._process.stdin.write("step\n" * steps)
         self._process.stdin.flush()
-        return float(self._answer())
+        taken = [float(self._answer()) for _ in range(steps)]
+        return statistics.fmean(taken[1:] or taken)
 
     def _answer(self) -> str:
         assert self._process.stdout is not None, "opened as a pipe"
@@ -146,18 +152,18 @@ class System:
             self._process.kill()
 
 
-def measure(systems: dict[str, System], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every counted step. Each round takes one step of every system, in alternating order."""
+def measure(systems: dict[str, System], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of a step, for every counted round. The order of the systems alternates."""
     times: dict[str, list[float]] = {name: [] for name in systems}
     for number in range(WARM_UP + rounds):
         for name in list(systems)[:: -1 if number % 2 else 1]:
-            seconds = systems[name]()
+            seconds = systems[name](steps)
             if number >= WARM_UP:
                 times[name].append(seconds)
     return times
 
 
-def rows_of(times: dict[str, list[float]], work: Work) -> list[Row]:
+def rows_of(times: dict[str, list[float]], work: Work, steps: int) -> list[Row]:
     """One row per system."""
     trl = [min(taken) for taken in zip(*(times[name] for name in times if name in TRL), strict=True)]
     return [
@@ -165,6 +171,7 @@ def rows_of(times: dict[str, list[float]], work: Work) -> list[Row]:
             system=name,
             samples=work.num_prompts * work.group_size,
             rounds=len(taken),
+            steps=steps,
             seconds=statistics.median(taken),
             fastest=min(taken),
             slowest=max(taken),

@@ -23,8 +23,8 @@ from tests.tiny import VOCAB, make_hf_dir  # noqa: E402
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SHAPES = {"demo": (64, 8), "long": (32, 8)}
-"""Prompts of a step, and responses of a prompt."""
+SHAPES = {"demo": (64, 8, 5), "long": (32, 8, 1)}
+"""Prompts of a step, responses of a prompt, and steps of a round."""
 
 END_EVERY = 150.0
 """Tokens after which a response of shape "long" ends, on average, if it is not cut."""

@@ -98,7 +98,7 @@ def test_step(tmp_path: Path) -> None:
 def test_step_ratios_are_to_the_faster_of_trl_in_each_round() -> None:
     times = {"oblr_pooled": [1.0, 2.0, 9.0], "trl_grpo": [2.0, 8.0, 3.0], "trl_rloo": [4.0, 4.0, 4.0]}
     work = Work(shape="demo", directory="", num_prompts=4, group_size=2, num_steps=6, num_threads=1)
-    ours, grpo, rloo = step.rows_of(times, work)
+    ours, grpo, rloo = step.rows_of(times, work, 1)
     assert (ours.ratio_to_trl, grpo.ratio_to_trl, rloo.ratio_to_trl) == (0.5, 1.0, 4 / 3)
     assert (ours.seconds, ours.fastest, ours.slowest, ours.samples, ours.rounds) == (2.0, 1.0, 9.0, 8, 3)
 
