@@ -14,8 +14,8 @@ Models and tasks: step_shapes.py. fp32, equal threads for all:
 
 Each system is a process, and all stay alive. In a round each takes `--steps` steps without a pause, as in training. The
 first of several is not counted: it finds the data of the other systems in the processor's caches. Two warm-up rounds
-are not counted either. `ratio_to_trl` is the median over rounds of (system's time / faster TRL trainer's time) in one round.
-The learning rate is close to 0, so that all systems always sample from the same policy.
+are not counted either. `ratio_to_trl` is the median over rounds of (system's time / faster TRL trainer's time) in one
+round. The learning rate is close to 0, so that all systems always sample from the same policy.
 """
 
 from __future__ import annotations
