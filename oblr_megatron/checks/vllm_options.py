@@ -33,7 +33,9 @@ _FLAGS = ("aggregate_engine_logging", "disable_log_stats")  # off unless named, 
 OWNED: dict[str, str] = {
     "dtype": _SETS.format("rollout.dtype"),
     "seed": _SETS.format("seed"),
-    "max_model_len": _SETS.format("data.max_prompt_tokens and rollout.max_response_tokens"),
+    "max_model_len": _SETS.format(
+        "data.max_prompt_tokens, rollout.max_response_tokens and evaluate.max_response_tokens"
+    ),
     "max_num_seqs": _SETS.format("rollout.max_num_seqs"),
     "gpu_memory_utilization": _SETS.format("rollout.gpu_memory_utilization"),
     "kv_cache_memory_bytes": _SETS.format("rollout.kv_cache_gib on a CPU, rollout.gpu_memory_utilization on GPUs"),

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir, check_hf_files
 from oblr_megatron.checkpoint.resume import find
 from oblr_megatron.checks.layout import check_layout
+from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.run_dir import check_run_dir
 from oblr_megatron.data.gym import check_gym
 from oblr_megatron.data.sources import convention_of, kind_of
 from oblr_megatron.errors import UserError
-from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.preflight import check_dealing, check_settings, open_inputs
@@ -68,15 +68,15 @@ def check_run(hf_config: Mapping[str, Any], config: Config, world_size: int, per
 
 
 def check_fits(memory: Sequence[RankMemory], config: Config, device: Device) -> None:
-    """Refuse a rank that needs more memory than its device has, and an engine with a KV cache below one sample.
+    """Refuse a rank that needs more memory than its device has, and an engine with a KV cache below one sequence.
 
     Raises:
         UserError: names the stage, the phase and both sizes.
     """
-    longest, engine = longest_sample(config), memory[0].engine
+    longest, engine = max_model_len(config), memory[0].engine
     if engine is not None and engine.kv_tokens < longest:
         raise UserError(
-            f"an engine's KV cache holds {engine.kv_tokens:,} tokens, but one sample has up to {longest:,}: weights "
+            f"an engine's KV cache holds {engine.kv_tokens:,} tokens, but one sequence has up to {longest:,}: weights "
             f"take {_gb(engine.weights)} and the rest {_gb(engine.other)} of its {_gb(engine.total)} per device",
             where="config: rollout",
             fix="raise rollout.gpu_memory_utilization or tensor_parallel_size (on a CPU kv_cache_gib)",

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.config import Config, ParallelConfig
 from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
-from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.padding import padded_vocab_size
 
@@ -67,7 +67,7 @@ def engine_bytes(hf_config: Mapping[str, Any], config: Config, *, device_bytes: 
     sizes = engine_sizes(hf_config, config)
     weights, per_token = _weight_bytes(sizes, config), 2 * sizes.layers * sizes.kv * sizes.element
     if device_bytes is None:
-        work = _work_bytes(sizes, config, max(CPU_STEP_TOKENS, longest_sample(config)))
+        work = _work_bytes(sizes, config, max(CPU_STEP_TOKENS, max_model_len(config)))
         return EngineMemory(weights, int(config.rollout.kv_cache_gib * 2**30), work, per_token)
     other = RESIDENT + _work_bytes(sizes, config, STEP_TOKENS[device_bytes >= LARGE_DEVICE])
     share = int(device_bytes * config.rollout.gpu_memory_utilization)

@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 from oblr_megatron.checks.layout import check_layout, num_experts
+from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.config import Config, ParallelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import size
@@ -221,7 +222,7 @@ class _Tally:
     ) -> tuple[Config, int, int] | None:
         """(run, bytes during sampling, bytes during training) with engines of `width` GPUs and as much memory as fits.
 
-        None if the heads do not divide, or the KV cache does not hold one longest sample.
+        None if the heads do not divide, or the KV cache does not hold one longest sequence.
         """
         request, hf = self.request, self.request.hf_config
         if hf["num_attention_heads"] % width or (request.engine_gpus or request.gpus) % width:
@@ -234,7 +235,7 @@ class _Tally:
             sampling = held + engine.total + push_bytes(hf, tried)
             if sampling > limit or training + asleep > limit:
                 continue
-            if engine.kv_tokens < longest_sample(config):
+            if engine.kv_tokens < max_model_len(config):
                 return None
             return tried, sampling, training + asleep
         return None

@@ -225,6 +225,20 @@ def test_trainer_and_engine_take_turns() -> None:
     assert sum(asleep.parts().values()) == asleep.training + asleep.rollout - asleep.context
 
 
+@pytest.mark.parametrize("device", [GPU, Device(on_gpu=False, num_bytes=None, transformer_engine=False)])
+def test_an_engines_cache_holds_the_longest_evaluated_sequence(device: Device) -> None:
+    """vLLM refuses to start if one sequence of max_model_len tokens does not fit."""
+    rollout = {"max_response_tokens": 1000, "gpu_memory_utilization": 0.2, "kv_cache_gib": 1.0}
+    for response, fits in ((2000, True), (10**6, False)):
+        config = run(rollout=rollout, evaluate={"max_response_tokens": response})
+        ranks = rank_memory(published("1.7B"), config, 8, device)
+        if fits:
+            check_fits(ranks, config, device)
+            continue
+        with pytest.raises(UserError, match="one sequence has up to 1,001,024"):
+            check_fits(ranks, config, device)
+
+
 def test_an_error_about_memory_names_the_phase() -> None:
     config = run(rollout={"gpu_memory_utilization": 0.9}, parallel={"recompute_granularity": "full"})
     with pytest.raises(UserError, match=r"during sampling.* 80\.0 GB"):

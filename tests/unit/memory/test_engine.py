@@ -17,6 +17,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.config.data import EvaluateConfig
 from oblr_megatron.memory.engine import LARGE_DEVICE, STEP_TOKENS, VOCABULARY_MULTIPLE, EngineMemory, engine_bytes
 from oblr_megatron.model.published import published
 from oblr_megatron.model.transformer_config import hf_config_of
@@ -85,6 +86,15 @@ def test_the_cache_is_the_rest_of_vllms_share() -> None:
     assert engine_bytes(published("32B"), run(), device_bytes=GPU).kv_cache == 0
     on_cpu = engine_bytes(published("0.6B"), run(kv_cache_gib=0.25), device_bytes=None)
     assert on_cpu.kv_cache == 2**28 and on_cpu.total == on_cpu.weights + 2**28 + on_cpu.other
+
+
+def test_a_cpu_engine_works_on_the_longest_evaluated_prompt() -> None:
+    """It takes a whole prompt in one step."""
+    short, long = (
+        engine_bytes(published("0.6B"), run().model_copy(update={"evaluate": evaluate}), device_bytes=None).other
+        for evaluate in (EvaluateConfig(), EvaluateConfig(max_response_tokens=30000))
+    )
+    assert long > short
 
 
 def test_memory_of_a_sleeping_engine() -> None:

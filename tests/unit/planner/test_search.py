@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,15 @@ def test_less_memory_leaves_fewer_plans(found: Found) -> None:
 def test_the_error_says_how_much_is_missing() -> None:
     with pytest.raises(UserError, match=r"\(TP2 .*\) needs \d+ GiB per GPU, \d+ GiB too much"):
         search(request("Qwen3-32B", gpus=2))
+
+
+def test_the_engine_holds_the_longest_evaluated_sequence() -> None:
+    """0.6B leaves a cache of some hundred thousand tokens on 24 GB; the response of an evaluation exceeds it."""
+    asked = request("Qwen3-0.6B", gpus=1, gb=24)
+    asked = replace(asked, hf_config={**asked.hf_config, "max_position_embeddings": 10**7})
+    assert search(asked).plans
+    with pytest.raises(UserError, match="too little for a vLLM engine"):
+        search(replace(asked, table={**asked.table, "evaluate": {"max_response_tokens": 10**6}}))
 
 
 def test_too_long_for_the_model() -> None:
