@@ -145,6 +145,10 @@ class RolloutConfig(Section):
         """Whether trainer and engines share GPU memory by turns."""
         return self.own_engines and self.sleep_level > 0
 
+    def engines(self, ranks: int, *, on_gpu: bool) -> int:
+        """Engines that a run of this many ranks starts: as configured, else one on CPUs, else as many as fit."""
+        return self.num_engines or (ranks // self.tensor_parallel_size if on_gpu else 1)
+
 
 class WeightsConfig(Section):
     """How weights travel from the trainer to the engines."""

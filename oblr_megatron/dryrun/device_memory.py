@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 from oblr_megatron.config import Config
-from oblr_megatron.memory.engine import CONTEXT, EngineMemory, engine_bytes, push_bytes
+from oblr_megatron.memory.engine import CONTEXT, EngineMemory, engine_bytes, engines_of_a_rank, push_bytes
 from oblr_megatron.memory.training import MemoryEstimate, estimate_stage, resident_bytes
 
 
@@ -37,20 +39,23 @@ class RankMemory:
     """Memory of one rank. Example: RankMemory(MemoryEstimate(...), EngineMemory(...), sleep_level=2, context=2**31)"""
 
     step: MemoryEstimate
-    engine: EngineMemory | None  # the engine on the same device
+    engine: EngineMemory | None  # the engine on the same device; on a CPU one of the run's engines
     sleep_level: int
     context: int  # CUDA context of the trainer process
     push: int = 0  # buffers of a push to the engine on the same GPU
+    engines: Fraction = Fraction(1)  # that count for the rank: on CPUs ranks share a machine's memory with engines
 
     @property
     def training(self) -> int:
         """Bytes at the peak of a step."""
-        return self.step.total + self.context + (self.engine.asleep(self.sleep_level) if self.engine else 0)
+        asleep = self.engine.asleep(self.sleep_level) if self.engine else 0
+        return self.step.total + self.context + self._part(asleep)
 
     @property
     def rollout(self) -> int:
         """Bytes during sampling and the first push: what the trainer keeps between steps, the engine, the buffers."""
-        return self.step.between_steps + self.context + self.push + (self.engine.total if self.engine else 0)
+        awake = self.engine.total if self.engine else 0
+        return self.step.between_steps + self.context + self.push + self._part(awake)
 
     @property
     def peak(self) -> int:
@@ -62,12 +67,17 @@ class RankMemory:
         found = {name: num_bytes for name, num_bytes in self.step.rows() if num_bytes}
         found["trainer's context"] = self.context
         if self.engine:
-            found["engine asleep"] = self.engine.asleep(self.sleep_level)
+            found["engine asleep"] = self._part(self.engine.asleep(self.sleep_level))
             found["kept between steps"] = self.step.between_steps
-            found |= {"engine's weights": self.engine.weights, "engine's other": self.engine.other}
-            found["KV cache"] = self.engine.kv_cache
+            found["engine's weights"] = self._part(self.engine.weights)
+            found["engine's other"] = self._part(self.engine.other)
+            found["KV cache"] = self._part(self.engine.kv_cache)
             found |= {"push buffers": self.push} if self.push else {}
         return found
+
+    def _part(self, of_engine: int) -> int:
+        """Bytes of an engine that count for the rank."""
+        return ceil(of_engine * self.engines)
 
 
 def rank_memory(hf_config: Mapping[str, Any], config: Config, world_size: int, device: Device) -> list[RankMemory]:
@@ -91,6 +101,7 @@ def rank_memory(hf_config: Mapping[str, Any], config: Config, world_size: int, d
             config.rollout.sleep_level if device.on_gpu else 0,
             CONTEXT if device.on_gpu else 0,
             push_bytes(hf_config, config) if device.on_gpu and engine else 0,
+            engines_of_a_rank(config, world_size, on_gpu=device.on_gpu),
         )
         for stage in range(config.parallel.pipeline_model_parallel_size)
     ]

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 from oblr_megatron.checks.lengths import max_model_len
@@ -74,11 +76,21 @@ def engine_bytes(hf_config: Mapping[str, Any], config: Config, *, device_bytes: 
     return EngineMemory(weights, max(0, share - weights - other), other, per_token)
 
 
-def beside_training(hf_config: Mapping[str, Any], config: Config, device_bytes: int) -> int:
-    """Bytes of a GPU that a training step cannot use: the rank's CUDA context and its sleeping engine."""
+def engines_of_a_rank(config: Config, world_size: int, *, on_gpu: bool) -> Fraction:
+    """Engines that count for a rank. A GPU holds its part of one. CPU ranks share the machine with all engines."""
+    return Fraction(1) if on_gpu else Fraction(config.rollout.engines(world_size, on_gpu=False), world_size)
+
+
+def beside_training(
+    hf_config: Mapping[str, Any], config: Config, world_size: int, device_bytes: int, *, on_gpu: bool
+) -> int:
+    """Bytes of a rank's memory that a training step cannot use: its CUDA context and its engines, on a GPU asleep."""
+    context = CONTEXT if on_gpu else 0
     if not config.rollout.own_engines:
-        return CONTEXT
-    return CONTEXT + engine_bytes(hf_config, config, device_bytes=device_bytes).asleep(config.rollout.sleep_level)
+        return context
+    engine = engine_bytes(hf_config, config, device_bytes=device_bytes if on_gpu else None)
+    held = engine.asleep(config.rollout.sleep_level if on_gpu else 0)
+    return context + ceil(held * engines_of_a_rank(config, world_size, on_gpu=on_gpu))
 
 
 def push_bytes(hf_config: Mapping[str, Any], config: Config) -> int:

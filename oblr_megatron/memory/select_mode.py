@@ -65,7 +65,8 @@ def resolve(
         hf_config: the model's config.json, checked against the layout (`checks.layout.check_layout`).
         config: the run.
         world_size: its ranks.
-        free_bytes: memory that a rank may use, on a GPU all of it; None: unknown, everything fits.
+        free_bytes: memory that a rank and its part of the engines may use, on a GPU all of it; None: unknown,
+            everything fits.
         on_gpu: whether ranks have GPUs.
         transformer_engine: whether the layers are Transformer Engine's.
 
@@ -73,8 +74,9 @@ def resolve(
         UserError: the configured mode is impossible in this layout or does not fit.
     """
     asked = config.gradnorm.mode
-    if on_gpu and free_bytes is not None:
-        free_bytes = max(0, free_bytes - beside_training(hf_config, config, free_bytes))
+    if free_bytes is not None:
+        free_bytes -= beside_training(hf_config, config, world_size, free_bytes, on_gpu=on_gpu)
+        free_bytes = max(0, free_bytes)
     found = {
         mode: estimate(
             hf_config, with_mode(config, mode), world_size, on_gpu=on_gpu, transformer_engine=transformer_engine

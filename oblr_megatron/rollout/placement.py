@@ -65,7 +65,7 @@ def place(config: Config, world_size: int, per_node: int, *, on_gpu: bool) -> Pl
         )
     width = rollout.tensor_parallel_size
     most = world_size // width
-    engines = rollout.num_engines or (most if on_gpu else 1)
+    engines = rollout.engines(world_size, on_gpu=on_gpu)
     if not 1 <= engines <= most:
         raise UserError(
             f"{engines} engine{'s' if engines > 1 else ''} of {width} rank{'s' if width > 1 else ''} do not fit "

@@ -225,6 +225,17 @@ def test_trainer_and_engine_take_turns() -> None:
     assert sum(asleep.parts().values()) == asleep.training + asleep.rollout - asleep.context
 
 
+@pytest.mark.parametrize("engines", [None, 2])
+def test_ranks_of_a_cpu_share_its_engines(engines: int | None) -> None:
+    """The memory of all ranks together is that of their steps and of the engines that are started."""
+    cpu = Device(on_gpu=False, num_bytes=None, transformer_engine=False)
+    found = rank_memory(published("1.7B"), run(rollout={"num_engines": engines}), 4, cpu)[0]
+    assert found.engine is not None
+    assert 4 * found.training == pytest.approx(4 * found.step.total + (engines or 1) * found.engine.total, abs=4)
+    assert 4 * found.rollout == pytest.approx(4 * found.step.between_steps + (engines or 1) * found.engine.total, abs=4)
+    assert sum(found.parts().values()) == pytest.approx(found.training + found.rollout, abs=4)
+
+
 @pytest.mark.parametrize("device", [GPU, Device(on_gpu=False, num_bytes=None, transformer_engine=False)])
 def test_an_engines_cache_holds_the_longest_evaluated_sequence(device: Device) -> None:
     """vLLM refuses to start if one sequence of max_model_len tokens does not fit."""

@@ -13,7 +13,7 @@ from oblr_megatron.config import Config, parse_config
 from oblr_megatron.dryrun.device_memory import Device, rank_memory
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.engine import beside_training
-from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve
+from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -73,7 +73,11 @@ def test_moved_bytes_cost_more_flops_on_a_gpu() -> None:
 def test_auto_takes_a_mode_that_fits() -> None:
     choice = choose(config_of(), free_bytes=2**34)
     assert choice.mode == "two_pass"
-    assert "8 stashed gradients" in choice.reason and "16 GiB are free" in choice.reason
+    assert "8 stashed gradients" in choice.reason and "12.7 GiB are free" in choice.reason  # beside the engine
+
+
+def beside(config: Config, size: int) -> int:
+    return beside_training(DENSE, config, 1, size, on_gpu=True)
 
 
 @pytest.mark.parametrize("rollout", [{}, {"sleep_level": 0}, {"servers": ["http://localhost:1"]}])
@@ -81,14 +85,29 @@ def test_a_gpu_is_shared_with_a_context_and_a_sleeping_engine(rollout: dict[str,
     """The bound is the one of the dry run: what a mode needs, the context and the sleeping engine."""
     config = config_of(rollout={"max_response_tokens": 2000} | rollout, gradnorm={"mode": "stash"})
     device = 10**11
-    free = device - beside_training(DENSE, config, device)
+    free = device - beside(config, device)
     ranks = rank_memory(DENSE, config, 1, Device(on_gpu=True, num_bytes=device, transformer_engine=False))
     needed = choose(config, on_gpu=True).estimate.total
     assert ranks[0].training - device == needed - free
-    least = next(gb for gb in range(1, 999) if needed <= (size := gb * 10**9) - beside_training(DENSE, config, size))
+    least = next(gb for gb in range(1, 999) if needed <= (size := gb * 10**9) - beside(config, size))
     assert choose(config, on_gpu=True, free_bytes=least * 10**9).mode == "stash"
     with pytest.raises(UserError, match="mode 'stash'"):
         choose(config, on_gpu=True, free_bytes=(least - 1) * 10**9)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_more_memory_of_a_cpu_never_makes_a_run_impossible(world_size: int) -> None:
+    """Ranks and engines share the memory: a mode that "auto" takes also fits by the count of the dry run."""
+    few = {"algo": {"baseline": "optimal"}, "parallel": {"micro_batch_tokens": 512}, "group_size": 2}
+    config = config_of(response=512, **few)  # type: ignore[arg-type]
+    fits, modes = [], set()
+    for gb in range(16, 48, 2):
+        choice = choose(config, world_size, free_bytes=gb * 10**9)
+        device = Device(on_gpu=False, num_bytes=gb * 10**9, transformer_engine=False)
+        ranks = rank_memory(DENSE, with_mode(config, choice.mode), world_size, device)
+        fits.append(ranks[0].peak <= gb * 10**9)
+        modes.add(choice.mode)
+    assert fits == sorted(fits) and True in fits and len(modes) > 1
 
 
 def test_auto_prefers_filled_pipelines() -> None:
