@@ -88,7 +88,7 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     if torch.cuda.is_available():
         check_compiler()
     checkpoints = resume.find(config, model) if owns_run_dir else []
-    norms = None if config.rollout.only else check_gradient(model, with_saved_mode(config, checkpoints), world_size)
+    norms = None if config.rollout.only else choose_mode(model, config, checkpoints, world_size)
     check_settings(model.config, config, world_size, local_world_size(world_size), on_gpu=torch.cuda.is_available())
     if config.rollout.replay is None and config.rollout.servers:
         check_servers(config)
@@ -142,6 +142,21 @@ def check_heads(hf_config: Mapping[str, Any], config: Config) -> None:
             where="config: rollout",
             fix=f"choose a divisor of {heads}",
         )
+
+
+def choose_mode(model: HFDir, config: Config, checkpoints: Sequence[Checkpoint], world_size: int) -> ModeChoice:
+    """The norm mode of a run. A resumed run keeps its mode if other settings still allow it.
+
+    Raises:
+        UserError: see `check_gradient`.
+    """
+    kept = with_saved_mode(config, checkpoints)
+    try:
+        return check_gradient(model, kept, world_size)
+    except UserError:
+        if kept is config:
+            raise
+    return check_gradient(model, config, world_size)  # the user asks for "auto", so another mode is no error
 
 
 def check_gradient(model: HFDir, config: Config, world_size: int) -> ModeChoice:

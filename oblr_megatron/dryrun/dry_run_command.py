@@ -41,10 +41,12 @@ def dry_run(config: Config, ranks: int) -> int:
         UserError: the first problem.
     """
     from oblr_megatron.dryrun.examine import examine
+    from oblr_megatron.memory.select_mode import with_mode
     from oblr_megatron.preflight import preflight
 
-    preflight(config, ranks)
-    found = examine(config, ranks, ranks, device_of(config, ranks, None))
+    norms = preflight(config, ranks).norms
+    decided = config if norms is None else with_mode(config, norms.mode)  # a resumed run keeps its mode
+    found = examine(decided, ranks, ranks, device_of(config, ranks, None))
     return _show(found, [])
 
 

@@ -11,9 +11,33 @@ import torch
 from oblr_megatron import opening, preflight
 from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
+from oblr_megatron.memory.select_mode import with_mode
+from oblr_megatron.model.published import published
 from oblr_megatron.opening import open_sampling
 
 TOTAL = 80 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("saved", "changed", "mode"),
+    [
+        ("inline", {}, "inline"),
+        ("two_pass", {}, "two_pass"),
+        ("inline", {"algo": {"baseline": "optimal"}}, "stash"),
+        ("inline", {"gradnorm": {"sample_fraction": 0.5}}, "two_pass"),
+        ("inline", {"algo": {"kl_coefficient": 0.01}}, "two_pass"),
+    ],
+)
+def test_a_resumed_run_keeps_its_mode_if_other_settings_allow_it(
+    saved: str, changed: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "free_memory", lambda _: 2**45)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    table = {"run_dir": "run", "model": {"path": "model"}, "data": {"train": "rows.jsonl"}}
+    before = with_mode(Config.model_validate(table), saved).model_dump(mode="json")
+    checkpoints: Any = [SimpleNamespace(state={"config": before})]
+    model: Any = SimpleNamespace(config=published("Qwen3-0.6B"))
+    assert preflight.choose_mode(model, Config.model_validate(table | changed), checkpoints, 1).mode == mode
 
 
 def test_a_rank_selects_its_gpu_before_any_other_cuda_call(monkeypatch: pytest.MonkeyPatch) -> None:
