@@ -86,6 +86,11 @@ class Config(Section):
         return self.uses_norms and self.gradnorm.source in ("exact", "sketch")
 
     @property
+    def stashes(self) -> bool:
+        """Whether a step keeps the gradient of each response of a prompt (mode "stash")."""
+        return self.measures_norms and self.gradnorm.mode == "stash"
+
+    @property
     def per_update(self) -> Config:
         """The run as one optimizer update sees it: with algo.updates_per_batch, its share of the prompts."""
         updates = self.algo.updates_per_batch

@@ -39,7 +39,7 @@ class Sharing:
     def __init__(self, parallel: Parallel, config: Config) -> None:
         self._parallel, self._group_size, self._num_prompts = parallel, config.group_size, config.num_prompts
         self.num_folds = num_folds(config)  # R
-        self._spread = config.gradnorm.stash_spread if config.gradnorm.mode == "stash" else 1
+        self._spread = config.gradnorm.stash_spread if config.stashes else 1
         self.one_sum = not config.algo.snr.needs_folds  # no estimator reads the gradient of a fold
         self.size = max(parallel.block_size, self._spread)  # replicas that share a fold
         self.rank = parallel.dp_rank % self.size

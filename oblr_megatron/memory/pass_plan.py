@@ -29,13 +29,13 @@ class Layout:
     @classmethod
     def of(cls, hf_config: Mapping[str, Any], config: Config, world_size: int) -> Layout:
         """The layout of a run; `checks.layout.check_layout` must have accepted it."""
-        parallel, options = config.parallel, config.gradnorm
+        parallel = config.parallel
         tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         experts = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or tp)
         return cls(
             replicas=world_size // (tp * cp * parallel.pipeline_model_parallel_size),
             block=max(1, experts // (tp * cp)) if num_experts(hf_config) else 1,
-            spread=options.stash_spread if options.mode == "stash" else 1,
+            spread=config.gradnorm.stash_spread if config.stashes else 1,
         )
 
     @property
@@ -80,8 +80,7 @@ def samples_of_a_rank(config: Config, layout: Layout) -> int:
 
     Example, 4 folds of one prompt and two replicas that share experts: the first replica gets all prompts.
     """
-    split = config.gradnorm.mode == "stash" and config.measures_norms  # stash divides the responses of a prompt, too
-    if split:
+    if config.stashes:  # it divides the responses of a prompt, too
         return config.num_prompts * config.group_size // layout.replicas
     return folds_of_a_rank(config, layout) * prompts_of_a_run(config, layout) * config.group_size
 

@@ -143,9 +143,8 @@ class _Held:
     @classmethod
     def of(cls, sizes: RankSizes, config: Config, updated: int, *, folds: int, on_gpu: bool) -> _Held:
         main_grad = sizes.parameters * sizes.wide
-        stashes = config.gradnorm.mode == "stash" and config.measures_norms
         weights, optimizer = sizes.parameters * sizes.element, optimizer_bytes(sizes, config, updated)
-        stash = stash_bytes(sizes, config, on_gpu=on_gpu) if stashes else 0
+        stash = stash_bytes(sizes, config, on_gpu=on_gpu) if config.stashes else 0
         streams = config.rollout.overlap == "stream"
         return cls(
             weights=weights * (2 if config.algo.kl_coefficient else 1) + fp8_bytes(sizes, config),

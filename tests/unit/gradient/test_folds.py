@@ -62,6 +62,16 @@ def divided(replicas: int, positions: list[int], **options: Any) -> list[list[li
     return found
 
 
+@pytest.mark.parametrize(("source", "size"), [("exact", 4), ("logit", 1)])
+def test_replicas_share_prompts_only_for_measured_norms(
+    source: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oblr_megatron.gradient.folds.share_group", lambda *_: None)
+    config = step_config(8, gradnorm={"mode": "stash", "stash_spread": 4, "source": source})
+    parallel: Any = SimpleNamespace(block_size=1, dp_rank=5, dp_size=6)
+    assert Sharing(parallel, config).size == size
+
+
 LAYOUTS: list[dict[str, Any]] = [
     {"replicas": 1},
     {"replicas": 4},

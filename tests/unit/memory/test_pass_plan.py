@@ -50,6 +50,12 @@ def test_uneven_prompts_give_a_warning(
         assert line.endswith(f"a multiple of {sharing}")
 
 
+@pytest.mark.parametrize(("source", "spread"), [("exact", 4), ("logit", 1)])
+def test_replicas_share_prompts_only_for_measured_norms(source: str, spread: int) -> None:
+    config = config_of(12, mode="stash", stash_spread=4, source=source, always=True)
+    assert Layout.of({}, config, 4) == Layout(replicas=4, block=1, spread=spread)
+
+
 @pytest.mark.parametrize(("replicas", "prompts", "share"), [(4, 3, None), (5, 3, "20%"), (8, 2, "25%")])
 def test_without_folds_any_number_of_replicas_divides_the_batch(replicas: int, prompts: int, share: str | None) -> None:
     config, layout = config_of(12, estimator="momentum"), Layout(replicas=replicas, block=1, spread=1)
