@@ -198,7 +198,7 @@ def updated_elements(sizes: RankSizes, config: Config, world_size: int) -> int:
 
 def optimizer_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
     """Bytes of Adam's two moments or SGD's momentum, fp32 masters, and the "momentum" estimator's gradient average."""
-    average = sizes.parameters * (config.algo.snr.estimator == "momentum")
+    average = updated * (config.algo.snr.estimator == "momentum")  # cut like the moments (`model.momentum`)
     return state_bytes(sizes, config, updated) + average * sizes.wide
 
 

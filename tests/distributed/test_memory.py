@@ -22,7 +22,7 @@ TOKENS = 96
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "vocab_size": 128}
 
 Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
-"""Parallel section, gradnorm section, sizes of the model."""
+"""Parallel section, gradnorm section with algo.snr.estimator, sizes of the model."""
 
 
 def layout(**sizes: int) -> dict[str, Any]:
@@ -48,12 +48,14 @@ def model(sizes: dict[str, Any]) -> PreTrainedConfig:
 def step(case: Case) -> Any:
     """The run's configuration."""
     parallel, gradnorm, _ = case
+    estimator = gradnorm.get("estimator", "folds")
+    gradnorm = {key: value for key, value in gradnorm.items() if key != "estimator"}
     cut = max(parallel.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
     experts = parallel.get("expert_model_parallel_size", 1)
     prompts = 2 if cut == 1 or experts > 1 else 1
     folds = 1 if cut == 1 and experts > 1 else prompts  # a prompt a replica; replicas that share experts share a fold
     baseline = "pooled" if gradnorm["mode"] == "inline" else "optimal"
-    algo = {"baseline": baseline, "snr": {"num_folds": folds}}
+    algo = {"baseline": baseline, "snr": {"num_folds": folds, "estimator": estimator}}
     return step_config(TOKENS, prompts=prompts, gradnorm=gradnorm, parallel=parallel, algo=algo)
 
 
@@ -93,6 +95,7 @@ RECOMPUTED: dict[str, Case] = {
 }
 DEALT: dict[str, Case] = {
     "replicas": (SHARDED, {"mode": "two_pass"}, WIDE),
+    "average of gradients": (SHARDED, {"mode": "two_pass", "estimator": "momentum"}, WIDE),
     "cp": (layout(cp=2) | SHARDED, {"mode": "two_pass"}, WIDE),
     "experts": (layout(ep=2, etp=1) | SHARDED, {"mode": "two_pass"}, {"num_experts": 4}),
 }
