@@ -149,6 +149,11 @@ def _coefficients(config: Config) -> Iterator[Problem]:
             f"gradnorm.sample_fraction is below 1, but baseline {config.algo.baseline!r} reads every norm of its step",
             'set algo.baseline to "pooled", or gradnorm.sample_fraction to 1',
         )
+    if config.gradnorm.sample_fraction < 1 and config.algo.snr.estimator == "samples":
+        yield (
+            "gradnorm.sample_fraction is below 1, but algo.snr.estimator 'samples' needs the norm of every response",
+            'set gradnorm.sample_fraction to 1, or algo.snr.estimator to "folds"',
+        )
     if config.algo.token_wise and config.algo.snr.estimator == "samples":
         yield (
             f"algo.snr.estimator 'samples' needs one advantage per response, but baseline {config.algo.baseline!r} has "

@@ -92,6 +92,7 @@ def test_bad_values(override: str, named: list[str]) -> None:
         (["rollout.rejection_low=0.5"], "rollout.rejection_low and rejection_high are the band of rollout.rejection"),
         (["rollout.push_timeout_s=60", "parallel.distributed_timeout_s=60"], "rollout.push_timeout_s 60 is not below"),
         (["optimizer.offload=sampling", "optimizer.name=sgd"], "has nothing to move"),
+        (["gradnorm.sample_fraction=0.5", "algo.snr.estimator=samples"], "needs the norm of every response"),
         (["checkpoint.resume=nowhere"], "checkpoint.resume 'nowhere'"),
         (["checkpoint.best_metric=eval/a/accuracy"], "checkpoint.best_metric 'eval/a/accuracy'"),
         (["checkpoint.best_metric=eval/a/loss", "evaluate.data.a=a.jsonl"], "eval/a/accuracy, eval/a/mean_at_k, eval"),
