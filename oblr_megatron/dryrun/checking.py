@@ -84,7 +84,7 @@ def check_fits(memory: Sequence[RankMemory], config: Config, device: Device) -> 
     fullest = max(memory, key=lambda one: one.peak)
     if device.num_bytes is None or fullest.peak <= device.num_bytes:
         return
-    sampling = fullest.rollout > fullest.training
+    sampling = fullest.rollout >= fullest.training  # equal on a CPU with rollout.only
     phase = "during sampling" if sampling else f"at the {fullest.step.moment}"
     fix = (
         "lower rollout.gpu_memory_utilization, or start more ranks with parallel.use_distributed_optimizer"

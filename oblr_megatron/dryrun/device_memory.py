@@ -86,6 +86,7 @@ def rank_memory(hf_config: Mapping[str, Any], config: Config, world_size: int, d
     if config.rollout.own_engines:
         engine = engine_bytes(hf_config, config, device_bytes=device.num_bytes if device.on_gpu else None)
     fixed = 0 if device.on_gpu else resident_bytes()
+    trains = not config.rollout.only
     return [
         RankMemory(
             estimate_stage(
@@ -96,12 +97,26 @@ def rank_memory(hf_config: Mapping[str, Any], config: Config, world_size: int, d
                 on_gpu=device.on_gpu,
                 transformer_engine=device.transformer_engine,
                 fixed_bytes=fixed,
-            ),
+            )
+            if trains
+            else _without_a_model(fixed, stage),
             engine,
             config.rollout.sleep_level if device.on_gpu else 0,
             CONTEXT if device.on_gpu else 0,
-            push_bytes(hf_config, config) if device.on_gpu and engine else 0,
+            push_bytes(hf_config, config) if device.on_gpu and engine and trains else 0,
             engines_of_a_rank(config, world_size, on_gpu=device.on_gpu),
         )
         for stage in range(config.parallel.pipeline_model_parallel_size)
     ]
+
+
+def _without_a_model(fixed: int, stage: int) -> MemoryEstimate:
+    """The trainer's part with `rollout.only`, which builds no policy and no optimizer: the process alone."""
+    nothing = dict.fromkeys(
+        (
+            *("weights", "main_grad", "fold_sums", "optimizer", "activations"),
+            *("logits", "norms", "work", "checkpoint"),
+        ),
+        0,
+    )
+    return MemoryEstimate(**nothing, fixed=fixed, stage=stage, moment="", between_steps=fixed)

@@ -72,7 +72,8 @@ def _show(found: Found, unchecked: Sequence[str]) -> int:
 
     models, memory = found.models, found.memory
     print(found.model)
-    print(f"{found.world_size} ranks, each on {found.device.text}; norms: {found.config.gradnorm.mode}")
+    norms = "" if found.config.rollout.only else f"; norms: {found.config.gradnorm.mode}"
+    print(f"{found.world_size} ranks, each on {found.device.text}{norms}")
     print(f"{models.total:,} parameters; models built: {len(models.holdings)}, with megatron-core's own layers")
     if found.idle:
         print(found.idle)

@@ -55,7 +55,7 @@ def examine(config: Config, world_size: int, per_node: int, device: Device) -> F
     memory = tuple(rank_memory(hf_config, decided, world_size, device))
     models = build_models(hf_config, decided, world_size)
     _check_counts(hf_config, decided, models)
-    idle = idle_replicas(decided, Layout.of(hf_config, decided, world_size))
+    idle = None if config.rollout.only else idle_replicas(decided, Layout.of(hf_config, decided, world_size))
     return Found(decided, hf_config, world_size, device, line, idle, models, memory)
 
 

@@ -71,6 +71,8 @@ def memory_table(kinds: Sequence[Kind], device_bytes: int | None) -> Table:
 
 
 def _add_training(table: Table, kinds: Sequence[Kind]) -> None:
+    if not kinds[0].memory.step.moment:  # rollout.only
+        return
     moments = [f"{kind.memory.training / GB:.2f}" for kind in kinds]
     table.add_row("while training", *moments)
     table.add_row("  peak at the", *(kind.memory.step.moment for kind in kinds), end_section=True)

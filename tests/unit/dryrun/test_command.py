@@ -82,6 +82,22 @@ def test_on_a_machine_without_gpus(config_file: Path, capsys: pytest.CaptureFixt
     assert not (config_file.parent / "run").exists()
 
 
+def test_a_run_that_only_samples_needs_no_memory_for_training(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No policy, no optimizer, no norms; 12 prompts on 8 replicas are no reason for a warning."""
+    keys = ["num_prompts=12", "algo.snr.estimator=momentum", "parallel.tensor_model_parallel_size=1"]
+    keys += ["parallel.sequence_parallel=false"]
+    arguments = [*keys, "--nproc-per-node", "8", "--gpu-memory-gb", "24"]
+    assert dry(config_file, *arguments) == 2
+    assert "its device has 24.0 GB" in capsys.readouterr().err
+    assert dry(config_file, *arguments, "--rollout-only") == 0
+    printed = capsys.readouterr().out
+    (rank,) = {(one["training_bytes"], one["rollout_bytes"]) for one in json.loads(printed.splitlines()[-1])["ranks"]}
+    assert rank == (4 * 2**30, 2 * 2**30 + 12_000_000_000), "the trainer's CUDA context and the engine"
+    assert not any(word in printed for word in ("norms:", "idle", "while training"))
+
+
 def complete(root: Path) -> list[str]:
     """Arguments of a run that this machine can start; its model and rows are written below `root`."""
     model = make_hf_dir(root / "model", head_dim=32)
