@@ -5,6 +5,7 @@ They call the same functions as `preflight`, which checks the rest when the run 
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +119,7 @@ def check_files(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
     model = check_hf_dir(path) if list(path.glob("*.safetensors")) else None
     if model is None:
         lines.append(f"the model's weights and tokenizer: {path} {_state(path)}")
-    if config.run_dir.parent.is_dir():
+    if os.path.isdir(config.run_dir.parent):  # also False if this user may not look
         check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     else:
         lines.append(f"run_dir: {config.run_dir.parent} is not on this machine")

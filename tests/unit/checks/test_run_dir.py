@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import genericpath
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,3 +35,28 @@ def test_a_run_is_resumed_and_not_overwritten(tmp_path: Path, mark: str) -> None
     with pytest.raises(UserError) as caught:
         check_run_dir(tmp_path)
     assert "--resume" in caught.value.fix
+
+
+@pytest.fixture
+def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that nobody may enter, not even root."""
+    place, stat = tmp_path / "locked", os.stat
+    place.mkdir()
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if place in Path(path).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(os, "lstat", lambda path, **options: refuse(path, follow_symlinks=False, **options))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != place)
+    monkeypatch.setattr(os.path, "exists", genericpath.exists)  # by os.stat; C code has its own call
+    monkeypatch.setattr(os.path, "isdir", genericpath.isdir)
+    monkeypatch.setattr(os.path, "lexists", lambda path: genericpath.exists(path))
+    return place
+
+
+def test_below_a_directory_that_the_user_may_not_enter(locked: Path) -> None:
+    with pytest.raises(UserError, match=f"run_dir cannot be created: {locked} is not a writable directory"):
+        check_run_dir(locked / "runs" / "one")
