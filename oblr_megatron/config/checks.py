@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -174,17 +173,17 @@ def _data(config: Config) -> Iterator[Problem]:
 
 
 def _checkpoints(config: Config) -> Iterator[Problem]:
-    """checkpoint.resume exists; checkpoint.best_metric is measured."""
-    resume, best = config.checkpoint.resume, config.checkpoint.best_metric
-    if resume not in ("none", "newest") and not os.path.isdir(resume):
-        what = f"checkpoint.resume {resume!r} is not a directory"
-        yield what, 'give the directory of a checkpoint, "newest" or "none"'
+    """checkpoint.best_metric is measured."""
+    best = config.checkpoint.best_metric
     metrics = EVALUATED if config.evaluate.samples_per_prompt else EVALUATED[:1]
     measured = [f"eval/{name}/{metric}" for name in config.evaluate.data for metric in metrics]
     if best and best not in measured:
         fix = f"name one of {', '.join(measured)}" if measured else "name a set in evaluate.data, or leave it empty"
         yield f"checkpoint.best_metric {best!r} is not a metric of a set in evaluate.data", fix
-    if best and config.evaluate.every_steps == 0:
+    if best and config.rollout.replay is not None:
+        what = f"checkpoint.best_metric is {best!r}, but a replay (rollout.replay) evaluates nothing"
+        yield what, "leave best_metric empty"
+    elif best and config.evaluate.every_steps == 0:
         what = f"checkpoint.best_metric is {best!r}, but evaluate.every_steps is 0, so nothing is evaluated"
         yield what, "set evaluate.every_steps to 1 or more, or leave best_metric empty"
 

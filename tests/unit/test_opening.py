@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from oblr_megatron import opening, preflight
-from oblr_megatron.config import Config
+from oblr_megatron.checkpoint.resume import find
+from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.published import published
@@ -38,6 +40,20 @@ def test_a_resumed_run_keeps_its_mode_if_other_settings_allow_it(
     checkpoints: Any = [SimpleNamespace(state={"config": before})]
     model: Any = SimpleNamespace(config=published("Qwen3-0.6B"))
     assert preflight.choose_mode(model, Config.model_validate(table | changed), checkpoints, 1).mode == mode
+
+
+def test_a_run_does_not_begin_without_the_checkpoint_it_names(tmp_path: Path) -> None:
+    config = parse_config(
+        {
+            "run_dir": str(tmp_path / "run"),
+            "model": {"path": "model"},
+            "data": {"train": "rows.jsonl"},
+            "checkpoint": {"resume": str(tmp_path / "deleted")},
+        }
+    )
+    model: Any = SimpleNamespace()
+    with pytest.raises(UserError, match=r"the checkpoint does not exist \[.*deleted\]"):
+        find(config, model)
 
 
 def test_a_rank_selects_its_gpu_before_any_other_cuda_call(monkeypatch: pytest.MonkeyPatch) -> None:

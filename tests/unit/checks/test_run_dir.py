@@ -53,7 +53,7 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != place)
     monkeypatch.setattr(os.path, "exists", genericpath.exists)  # by os.stat; C code has its own call
     monkeypatch.setattr(os.path, "isdir", genericpath.isdir)
-    monkeypatch.setattr(os.path, "lexists", lambda path: genericpath.exists(path))
+    monkeypatch.setattr(os.path, "lexists", genericpath.exists)
     return place
 
 

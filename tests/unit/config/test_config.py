@@ -93,10 +93,16 @@ def test_bad_values(override: str, named: list[str]) -> None:
         (["rollout.push_timeout_s=60", "parallel.distributed_timeout_s=60"], "rollout.push_timeout_s 60 is not below"),
         (["optimizer.offload=sampling", "optimizer.name=sgd"], "has nothing to move"),
         (["gradnorm.sample_fraction=0.5", "algo.snr.estimator=samples"], "needs the norm of every response"),
-        (["checkpoint.resume=nowhere"], "checkpoint.resume 'nowhere'"),
         (["checkpoint.best_metric=eval/a/accuracy"], "checkpoint.best_metric 'eval/a/accuracy'"),
         (["checkpoint.best_metric=eval/a/loss", "evaluate.data.a=a.jsonl"], "eval/a/accuracy, eval/a/mean_at_k, eval"),
         (["checkpoint.best_metric=eval/a/pass_at_k", "evaluate.data.a=a.jsonl"], "but evaluate.every_steps is 0"),
+        (
+            [
+                *("checkpoint.best_metric=eval/a/accuracy", "evaluate.data.a=a.jsonl", "evaluate.every_steps=1"),
+                "rollout.replay=samples",
+            ],
+            "a replay (rollout.replay) evaluates nothing",
+        ),
         *[([f"algo.baseline={name}", "group_size=1"], f"baseline '{name}'") for name in OF_GROUP],
     ],
 )
@@ -106,7 +112,7 @@ def test_contradicting_values(overrides: list[str], named: str) -> None:
 
 def test_resume_and_best_metric(tmp_path: Path) -> None:
     best = ["evaluate.data.a=a.jsonl", "evaluate.every_steps=1", "checkpoint.best_metric=eval/a/mean_at_k"]
-    for resume in ("none", "newest", str(tmp_path)):
+    for resume in ("none", "newest", str(tmp_path), str(tmp_path / "deleted")):  # a config is also read later
         config = parse_config(json.loads(json.dumps(MINIMAL)), overrides=[f"checkpoint.resume={resume}", *best])
         assert config.checkpoint.resume == resume
 
