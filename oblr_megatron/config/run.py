@@ -124,6 +124,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: the file cannot be read, an override is malformed, a key is unknown, a value is out of bounds.
     """
+    return parse_config(read_table(path), str(path), overrides)
+
+
+def read_table(path: str | Path) -> dict[str, Any]:
+    """The settings in a TOML file or in the config.json of a run, unchecked.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -137,7 +146,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"not a {kind} file: {error}", where=str(path), fix="correct that line") from error
     if not isinstance(table, dict):
         raise UserError("not a table of settings", where=str(path), fix="give the config.json of a run, or a TOML file")
-    return parse_config(table, str(path), overrides)
+    return table
 
 
 def parse_config(table: dict[str, Any], where: str = "config", overrides: Sequence[str] = ()) -> Config:

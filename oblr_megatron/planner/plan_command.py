@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlap", choices=OVERLAPS, help="engines on GPUs of their own, with this rollout.overlap (docs/overlap.md)"
     )
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="read constants from a file of --calibrate")
-    parser.add_argument("--config", type=Path, metavar="CONFIG.toml", help="take all other settings from this config")
+    parser.add_argument("--config", type=Path, metavar="CONFIG", help="take all other settings from this config.toml or config.json")
     parser.add_argument("--top", type=count, default=10, metavar="K", help="layouts to show (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
     parser.add_argument("--write", type=Path, metavar="FILE.toml", help="write the config sections of the best layout")
@@ -151,10 +150,10 @@ def _table(options: argparse.Namespace) -> dict[str, Any]:
             sequence_length=options.sequence_length,
             dtype=options.dtype,
         )
-    from oblr_megatron.config import load_config
+    from oblr_megatron.config.run import parse_config, read_table
 
-    config = load_config(options.config).model_dump(mode="json")
-    found: dict[str, Any] = tomllib.loads(options.config.read_text(encoding="utf-8"))
+    found = read_table(options.config)
+    config = parse_config(found, str(options.config)).model_dump(mode="json")
     sizes = {"num_prompts": config["num_prompts"], "group_size": config["group_size"]}
     data = found["data"] | {"max_prompt_tokens": config["data"]["max_prompt_tokens"]}
     longest = options.sequence_length

@@ -97,10 +97,13 @@ def write_toml(plan: Plan, request: Request, path: Path) -> None:
 
 
 def toml(sections: Mapping[str, Any], prefix: str = "") -> str:
-    """Nested tables of numbers, strings and truth values as TOML; the JSON of these values is valid TOML."""
+    """Nested tables of numbers, strings and truth values as TOML; the JSON of these values is valid TOML.
+
+    Settings of None, as in the config.json of a run, are left out: TOML has no such value.
+    """
     text = ""
     for name, fields in sections.items():
-        plain = {key: value for key, value in fields.items() if not isinstance(value, Mapping)}
+        plain = {key: value for key, value in fields.items() if not (value is None or isinstance(value, Mapping))}
         nested = {key: value for key, value in fields.items() if isinstance(value, Mapping)}
         if plain:
             lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in plain.items())

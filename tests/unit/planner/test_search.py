@@ -11,7 +11,7 @@ import pytest
 
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.cli import main
-from oblr_megatron.config import parse_config
+from oblr_megatron.config import load_config, parse_config
 from oblr_megatron.dryrun.device_memory import Device, rank_memory
 from oblr_megatron.errors import EXIT_USER, UserError
 from oblr_megatron.memory.engine import CONTEXT, engine_bytes
@@ -138,6 +138,12 @@ max_response_tokens = 400
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert {plan["sections"]["algo"]["snr"]["num_folds"] for plan in plans} == {8}
     assert all(plan["phases"]["norms"]["s"] == 0 for plan in plans)
+    saved, best = tmp_path / "config.json", tmp_path / "best.toml"
+    saved.write_text(json.dumps(load_config(tmp_path / "run.toml").model_dump(mode="json")))
+    assert main([*command[:-2], str(saved), "--json", "--write", str(best)]) == 0
+    again = json.loads(capsys.readouterr().out)["plans"]
+    assert [plan["layout"] for plan in again] == [plan["layout"] for plan in plans]
+    assert tomllib.loads(best.read_text())["algo"]["snr"]["num_folds"] == 8
 
 
 def test_table_names_phases_and_what_bounds_them(capsys: pytest.CaptureFixture[str]) -> None:
