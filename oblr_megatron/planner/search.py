@@ -70,7 +70,8 @@ class Plan:
             words.append(f"ETP{parallel.expert_tensor_parallel_size}")
         words += ["SP"] * parallel.sequence_parallel + ["short ends"] * parallel.account_for_embedding_and_loss
         recompute = [f"{parallel.recompute_granularity} recompute"] * (parallel.recompute_granularity != "none")
-        rest = [f"vLLM TP{self.config.rollout.tensor_parallel_size}", *recompute, self.config.gradnorm.mode]
+        norms = [self.config.gradnorm.mode] * self.config.measures_norms
+        rest = [f"vLLM TP{self.config.rollout.tensor_parallel_size}", *recompute, *norms]
         return ", ".join([" ".join(words), *rest, f"{parallel.micro_batch_tokens} tokens"])
 
 
@@ -150,14 +151,15 @@ class _Tally:
         self._rollouts: dict[tuple[int, float], Phase] = {}
 
     def consider(self, parallel: Sections) -> list[Plan]:
-        """The plans of a layout: one for each norm mode that is possible and fits."""
+        """The plans of a layout: one for each norm mode that is possible and fits; one if no norms are measured."""
         request, found = self.request, []
         longest = longest_sample(self.run)
-        for mode in request.modes:
-            if mode != "two_pass" and parallel["micro_batch_tokens"] > longest:
+        for mode in request.modes if self.run.measures_norms else ("",):
+            if mode not in ("", "two_pass") and parallel["micro_batch_tokens"] > longest:
                 continue  # Transformer Engine's layers need one sample per microbatch, so a larger budget is pointless
             try:
-                sections = {"parallel": parallel, "gradnorm": {"mode": mode}, "algo": self.folds(parallel)}
+                norms = {"gradnorm": {"mode": mode}} if mode else {}
+                sections = {"parallel": parallel, **norms, "algo": self.folds(parallel)}
                 config = request.config(sections)
                 check_layout(request.hf_config, config, request.gpus)
                 check_dealing(request.hf_config, config, request.gpus)
@@ -281,7 +283,8 @@ class _Tally:
             parallel = config.parallel
             sizes = f"TP{parallel.tensor_model_parallel_size} PP{parallel.pipeline_model_parallel_size} "
             sizes += f"CP{parallel.context_parallel_size} EP{parallel.expert_model_parallel_size}"
-            self.nearest = num_bytes, f"{sizes}, {parallel.recompute_granularity} recompute, {config.gradnorm.mode}"
+            norms = f", {config.gradnorm.mode}" * config.measures_norms
+            self.nearest = num_bytes, f"{sizes}, {parallel.recompute_granularity} recompute{norms}"
 
     def nothing(self) -> UserError:
         """The error that says why there is no plan."""

@@ -138,6 +138,9 @@ max_response_tokens = 400
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert {plan["sections"]["algo"]["snr"]["num_folds"] for plan in plans} == {8}
     assert all(plan["phases"]["norms"]["s"] == 0 for plan in plans)
+    layouts = [{**plan["sections"], "algo": None} for plan in plans]
+    assert all(layouts.count(one) == 1 for one in layouts), "norm modes that measure nothing are no other layouts"
+    assert len({plan["layout"] for plan in plans}) == len(plans) > 5 and "gradnorm" not in layouts[0]
     saved, best = tmp_path / "config.json", tmp_path / "best.toml"
     saved.write_text(json.dumps(load_config(tmp_path / "run.toml").model_dump(mode="json")))
     assert main([*command[:-2], str(saved), "--json", "--write", str(best)]) == 0
