@@ -46,12 +46,12 @@ class EmbeddingRows:
     def of(
         cls, rules: Sequence[Rule], batches: Sequence[TokenRows], parallel: Parallel, *, squares: bool
     ) -> EmbeddingRows | None:
-        """Allocate the rows of these microbatches' samples; None on a rank that needs none."""
+        """Allocate the rows of these microbatches' samples; None on a rank that needs none, and without samples."""
         embedding, head = _uses(rules, parallel)
         if not squares and parallel.pp_size == 1:
             return None  # E was squared whole, with H already added
         held = embedding or head
-        if held is None:
+        if held is None or not batches:
             return None
         grad, slot = held.grad, 0
         samples, rows = [], []

@@ -106,7 +106,7 @@ def weighted_grad_sum(
         microbatches: likewise.
         loss: likewise.
         weights: c [n] of all samples, or a function of their squared norms. A sample with c = 0 is left out, even if
-            its gradient is not finite.
+            its gradient is not finite. Where replicas share experts, its logits must be finite.
         mode: see above. "stash" keeps n gradients, "bookkeep" the factors of all microbatches.
 
     Raises:
@@ -233,13 +233,16 @@ def _total(loss: Loss, factors: Tensor | None, output: Tensor, batch: TokenBatch
         )
     if factors is None:
         return values.sum(), {}
+    if not bool(factors[batch.sample_index].any()):  # kept by `_used`; the loss may be NaN, and 0 * NaN is NaN
+        return 0 * output.sum(), {}
     return (values * factors[batch.sample_index]).sum(), {}
 
 
 def _used(model: TappedModel, batches: Sequence[TokenBatch], factors: Tensor) -> list[TokenBatch]:
     """The microbatches without the samples with factor 0: their loss may not be finite, and 0 * NaN is NaN.
 
-    Replicas that share experts need the same number of microbatches, and keep all.
+    Replicas that share experts need the same number of microbatches and keep all, here of one sample each. `_total`
+    gives those with factor 0 a gradient of 0.
     """
     if model.parallel.block_size > 1:
         return list(batches)

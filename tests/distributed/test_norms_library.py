@@ -8,6 +8,7 @@ Not covered: Transformer Engine's layers, CUDA.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,17 +126,27 @@ def case_of(
         mine = list(range(dp, len(LENGTHS), replicas))
         batches, given = layout_of(mine, how), chunks if len(chunks) > 1 else chunks[0]
 
-        def summed(name: str, factors: Tensor, call: Any) -> None:
+        def summed(name: str, factors: Tensor, call: Any, expected: Tensor = norms) -> None:
             for chunk in chunks:
                 chunk.zero_grad(set_to_none=True) if bare else chunk.zero_grad_buffer()
-            found = call()
-            errors[f"{name}: norms"] = float((found / norms[mine] - 1).abs().max())
+            found, expected = call(), expected[mine]
+            assert torch.equal(found.isfinite(), expected.isfinite()), name
+            errors[f"{name}: norms"] = float((found / expected - 1).abs()[expected.isfinite()].max())
             if not bare:
                 finalize_model_grads(chunks)
             total = {k: sum(c * grads[k] for c, grads in zip(factors, wanted, strict=True)) for k in wanted[0]}
             errors[name] = error_of(gradients(chunks, bare), chunks, bare, total)
 
         per_sample = LOSSES[loss]
+        left_out = FACTORS.tolist().index(0)
+        lost = norms.clone()
+        lost[left_out] = math.nan
+
+        def broken(logits: Tensor, batch: Batch) -> Tensor:
+            """NaN for a sample with factor 0."""
+            assert batch.lengths is not None
+            own = batch.lengths == samples()[left_out].lengths
+            return per_sample(logits, batch) * torch.where(own, math.nan, 1.0)
         with tapped(given) as handle:
             shared = sizes.get("ep", 1) > sizes.get("tp", 1)
             for place, mode in enumerate(MODES[:1] if shared else MODES):
@@ -144,6 +155,9 @@ def case_of(
                     errors[f"{mode}: norms alone"] = float((found / norms[mine] - 1).abs().max())
                 call = partial(weighted_grad_sum, handle, batches, per_sample, FACTORS[mine], mode=mode)
                 summed(f"{mode}: weighted", FACTORS, call)
+                if mode == "two_pass":
+                    call = partial(weighted_grad_sum, handle, batches, broken, FACTORS[mine], mode=mode)
+                    summed("two_pass: not finite", FACTORS, call, lost)
                 if mode != "inline":
                     call = partial(clipped_grad_sum, handle, batches, per_sample, limit, mode=mode)
                     summed(f"{mode}: clipped", clips, call)

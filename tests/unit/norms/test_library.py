@@ -134,6 +134,14 @@ def test_gradients_are_added_and_norms_leave_them_alone(mode: Any) -> None:
             torch.testing.assert_close(param.main_grad, 2 * grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("mode", ["two_pass", "stash", "bookkeep", "inline"])
+def test_no_samples_add_nothing(mode: Any) -> None:
+    """The embedding is tied."""
+    model = ddp(build("qwen2")[0])
+    assert weighted_grad_sum(model, [], mean_cross_entropy, ONES[:0], mode=mode).shape == (0,)
+    assert not any(param.main_grad.any() for param in model.parameters())
+
+
 def test_a_bare_model_keeps_its_gradients() -> None:
     (model,) = build("gpt")
     for param in model.parameters():
