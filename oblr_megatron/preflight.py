@@ -19,7 +19,7 @@ from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.resume import Checkpoint
 from oblr_megatron.checkpoint.store import NoSpaceError, check_space, checkpoint_bytes
 from oblr_megatron.checks.invariant import check_invariant
-from oblr_megatron.checks.layout import check_layout
+from oblr_megatron.checks.layout import check_layout, heads_problem
 from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.checks.machine import (
     check_compiler,
@@ -130,18 +130,13 @@ def check_settings(
 
 
 def check_heads(hf_config: Mapping[str, Any], config: Config) -> None:
-    """An engine's heads divide among its devices.
+    """An engine's heads divide among its devices, as vLLM requires.
 
     Raises:
         UserError: names both numbers.
     """
-    heads, width = hf_config["num_attention_heads"], config.rollout.tensor_parallel_size
-    if heads % width:
-        raise UserError(
-            f"num_attention_heads {heads} is not a multiple of rollout.tensor_parallel_size {width}",
-            where="config: rollout",
-            fix=f"choose a divisor of {heads}",
-        )
+    if problem := heads_problem(hf_config, config.rollout.tensor_parallel_size, "rollout.tensor_parallel_size"):
+        raise UserError(problem[0], where="config: rollout", fix=problem[1])
 
 
 def choose_mode(model: HFDir, config: Config, checkpoints: Sequence[Checkpoint], world_size: int) -> ModeChoice:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.families import LLAMA3_ROPE, family_of
 
 if TYPE_CHECKING:
@@ -111,16 +111,22 @@ def check_model(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: s
     _check_features(hf_config, where)
     tp = parallel.tensor_model_parallel_size
     heads, groups = _count(hf_config, "num_attention_heads", where), _count(hf_config, "num_key_value_heads", where)
-    _check_divides(heads, tp, "num_attention_heads", "tensor_model_parallel_size", where)
     _check_divides(heads, groups, "num_attention_heads", "num_key_value_heads", where)
-    if groups % tp and tp % groups:
-        raise UserError(
-            f"num_key_value_heads {groups} and tensor_model_parallel_size {tp} do not divide one another",
-            where=where,
-            fix=f"set parallel.tensor_model_parallel_size to a divisor or a multiple of {groups}",
-        )
+    if problem := heads_problem(hf_config, tp, "tensor_model_parallel_size"):
+        raise UserError(problem[0], where=where, fix=problem[1])
     _check_mlp(hf_config, parallel, where)
     _check_stages(_count(hf_config, "num_hidden_layers", where), parallel, where)
+
+
+def heads_problem(hf_config: Mapping[str, Any], width: int, option: str) -> Problem | None:
+    """Why `width` devices, the value of `option`, cannot divide the attention heads of a model; None if they can."""
+    heads, groups = hf_config["num_attention_heads"], hf_config["num_key_value_heads"]
+    if heads % width:
+        return f"num_attention_heads {heads} is not a multiple of {option} {width}", f"choose a divisor of {heads}"
+    if groups % width and width % groups:  # more devices than key heads: each holds a copy of one
+        what = f"num_key_value_heads {groups} and {option} {width} do not divide one another"
+        return what, f"choose a divisor or a multiple of {groups}"
+    return None
 
 
 def check_attention(attention: str, parallel: ParallelConfig) -> None:

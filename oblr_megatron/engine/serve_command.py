@@ -18,6 +18,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
+from oblr_megatron.checks.layout import heads_problem
 from oblr_megatron.checks.machine import check_head_size
 from oblr_megatron.checks.vllm_options import KEY, check_processor, check_routes, check_vllm_options, command_words
 from oblr_megatron.config.checks import apply_override
@@ -212,13 +213,11 @@ def check_sizes(spec: EngineSpec, hf_config: Mapping[str, Any], devices: int) ->
         UserError: names the option and the limit.
     """
     check_head_size(hf_config, spec.model, on_gpu=spec.device == "cuda")
-    positions, heads = (
-        int(hf_config.get("max_position_embeddings", spec.max_model_len)),
-        hf_config["num_attention_heads"],
-    )
+    positions = int(hf_config.get("max_position_embeddings", spec.max_model_len))
     cache = 2 * spec.max_model_len * hf_config["num_hidden_layers"] * hf_config["num_key_value_heads"]
     cache *= head_dim(hf_config) * (4 if spec.dtype == "float32" else 2)
     parallel = spec.tensor_parallel_size
+    divided = heads_problem(hf_config, parallel, "--tensor-parallel-size")
     for wrong, option, what, fix in (
         (
             spec.max_model_len > positions,
@@ -232,12 +231,7 @@ def check_sizes(spec: EngineSpec, hf_config: Mapping[str, Any], devices: int) ->
             f"{parallel} GPUs are needed, but this machine has {devices}",
             f"give {max(devices, 1)} or less",
         ),
-        (
-            heads % parallel,
-            "--tensor-parallel-size",
-            f"num_attention_heads {heads} is not a multiple of {parallel}",
-            f"give a divisor of {heads}",
-        ),
+        (divided is not None, "--tensor-parallel-size", *(divided or ("", ""))),
         (
             spec.device == "cpu" and cache > spec.kv_cache_bytes,
             "--kv-cache-gib",

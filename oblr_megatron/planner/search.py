@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from oblr_megatron.checks.layout import check_layout, num_experts
+from oblr_megatron.checks.layout import check_layout, heads_problem, num_experts
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.config import Config, ParallelConfig
 from oblr_megatron.errors import UserError
@@ -227,7 +227,7 @@ class _Tally:
         None if the heads do not divide, or the KV cache does not hold one longest sequence.
         """
         request, hf = self.request, self.request.hf_config
-        if hf["num_attention_heads"] % width or (request.engine_gpus or request.gpus) % width:
+        if heads_problem(hf, width, "tensor_parallel_size") or (request.engine_gpus or request.gpus) % width:
             return None
         for share in UTILIZATIONS:
             rollout = {"tensor_parallel_size": width, "gpu_memory_utilization": share}

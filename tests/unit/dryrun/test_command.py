@@ -192,6 +192,10 @@ REFUSED = {
     "folds that do not divide": (["--nproc-per-node", "8", "algo.snr.num_folds=2"], "num_folds 2 is not a multiple"),
     "an engine over nodes": (["--nproc-per-node", "2", "rollout.tensor_parallel_size=4"], "do not fit 2 ranks"),
     "heads over an engine": (["--nproc-per-node", "6", "rollout.tensor_parallel_size=3"], "num_attention_heads 16"),
+    "key heads over an engine": (
+        ["--nproc-per-node", "14", "model.path=models/Qwen2.5-7B", "rollout.tensor_parallel_size=7"],
+        "num_key_value_heads 4 and rollout.tensor_parallel_size 7",
+    ),
     "too little memory": (["--nproc-per-node", "8", "--gpu-memory-gb", "16"], "its device has 16.0 GB"),
     "no room for a cache": (
         ["--nproc-per-node", "8", "rollout.gpu_memory_utilization=0.05"],

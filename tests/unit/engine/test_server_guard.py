@@ -201,12 +201,15 @@ def test_numbers_out_of_range_are_refused_by_the_parser(option: str, value: str)
         (["--max-model-len=200"], "cpu", "--max-model-len", "128"),
         (["--max-model-len=64", "--kv-cache-gib=1e-6"], "cpu", "--kv-cache-gib", "64 tokens"),
         (["--max-model-len=64", "--tensor-parallel-size=4"], "cuda", "--tensor-parallel-size", "has 3"),
-        (["--max-model-len=64", "--tensor-parallel-size=3"], "cuda", "--tensor-parallel-size", "4 is not a multiple"),
+        (["--max-model-len=64", "--tensor-parallel-size=3"], "cuda", "--tensor-parallel-size", "4 is not a multiple of --tensor"),
+        (["--max-model-len=64", "--tensor-parallel-size=3"], "cuda", "--tensor-parallel-size", "heads 2 and --tensor"),
         (["--max-model-len=64"], "cpu", "m", "head_dim 16"),
     ],
 )
 def test_sizes_that_the_model_or_the_machine_lacks(arguments, device, where, named):
     sizes = SIZES | {"head_dim": 16 if where == "m" else 32}
+    if "heads 2" in named:
+        sizes |= {"num_attention_heads": 12, "num_key_value_heads": 2}
     spec = spec_of(serve_options(*arguments), device)
     with pytest.raises(UserError) as error:
         check_sizes(spec, sizes, 3 if device == "cuda" else 0)
