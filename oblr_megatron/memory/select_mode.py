@@ -77,19 +77,20 @@ def resolve(
     if free_bytes is not None:
         free_bytes -= beside_training(hf_config, config, world_size, free_bytes, on_gpu=on_gpu)
         free_bytes = max(0, free_bytes)
-    found = {
-        mode: estimate(
-            hf_config, with_mode(config, mode), world_size, on_gpu=on_gpu, transformer_engine=transformer_engine
-        )
-        for mode in (MODES if asked == "auto" else (asked,))
-    }
+
+    def estimated(mode: str) -> MemoryEstimate:
+        run = with_mode(config, mode)
+        return estimate(hf_config, run, world_size, on_gpu=on_gpu, transformer_engine=transformer_engine)
+
     if not config.measures_norms:
         mode = "two_pass" if asked == "auto" else asked
-        return ModeChoice(mode, "unused: this run measures no norms in backward passes", 1.0, found[mode])
+        return ModeChoice(mode, "unused: this run measures no norms in backward passes", 1.0, estimated(mode))
+    compared = (asked,) if free_bytes is None else dict.fromkeys((asked, "two_pass"))  # `_too_large` names the second
+    found = {mode: estimated(mode) for mode in (MODES if asked == "auto" else compared)}
     layout = {mode: Layout.of(hf_config, with_mode(config, mode), world_size) for mode in found}
     problems = {
         mode: _impossible(hf_config, with_mode(config, mode), layout[mode])
-        or _too_large(with_mode(config, mode), found[mode], free_bytes)
+        or _too_large(with_mode(config, mode), found, free_bytes)
         for mode in found
     }
     if problem := problems.get(asked):
@@ -101,9 +102,9 @@ def resolve(
     }
     if asked != "auto":
         return ModeChoice(asked, "as configured", costs[asked], found[asked])
-    smallest = problems["two_pass"]
-    if not costs and smallest is not None:
-        raise UserError(f"no mode measures norms here: {smallest[0]}", where="config: gradnorm", fix=smallest[1])
+    none = problems["two_pass"]
+    if not costs and none is not None:
+        raise UserError(f"no mode measures norms here: {none[0]}", where="config: gradnorm", fix=none[1])
     best = min(costs, key=costs.__getitem__)
     return ModeChoice(best, _reason(best, costs, problems, longest_sample(config)), costs[best], found[best])
 
@@ -180,21 +181,28 @@ def _impossible_stash(config: Config, layout: Layout) -> Problem | None:
     return None
 
 
-def _too_large(config: Config, found: MemoryEstimate, free_bytes: int | None) -> Problem | None:
-    """Why the mode does not fit into memory; None if it does, if memory is unknown, or for "two_pass", the smallest."""
-    mode = config.gradnorm.mode
-    if free_bytes is None or found.total <= free_bytes or mode in ("inline", "two_pass"):
+def _too_large(config: Config, found: Mapping[str, MemoryEstimate], free_bytes: int | None) -> Problem | None:
+    """Why the mode does not fit into memory; None if it does or if memory is unknown.
+
+    Also None for "inline" and "two_pass". They keep nothing for the norms, and need less if samples are short.
+
+    Args:
+        config: the run, in this mode.
+        found: the estimate of each mode.
+        free_bytes: memory that a rank may use.
+    """
+    mode, own = config.gradnorm.mode, found[config.gradnorm.mode]
+    if free_bytes is None or own.total <= free_bytes or mode in ("inline", "two_pass"):
         return None
-    what = f"a rank needs {size(found.total)}, but {size(free_bytes)} are free; "
+    what = f"a rank needs {size(own.total)}, but {size(free_bytes)} are free; "
+    less = "use mode two_pass"
+    if found["two_pass"].total >= own.total:  # its microbatches have several samples
+        less = f"lower parallel.micro_batch_tokens and {less}"
     if mode == "stash":
-        return (
-            what + f"{stash_count(config)} stashed gradients take {size(found.norms)}",
-            "raise gradnorm.stash_spread, set stash_dtype or stash_offload, or use mode two_pass",
-        )
-    return (
-        what + f"the factors of {config.gradnorm.window_tokens} tokens (at least one prompt) take {size(found.norms)}",
-        "lower gradnorm.window_tokens, or use mode two_pass",
-    )
+        what += f"{stash_count(config)} stashed gradients take {size(own.norms)}"
+        return what, f"raise gradnorm.stash_spread, set stash_dtype or stash_offload, or {less}"
+    what += f"the factors of {config.gradnorm.window_tokens} tokens (at least one prompt) take {size(own.norms)}"
+    return what, f"lower gradnorm.window_tokens, or {less}"
 
 
 def _cost(hf_config: Mapping[str, Any], config: Config, layout: Layout, mode: str, *, on_gpu: bool) -> float:

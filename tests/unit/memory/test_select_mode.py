@@ -171,6 +171,21 @@ def test_impossible_modes_are_refused_with_the_number(
     assert caught.value.where == "config: gradnorm.mode"
 
 
+def test_two_passes_are_no_advice_where_they_need_more() -> None:
+    """They take several samples at a time, so that their activations can exceed four stashed gradients."""
+    few = {"parallel": {"micro_batch_tokens": 8192}, "group_size": 4, "checkpoint": {"every_steps": 0}}
+    config = config_of(response=1984, **few)  # type: ignore[arg-type]
+    total = {m: choose(with_mode(config, m)).estimate.total for m in ("stash", "two_pass")}
+    assert total["stash"] < total["two_pass"]
+    with pytest.raises(UserError, match="mode 'stash'") as caught:
+        choose(with_mode(config, "stash"), free_bytes=total["stash"] - 2**30)
+    assert caught.value.fix.endswith("or lower parallel.micro_batch_tokens and use mode two_pass")
+    alone = config_of(response=1984, **few | {"parallel": {"micro_batch_tokens": 2048}})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="mode 'stash'") as caught:
+        choose(with_mode(alone, "stash"), free_bytes=2**34)
+    assert caught.value.fix.endswith("stash_offload, or use mode two_pass")
+
+
 def test_a_possible_mode_is_kept() -> None:
     for mode in ("two_pass", "stash", "bookkeep"):
         assert choose(config_of(gradnorm={"mode": mode})).mode == mode
