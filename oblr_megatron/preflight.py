@@ -16,6 +16,7 @@ from oblr_megatron.algo.rate_controls import check_source
 from oblr_megatron.algo.snr_estimators import check_estimator
 from oblr_megatron.checkpoint import resume
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
+from oblr_megatron.checkpoint.partials import disk_bytes
 from oblr_megatron.checkpoint.resume import Checkpoint
 from oblr_megatron.checkpoint.store import NoSpaceError, check_space, checkpoint_bytes
 from oblr_megatron.checks.invariant import check_invariant
@@ -208,11 +209,12 @@ def with_saved_mode(config: Config, checkpoints: Sequence[Checkpoint]) -> Config
 
 
 def check_room(config: Config, model: HFDir) -> None:
-    """Refuse a run without space for one checkpoint."""
+    """Refuse a run without space for one checkpoint; partial directories of killed saves will be removed."""
     if config.rollout.only or not (config.checkpoint.every_steps or config.checkpoint.exit_before_timeout_s):
         return
     try:
-        check_space(config.run_dir / CHECKPOINTS, checkpoint_bytes(model, config))
+        directory = config.run_dir / CHECKPOINTS
+        check_space(directory, checkpoint_bytes(model, config), freed=disk_bytes(directory))
     except NoSpaceError as error:
         raise UserError(
             str(error), where="run_dir", fix="choose a run_dir with more space, or set checkpoint.every_steps to 0"

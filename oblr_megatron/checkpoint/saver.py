@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from oblr_megatron.checkpoint import store
+from oblr_megatron.checkpoint import partials, store
 from oblr_megatron.checkpoint.distributed import State, TorchDistWriter
 from oblr_megatron.checkpoint.hf_write import copy_description
 from oblr_megatron.checkpoint.store import FileEntry, Manifest
@@ -90,6 +90,8 @@ class Saver:
         parallel: layout of the ranks that save.
         model: directory the run started from, for config and tokenizer.
         best: from the resumed checkpoint.
+
+    A killed save left a partial directory, maybe on another machine. The first rank removes all of them.
     """
 
     def __init__(self, config: Config, parallel: Parallel, model: HFDir, best: Best | None = None) -> None:
@@ -102,8 +104,8 @@ class Saver:
         self._pending: Future[Saved] | None = None
         self._reported = True
         self._best_before = best
-        if self._rank == 0 and self._directory.is_dir():
-            store.sweep(self._directory)
+        if self._rank == 0:  # it holds the lock of the run directory, so that nobody else writes here
+            partials.remove_all(self._directory)
 
     def due(self, step: int, num_steps: int, values: Mapping[str, float]) -> bool:
         """Whether to save after `step` of `num_steps` steps: by schedule, or because `values` are a new best.

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import json
 import os
 import re
 import shutil
-import socket
-import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from oblr_megatron.checkpoint.partials import partial_names, sweep
 from oblr_megatron.checks.run_dir import CHECKPOINTS
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.formatting import size
@@ -42,12 +40,10 @@ FORMAT, VERSION = "oblr_megatron", 1
 BLOCK_BYTES = 8 * 2**20  # read at a time
 FIXED_BYTES = 16 * 2**20  # of a checkpoint: tokenizer, metadata
 RESERVE_FRACTION, RESERVE_BYTES = 0.02, 64 * 2**20  # free space required beyond a checkpoint's size
-FOREIGN_PARTIAL_S = 3600.0  # another host's partial directory is kept this long after its last change
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 FIX = "resume from another checkpoint, or restore this one from an intact copy"
 
 _STEP = re.compile(r"step_(\d{8,})")
-_PARTIAL = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<pid>\d+)-\d+\.partial")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
@@ -134,13 +130,13 @@ def begin(target: Path) -> Path:
     """
     with writing(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
-        for partial in _partial_names(target):
+        for partial in partial_names(target):
             try:
                 partial.mkdir()
             except FileExistsError:
                 continue
             return partial
-    raise AssertionError("unreachable: _partial_names is endless")
+    raise AssertionError("unreachable: partial_names is endless")
 
 
 def measure(directory: Path, names: Iterable[str]) -> dict[str, FileEntry]:
@@ -217,18 +213,6 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     return _committed(directory) if directory.is_dir() else []
 
 
-def sweep(directory: Path) -> None:
-    """Remove partial directories that interrupted saves left; this process must not be saving.
-
-    Partials that another process may still be writing are kept: on this host while a process with that id lives, of
-    another host until FOREIGN_PARTIAL_S after the last change.
-    """
-    for partial in directory.glob(".*.partial"):
-        named = _PARTIAL.fullmatch(partial.name)
-        if named is not None and partial.is_dir() and not _is_alive(partial, named["host"], int(named["pid"])):
-            shutil.rmtree(partial, ignore_errors=True)  # the next sweep retries
-
-
 def prune(directory: Path, keep_last: int, keep: Collection[Path]) -> None:
     """Remove all checkpoints in `directory` except the newest `keep_last` and those in `keep`.
 
@@ -257,23 +241,23 @@ def checkpoint_bytes(model: HFDir, config: Config) -> int:
     return numbers * (weight + (master if weight < master else 0) + moments * master) + FIXED_BYTES
 
 
-def check_space(directory: Path, num_bytes: int) -> None:
+def check_space(directory: Path, num_bytes: int, *, freed: int = 0) -> None:
     """Check that `directory`, which need not exist yet, has room for `num_bytes` and a reserve.
+
+    Args:
+        directory: where the checkpoint will be written.
+        num_bytes: its size.
+        freed: bytes that will be removed before.
 
     Raises:
         NoSpaceError: with the bytes needed and free.
     """
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     status = os.statvfs(existing)
-    free = status.f_bavail * status.f_frsize
+    free = status.f_bavail * status.f_frsize + freed
     needed = num_bytes + int(num_bytes * RESERVE_FRACTION) + RESERVE_BYTES
     if free < needed:
         raise NoSpaceError(f"no room for a checkpoint: {size(needed)} needed, {size(free)} free in {existing}")
-
-
-def _partial_names(target: Path) -> Iterator[Path]:
-    owner = f"{socket.gethostname()}-{os.getpid()}"
-    return (target.with_name(f".{target.name}.{owner}-{number}.partial") for number in itertools.count())
 
 
 def _entry(file: Path) -> FileEntry:
@@ -356,19 +340,9 @@ def _committed(directory: Path) -> list[Path]:
     return [path for step, path in sorted(steps, reverse=True) if path.is_dir() and path.name == step_name(step)]
 
 
-def _is_alive(partial: Path, host: str, pid: int) -> bool:
-    if host == socket.gethostname():
-        return pid != os.getpid() and Path(f"/proc/{pid}").exists()
-    try:
-        changes = [path.lstat().st_mtime for path in (partial, *partial.rglob("*"))]
-    except OSError:  # its owner moved a file meanwhile
-        return True
-    return time.time() - max(changes) < FOREIGN_PARTIAL_S
-
-
 def _retire(old: Path) -> Path:
     """Rename a checkpoint to a partial directory."""
-    retired = next(name for name in _partial_names(old) if not name.exists())
+    retired = next(name for name in partial_names(old) if not name.exists())
     return old.rename(retired)
 
 

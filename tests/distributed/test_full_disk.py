@@ -7,6 +7,7 @@ allowed.
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,22 @@ def no_room_for_the_next(inputs: Path, disk: Path) -> None:
     assert saved_steps(disk / "run") == [4, 2]
 
 
-@pytest.mark.parametrize("work", [refused_at_the_start, full_while_writing, no_room_for_the_next])
+def filled_by_a_killed_save(inputs: Path, disk: Path) -> None:
+    """Its first save, on another node, as before a requeue: a resume removes what it left."""
+    store.FIXED_BYTES, store.RESERVE_BYTES = 200_000, 0
+    partial = disk / "run" / "checkpoints" / ".step_00000004.other-node-1-0.partial"
+    partial.mkdir(parents=True)
+    (disk / "run" / "config.json").touch()
+    free = os.statvfs(disk)
+    (partial / "__0_0.distcp").write_bytes(bytes(free.f_bavail * free.f_frsize - 2**16))
+    overrides = ("checkpoint.resume=newest", "checkpoint.every_steps=8", "checkpoint.export_hf=false")
+    status, said = train_here(config_of(inputs, disk / "run", *overrides))
+    assert status == 0 and not partial.exists(), said
+    assert saved_steps(disk / "run") == [8]
+
+
+@pytest.mark.parametrize(
+    "work", [refused_at_the_start, full_while_writing, no_room_for_the_next, filled_by_a_killed_save]
+)
 def test_a_full_disk(work: Callable[[Path, Path], None], inputs: Path, tmp_path: Path) -> None:
     on_small_disk(work, inputs, tmp_path)

@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oblr_megatron.checkpoint import store
+from oblr_megatron.checkpoint import partials, store
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest, NoSpaceError
 from oblr_megatron.checks.run_dir import CHECKPOINTS
 from oblr_megatron.errors import RunError
@@ -223,34 +222,6 @@ def test_pruning_keeps_the_newest_and_the_named_ones(tmp_path: Path) -> None:
         whole(path)
 
 
-def partial_of(directory: Path, host: str, pid: int) -> Path:
-    partial = directory / f".step_00000010.{host}-{pid}-0.partial"
-    (partial / "hf").mkdir(parents=True)
-    (partial / "hf" / "config.json").touch()
-    return partial
-
-
-def test_sweeping_keeps_partials_of_living_processes(tmp_path: Path) -> None:
-    here = socket.gethostname()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        living = partial_of(tmp_path, here, child.pid)
-        ours = store.begin(tmp_path / store.step_name(10))
-        other = partial_of(tmp_path, "other-node.cluster", 1)
-        unrelated = tmp_path / ".mine.partial"
-        unrelated.mkdir()
-        store.sweep(tmp_path)
-        assert living.exists() and not ours.exists() and other.exists() and unrelated.exists()
-        child.communicate(b"\n")
-    past = time.time() - store.FOREIGN_PARTIAL_S - 1
-    for path in (other, other / "hf"):
-        os.utime(path, (past, past))
-    store.sweep(tmp_path)
-    assert not living.exists() and other.exists(), "a file in the other host's partial is younger"
-    os.utime(other / "hf" / "config.json", (past, past))
-    store.sweep(tmp_path)
-    assert list(tmp_path.iterdir()) == [unrelated]
-
-
 def test_partials_of_one_process_have_different_names(tmp_path: Path) -> None:
     target = tmp_path / "deep" / store.step_name(1)
     first, second = store.begin(target), store.begin(target)
@@ -286,7 +257,8 @@ def test_a_kill_at_any_time_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
     """A process saves, replaces and prunes in a loop; every named checkpoint is intact after the kill."""
     program = (
         "import itertools, sys\nfrom pathlib import Path\n"
-        "from oblr_megatron.checkpoint import store\nfrom tests.unit.checkpoint.test_store import save\n"
+        "from oblr_megatron.checkpoint import store\n"
+        "from oblr_megatron.checks.run_dir import CHECKPOINTS\nfrom tests.unit.checkpoint.test_store import save\n"
         "run = Path(sys.argv[1])\nprint('go', flush=True)\n"
         "for n in itertools.count():\n"
         "    save(run, n // 2 + 1)\n    store.prune(run / CHECKPOINTS, 1, [])\n"
@@ -302,5 +274,5 @@ def test_a_kill_at_any_time_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
         assert found
         for path in found:
             whole(path)
-        store.sweep(tmp_path / CHECKPOINTS)
+        partials.sweep(tmp_path / CHECKPOINTS)
         assert not list((tmp_path / CHECKPOINTS).glob(".*"))

@@ -1,0 +1,52 @@
+"""Partial directories of killed writers are removed, those of living ones stay."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from oblr_megatron.checkpoint import partials, store
+
+
+def partial_of(directory: Path, host: str, pid: int) -> Path:
+    partial = directory / f".step_00000010.{host}-{pid}-0.partial"
+    (partial / "hf").mkdir(parents=True)
+    (partial / "hf" / "config.json").touch()
+    return partial
+
+
+def test_sweeping_keeps_partials_of_living_processes(tmp_path: Path) -> None:
+    here = socket.gethostname()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        living = partial_of(tmp_path, here, child.pid)
+        ours = store.begin(tmp_path / store.step_name(10))
+        other = partial_of(tmp_path, "other-node.cluster", 1)
+        unrelated = tmp_path / ".mine.partial"
+        unrelated.mkdir()
+        partials.sweep(tmp_path)
+        assert living.exists() and not ours.exists() and other.exists() and unrelated.exists()
+        child.communicate(b"\n")
+    past = time.time() - partials.FOREIGN_PARTIAL_S - 1
+    for path in (other, other / "hf"):
+        os.utime(path, (past, past))
+    partials.sweep(tmp_path)
+    assert not living.exists() and other.exists(), "a file in the other host's partial is younger"
+    os.utime(other / "hf" / "config.json", (past, past))
+    partials.sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == [unrelated]
+
+
+def test_the_owner_of_a_directory_removes_every_partial_in_it(tmp_path: Path) -> None:
+    """Also those of other hosts, of which `sweep` cannot know whether they live."""
+    assert partials.disk_bytes(tmp_path / "absent") == 0
+    other = partial_of(tmp_path, "other-node.cluster", 1)
+    (other / "__0_0.distcp").write_bytes(os.urandom(2**20))
+    (tmp_path / "step_00000010").mkdir()
+    (tmp_path / "step_00000010" / "__0_0.distcp").write_bytes(os.urandom(2**20))
+    assert 2**20 <= partials.disk_bytes(tmp_path) < 2**20 + 2**16
+    partials.remove_all(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000010"]
