@@ -18,7 +18,7 @@ from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.algo.weighting import first_guess
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
-from oblr_megatron.checkpoint.saver import Best, Facts, Saved, Saver
+from oblr_megatron.checkpoint.saver import Facts, Saved, Saver
 from oblr_megatron.errors import DamagedError, EngineLostError, EnginesGoneError, RunError
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import GradientMomentum, momentum_of
@@ -273,18 +273,16 @@ def open_run(config: Config) -> Iterator[Run]:
             num_prompts=config.per_update.num_prompts,
             seed=config.seed,
         )
-        best = None
         if resumed is not None:
             load_training_state(policy, optimizer, resumed.path, momentum)
             schedule.load_state_dict(resumed.state["schedule"])
-            best = resumed.state["best"] and Best(*resumed.state["best"])
         run = Run(
             sampling=sampling,
             policy=policy,
             optimizer=optimizer,
             schedule=schedule,
             gradients=TrainingGradient(policy, config.per_update.in_waves, reference),
-            saver=Saver(config, sampling.parallel, sampling.model, best),
+            saver=Saver(config, sampling.parallel, sampling.model, None if resumed is None else resumed.state),
             momentum=momentum,
             noise=NoiseSplit(config.algo, config.per_update.num_prompts, config.group_size),
             pools=pools_of(config.algo),

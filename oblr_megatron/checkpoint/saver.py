@@ -89,13 +89,12 @@ class Saver:
         config: `checkpoint` and `run_dir` are read.
         parallel: layout of the ranks that save.
         model: directory the run started from, for config and tokenizer.
-        best: from the resumed checkpoint.
+        resumed: state of the resumed checkpoint.
 
     A killed save left a partial directory, maybe on another machine. The first rank removes all of them.
     """
 
-    def __init__(self, config: Config, parallel: Parallel, model: HFDir, best: Best | None = None) -> None:
-        self.best = best
+    def __init__(self, config: Config, parallel: Parallel, model: HFDir, resumed: Facts | None = None) -> None:
         self._options, self._model, self._rank = config.checkpoint, model, parallel.rank
         self._directory = config.run_dir / CHECKPOINTS
         self._num_bytes = store.checkpoint_bytes(model, config)
@@ -103,7 +102,7 @@ class Saver:
         self._writer = TorchDistWriter(self._group, parallel)
         self._pending: Future[Saved] | None = None
         self._reported = True
-        self._best_before = best
+        self.best = self._best_before = self._carried(resumed)
         if self._rank == 0:  # it holds the lock of the run directory, so that nobody else writes here
             partials.remove_all(self._directory)
 
@@ -179,6 +178,18 @@ class Saver:
     def path_of_best(self) -> Path | None:
         """The best checkpoint, if there is one."""
         return None if self.best is None else self._directory / store.step_name(self.best.step)
+
+    def _carried(self, resumed: Facts | None) -> Best | None:
+        """The best so far, if it has the same metric and lies in this run directory, as the first rank sees it."""
+        best = None
+        if self._rank == 0 and resumed is not None and resumed["best"]:
+            found = Best(*resumed["best"])
+            metric = resumed["config"]["checkpoint"].get("best_metric", "")
+            if metric == self._options.best_metric and (self._directory / store.step_name(found.step)).is_dir():
+                best = found
+        shared = [best]
+        dist.broadcast_object_list(shared, src=0, group=self._group)
+        return shared[0]
 
     def _is_best(self, values: Mapping[str, float]) -> bool:
         value = values.get(self._options.best_metric, math.nan)

@@ -15,6 +15,7 @@ from oblr_megatron.checkpoint.distributed import training_state
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.checkpoint.saver import Best, Saver
 from oblr_megatron.checkpoint.store import checkpoints_of, read_manifest
+from oblr_megatron.checks.run_dir import CHECKPOINTS
 from oblr_megatron.config import OptimizerConfig, parse_config
 from oblr_megatron.errors import RunError
 from oblr_megatron.model.optimizer import PolicyOptimizer
@@ -27,7 +28,7 @@ METRIC = "eval/set/accuracy"
 
 def config_of(path: Path, run_dir: Path, **checkpoint: Any) -> Any:
     table = {"run_dir": str(run_dir), "model": {"path": str(path)}, "data": {"train": "t"}, "checkpoint": checkpoint}
-    table["evaluate"] = {"data": {"set": "s"}, "every_steps": 1}
+    table["evaluate"] = {"data": {"set": "s", "other": "o"}, "every_steps": 1}
     return parse_config(table)
 
 
@@ -72,6 +73,28 @@ def test_the_best_is_one_that_was_saved(tmp_path: Path) -> None:
         *(False, True, Best(3, 0.6), [4, 3]),
         *(False, True, Best(3, 0.6), [5, 3]),
     ]
+
+
+def test_the_best_is_carried_into_a_run_that_holds_it(tmp_path: Path) -> None:
+    """Not into a new directory, and not to another metric: exporting or comparing it would fail."""
+    assert run_ranks(_carried, 2, make_hf_dir(tmp_path / "model"), tmp_path) == [[Best(20, 0.8), None, None, None]] * 2
+
+
+def _carried(path: Path, directory: Path) -> list[Best | None]:
+    """The best of a run that goes on, of one in a new directory, under another metric, under none."""
+    (directory / "old" / CHECKPOINTS / store.step_name(20)).mkdir(parents=True, exist_ok=True)
+    before = config_of(path, directory / "old", best_metric=METRIC).model_dump(mode="json")
+    cases = [("old", METRIC), ("new", METRIC), ("old", "eval/other/accuracy"), ("old", "")]
+    with layout() as parallel:
+        return [
+            Saver(
+                config_of(path, directory / name, best_metric=metric),
+                parallel,
+                check_hf_dir(path),
+                {"best": [20, 0.8], "config": before},
+            ).best
+            for name, metric in cases
+        ]
 
 
 def test_what_is_due(tmp_path: Path) -> None:
