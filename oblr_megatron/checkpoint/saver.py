@@ -277,7 +277,7 @@ class _Job:
         self._num_bytes = sum(entry.num_bytes for entry in files.values())
         store.commit(self.partial, self._target, Manifest(self._manifest.step, files, self._manifest.state))
         try:
-            store.prune(self._target.parent, keep_last, self._keep)
+            store.prune(self._target, keep_last, self._keep)
         except RunError as error:  # this checkpoint is saved; only a removal failed
             logger.warning("cannot remove an older checkpoint: %s", error)
         return str(self._target)

@@ -213,16 +213,18 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     return _committed(directory) if directory.is_dir() else []
 
 
-def prune(directory: Path, keep_last: int, keep: Collection[Path]) -> None:
-    """Remove all checkpoints in `directory` except the newest `keep_last` and those in `keep`.
+def prune(committed: Path, keep_last: int, keep: Collection[Path]) -> None:
+    """Remove the checkpoints older than `committed`, except the newest `keep_last`, it included, and those in `keep`.
 
-    Each is renamed first, so that an interrupted removal leaves no damaged checkpoint.
+    Later steps stay and do not count: they are damaged, or an earlier process of the run wrote them. Each is renamed
+    first, so that an interrupted removal leaves no damaged checkpoint.
 
     Raises:
         RunError: a checkpoint cannot be renamed.
     """
     kept = {path.resolve() for path in keep}
-    for old in _committed(directory)[keep_last:]:
+    checkpoints = _committed(committed.parent)
+    for old in checkpoints[checkpoints.index(committed) + keep_last :]:
         if old.resolve() not in kept:
             with writing(old):
                 shutil.rmtree(_retire(old), ignore_errors=True)

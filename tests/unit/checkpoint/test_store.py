@@ -216,10 +216,18 @@ def test_newest_first_and_only_what_was_committed(tmp_path: Path) -> None:
 
 def test_pruning_keeps_the_newest_and_the_named_ones(tmp_path: Path) -> None:
     saved = [save(tmp_path, step) for step in range(1, 7)]
-    store.prune(saved[0].parent, 2, [saved[1]])
+    store.prune(saved[-1], 2, [saved[1]])
     assert sorted(os.listdir(saved[0].parent)) == ["step_00000002", "step_00000005", "step_00000006"]
     for path in (saved[1], saved[4], saved[5]):
         whole(path)
+
+
+def test_a_save_removes_neither_itself_nor_later_steps(tmp_path: Path) -> None:
+    """A run that resumed at 20, because 40 is damaged, saves 25: 40 does not count as the newest."""
+    best, older, committed, _ = (save(tmp_path, step) for step in (10, 20, 25, 40))
+    store.prune(committed, 1, [best])
+    assert sorted(os.listdir(committed.parent)) == ["step_00000010", "step_00000025", "step_00000040"]
+    assert not older.exists()
 
 
 def test_partials_of_one_process_have_different_names(tmp_path: Path) -> None:
@@ -257,11 +265,10 @@ def test_a_kill_at_any_time_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
     """A process saves, replaces and prunes in a loop; every named checkpoint is intact after the kill."""
     program = (
         "import itertools, sys\nfrom pathlib import Path\n"
-        "from oblr_megatron.checkpoint import store\n"
-        "from oblr_megatron.checks.run_dir import CHECKPOINTS\nfrom tests.unit.checkpoint.test_store import save\n"
+        "from oblr_megatron.checkpoint import store\nfrom tests.unit.checkpoint.test_store import save\n"
         "run = Path(sys.argv[1])\nprint('go', flush=True)\n"
         "for n in itertools.count():\n"
-        "    save(run, n // 2 + 1)\n    store.prune(run / CHECKPOINTS, 1, [])\n"
+        "    store.prune(save(run, n // 2 + 1), 1, [])\n"
     )
     save(tmp_path, 0)
     for attempt in range(4):
