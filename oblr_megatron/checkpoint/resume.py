@@ -1,6 +1,6 @@
 """Finds the checkpoint from which a run resumes, and checks that it fits.
 
-    checkpoints = find(config, model)                     # before the ranks start: manifests and file sizes
+    checkpoints = find(config, model)                     # before the ranks start: manifests, sizes, the model's config
     resumed = choose(checkpoints, rank, world_size)       # collective: checksums, a share of the files per rank
 
 A damaged checkpoint is logged and an older one is used. If none is intact, the run does not start.
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NEWEST = "newest"
+HF_CONFIG = "hf/config.json"  # in a checkpoint
 CARRIED = ("seed", "model.dtype", "optimizer.name", "algo.schedule", "algo.snr.estimator")
 """Settings that must equal those of the checkpoint, because its state depends on them."""
 
@@ -57,8 +58,8 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
     """Checkpoints to resume from, first choice first; [] to start from step 0.
 
     Raises:
-        UserError: all checkpoints, or the requested one, are damaged, or belong to another run; or there is none, but
-            the run has done steps; or its metrics are damaged.
+        UserError: No checkpoint is usable. Or the newest belongs to another run. Or the run has done steps but has no
+            checkpoint. Or metrics.jsonl is damaged.
     """
     resume = config.checkpoint.resume
     if resume == "none":
@@ -70,7 +71,9 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
     found, problems = [], []
     for path in paths:
         try:
-            found.append(Checkpoint(path, store.read_manifest(path)))
+            manifest = store.read_manifest(path)
+            store.check_contents(path, manifest, [HF_CONFIG])  # `check_fits` reads it
+            found.append(Checkpoint(path, manifest))
         except CheckpointError as error:
             problems.append(error)
     if problems and not found:
@@ -139,7 +142,7 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
             where=str(checkpoint.path),
             fix=f"set algo.token_scale to {old:g}",
         )
-    saved = json.loads((checkpoint.path / "hf" / "config.json").read_text(encoding="utf-8"))
+    saved = json.loads((checkpoint.path / HF_CONFIG).read_text(encoding="utf-8"))
     if ModelShape.of(saved) != ModelShape.of(model.config):
         raise UserError(
             f"the checkpoint's model differs from {model.path}: {ModelShape.of(saved)}",

@@ -148,26 +148,34 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink], ids=["flipped", "cut", "missing"])
+def zero(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [(flip, "__0_0.distcp"), (cut, "__0_0.distcp"), (Path.unlink, "__0_0.distcp"), (zero, "hf/config.json")],
+    ids=["flipped", "cut", "missing", "zeroed"],
+)
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
-    inputs: Path, unbroken: Path, tmp_path: Path, damage: Any
+    inputs: Path, unbroken: Path, tmp_path: Path, damage: Any, file: str
 ) -> None:
     parts = tmp_path / "parts"
     shutil.copytree(unbroken, parts, ignore=shutil.ignore_patterns("status.json"))  # which says that it is finished
     newest, older = checkpoints_of(parts)
-    damage(newest / "__0_0.distcp")
+    damage(newest / file)
     resume = config_of(inputs, parts, "checkpoint.resume=newest")
     said = train(resume)
-    assert f"{newest / '__0_0.distcp'}]" in said and f"continues after step 4, from {older}" in said
+    assert f"{newest / file}]" in said and f"continues after step 4, from {older}" in said
     assert certain(parts) == certain(unbroken)
     assert_equal(exported(parts), exported(unbroken))
 
     (parts / "status.json").unlink()
     for path in checkpoints_of(parts):
-        damage(path / "__0_0.distcp")
+        damage(path / file)
     metrics = (parts / "metrics.jsonl").read_bytes()
     error = train(resume, status=2).splitlines()[-1]
-    assert error.startswith("error: ") and "__0_0.distcp" in error
+    assert error.startswith("error: ") and file in error
     assert (parts / "metrics.jsonl").read_bytes() == metrics, "nothing is lost by trying"
 
 
