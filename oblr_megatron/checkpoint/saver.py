@@ -109,7 +109,10 @@ class Saver:
     def due(self, step: int, num_steps: int, values: Mapping[str, float]) -> bool:
         """Whether to save after `step` of `num_steps` steps: by schedule, or because `values` are a new best.
 
-        `values` are the step's metrics, an evaluation's included.
+        `values` are the step's metrics, an evaluation's included. Waits for a save in progress if its outcome decides.
+
+        Raises:
+            DeadlineError: that save takes longer than checkpoint.save_timeout_s.
         """
         every = self._options.every_steps
         scheduled = every > 0 and (step % every == 0 or step == num_steps)
@@ -163,9 +166,7 @@ class Saver:
         """
         if self._pending is None:
             return None
-        saved = self._result()
-        if saved.failure is not None:
-            self.best = self._best_before
+        saved = self._settle()
         self._pending = None
         fresh, self._reported = not self._reported, True
         return saved if fresh else None
@@ -193,7 +194,20 @@ class Saver:
 
     def _is_best(self, values: Mapping[str, float]) -> bool:
         value = values.get(self._options.best_metric, math.nan)
-        return math.isfinite(value) and (self.best is None or value > self.best.value)
+
+        def beats(best: Best | None) -> bool:
+            return math.isfinite(value) and (best is None or value > best.value)
+
+        if self._pending is not None and beats(self._best_before) and not beats(self.best):
+            self._settle()  # the best may be one that was not saved; every rank waits here, unlike in `report`
+        return beats(self.best)
+
+    def _settle(self) -> Saved:
+        """Wait for the save in progress; if it failed, the best is the one before it."""
+        saved = self._result()
+        if saved.failure is not None:
+            self.best = self._best_before
+        return saved
 
     def _result(self) -> Saved:
         assert self._pending is not None

@@ -5,6 +5,7 @@ Not covered: the contents of a checkpoint (test_resume.py), a full disk (test_fu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ def config_of(path: Path, run_dir: Path, **checkpoint: Any) -> Any:
     return parse_config(table)
 
 
+def obstructed(stage: Callable[..., Any]) -> Callable[..., Any]:
+    """A `stage` after which the last rank cannot write its file."""
+
+    def staged(state: Any, directory: Path, *, copy: bool) -> Any:
+        write = stage(state, directory, copy=copy)
+        (directory / f"__{torch.distributed.get_world_size() - 1}_0.distcp").mkdir(exist_ok=True)
+        return write
+
+    return staged
+
+
 def saves(path: Path, run_dir: Path) -> list[Any]:
     """Five saves: good, one that rank 1 cannot write, good, not the best, not the best; keep_last 1."""
     said: list[Any] = []
@@ -41,14 +53,8 @@ def saves(path: Path, run_dir: Path) -> list[Any]:
         config = config_of(path, run_dir, every_steps=0, keep_last=1, best_metric=METRIC)
         saver = Saver(config, parallel, check_hf_dir(path))
         whole = saver._writer.stage
-
-        def obstructed(state: Any, directory: Path, *, copy: bool) -> Any:
-            write = whole(state, directory, copy=copy)
-            (directory / "__1_0.distcp").mkdir(exist_ok=True)  # where rank 1 is about to put a file
-            return write
-
         for step, value in enumerate([0.5, 0.7, 0.6, 0.4, 0.3], start=1):
-            saver._writer.stage = obstructed if step == 2 else whole  # type: ignore[method-assign]
+            saver._writer.stage = obstructed(whole) if step == 2 else whole  # type: ignore[method-assign]
             said.append(saver.due(step, 10, {METRIC: value}))
             saver.save(step, training_state(policy, optimizer), {"step": step}, {METRIC: value})
             saved = saver.wait()
@@ -73,6 +79,27 @@ def test_the_best_is_one_that_was_saved(tmp_path: Path) -> None:
         *(False, True, Best(3, 0.6), [4, 3]),
         *(False, True, Best(3, 0.6), [5, 3]),
     ]
+
+
+def test_a_best_that_was_not_saved_keeps_no_other_from_being_saved(tmp_path: Path) -> None:
+    """0.5 is saved, 0.7 is not, and 0.6 is due, although nobody has waited for the failed save."""
+    first, second = run_ranks(_unsaved_best, 2, make_hf_dir(tmp_path / "model"), tmp_path / "run")
+    assert first == second == (False, True, Best(1, 0.5))
+
+
+def _unsaved_best(path: Path, run_dir: Path) -> tuple[bool, bool, Best | None]:
+    """Whether 0.4 and 0.6 are due after the failure, and the best then."""
+    with layout(tp=2) as parallel:
+        policy = load_policy(path, parallel)
+        optimizer = PolicyOptimizer(policy, OptimizerConfig())
+        saver = Saver(config_of(path, run_dir, every_steps=0, best_metric=METRIC), parallel, check_hf_dir(path))
+        saver.save(1, training_state(policy, optimizer), {}, {METRIC: 0.5})
+        saver.wait()
+        saver._writer.stage = obstructed(saver._writer.stage)  # type: ignore[method-assign]
+        saver.save(2, training_state(policy, optimizer), {}, {METRIC: 0.7})
+        found = saver.due(3, 10, {METRIC: 0.4}), saver.due(4, 10, {METRIC: 0.6}), saver.best
+        saver.wait()
+        return found
 
 
 def test_the_best_is_carried_into_a_run_that_holds_it(tmp_path: Path) -> None:
