@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import threading
 import time
@@ -52,6 +53,7 @@ Facts = dict[str, Any]
 
 HF = "hf"  # subdirectory of a checkpoint
 LAST_WHILE_S = 60.0  # time for a save in progress when the run fails
+FAILURES = (RunError, OSError)  # of a save: told to every rank, which would wait for this one otherwise
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +244,7 @@ class _Job:
         if made is not None:
             self.partial = Path(made)
             seen: list[bool] = [False] * dist.get_world_size()
-            dist.all_gather_object(seen, self.partial.is_dir(), group=self._group)
+            dist.all_gather_object(seen, os.path.isdir(self.partial), group=self._group)  # raises on no rank
             if not all(seen):
                 self._fail(f"rank {seen.index(False)} cannot see {self.partial}; put run_dir on a shared file system")
         return self._failure is None
@@ -270,7 +272,7 @@ class _Job:
         entries: dict[str, FileEntry] | str
         try:
             entries = store.measure(self.partial, (file.name for file in self.partial.glob(f"__{self._rank}_*")))
-        except RunError as error:
+        except FAILURES as error:
             entries = str(error)
         gathered: list[dict[str, FileEntry] | str] = [""] * dist.get_world_size()
         dist.all_gather_object(gathered, entries, group=self._group)
@@ -292,7 +294,7 @@ class _Job:
         store.commit(self.partial, self._target, Manifest(self._manifest.step, files, self._manifest.state))
         try:
             store.prune(self._target, keep_last, self._keep)
-        except RunError as error:  # this checkpoint is saved; only a removal failed
+        except FAILURES as error:  # this checkpoint is saved; only a removal failed
             logger.warning("cannot remove an older checkpoint: %s", error)
         return str(self._target)
 
@@ -302,7 +304,7 @@ class _Job:
         if self._rank == 0:
             try:
                 outcome = [action(), None, self._num_bytes]
-            except RunError as error:
+            except FAILURES as error:
                 outcome = [None, str(error), 0]
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         result, failure, self._num_bytes = outcome

@@ -5,10 +5,12 @@ Not covered: the contents of a checkpoint (test_resume.py), a full disk (test_fu
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from oblr_megatron.checkpoint import store
@@ -134,18 +136,27 @@ def _due(path: Path, run_dir: Path) -> list[int]:
         return [step for step in range(1, 9) if saver.due(step, 8, {METRIC: float(step)})]
 
 
-def test_an_older_checkpoint_that_cannot_be_removed_fails_no_save(tmp_path: Path) -> None:
-    said = run_ranks(_immovable, 1, make_hf_dir(tmp_path / "model"), tmp_path / "run")[0]
+STALE = OSError(errno.ESTALE, "Stale file handle")
+
+
+@pytest.mark.parametrize("error", [RunError("read-only"), STALE], ids=["run", "os"])
+def test_an_older_checkpoint_that_cannot_be_removed_fails_no_save(tmp_path: Path, error: Exception) -> None:
+    said = run_ranks(_refused, 1, make_hf_dir(tmp_path / "model"), tmp_path / "run", "prune", error)[0]
     assert said == ([None, None], [2, 1])
 
 
-def _immovable(path: Path, run_dir: Path) -> tuple[list[str | None], list[int]]:
-    """Two saves on a disk that refuses to delete: the failures, and the steps on it."""
+def test_any_error_of_the_file_system_is_told_to_every_rank(tmp_path: Path) -> None:
+    said = run_ranks(_refused, 2, make_hf_dir(tmp_path / "model"), tmp_path / "run", "check_space", STALE)
+    assert said == [([str(STALE)] * 2, [])] * 2
+
+
+def _refused(path: Path, run_dir: Path, name: str, error: Exception) -> tuple[list[str | None], list[int]]:
+    """Two saves with a function of the store that raises an error: the failures, and the steps on disk."""
 
     def refuse(*_: object) -> None:
-        raise RunError("read-only")
+        raise error
 
-    store.prune = refuse
+    setattr(store, name, refuse)
     with layout() as parallel:
         policy = load_policy(path, parallel)
         optimizer = PolicyOptimizer(policy, OptimizerConfig())
