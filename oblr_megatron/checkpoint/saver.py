@@ -23,9 +23,11 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDoneError
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +42,7 @@ from oblr_megatron.checkpoint.store import FileEntry, Manifest
 from oblr_megatron.checks.run_dir import CHECKPOINTS
 from oblr_megatron.errors import DeadlineError, RunError
 from oblr_megatron.formatting import duration, size
+from oblr_megatron.runtime.collectives import timed_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -103,6 +106,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.save_timeout_s))
         self._writer = TorchDistWriter(self._group, parallel)
         self._pending: Future[Saved] | None = None
+        self._deadline = math.inf  # of that save, by time.monotonic
         self._reported = True
         self.best = self._best_before = self._carried(resumed)
         if self._rank == 0:  # it holds the lock of the run directory, so that nobody else writes here
@@ -143,9 +147,12 @@ class Saver:
         keep = [] if self.best is None else [self._directory / store.step_name(self.best.step)]
         job = _Job(self._group, self._directory / store.step_name(step), Manifest(step, {}, facts), self._model, keep)
         self._reported = False
+        self._deadline = time.monotonic() + self._options.save_timeout_s
         background = background and self._options.async_save
-        if job.begin(self._num_bytes):
-            write = self._writer.stage(state, job.partial, copy=background)
+        with self._within_deadline():
+            begun = job.begin(self._num_bytes)
+            write = self._writer.stage(state, job.partial, copy=background) if begun else None
+        if write is not None:
             self._pending = _in_thread(lambda: job.finish(write, self._options.keep_last), f"checkpoint-{step}")
         else:
             self._pending = Future()
@@ -154,8 +161,12 @@ class Saver:
             self._result()
 
     def report(self) -> Saved | None:
-        """Outcome of the last save, returned once after it ended; ranks may get it at different steps."""
-        if self._pending is None or self._reported or not self._pending.done():
+        """Outcome of the last save, returned once after it ended; ranks may get it at different steps.
+
+        Raises:
+            DeadlineError: the save takes longer than checkpoint.save_timeout_s.
+        """
+        if self._pending is None or self._reported or not (self._pending.done() or self._left() == 0):
             return None
         self._reported = True
         return self._result()
@@ -174,9 +185,9 @@ class Saver:
         return saved if fresh else None
 
     def close(self) -> None:
-        """Give a save in progress up to LAST_WHILE_S when the run fails. Not collective."""
+        """When the run fails, wait at most LAST_WHILE_S for the save in progress. Not collective."""
         if self._pending is not None:
-            futures.wait([self._pending], min(LAST_WHILE_S, self._options.save_timeout_s))
+            futures.wait([self._pending], min(LAST_WHILE_S, self._left()))
 
     def path_of_best(self) -> Path | None:
         """The best checkpoint, if there is one."""
@@ -213,11 +224,23 @@ class Saver:
 
     def _result(self) -> Saved:
         assert self._pending is not None
-        patience = self._options.save_timeout_s
+        with self._within_deadline():
+            return self._pending.result(self._left())
+
+    def _left(self) -> float:
+        """Seconds until the deadline of the save in progress."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    @contextmanager
+    def _within_deadline(self) -> Iterator[None]:
+        """Turn a wait that took too long, for this rank's thread or for another rank, into a DeadlineError."""
         try:
-            return self._pending.result(patience)
-        except NotDoneError:
-            raise DeadlineError(f"rank {self._rank}", f"its checkpoint in {self._directory}", patience) from None
+            yield
+        except (NotDoneError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and (isinstance(error, RunError) or not timed_out(error)):
+                raise
+            what, seconds = f"its checkpoint in {self._directory}", self._options.save_timeout_s
+            raise DeadlineError(f"rank {self._rank}", what, seconds) from error
 
 
 class _Job:

@@ -80,6 +80,11 @@ def raise_first(outcomes: Sequence[Outcome[Any]], own: Outcome[Any]) -> None:
     raise error
 
 
+def timed_out(error: RuntimeError) -> bool:
+    """Whether gloo gave up waiting. Otherwise a rank has died and closed its connection."""
+    return "timed out" in str(error).lower()
+
+
 class Collectives:
     """All-gather of CPU objects over a separate gloo group, with a deadline for each call."""
 
@@ -173,6 +178,6 @@ class Collectives:
         try:
             work.wait(timedelta(seconds=left))
         except RuntimeError as error:
-            if "timed out" not in str(error).lower():
-                raise  # a rank has died and closed its connection
+            if not timed_out(error):
+                raise
             raise DeadlineError(f"rank {self.rank}", f"the other ranks and {what}", seconds) from error

@@ -6,6 +6,8 @@ Not covered: the contents of a checkpoint (test_resume.py), a full disk (test_fu
 from __future__ import annotations
 
 import errno
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,3 +171,47 @@ def _refused(path: Path, run_dir: Path, name: str, error: Exception) -> tuple[li
             assert saved is not None
             failures.append(saved.failure)
     return failures, [read_manifest(found).step for found in checkpoints_of(run_dir)]
+
+
+def test_the_deadline_of_a_save_begins_with_it(tmp_path: Path) -> None:
+    """The last rank's write hangs. Steps go on until the deadline; then no rank waits once more."""
+    said = run_ranks(_hanging, 2, make_hf_dir(tmp_path / "model"), tmp_path / "run", deadline_s=120)
+    assert said == [["DeadlineError"] * 2] * 2
+
+
+def _hanging(path: Path, run_dir: Path) -> list[str]:
+    """The errors of `report` and of `wait`, after a deadline of 2 s."""
+    with layout(tp=2) as parallel:
+        policy = load_policy(path, parallel)
+        optimizer = PolicyOptimizer(policy, OptimizerConfig())
+        saver = Saver(config_of(path, run_dir, save_timeout_s=2), parallel, check_hf_dir(path))
+        if parallel.rank == 1:
+            saver._writer._write = lambda *_: threading.Event().wait()  # type: ignore[assignment,method-assign,return-value]
+        saver.save(1, training_state(policy, optimizer), {}, {})
+        errors = []
+        with pytest.raises(RuntimeError) as caught:
+            while saver.report() is None:
+                time.sleep(0.05)
+        errors.append(type(caught.value).__name__)
+        with pytest.raises(RuntimeError) as caught:
+            saver.wait()
+        errors.append(type(caught.value).__name__)
+        saver.close()
+        return errors
+
+
+def test_a_rank_that_never_comes_to_a_save_is_a_missed_deadline(tmp_path: Path) -> None:
+    """gloo's own error would be a traceback."""
+    assert run_ranks(_absent, 2, make_hf_dir(tmp_path / "model"), tmp_path / "run")[0] == "DeadlineError"
+
+
+def _absent(path: Path, run_dir: Path) -> str:
+    with layout(tp=2) as parallel:
+        policy = load_policy(path, parallel)
+        state = training_state(policy, PolicyOptimizer(policy, OptimizerConfig()))
+        saver = Saver(config_of(path, run_dir, save_timeout_s=2), parallel, check_hf_dir(path))
+        if parallel.rank == 1:
+            return ""
+        with pytest.raises(RuntimeError) as caught:
+            saver.save(1, state, {}, {})
+        return type(caught.value).__name__
