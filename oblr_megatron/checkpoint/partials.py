@@ -1,6 +1,8 @@
 """Partial directories: what a save or an export writes, or what a killed process left of it. Imports no torch.
 
-.step_00000020.node7-4242-0.partial      next to the target: its name, host and process of the writer, a number
+.step_00000020.node7-3f1c2a9b-4242-0.partial      next to the target
+
+The name has the target's name, the writer's host, a digest of its boot and container, its process id and a number.
 """
 
 from __future__ import annotations
@@ -15,26 +17,30 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-FOREIGN_PARTIAL_S = 3600.0  # another host's partial directory is kept this long after its last change
+import xxhash
+
+from oblr_megatron.runtime.processes import here
+
+FOREIGN_PARTIAL_S = 3600.0  # a partial directory of elsewhere is kept this long after its last change
 BLOCK = 512  # unit of st_blocks, see stat(2)
 
-_PARTIAL = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<pid>\d+)-\d+\.partial")
+_PARTIAL = re.compile(r"\..+\.(?P<place>[^/]+)-(?P<pid>\d+)-\d+\.partial")
 
 
 def partial_names(target: Path) -> Iterator[Path]:
     """Names for partial directories of this process next to `target`."""
-    owner = f"{socket.gethostname()}-{os.getpid()}"
+    owner = f"{_place()}-{os.getpid()}"
     return (target.with_name(f".{target.name}.{owner}-{number}.partial") for number in itertools.count())
 
 
 def sweep(directory: Path) -> None:
     """Remove partial directories that interrupted writers left; this process must not be writing.
 
-    Partials that another process may still be writing are kept: on this host while a process with that id lives, of
-    another host until FOREIGN_PARTIAL_S after the last change.
+    Partials that another process may still be writing are kept: in this container while a process with that id lives,
+    of another container or host until FOREIGN_PARTIAL_S after the last change.
     """
-    for partial, host, pid in _partials(directory):
-        if not _is_alive(partial, host, pid):
+    for partial, place, pid in _partials(directory):
+        if not _is_alive(partial, place, pid):
             shutil.rmtree(partial, ignore_errors=True)  # the next sweep retries
 
 
@@ -56,15 +62,20 @@ def disk_bytes(directory: Path) -> int:
 
 
 def _partials(directory: Path) -> Iterator[tuple[Path, str, int]]:
-    """Each partial directory with the host and the process id in its name."""
+    """Each partial directory with the place and the process id in its name."""
     for partial in directory.glob(".*.partial"):
         named = _PARTIAL.fullmatch(partial.name)
         if named is not None and partial.is_dir():
-            yield partial, named["host"], int(named["pid"])
+            yield partial, named["place"], int(named["pid"])
 
 
-def _is_alive(partial: Path, host: str, pid: int) -> bool:
-    if host == socket.gethostname():
+def _place() -> str:
+    """Where a process id of this process has a meaning: hosts, and containers of one host, have different ones."""
+    return f"{socket.gethostname()}-{xxhash.xxh32_hexdigest(here().encode())}"
+
+
+def _is_alive(partial: Path, place: str, pid: int) -> bool:
+    if place == _place():
         return pid != os.getpid() and Path(f"/proc/{pid}").exists()
     try:
         changes = [path.lstat().st_mtime for path in (partial, *partial.rglob("*"))]

@@ -3,7 +3,7 @@
     RUN_DIR/checkpoints/step_00000010/            appears by one rename, after every file was written and synced
         checkpoint.json                           the manifest: step, trainer state, size and xxh3 of every file
         ...                                       the files that the manifest lists, e.g. common.pt, hf/config.json
-    RUN_DIR/checkpoints/.step_00000020.node7-4242-0.partial/      being written, or left by a killed process
+    RUN_DIR/checkpoints/.step_00000020.node7-3f1c2a9b-4242-0.partial/      being written, or left by a killed process
 
 The manifest has one canonical form and contains its own checksum, so a single changed byte is detected.
 """

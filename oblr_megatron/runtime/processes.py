@@ -41,6 +41,16 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
+def pid_namespace() -> int:
+    """The namespace in which this process has its id; containers on one machine have different ones."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def here() -> str:
+    """Where process ids mean the same as here: boot and namespace. Example: "5e1f...:4026531836"."""
+    return f"{boot_id()}:{pid_namespace()}"
+
+
 def started_at(pid: int) -> float:
     """Start time of a process, seconds since the epoch."""
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(_stat(pid)[19]) / os.sysconf("SC_CLK_TCK")

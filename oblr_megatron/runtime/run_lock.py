@@ -25,7 +25,7 @@ from pathlib import Path
 
 from oblr_megatron.checks.run_dir import LOCK_FILE
 from oblr_megatron.errors import UserError
-from oblr_megatron.runtime.processes import alive, boot_id, identity
+from oblr_megatron.runtime.processes import alive, boot_id, here, identity
 
 HEARTBEAT_S = 10.0
 STALE_S = 60.0  # a run on another machine is lost when its heartbeat is older than this
@@ -48,7 +48,7 @@ class Owner:
     def me(cls) -> Owner:
         """This process."""
         now = time.time()
-        return cls(os.getpid(), socket.gethostname(), f"{boot_id()}:{_namespace()}:{identity(os.getpid())}", now, now)
+        return cls(os.getpid(), socket.gethostname(), f"{here()}:{identity(os.getpid())}", now, now)
 
     @property
     def is_local(self) -> bool:
@@ -57,9 +57,8 @@ class Owner:
 
     def is_alive(self) -> bool:
         """Whether the process runs; in another container or machine, whether its heartbeat is recent."""
-        here = f"{boot_id()}:{_namespace()}:"
-        if self.process.startswith(here):
-            return alive(self.process.removeprefix(here))
+        if self.process.startswith(f"{here()}:"):
+            return alive(self.process.removeprefix(f"{here()}:"))
         return time.time() - self.heartbeat < STALE_S
 
     def __str__(self) -> str:
@@ -210,7 +209,3 @@ def _held(run_dir: Path, owner: Owner | None) -> UserError:
         where=str(run_dir),
         fix="wait until it has ended, stop it, or name another run_dir",
     )
-
-
-def _namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino

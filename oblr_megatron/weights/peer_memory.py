@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from oblr_megatron.errors import WeightError
-from oblr_megatron.runtime.processes import boot_id
+from oblr_megatron.runtime.processes import boot_id, pid_namespace
 from oblr_megatron.weights.shm import SharedBuffer
 
 MEMORY_NAME = "/memfd:oblr-weights"
@@ -36,7 +36,7 @@ class PeerMemory:
     def of(cls, buffer: SharedBuffer) -> PeerMemory:
         """How another process finds a buffer of this process."""
         inode = os.fstat(buffer.fd).st_ino
-        return cls(os.getpid(), buffer.fd, inode, boot_id(), _pid_namespace())
+        return cls(os.getpid(), buffer.fd, inode, boot_id(), f"pid:[{pid_namespace()}]")
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as a dict, for `http_messages.OpenBody`."""
@@ -48,7 +48,7 @@ class PeerMemory:
         Raises:
             WeightError: it cannot be opened; the message says why.
         """
-        if boot_id() != self.boot_id or _pid_namespace() != self.pid_namespace:
+        if (boot_id(), f"pid:[{pid_namespace()}]") != (self.boot_id, self.pid_namespace):
             raise WeightError(
                 "the trainer runs on another machine or in another container, and a server without GPUs takes weights "
                 "through shared memory. Fix: start the server where rank 0 of the trainer runs"
@@ -67,7 +67,3 @@ class PeerMemory:
             buffer.close()
             raise WeightError(f"{path} is not the memory that the trainer sent")
         return buffer
-
-
-def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")

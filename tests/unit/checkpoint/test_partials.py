@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from oblr_megatron.checkpoint import partials, store
 
@@ -20,7 +21,7 @@ def partial_of(directory: Path, host: str, pid: int) -> Path:
 
 
 def test_sweeping_keeps_partials_of_living_processes(tmp_path: Path) -> None:
-    here = socket.gethostname()
+    here = partials._place()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         living = partial_of(tmp_path, here, child.pid)
         ours = store.begin(tmp_path / store.step_name(10))
@@ -38,6 +39,19 @@ def test_sweeping_keeps_partials_of_living_processes(tmp_path: Path) -> None:
     os.utime(other / "hf" / "config.json", (past, past))
     partials.sweep(tmp_path)
     assert list(tmp_path.iterdir()) == [unrelated]
+
+
+def test_process_ids_of_another_container_have_no_meaning_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers may share the host's name; a process with this id does not run here, or is another one."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(partials, "here", lambda: "another-boot:1")
+        other = store.begin(tmp_path / store.step_name(10))
+    partials.sweep(tmp_path)
+    assert other.exists()
+    past = time.time() - partials.FOREIGN_PARTIAL_S - 1
+    os.utime(other, (past, past))
+    partials.sweep(tmp_path)
+    assert not other.exists()
 
 
 def test_the_owner_of_a_directory_removes_every_partial_in_it(tmp_path: Path) -> None:
