@@ -134,6 +134,13 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
                 where=str(checkpoint.path),
                 fix=f"set {name} to {old!r}, or start a new run",
             )
+    momentum = config.optimizer.sgd_momentum
+    if config.optimizer.name == "sgd" and momentum > 0 and before["optimizer"].get("sgd_momentum") == 0:
+        raise UserError(
+            f"the checkpoint was made without momentum, but optimizer.sgd_momentum is {momentum:g}",
+            where=str(checkpoint.path),
+            fix="set optimizer.sgd_momentum to 0, or start a new run",
+        )
     old, new = _token_scale(before), _token_scale(config.model_dump(mode="json"))
     if old != new:
         raise UserError(

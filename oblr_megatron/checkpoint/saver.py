@@ -270,6 +270,7 @@ class _Job:
             dist.all_gather_object(seen, os.path.isdir(self.partial), group=self._group)  # raises on no rank
             if not all(seen):
                 self._fail(f"rank {seen.index(False)} cannot see {self.partial}; put run_dir on a shared file system")
+                self._remove_partial()
         return self._failure is None
 
     def finish(self, write: Callable[[], None], keep_last: int) -> Saved:
@@ -282,8 +283,8 @@ class _Job:
             files = self._measured()
             if self._failure is None:
                 self._on_first_rank(lambda: self._commit(files, keep_last))
-        if self._failure is not None and self._rank == 0:
-            shutil.rmtree(self.partial, ignore_errors=True)
+        if self._failure is not None:
+            self._remove_partial()
         return self.saved()
 
     def saved(self) -> Saved:
@@ -334,6 +335,10 @@ class _Job:
         if failure is not None:
             self._fail(failure)
         return result
+
+    def _remove_partial(self) -> None:
+        if self._rank == 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason

@@ -190,6 +190,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
         (("checkpoint.resume={run}/checkpoints/step_00000004", "model.path={other}"), "model differs from"),
         (("run_dir={run}",), "run_dir holds a run"),
         (("checkpoint.resume={weights}",), "holds only weights"),
+        (("checkpoint.resume={sgd}", "optimizer.name=sgd", "optimizer.sgd_momentum=0.9"), "made without momentum"),
     ],
 )
 def test_a_checkpoint_that_does_not_belong_is_refused(
@@ -200,11 +201,22 @@ def test_a_checkpoint_that_does_not_belong_is_refused(
     shutil.copytree(checkpoints_of(unbroken)[0], foreign, ignore=shutil.ignore_patterns("checkpoint.json"))
     other = make_inputs(tmp_path, num_hidden_layers=4) / "model"
     weights = run_ranks(converted, 1, inputs / "model", tmp_path / "weights")[0]
-    filled = [override.format(foreign=foreign, run=unbroken, other=other, weights=weights) for override in overrides]
+    sgd = with_config(unbroken, tmp_path / "sgd", {"name": "sgd", "sgd_momentum": 0.0})
+    places = {"foreign": foreign, "run": unbroken, "other": other, "weights": weights, "sgd": sgd}
+    filled = [override.format(**places) for override in overrides]
     said = train(config_of(inputs, tmp_path / "new", *filled), status=2)
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and message in lines[0]
     assert not (tmp_path / "new").exists()
+
+
+def with_config(run_dir: Path, copy: Path, optimizer: dict[str, Any]) -> Path:
+    """A copy of the run's checkpoint of step 4; its manifest names another optimizer."""
+    shutil.copytree(run_dir / "checkpoints" / "step_00000004", copy)
+    found = store.read_manifest(copy)
+    found.state["config"]["optimizer"] |= optimizer
+    (copy / store.MANIFEST).write_bytes(store._render(found))
+    return copy
 
 
 def converted(model: Path, target: Path) -> Path:

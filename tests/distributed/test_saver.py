@@ -6,6 +6,7 @@ Not covered: the contents of a checkpoint (test_resume.py), a full disk (test_fu
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -171,6 +172,25 @@ def _refused(path: Path, run_dir: Path, name: str, error: Exception) -> tuple[li
             assert saved is not None
             failures.append(saved.failure)
     return failures, [read_manifest(found).step for found in checkpoints_of(run_dir)]
+
+
+def test_a_directory_that_a_rank_cannot_see_is_removed(tmp_path: Path) -> None:
+    """The disk of the last rank is another one. Rank 0 leaves no empty directory behind."""
+    said = run_ranks(_unseen, 2, make_hf_dir(tmp_path / "model"), tmp_path / "run")
+    assert said[0] == said[1] and "rank 1 cannot see" in said[0]
+    assert not list((tmp_path / "run" / CHECKPOINTS).iterdir())
+
+
+def _unseen(path: Path, run_dir: Path) -> str:
+    with layout(tp=2) as parallel:
+        policy = load_policy(path, parallel)
+        state = training_state(policy, PolicyOptimizer(policy, OptimizerConfig()))
+        saver = Saver(config_of(path, run_dir), parallel, check_hf_dir(path))
+        if parallel.rank == 1:
+            os.path.isdir = Path.is_dir = lambda _: False  # type: ignore[assignment,method-assign]
+        saver.save(1, state, {}, {})
+        saved = saver.wait()
+        return str(saved)
 
 
 def test_the_deadline_of_a_save_begins_with_it(tmp_path: Path) -> None:
