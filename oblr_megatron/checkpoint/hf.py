@@ -8,9 +8,9 @@ A round trip reproduces the source's tensors bit for bit, with names, shapes and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,11 +18,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE, check_tensors
+from oblr_megatron.checkpoint.hf_dir import SINGLE, check_tensors, listed_tensors
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description, whole_directory, write_weights
 from oblr_megatron.checkpoint.safetensors_io import DTYPES
-from oblr_megatron.errors import UserError
+from oblr_megatron.checkpoint.store import check_absent
 from oblr_megatron.model.policy import Policy
+from oblr_megatron.runtime.collectives import attempt, raise_first
 from oblr_megatron.weights.export import MegatronWeights, TensorMeta
 from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape, Sliceable, entry, split
 
@@ -33,7 +34,7 @@ class HFTensors:
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._open = {
             file: stack.enter_context(safe_open(path / file, framework="pt", device="cpu"))
-            for file in _weight_files(path)
+            for file in sorted(listed_tensors(path)) or [SINGLE]
         }
         self._files = {name: file for file, tensors in self._open.items() for name in tensors.keys()}  # noqa: SIM118
 
@@ -125,19 +126,12 @@ def export_hf(
     dist.barrier()
 
 
-def _weight_files(path: Path) -> list[str]:
-    if (path / INDEX).is_file():
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
-        return sorted(set(index["weight_map"].values()))
-    return [SINGLE]
-
-
 def _agree_on_absent(target_dir: Path) -> None:
     """Rank 0 checks; all ranks raise if the target exists."""
-    exists = [target_dir.exists()]
-    dist.broadcast_object_list(exists, src=0)
-    if exists[0]:
-        raise UserError("the target exists", where=str(target_dir), fix="choose a new directory, or remove this one")
+    own = attempt(lambda: check_absent(target_dir))
+    shared = [replace(own, exception=None)]
+    dist.broadcast_object_list(shared, src=0)
+    raise_first(shared, own)
 
 
 def _plan(metadata: Sequence[TensorMeta], source_dir: Path, dtype: torch.dtype | None) -> list[TensorMeta]:

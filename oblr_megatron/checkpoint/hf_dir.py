@@ -105,8 +105,8 @@ class HFDir:
     def fingerprint(self) -> str:
         """A digest of the weights: of all names, dtypes and shapes, and of 4 KiB from the middle of 64 tensors.
 
-        A training step changes nearly every weight, so it changes the digest. Copies have the same one, however their
-        tensors are divided into files.
+        A training step changes nearly every weight, so it changes the digest. Copies of a model have the same digest,
+        even if their files are split differently.
         """
         places = {
             name: (file, start, entry)
@@ -143,7 +143,7 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
         what = "the model path is a file" if os.path.exists(path) else "the model directory does not exist"
         raise UserError(what, where=str(path), fix=f"give the directory of a checkpoint{searched_from(path)}")
     config = check_hf_files(path)
-    listed = _listed_tensors(path)
+    listed = listed_tensors(path)
     shapes, num_bytes = _check_weights(path, listed, DTYPE_BYTES | (FP8_BYTES if QUANTIZATION in config else {}))
     if QUANTIZATION in config:
         shapes = _without_scales(config, shapes, path, quantized)
@@ -275,8 +275,12 @@ def _check_tokenizer(path: Path) -> None:
     raise UserError(f"no tokenizer: {wanted} is missing", where=str(path), fix="copy the tokenizer files here")
 
 
-def _listed_tensors(path: Path) -> dict[str, set[str]]:
-    """The tensors of each shard, from the index; {} for a single file without index."""
+def listed_tensors(path: Path) -> dict[str, set[str]]:
+    """The tensors of each shard, from the index; {} for a single file without index.
+
+    Raises:
+        UserError: there are no weights, or the index is damaged or names missing files.
+    """
     if not (path / INDEX).exists():
         if not (path / SINGLE).is_file():
             raise UserError(

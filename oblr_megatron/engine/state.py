@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 from oblr_megatron.engine.http_messages import Holding
 from oblr_megatron.errors import RunError
@@ -53,13 +52,6 @@ class WeightState:
         self.unusable: str | None = None  # why the engine may not sample
         self._ledger = Ledger(())
         self._session_open = False
-
-    @property
-    def phase(self) -> Literal["serving", "pushing", "unusable"]:
-        """The state, as the table of the module names it."""
-        if self.unusable is None:
-            return "serving"
-        return "unusable" if self.pushing is None else "pushing"
 
     @contextmanager
     def begin(self, holding: Holding, manifest: Manifest) -> Iterator[None]:

@@ -4,7 +4,7 @@ Imports no torch at load, so that files are checked before it is there.
 
     table(shape)                   # every parameter of a model, in export order
     split(item, tensors, ...)      # one tensor-parallel shard; the tensors may be slices of files, read where needed
-    merge(item, shards, shape)     # the Hugging Face tensors again; `views` does the same without copies
+    views(item, stacked, shape)    # the Hugging Face tensors again, without copies
 
 Unknown names raise. How a parameter is cut over tp ranks:
 
@@ -262,18 +262,10 @@ def split(
     return _split_qkv(item, tensors, shape, tp_rank, tp_size)
 
 
-def merge(item: Entry, shards: Sequence[Tensor], shape: ModelShape) -> list[tuple[str, Tensor]]:
-    """The whole Hugging Face tensors from all shards in rank order; the inverse of `split`."""
-    import torch
-
-    stacked = shards[0][None] if len(shards) == 1 else torch.stack(list(shards))
-    return [
-        (name, view.reshape(size)) for (name, view), size in zip(views(item, stacked, shape), item.shapes, strict=True)
-    ]
-
-
 def views(item: Entry, stacked: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
-    """`merge` without a copy: views with the whole tensors' elements in row-major order, in up to four dimensions.
+    """The whole Hugging Face tensors from all shards in rank order; the inverse of `split`.
+
+    They are views with the tensors' elements in row-major order, in up to four dimensions.
 
     q, k and v are copied if more ranks than KV groups hold them, unless the shards lie behind one another in memory.
 

@@ -21,7 +21,7 @@ from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
 from oblr_megatron.types import MicroBatch, Sample
-from oblr_megatron.weights.names import OUTPUT, ModelShape, entry, merge
+from oblr_megatron.weights.names import OUTPUT, Entry, ModelShape, entry, views
 from tests.tiny import VOCAB
 
 TEMPERATURE = 0.7
@@ -127,6 +127,13 @@ def logits_by_position(policy: Policy, batches: Sequence[MicroBatch]) -> list[tu
 
     records = run_schedule(policy, [numbered(batch) for batch in batches], gather, forward_only=True)
     return [(record["positions"], record["logits"]) for record in records] if parallel.is_last_stage else None
+
+
+def merge(item: Entry, shards: Sequence[Tensor], shape: ModelShape) -> list[tuple[str, Tensor]]:
+    """The whole Hugging Face tensors from all shards in rank order."""
+    stacked = shards[0][None] if len(shards) == 1 else torch.stack(list(shards))
+    whole = zip(views(item, stacked, shape), item.shapes, strict=True)
+    return [(name, view.reshape(size)) for (name, view), size in whole]
 
 
 def whole_gradients(policy: Policy) -> dict[str, Tensor]:

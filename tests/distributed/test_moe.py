@@ -32,7 +32,7 @@ from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_pa
 from oblr_megatron.model.taps import AccumulateSink, Splits
 from oblr_megatron.types import MicroBatch, Sample
 from oblr_megatron.weights.export import MegatronWeights
-from oblr_megatron.weights.names import ModelShape, entry, merge
+from oblr_megatron.weights.names import ModelShape, entry
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import (
     COEFFICIENTS,
@@ -41,6 +41,7 @@ from tests.distributed.passes import (
     assert_close,
     load_policy,
     make_batches,
+    merge,
     weighted_logprob_loss,
     whole_gradients,
 )
