@@ -161,14 +161,14 @@ class EngineReceiver(LockstepReceiver):
 
     def start(self, capacity: int) -> SharedBuffer | None:
         buffer = self._engine.buffer
-        if self.error is None and self._opened != capacity:
-            buffer.reserve(HALVES * capacity)
+        if self._opened != capacity:
+            self.attempt(lambda: buffer.reserve(HALVES * capacity))
             self.init_weight_transfer_engine({"fd": buffer.fd})
         self.start_weight_update()
         return buffer if self.error is None else None  # a lost engine has closed its buffer
 
     def update(self, bucket: Bucket) -> None:
-        self.update_weights(bucket.update_info())
+        self.attempt(lambda: self.update_weights(bucket.update_info()))
 
     def finish(self) -> None:
         self.finish_weight_update()

@@ -120,7 +120,7 @@ class ServerReceiver(LockstepReceiver):
         self.checksums: list[int | None] = []  # of the buckets
 
     def start(self, capacity: int) -> SharedBuffer | None:
-        buffer = self._transport.reserve(HALVES * capacity)
+        buffer: SharedBuffer | None = None
         manifest = [(spec.name, spec.dtype, spec.shape) for spec in self._manifest]
         body = http.StartBody(holding=self._holding, manifest=manifest)
 
@@ -131,13 +131,17 @@ class ServerReceiver(LockstepReceiver):
             await self._transport.connect(server, open_push)
             await self._tell(server, http.PUSH_START, body)
 
-        self.attempt(lambda: self._call(open_and_start))
-        return buffer
+        def start() -> None:
+            nonlocal buffer
+            buffer = self._transport.reserve(HALVES * capacity)
+            self._call(open_and_start)
+
+        self.attempt(start)
+        return buffer if self.error is None else None
 
     def update(self, bucket: Bucket) -> None:
-        body = http.UpdateBody(holding=self._holding, update_info=bucket.update_info())
-
         def send() -> None:
+            body = http.UpdateBody(holding=self._holding, update_info=bucket.update_info())
             self._call(lambda server: self._tell(server, http.PUSH_UPDATE, body), wait=False)
             self._transport.send(bucket, self.servers)
 

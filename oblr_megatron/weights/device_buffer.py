@@ -16,6 +16,8 @@ from torch import Tensor
 from oblr_megatron.weights.shm import SharedBuffer
 
 WORD = 8
+_CHUNK_BYTES = 2**24
+"""How much of a bucket is read at once: the factors take as much memory again."""
 _MODULUS = 2**64
 
 
@@ -48,6 +50,9 @@ def device_checksum(data: Tensor) -> int:
     """
     whole = data.numel() // WORD * WORD
     words, rest = data[:whole].view(torch.int64), data[whole:].to(torch.int64)
-    values = torch.cat([words, rest])
-    weights = 2 * torch.arange(values.numel(), dtype=torch.int64, device=data.device) + 1
-    return int((values * weights).sum()) % _MODULUS
+    total, first = words.new_zeros(()), 0
+    for values in (*words.split(_CHUNK_BYTES // WORD), rest):
+        factors = torch.arange(first, first + values.numel(), dtype=torch.int64, device=data.device).mul_(2).add_(1)
+        total += factors.mul_(values).sum()
+        first += values.numel()
+    return int(total) % _MODULUS

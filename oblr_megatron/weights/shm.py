@@ -83,9 +83,16 @@ class Bucket:
     start: int  # of the bucket
     used: int
     checksum: int | None  # None: not taken
+    error: Exception | None = None  # of the checksum; it is kept, so that the rank still gathers with the others
 
     def update_info(self) -> dict[str, Any]:
-        """The bucket's description as plain lists; the first three keys are those of vLLM's own backends."""
+        """The bucket's description as plain lists; the first three keys are those of vLLM's own backends.
+
+        Raises:
+            Exception: the checksum could not be computed.
+        """
+        if self.error is not None:
+            raise self.error
         specs = [part.spec for part in self.parts]
         return {
             "names": [spec.name for spec in specs],
@@ -200,15 +207,18 @@ def _blocks(view: Tensor, most: int) -> Iterator[Tensor]:
 
 def _seal(parts: list[Part], offsets: list[int], start: int, buffer: SharedBuffer | None, checksum: bool) -> Bucket:
     used = offsets[-2] + parts[-1].num_bytes
-    found = None
+    found, failure = None, None
     if buffer is not None and checksum:
         for (begin, end), part in zip(pairwise(offsets), parts, strict=True):
             # Old bytes between the tensors would make the checksum depend on the last push.
             gap = buffer.bytes[start + begin + part.num_bytes : start + min(end, used)]
             if len(gap):
                 gap.zero_()
-        found = buffer.checksum(start, used)
-    return Bucket(tuple(parts), tuple(offsets[:-1]), start, used, found)
+        try:
+            found = buffer.checksum(start, used)
+        except Exception as error:  # noqa: BLE001  any error: a GPU may lack memory; `update_info` raises it
+            failure = error
+    return Bucket(tuple(parts), tuple(offsets[:-1]), start, used, found, failure)
 
 
 def _elements(memory: Tensor, offset: int, part: Part) -> Tensor:

@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oblr_megatron.errors import DamagedError
+from oblr_megatron.weights import device_buffer
 from oblr_megatron.weights.device_buffer import DeviceBuffer, device_checksum
 from oblr_megatron.weights.shm import HALVES, fill_buckets, read_bucket
 from tests.e2e.tiny_rollout import Weights
@@ -20,6 +22,42 @@ def by_hand(data: bytes) -> int:
 @given(st.binary(max_size=100))
 def test_checksum_by_hand(data):
     assert device_checksum(torch.frombuffer(bytearray(data + b"."), dtype=torch.uint8)[:-1].clone()) == by_hand(data)
+
+
+@given(st.binary(max_size=100), st.sampled_from([8, 16, 48]))
+def test_chunks_do_not_change_the_checksum(data, size):
+    tensor = torch.frombuffer(bytearray(data + b"."), dtype=torch.uint8)[:-1].clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_buffer, "_CHUNK_BYTES", size)
+        assert device_checksum(tensor) == by_hand(data)
+
+
+class Allocated(TorchDispatchMode):
+    """Notes the largest memory that an operation makes for its result."""
+
+    largest = 0
+
+    def __init__(self, given):
+        super().__init__()
+        self.given = given.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = result.untyped_storage() if isinstance(result, torch.Tensor) else None
+        if made is not None and made.data_ptr() != self.given:
+            self.largest = max(self.largest, made.nbytes())
+        return result
+
+
+@pytest.mark.parametrize("size", [2**24 - 1, 2**24, 2**24 + 8, 2 * 2**24 + 13])
+def test_the_checksum_of_a_large_bucket_needs_little_memory(size):
+    data = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    whole = size // 8 * 8
+    values = torch.cat([data[:whole].view(torch.int64), data[whole:].to(torch.int64)])
+    expected = int((values * (2 * torch.arange(len(values)) + 1)).sum()) % 2**64
+    with Allocated(data) as allocated:
+        assert device_checksum(data) == expected
+    assert 0 < allocated.largest <= 2**24
 
 
 def test_the_docstrings_example():
