@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 import torch
 
+from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError, VllmServer
 from oblr_megatron.weights.device_buffer import DeviceBuffer
 from oblr_megatron.weights.manifest import Manifest
 from oblr_megatron.weights.shm import Bucket, bucket_capacity
 
 if TYPE_CHECKING:
-    from oblr_megatron.rollout.server_client import VllmServer
     from oblr_megatron.rollout.server_push import OpenPush
 
 Value = TypeVar("Value")
@@ -59,7 +59,11 @@ class NcclTransport:
         return self._buffer
 
     async def connect(self, server: VllmServer, open_push: OpenPush) -> None:
-        """Open a communicator if the server process has none; both sides must join at the same time."""
+        """Open a communicator if the server process has none; both sides must join at the same time.
+
+        Raises:
+            ServerLostError: a side could not join. Its backend was checked before the run, so this is the network.
+        """
         link = self._links.get(server.url)
         if link is not None and link.instance == server.instance:
             return
@@ -70,7 +74,16 @@ class NcclTransport:
             "world_size": 1 + server.workers,
         }
         joined = _in_thread(lambda: _join(rendezvous, self._device))
-        await asyncio.gather(open_push({**rendezvous, "rank_offset": 1}), joined)
+        opened = asyncio.ensure_future(open_push({**rendezvous, "rank_offset": 1}))
+        try:
+            # Shielded: a thread cannot be cancelled, and what it returns later must still be freed.
+            await asyncio.gather(opened, asyncio.shield(joined))
+        except BaseException as error:
+            opened.cancel()
+            joined.add_done_callback(_free)
+            if isinstance(error, ServerRefusedError):
+                raise ServerLostError(str(error)) from error
+            raise
         self._links[server.url] = _Link(server.instance, joined.result(), torch.cuda.Stream(self._device))
 
     def send(self, bucket: Bucket, servers: Sequence[VllmServer]) -> None:
@@ -100,6 +113,12 @@ def _join(rendezvous: dict[str, Any], device: torch.device) -> Any:
 
     torch.cuda.set_device(device)  # of this thread
     return trainer_init(rendezvous)
+
+
+def _free(joined: asyncio.Future[Any]) -> None:
+    """Abort the communicator of a rendezvous that nobody waits for any more, if it has one."""
+    if joined.exception() is None:
+        joined.result().destroy()
 
 
 def _in_thread(call: Callable[[], Value]) -> asyncio.Future[Value]:

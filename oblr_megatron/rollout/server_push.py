@@ -19,7 +19,7 @@ from torch import Tensor
 
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.protocol import PushStats
-from oblr_megatron.errors import EngineLostError
+from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
 from oblr_megatron.rollout.push import LockstepReceiver, check_digests, read_shape
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer, reasons
 from oblr_megatron.runtime.http_loop import HttpLoop
@@ -41,7 +41,10 @@ class Transport(Protocol):
         ...
 
     async def connect(self, server: VllmServer, open_push: OpenPush) -> None:
-        """Make the server ready to receive; `open_push` sends it the transport's parameters."""
+        """Make the server ready to receive; `open_push` sends it the transport's parameters.
+
+        A server counts as lost after any error but a refusal, and after half of the push's deadline.
+        """
         ...
 
     def send(self, bucket: Bucket, servers: Sequence[VllmServer]) -> None:
@@ -125,10 +128,7 @@ class ServerReceiver(LockstepReceiver):
         body = http.StartBody(holding=self._holding, manifest=manifest)
 
         async def open_and_start(server: VllmServer) -> None:
-            async def open_push(init_info: dict[str, Any]) -> None:
-                await self._tell(server, http.PUSH_OPEN, http.OpenBody(init_info=init_info))
-
-            await self._transport.connect(server, open_push)
+            await self._connect(server)
             await self._tell(server, http.PUSH_START, body)
 
         def start() -> None:
@@ -192,6 +192,25 @@ class ServerReceiver(LockstepReceiver):
         if not self.servers:
             raise EngineLostError(f"push {self._holding.version} reached no server: {reasons(self._asked)}")
         return stats
+
+    async def _connect(self, server: VllmServer) -> None:
+        """Let the transport connect. It fails for one server alone, unless that server refuses the push."""
+        what = f"a connection with {server.name} for push {self._holding.version}"
+        seconds = self._left() / 2  # the servers that do connect need the rest
+
+        async def open_push(init_info: dict[str, Any]) -> None:
+            await self._tell(server, http.PUSH_OPEN, http.OpenBody(init_info=init_info))
+
+        try:
+            async with asyncio.timeout(seconds):
+                await self._transport.connect(server, open_push)
+        except RunError:
+            raise
+        except TimeoutError:
+            raise ServerLostError(str(DeadlineError(server.owner, what, round(seconds, 1)))) from None
+        except Exception as error:  # any error: a rendezvous has many
+            reason = str(error) or type(error).__name__
+            raise ServerLostError(f"{server.owner} could not open {what}: {reason}") from error
 
     async def _tell(self, server: VllmServer, path: str, body: http.Message) -> None:
         await server.tell(path, body, f"push {self._holding.version} into {server.name}", self._left())

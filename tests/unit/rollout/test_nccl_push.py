@@ -5,6 +5,7 @@ Not covered: communicators, broadcasts, vLLM's layer-wise reload.
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from oblr_megatron.engine.plugin import NCCL_BACKEND, register_transfer_engines
 from oblr_megatron.engine.transfer import ShmUpdateInfo
 from oblr_megatron.engine.transfer_nccl import CheckedNcclWeightTransferEngine, _tensors
 from oblr_megatron.errors import WeightError
+from oblr_megatron.rollout import nccl_push
 from oblr_megatron.rollout.nccl_push import NcclTransport, _address_towards, _in_thread
+from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError
 from oblr_megatron.weights.device_buffer import DeviceBuffer, device_checksum
 from oblr_megatron.weights.manifest import manifest_of
 from oblr_megatron.weights.shm import HALVES, fill_buckets
@@ -74,3 +77,41 @@ def test_a_failed_rendezvous_raises_and_a_hanging_one_blocks_nothing():
 
     asyncio.run(both())
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "nccl rendezvous")
+
+
+SERVER = SimpleNamespace(url="http://127.0.0.1:8000", workers=1, instance="7d3a90")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
+@pytest.mark.parametrize("error", [ServerLostError("no answer"), ServerRefusedError("no answer")])
+def test_a_communicator_is_freed_if_the_server_did_not_join(monkeypatch, error, late):
+    """Its refusal is a failed rendezvous as well: the server is lost, and no mistake ends the run."""
+    arrives, joined, freed = threading.Event(), threading.Event(), threading.Event()
+
+    def join(*_):
+        arrives.wait(20)
+        joined.set()
+        return SimpleNamespace(destroy=freed.set)
+
+    async def open_push(_):
+        if not late:
+            arrives.set()
+            while not joined.is_set():
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+        raise error
+
+    async def connect():
+        transport = NcclTransport(1, torch.device("cpu"))
+        with pytest.raises(ServerLostError, match="no answer"):
+            await transport.connect(SERVER, open_push)
+        assert not transport._links and (late or joined.is_set())
+        arrives.set()
+        for _ in range(1000):
+            if freed.is_set():
+                break
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(nccl_push, "_join", join)
+    asyncio.run(connect())
+    assert freed.is_set()
