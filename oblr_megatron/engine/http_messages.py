@@ -32,7 +32,10 @@ PUSH_OPEN, PUSH_START, PUSH_UPDATE, PUSH_FINISH, PUSH_ABORT = PUSH
 REFUSED, INVALID, FAILED = 409, 400, 500
 """HTTP status if the server's state forbids the request, if the request is invalid, and if the engine failed."""
 
-PROTOCOL = 4
+DAMAGED = "damaged"
+"""The "kind" in the JSON of a refusal if a bucket was damaged on the way: a second push may help."""
+
+PROTOCOL = 5
 """Version of these messages, to be raised with every change. Both sides must have the same."""
 
 

@@ -23,10 +23,11 @@ from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
 from oblr_megatron.engine.state import Refusal, WeightState, check_reset
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import DamagedError, RunError
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.manifest import TensorSpec, parts_of
 from oblr_megatron.weights.names import HF_EMBEDDING
+from oblr_megatron.weights.shm import DAMAGED
 
 
 class ServedModel:
@@ -201,10 +202,16 @@ class ServedModel:
                 await self._client.update_weights(WeightTransferUpdateRequest({}))
 
     async def _weights(self, call: Any) -> None:
-        """Await a call about weights. An error of vLLM becomes a refusal of the push, unless the engine died of it."""
+        """Await a call about weights. An error of vLLM becomes a refusal of the push, unless the engine died of it.
+
+        Raises:
+            DamagedError: a bucket has another checksum than the trainer's.
+            Refusal: any other error.
+        """
         try:
             await call
         except Exception as error:  # any error: vLLM has no type of its own for a failed update
             if self._client.errored:
                 raise
-            raise Refusal(str(error) or type(error).__name__) from error
+            kind = DamagedError if DAMAGED in str(error) else Refusal
+            raise kind(str(error) or type(error).__name__) from error

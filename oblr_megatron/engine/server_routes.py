@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.server_model import ServedModel
 from oblr_megatron.engine.state import Refusal
-from oblr_megatron.errors import RunError, WeightError
+from oblr_megatron.errors import DamagedError, RunError, WeightError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -115,4 +115,4 @@ async def _outcome(handler: Handler, body: bytes) -> tuple[int, str]:
 
 
 def _error(error: object) -> str:
-    return json.dumps({"error": str(error)})
+    return json.dumps({"error": str(error), "kind": http.DAMAGED if isinstance(error, DamagedError) else ""})

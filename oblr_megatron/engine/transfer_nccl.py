@@ -16,8 +16,9 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from oblr_megatron.engine.transfer import RestartableReload, ShmUpdateInfo
-from oblr_megatron.errors import DamagedError, WeightError
+from oblr_megatron.errors import WeightError
 from oblr_megatron.weights.device_buffer import device_checksum
+from oblr_megatron.weights.shm import compare_checksums
 
 
 class CheckedNcclWeightTransferEngine(RestartableReload, NCCLWeightTransferEngine):
@@ -41,11 +42,8 @@ class CheckedNcclWeightTransferEngine(RestartableReload, NCCLWeightTransferEngin
             raise WeightError("there is no communicator with the trainer")
         received = torch.empty(update_info.used, dtype=torch.uint8, device=self.device)
         self.model_update_group.broadcast(received, src=0, stream=torch.cuda.current_stream())
-        if update_info.checksum is not None and (found := device_checksum(received)) != update_info.checksum:
-            raise DamagedError(
-                f"a bucket's checksum is {found:016x}, the trainer's was {update_info.checksum:016x} "
-                f"({update_info.names[0]} ... {update_info.names[-1]})"
-            )
+        if update_info.checksum is not None:
+            compare_checksums(device_checksum(received), update_info.checksum, update_info.bucket().parts)
         model: Any = self.model
         model.load_weights(_tensors(update_info, received))
 

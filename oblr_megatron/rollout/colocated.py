@@ -27,7 +27,7 @@ from oblr_megatron.engine.handle import Deadlines, VllmEngine
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.engine.speculation import Report
 from oblr_megatron.environments.host import episodes_of
-from oblr_megatron.errors import DamagedError, EngineLostError
+from oblr_megatron.errors import EngineLostError
 from oblr_megatron.model.parallel import local_world_size
 from oblr_megatron.rollout.feed import Groups, Put
 from oblr_megatron.rollout.placement import engine_spec, place
@@ -199,10 +199,7 @@ class ColocatedEngines(RecoveringEngines):
     def _deliver(self, source: Source, version: int) -> PushStats:
         """One push into all engines, and a second one if a bucket arrived damaged."""
         self.wake((WEIGHTS,))
-        try:
-            stats = self._push_once(source, version)
-        except DamagedError:
-            stats = self._push_once(source, version)
+        stats = self._at_most_twice(lambda: self._push_once(source, version))
         self._behind = False
         return stats
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.engine.speculation import Report, metrics_of
-from oblr_megatron.errors import EngineLostError, RunError
+from oblr_megatron.errors import DamagedError, EngineLostError, RunError
 from oblr_megatron.rollout.in_flight import InFlight
 from oblr_megatron.runtime.collectives import Collectives, Outcome
 
@@ -143,6 +143,13 @@ class RecoveringEngines(RolloutEngine):
     def sampled(self) -> None:
         """Note that the engines have sampled a whole batch."""
         self._recovery.sampled()
+
+    def _at_most_twice(self, push: Callable[[], Value]) -> Value:
+        """Push, and once more if a bucket arrived damaged."""
+        try:
+            return push()
+        except DamagedError:
+            return push()
 
     @abstractmethod
     def _deliver(self, source: Source, version: int) -> PushStats:

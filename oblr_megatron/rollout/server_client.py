@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.server_guard import HEALTH
 from oblr_megatron.engine.speculation import Report
-from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
+from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, RunError
 from oblr_megatron.runtime.http_loop import open_session
 from oblr_megatron.types import Sample
 
@@ -102,7 +102,12 @@ class VllmServer:
         return Report(**answer.model_dump())
 
     async def tell(self, path: str, body: http.Message, what: str, seconds: float) -> None:
-        """Send a step of a push. It is not retried: a server that received it would refuse it the second time."""
+        """Send a step of a push. It is not retried: a server that received it would refuse it the second time.
+
+        Raises:
+            DamagedError: a bucket arrived with another checksum.
+            ServerLostError, ServerRefusedError: see `generate`.
+        """
         await self._ask(path, body, http.Message, what, seconds)
 
     async def watch(self) -> NoReturn:
@@ -165,10 +170,11 @@ class VllmServer:
 
     def _raise(self, status: int, text: bytes, what: str) -> NoReturn:
         """Raise the error for an HTTP status."""
-        reason = _reason(text)
+        reason, kind = _reason(text)
         message = f"{self.name} answered with status {status} while {self.owner} waited for {what}: {reason}"
         if status == http.REFUSED:
-            raise ServerRefusedError(f"{self.name} refused {what}: {reason}")
+            refused = DamagedError if kind == http.DAMAGED else ServerRefusedError
+            raise refused(f"{self.name} refused {what}: {reason}")
         if status >= http.FAILED:
             raise ServerLostError(message)
         raise RunError(message)
@@ -183,11 +189,13 @@ class DroppedError(ServerLostError):
     """A connection failed, or ended before the answer. A retry may help."""
 
 
-def _reason(text: bytes) -> str:
+def _reason(text: bytes) -> tuple[str, str]:
+    """The error in an answer and its kind, which only our own routes name."""
     try:
-        return str(json.loads(text)["error"])
+        body = json.loads(text)
+        return str(body["error"]), str(body.get("kind", ""))
     except (ValueError, KeyError, TypeError):
-        return text[:200].decode(errors="replace")
+        return text[:200].decode(errors="replace"), ""
 
 
 def reasons(servers: Sequence[VllmServer]) -> str:

@@ -2,7 +2,8 @@
 Imports no vllm.
 
 A server that is lost during a push does not delay the others; when it is back, it gets all weights again. A server that
-refuses a push ends the push for all: either the trainer is wrong, or a bucket was damaged on the way.
+refuses a push ends the push for all: the trainer is wrong. A bucket that was damaged on the way ends it, too; the
+engines then push once more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.protocol import PushStats
-from oblr_megatron.errors import DeadlineError, EngineLostError, RunError
+from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, RunError
 from oblr_megatron.rollout.push import LockstepReceiver, check_digests, read_shape
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer, reasons
 from oblr_megatron.runtime.http_loop import HttpLoop
@@ -239,9 +240,11 @@ class ServerReceiver(LockstepReceiver):
             if error is None:
                 continue
             if not isinstance(error, ServerLostError):
-                refusal = refusal or error
+                # A refusal comes before damage: a second push would not help.
+                refusal = error if refusal is None or isinstance(refusal, DamagedError) else refusal
                 self._faulty.append(server)
-            server.lose(str(error))
+            if not isinstance(error, DamagedError):  # the second push includes this server
+                server.lose(str(error))
             self.servers.remove(server)
             self._transport.drop(server)
         if refusal is not None:

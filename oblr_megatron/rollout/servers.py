@@ -106,7 +106,7 @@ class ServerEngines(RecoveringEngines):
         self._restarts += self._from_first_rank(lambda servers: servers.wait_for_any(seconds), "the servers", seconds)
 
     def _deliver(self, source: Source, version: int, *, check: bool = False) -> PushStats:
-        """One push into all servers that are there.
+        """One push into all servers that are there, and a second one if a bucket arrived damaged.
 
         Args:
             source: of the weights.
@@ -114,18 +114,23 @@ class ServerEngines(RecoveringEngines):
             check: the source must still yield what it did at the first push of these weights.
         """
         self._wait_for_servers()
-        own = attempt(lambda: self._push_once(source, version))
-        outcomes = self.gather(own, f"push {version}", 2 * self._config.rollout.push_timeout_s)
-        raise_first(outcomes, own)
-        stats, checksums = outcomes[0].value
+        stats, checksums = self._at_most_twice(lambda: self._push_once(source, version))
         if check and checksums != self._checksums:
             self._unusable = f"the trainer's weights have changed since push {version}"
             raise RunError(f"{self._unusable}: a server that came back cannot be given the old ones")
         self._checksums, self._behind = checksums, False
         return stats
 
-    def _push_once(self, source: Source, version: int) -> tuple[PushStats | None, list[int | None]]:
-        """What was moved, and the buckets' checksums; both empty on ranks other than 0."""
+    def _push_once(self, source: Source, version: int) -> tuple[PushStats, list[int | None]]:
+        """What rank 0 moved, and the buckets' checksums."""
+        own = attempt(lambda: self._send(source, version))
+        outcomes = self.gather(own, f"push {version}", 2 * self._config.rollout.push_timeout_s)
+        raise_first(outcomes, own)
+        stats, checksums = outcomes[0].value
+        return stats, checksums
+
+    def _send(self, source: Source, version: int) -> tuple[PushStats | None, list[int | None]]:
+        """This rank's part in a push. Both values are empty on ranks other than 0."""
         weights, manifest = self._config.weights, manifest_of(source)
         receiver = Receiver()
         if self._servers is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,6 +31,8 @@ from oblr_megatron.weights.manifest import Manifest, Part, Source, manifest_of, 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this, so any dtype can be viewed in place and copies are vectorised."""
 HALVES = 2
+DAMAGED = "a bucket's checksum is"
+"""vLLM passes only the text of an error from its workers to its server, which finds damage by these words."""
 
 
 class SharedBuffer:
@@ -157,16 +159,22 @@ def read_bucket(bucket: Bucket, buffer: SharedBuffer) -> list[tuple[Part, Tensor
             f"a bucket of {bucket.used} bytes at {bucket.start} exceeds the memory of {buffer.bytes.numel()} bytes"
         )
     if bucket.checksum is not None:
-        found = buffer.checksum(bucket.start, bucket.used)
-        if found != bucket.checksum:
-            names = f"{bucket.parts[0].spec.name} ... {bucket.parts[-1].spec.name}"
-            raise DamagedError(
-                f"a bucket's checksum is {found:016x}, the trainer's was {bucket.checksum:016x} ({names})"
-            )
+        compare_checksums(buffer.checksum(bucket.start, bucket.used), bucket.checksum, bucket.parts)
     return [
         (part, _elements(buffer.bytes, bucket.start + offset, part))
         for part, offset in zip(bucket.parts, bucket.offsets, strict=True)
     ]
+
+
+def compare_checksums(found: int, sent: int, parts: Sequence[Part]) -> None:
+    """Compare a bucket's checksum with the trainer's.
+
+    Raises:
+        DamagedError: they differ. The text starts with `DAMAGED`.
+    """
+    if found != sent:
+        names = f"{parts[0].spec.name} ... {parts[-1].spec.name}"
+        raise DamagedError(f"{DAMAGED} {found:016x}, the trainer's was {sent:016x} ({names})")
 
 
 def _pieces(source: Source, capacity: int) -> Iterator[tuple[Part, Tensor]]:

@@ -18,7 +18,7 @@ from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.protocol import SamplingRequest
-from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.errors import DamagedError, RunError, UserError
 from oblr_megatron.rollout.server_checks import check_servers
 from oblr_megatron.rollout.servers import ServerEngines
 from oblr_megatron.weights import shm
@@ -141,11 +141,14 @@ def test_a_damaged_bucket_is_refused(two, engines_of, model, monkeypatch):
     def damaged(buffer, start, used):
         checksum = honest(buffer, start, used)
         buffer.bytes[start + used // 2] ^= 1  # one bit, after the trainer has taken the checksum
+        taken.append(start)
         return checksum
 
+    taken = []
     monkeypatch.setattr(shm.SharedBuffer, "checksum", damaged)
-    with pytest.raises(RunError, match=r"checksum.*[0-9a-f]{16}.*[0-9a-f]{16}"):
+    with pytest.raises(DamagedError, match=r"checksum.*[0-9a-f]{16}.*[0-9a-f]{16}"):
         engines.push(Weights(model), 1)
+    assert taken == [0, 0], "the push was sent a second time"
     monkeypatch.undo()
     assert_refuses_until_a_full_push(engines, model, expected)
 

@@ -9,17 +9,25 @@ import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from oblr_megatron.engine import http_messages as http
+from oblr_megatron.engine.server_model import ServedModel
+from oblr_megatron.engine.server_routes import _outcome
+from oblr_megatron.errors import DamagedError
 from oblr_megatron.rollout.push import push
-from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError
+from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError, VllmServer
 from oblr_megatron.rollout.server_push import ServerReceiver, SharedMemoryTransport
+from oblr_megatron.rollout.servers import ServerEngines
 from oblr_megatron.runtime.http_loop import HttpLoop
-from oblr_megatron.weights.manifest import manifest_of
+from oblr_megatron.weights.manifest import Part, manifest_of
+from oblr_megatron.weights.shm import compare_checksums
+from tests.e2e.tiny_rollout import ONE_RANK, make_config
 from tests.unit.weights.test_shm import Tensors
 
 CAPACITY = 64
@@ -28,11 +36,11 @@ WHOLE = [http.PUSH_OPEN, http.PUSH_START, *[http.PUSH_UPDATE] * 3, http.PUSH_FIN
 
 
 class StubServer:
-    """The part of `VllmServer` that a push uses. `failures` maps a step's path to the error of that step."""
+    """The part of `VllmServer` that a push uses. `failures` maps a step's path to the errors of its first calls."""
 
     owner, workers = "rank 0", 1
 
-    def __init__(self, name: str, failures: dict[str, Exception] | None = None) -> None:
+    def __init__(self, name: str, failures: dict[str, list[Exception]] | None = None) -> None:
         self.name = self.url = name
         self.lost: str | None = None
         self.told: list[str] = []
@@ -43,8 +51,8 @@ class StubServer:
 
     async def tell(self, path: str, body: http.Message, what: str, seconds: float) -> None:
         self.told.append(path)
-        if path in self.failures:
-            raise self.failures[path]
+        if self.failures.get(path):
+            raise self.failures[path].pop(0)
 
 
 class StubTransport(SharedMemoryTransport):
@@ -92,10 +100,75 @@ def test_a_server_that_does_not_connect_is_lost_and_the_other_gets_the_push(name
 
 
 def test_a_server_that_refuses_to_connect_ends_the_push() -> None:
-    refusing, other = StubServer("one", {http.PUSH_OPEN: ServerRefusedError("another machine")}), StubServer("two")
-    with (
-        receiver_of([refusing, other]) as receiver,
-        pytest.raises(ServerRefusedError, match="another machine"),
-    ):
+    refusing, other = StubServer("one", {http.PUSH_OPEN: [ServerRefusedError("another machine")]}), StubServer("two")
+    with receiver_of([refusing, other]) as receiver, pytest.raises(ServerRefusedError, match="another machine"):
         push(receiver, TENSORS, CAPACITY, checksum=True, verify=False)
     assert http.PUSH_FINISH not in other.told and other.told[-1] == http.PUSH_ABORT
+
+
+def refused(step: str, *errors: Exception) -> Any:
+    return {step: list(errors)}
+
+
+@pytest.fixture
+def engines_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made = []
+
+    def make(*servers: Any) -> ServerEngines:
+        engines = ServerEngines(make_config(tmp_path, tmp_path / "run", servers=["http://127.0.0.1:9"]), ONE_RANK)
+        made.append(engines)
+        engines._transport = StubTransport()
+        monkeypatch.setattr(engines._servers, "wait_for_any", lambda _: 0)
+        monkeypatch.setattr(engines._servers, "present", lambda: [one for one in servers if one.lost is None])
+        return engines
+
+    yield make
+    for engines in made:
+        engines.close()
+
+
+@pytest.mark.parametrize("step", [http.PUSH_UPDATE, http.PUSH_FINISH])
+def test_a_push_with_a_damaged_bucket_is_sent_once_more_to_all_servers(step: str, engines_of: Any) -> None:
+    servers = [StubServer("one", refused(step, DamagedError("a bucket"))), StubServer("two")]
+    engines = engines_of(*servers)
+    assert engines.push(TENSORS, 1).buckets == 3
+    assert all(server.told[-len(WHOLE) :] == WHOLE and server.lost is None for server in servers)
+    assert all(http.PUSH_ABORT in server.told for server in servers)
+    assert engines.metrics() == {"rollout/restarts": 0}
+
+
+def test_damage_in_a_second_push_is_raised_as_damage(engines_of: Any) -> None:
+    """`run` saves a checkpoint for it, and for a refusal it does not."""
+    server = StubServer("one", refused(http.PUSH_UPDATE, *[DamagedError("a bucket")] * 2))
+    with pytest.raises(DamagedError):
+        engines_of(server).push(TENSORS, 1)
+    assert server.told.count(http.PUSH_START) == 2
+
+
+def test_a_refusal_is_not_pushed_again_when_another_server_finds_damage(engines_of: Any) -> None:
+    for errors in ([DamagedError("a bucket"), ServerRefusedError("no")], [ServerRefusedError("no"), DamagedError("")]):
+        servers = [StubServer(str(error), refused(http.PUSH_UPDATE, error)) for error in errors]
+        with pytest.raises(ServerRefusedError, match="no"):
+            engines_of(*servers).push(TENSORS, 1)
+        assert [server.told.count(http.PUSH_START) for server in servers] == [1, 1]
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_damage_in_vllms_worker_reaches_the_trainer_as_damage(damaged: bool) -> None:
+    """vLLM's server gets the worker's error as text, in the sentences of its executor and its core."""
+    text = "another fault"
+    if damaged:
+        with pytest.raises(DamagedError) as raised:
+            compare_checksums(7, 8, [Part.whole(spec) for spec in manifest_of(TENSORS)])
+        text = str(raised.value)
+
+    async def update() -> None:
+        raise Exception(f"Call to update_weights method failed: Worker failed with error '{text}', please check")
+
+    async def load(_: bytes) -> None:
+        served: Any = SimpleNamespace(_client=SimpleNamespace(errored=False))
+        await ServedModel._weights(served, update())
+
+    status, answer = asyncio.run(_outcome(load, b""))
+    with pytest.raises(DamagedError if damaged else ServerRefusedError, match=f"http://a refused push 3: .*{text[:9]}"):
+        VllmServer("http://a", "")._raise(status, answer.encode(), "push 3")
