@@ -27,7 +27,7 @@ from oblr_megatron.runtime.http_loop import HttpLoop
 from oblr_megatron.weights.manifest import Manifest
 from oblr_megatron.weights.peer_memory import PeerMemory
 from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, bucket_capacity
-from oblr_megatron.weights.verify import Digests, expected_digests
+from oblr_megatron.weights.verify import expected_digests
 
 
 class Transport(Protocol):
@@ -158,21 +158,13 @@ class ServerReceiver(LockstepReceiver):
         for server in self.servers if self.error is None else ():
             server.lost = None
 
-    def verify(self, source: Iterable[tuple[str, Tensor]]) -> None:
-        """See `Receiver`. One pass over the source serves engines of any number of workers."""
-        shape = read_shape(self._model)
-        expected: dict[int, list[Digests]] = {
-            count: [{} for _ in range(count)] for count in {server.workers for server in self.servers}
-        }
-        for pair in source:
-            for count, workers in expected.items():
-                for held, part in zip(workers, expected_digests([pair], shape, count), strict=True):
-                    held |= part  # noqa: PLW2901  in place
+    def compare(self, source: Iterable[tuple[str, Tensor]]) -> None:
+        expected = expected_digests(source, read_shape(self._model), {server.workers for server in self.servers})
 
-        async def compare(server: VllmServer) -> None:
-            check_digests(server.name, expected[server.workers], await server.digests(self._left()))
+        async def check(server: VllmServer) -> None:  # with a deadline of its own: gathering again has taken time
+            check_digests(server.name, expected[server.workers], await server.digests(self._seconds))
 
-        self.attempt(lambda: self._call(compare))
+        self._call(check)
 
     def abort(self, reason: str) -> None:
         """See `Receiver`. A server that does not hear it is lost, or has not finished this push."""

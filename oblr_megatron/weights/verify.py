@@ -6,7 +6,7 @@ step of a push: buckets, memory, loader and the table of names. It is slow, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import xxhash
@@ -33,20 +33,26 @@ def read_back(model: nn.Module) -> Digests:
     return {name: digest(tensor) for name, tensor in engine_tensors(model).items()}
 
 
-def expected_digests(source: Iterable[tuple[str, Tensor]], shape: ModelShape, workers: int) -> list[Digests]:
-    """The digests that the workers of a tensor-parallel engine should have, by rank. Iterates the source once.
+def expected_digests(
+    source: Iterable[tuple[str, Tensor]], shape: ModelShape, sizes: Collection[int]
+) -> dict[int, list[Digests]]:
+    """The digests that the workers of tensor-parallel engines should have. Iterates the source once.
 
     Args:
         source: whole tensors, as they were pushed; may be collective.
         shape: the model's sizes.
-        workers: of the engine; 1 without tensor parallelism.
+        sizes: numbers of workers of an engine; 1 without tensor parallelism.
+
+    Returns:
+        Number of workers -> the digests of each, by rank.
     """
     cuts = {name: (item, part) for item in table(shape) for part, name in enumerate(item.hf)}
-    found: list[Digests] = [{} for _ in range(workers)]
+    found: dict[int, list[Digests]] = {workers: [{} for _ in range(workers)] for workers in sizes}
     for name, tensor in source:
-        for worker in range(workers):
-            item, part = cuts[name]
-            found[worker][name] = digest(worker_part(item, part, tensor, shape, worker, workers))
+        item, part = cuts[name]
+        for workers, digests in found.items():
+            for worker, own in enumerate(digests):
+                own[name] = digest(worker_part(item, part, tensor, shape, worker, workers))
     return found
 
 

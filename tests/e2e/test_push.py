@@ -59,7 +59,7 @@ class Direct:
         return found
 
     def expected(self, source: Weights) -> dict[str, str]:
-        (found,) = expected_digests(source, ModelShape.of(self.model.config), workers=1)
+        (found,) = expected_digests(source, ModelShape.of(self.model.config), {1})[1]
         return found
 
     def send(self, source: Weights, damage: Damage | None = None) -> None:

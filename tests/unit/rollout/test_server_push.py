@@ -19,7 +19,8 @@ import torch
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.server_model import ServedModel
 from oblr_megatron.engine.server_routes import _outcome
-from oblr_megatron.errors import DamagedError
+from oblr_megatron.errors import DamagedError, WeightError
+from oblr_megatron.rollout import server_push
 from oblr_megatron.rollout.push import push
 from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError, VllmServer
 from oblr_megatron.rollout.server_push import ServerReceiver, SharedMemoryTransport
@@ -27,8 +28,10 @@ from oblr_megatron.rollout.servers import ServerEngines
 from oblr_megatron.runtime.http_loop import HttpLoop
 from oblr_megatron.weights.manifest import Part, manifest_of
 from oblr_megatron.weights.shm import compare_checksums
+from oblr_megatron.weights.verify import expected_digests
 from tests.e2e.tiny_rollout import ONE_RANK, make_config
 from tests.unit.weights.test_shm import Tensors
+from tests.unit.weights.test_verify import ITEMS, SHAPE, numbered
 
 CAPACITY = 64
 TENSORS = Tensors([torch.ones(16) for _ in range(3)])
@@ -45,6 +48,8 @@ class StubServer:
         self.lost: str | None = None
         self.told: list[str] = []
         self.failures = failures or {}
+        self.held: list[dict[str, str]] = []
+        self.patience = 0.0
 
     def lose(self, reason: str) -> None:
         self.lost = reason
@@ -53,6 +58,10 @@ class StubServer:
         self.told.append(path)
         if self.failures.get(path):
             raise self.failures[path].pop(0)
+
+    async def digests(self, seconds: float) -> list[dict[str, str]]:
+        self.patience = seconds
+        return self.held
 
 
 class StubTransport(SharedMemoryTransport):
@@ -172,3 +181,43 @@ def test_damage_in_vllms_worker_reaches_the_trainer_as_damage(damaged: bool) -> 
     status, answer = asyncio.run(_outcome(load, b""))
     with pytest.raises(DamagedError if damaged else ServerRefusedError, match=f"http://a refused push 3: .*{text[:9]}"):
         VllmServer("http://a", "")._raise(status, answer.encode(), "push 3")
+
+
+@pytest.fixture
+def small_model() -> Tensors:
+    source = Tensors([])
+    source.items = [(name, numbered(name)) for name in ITEMS]
+    return source
+
+
+def test_reading_back_has_a_deadline_of_its_own(small_model: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer has gathered everything a second time by then."""
+    monkeypatch.setattr(server_push, "read_shape", lambda _: SHAPE)
+    one, two = StubServer("one"), StubServer("two")
+    two.workers = 2
+    for server in (one, two):
+        server.held = expected_digests(small_model, SHAPE, {server.workers})[server.workers]
+    with receiver_of([one, two]) as receiver:
+        receiver.begin -= 1000
+        receiver.verify(small_model)
+        assert receiver.error is None and one.patience == two.patience == 30
+        two.held[1]["model.norm.weight"] = "other"
+        receiver.verify(small_model)
+    assert isinstance(receiver.error, WeightError)
+    assert str(receiver.error).startswith("two") and "model.norm.weight of worker 1" in str(receiver.error)
+
+
+def test_a_failure_of_the_comparison_leaves_no_rank_in_the_second_gather(small_model: Tensors, tmp_path: Path) -> None:
+    gathered = []
+
+    class Counted(Tensors):
+        def __iter__(self) -> Iterator[Any]:
+            for pair in self.items:
+                gathered.append(pair[0])
+                yield pair
+
+    source = Counted([tensor for _, tensor in small_model])
+    with receiver_of([StubServer("one")], model=tmp_path) as receiver:
+        with pytest.raises(FileNotFoundError, match=r"config\.json"):
+            push(receiver, source, 2**16, checksum=True, verify=True)
+        assert len(gathered) == 2 * len(ITEMS), "to the end, twice"

@@ -6,6 +6,7 @@ Not covered: vLLM's own parameters (tests/e2e/test_push.py), workers on several 
 import pytest
 import torch
 
+from oblr_megatron.weights import verify
 from oblr_megatron.weights.names import ModelShape, table
 from oblr_megatron.weights.verify import digest, expected_digests, first_difference, worker_part
 
@@ -59,15 +60,24 @@ def test_a_digest_depends_on_the_bytes_in_order() -> None:
 def test_the_first_difference_in_the_order_of_the_push_is_named() -> None:
     def found(changed: dict[str, float], workers: int = 1) -> str | None:
         stream = {name: numbered(name) for name in ITEMS}
-        expected = expected_digests(Stream(stream), SHAPE, workers)
+        expected = expected_digests(Stream(stream), SHAPE, {workers})[workers]
         held = {name: tensor + changed.get(name, 0.0) for name, tensor in stream.items()}
-        return first_difference(expected, expected_digests(Stream(held), SHAPE, workers))
+        return first_difference(expected, expected_digests(Stream(held), SHAPE, {workers})[workers])
 
     assert found({}) is None and found({}, workers=2) is None
     assert found({"model.norm.weight": 1.0, ATTENTION + "k_proj.weight": 1.0}) == ATTENTION + "k_proj.weight"
     assert found({"lm_head.weight": 1.0}, workers=2) == "lm_head.weight of worker 0"
     assert first_difference([{"a": "1"}], [{}]) == "a"
     assert first_difference([{"a": "1"}], [{"a": "1", "b": "2"}]) == "b"
+
+
+def test_engines_of_any_size_need_one_pass_and_one_table_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(verify, "table", lambda shape: built.append(shape) or table(shape))
+    stream = {name: numbered(name) for name in ITEMS}
+    together = expected_digests(iter(stream.items()), SHAPE, {1, 2, 4})
+    assert built == [SHAPE]
+    assert together == {size: expected_digests(Stream(stream), SHAPE, {size})[size] for size in (1, 2, 4)}
 
 
 class Stream:
