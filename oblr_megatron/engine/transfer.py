@@ -54,9 +54,9 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     """Copies each bucket directly into the model's parameters.
 
-    vLLM's `load_weights` needs whole tensors, so an embedding would need a bucket of its own size. vLLM's layer-wise
-    reload would keep the count of loaded elements of a push that broke off. Here such a push leaves mixed parameters,
-    which the next complete push overwrites.
+    vLLM's `load_weights` needs whole tensors, so an embedding would need a bucket of its own size. After a broken push,
+    vLLM's layer-wise reload would keep its element counts. Writing in place keeps no counts. A broken push leaves mixed
+    weights, and the next complete push overwrites them.
     """
 
     init_info_cls = ShmInitInfo
@@ -110,8 +110,8 @@ _NO_PLUGIN = "the plugin 'oblr_megatron' of vllm.general_plugins was not active 
 def check_layers_read_parameters(model: nn.Module) -> None:
     """Check that a CPU model computes with the parameters that a push writes.
 
-    Each linear layer multiplies by a weight that is not its own, which a layer with a packed copy cannot do. Each
-    mixture layer must use our `UnpackedExperts`.
+    The check calls each linear layer with another weight. A layer with a packed copy ignores that weight and returns
+    another product. Each mixture layer must use our `UnpackedExperts`.
 
     Raises:
         WeightError: a layer computes with a packed copy, or would misread what is pushed.

@@ -1,7 +1,7 @@
 """The engine process: `python -m oblr_megatron.engine.worker SOCKET_FD PARENT_PID`, started by `engine.handle`.
 
-It contains a whole vLLM engine, core included. So its batches depend on the requests alone, and one signal ends all of
-it. It ends with its parent, by the kernel's parent-death signal and at the end of the socket's stream. It ignores the
+vLLM's engine core runs in this process. Batches therefore depend only on the requests, and one signal ends the engine.
+It ends with its parent, by the kernel's parent-death signal and at the end of the socket's stream. It ignores the
 signals that ask a run to save and stop, which SLURM sends to every process of a job: the current step still needs it.
 """
 

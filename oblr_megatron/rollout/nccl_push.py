@@ -1,8 +1,9 @@
 """The trainer's side of `oblr_nccl`: buckets go from rank 0's GPU to API servers on other GPUs. Not yet run on a GPU.
 
 Each server has its own communicator: the trainer is rank 0, and the server's workers follow. A bucket is gathered once.
-It is broadcast to each server on a separate stream, while an HTTP request tells the server to receive it. The wait ends
-with the server's answer. If a server does not answer, its communicator is aborted, which frees the stream.
+It is broadcast to each server on a separate stream, while an HTTP request tells the server to receive it. Rank 0 waits
+for the server's HTTP answer, not for the broadcast. If a server does not answer, its communicator is aborted, which
+frees the stream.
 """
 
 from __future__ import annotations

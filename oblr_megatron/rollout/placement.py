@@ -1,4 +1,4 @@
-"""The owner of each engine, its share of the prompts, and its process's settings."""
+"""Decides which rank owns each engine, which prompts it samples, and the settings of its process."""
 
 from __future__ import annotations
 

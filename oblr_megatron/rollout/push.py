@@ -86,7 +86,7 @@ def check_digests(engine: str, expected: Sequence[Digests], found: Sequence[Dige
     """
     different = first_difference(expected, found)
     if different is not None:
-        raise WeightError(f"{engine} holds another {different} than was pushed (weights.verify)")
+        raise WeightError(f"{engine}: {different} differs from the pushed tensor (weights.verify)")
 
 
 class Receiver:

@@ -167,7 +167,10 @@ class ServerReceiver(LockstepReceiver):
         self._call(check)
 
     def abort(self, reason: str) -> None:
-        """See `Receiver`. A server that does not hear it is lost, or has not finished this push."""
+        """See `Receiver`.
+
+        A server that misses the abort is lost or has an unfinished push. In both cases it does not sample.
+        """
         body = http.AbortBody(holding=self._holding, reason=reason)
         with suppress(Exception):  # answers to a push that is given up
             self._settle()

@@ -267,7 +267,7 @@ def views(item: Entry, stacked: Tensor, shape: ModelShape) -> list[tuple[str, Te
 
     They are views with the tensors' elements in row-major order, in up to four dimensions.
 
-    q, k and v are copied if more ranks than KV groups hold them, unless the shards lie behind one another in memory.
+    With more ranks than KV groups, q, k and v are copied. They are views if the shards are contiguous.
 
     Args:
         item: the parameter.

@@ -61,8 +61,8 @@ def pieces(shape: ModelShape, *, tp: int, ep: int, etp: int, padded_vocab: int, 
         ep: expert-parallel ranks.
         etp: expert-tensor-parallel ranks.
         padded_vocab: rows of the vocabulary matrices with padding.
-        budget: elements of a piece. It grows to the largest parameter, or to one expert's parameter from each
-            expert-parallel rank, because a piece has at least that.
+        budget: elements of a piece. A piece holds at least one whole parameter. A piece of experts holds at least one
+            matrix from every expert-parallel rank. A smaller budget is raised to that.
     """
     singles: list[list[Piece]] = []  # by layer, and whether they are experts
     for _, group in groupby(table(shape), _group_of):
@@ -81,7 +81,10 @@ def pieces(shape: ModelShape, *, tp: int, ep: int, etp: int, padded_vocab: int, 
 
 
 def _group_of(item: Entry) -> tuple[int | None, bool, bool]:
-    """What shares pieces. A vocabulary matrix has its own: its rows must lie behind one another to be viewed as one."""
+    """Parameters with equal keys may share a piece.
+
+    A vocabulary matrix has its own piece, because one view needs contiguous rows.
+    """
     return layer_of(item), item.expert is not None, item.cut == "vocab"
 
 

@@ -119,7 +119,7 @@ def fill_buckets(
 ) -> Iterator[Bucket]:
     """Copy a source's tensors into the buffer, bucket by bucket, alternating between its halves.
 
-    Resume the iteration only when the engine is done with all buckets but the last one.
+    Before you take the next bucket, wait until the engine has loaded every bucket except the latest.
 
     Args:
         source: iterated completely; collective where gathering its tensors is.
