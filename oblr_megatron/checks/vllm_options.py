@@ -88,6 +88,9 @@ OWNED_ON_CPU: dict[str, str] = {
     "max_num_batched_tokens": "a CPU engine must take a whole prompt in one step",
 }
 
+CACHE_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4}
+"""Bytes of a number in the KV cache by `kv_cache_dtype`."""
+
 FP8_CACHE_FLAGS = (frozenset({"amx_tile"}), frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"}))
 """Either of these sets is enough for vLLM's FP8 cache on a CPU (`cpu_attn._get_attn_isa` of vLLM 0.32)."""
 
@@ -151,6 +154,11 @@ def check_processor(
     if not has_fp8_cache(processor_flags() if flags is None else flags):
         what = f'kv_cache_dtype "{value}" on a CPU needs AVX-512 or AMX, which this processor does not have'
         raise UserError(what, where=where, fix="leave it out, or use another machine")
+
+
+def cache_bytes(options: Mapping[str, Any], element: int) -> int:
+    """Bytes of a number in an engine's KV cache: `element`, as of its weights, unless `kv_cache_dtype` names a size."""
+    return CACHE_BYTES.get(str(options.get("kv_cache_dtype", "")), element)
 
 
 def has_fp8_cache(flags: Collection[str]) -> bool:

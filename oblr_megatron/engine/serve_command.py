@@ -20,7 +20,14 @@ from typing import Any, Literal
 
 from oblr_megatron.checks.layout import heads_problem
 from oblr_megatron.checks.machine import check_head_size
-from oblr_megatron.checks.vllm_options import KEY, check_processor, check_routes, check_vllm_options, command_words
+from oblr_megatron.checks.vllm_options import (
+    KEY,
+    cache_bytes,
+    check_processor,
+    check_routes,
+    check_vllm_options,
+    command_words,
+)
 from oblr_megatron.config.checks import apply_override
 from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
@@ -215,7 +222,7 @@ def check_sizes(spec: EngineSpec, hf_config: Mapping[str, Any], devices: int) ->
     check_head_size(hf_config, spec.model, on_gpu=spec.device == "cuda")
     positions = int(hf_config.get("max_position_embeddings", spec.max_model_len))
     cache = 2 * spec.max_model_len * hf_config["num_hidden_layers"] * hf_config["num_key_value_heads"]
-    cache *= head_dim(hf_config) * (4 if spec.dtype == "float32" else 2)
+    cache *= head_dim(hf_config) * cache_bytes(spec.vllm, 4 if spec.dtype == "float32" else 2)
     parallel = spec.tensor_parallel_size
     divided = heads_problem(hf_config, parallel, "--tensor-parallel-size")
     for wrong, option, what, fix in (

@@ -17,6 +17,7 @@ from math import ceil
 from typing import Any
 
 from oblr_megatron.checks.lengths import max_model_len
+from oblr_megatron.checks.vllm_options import cache_bytes
 from oblr_megatron.config import Config, ParallelConfig
 from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
 from oblr_megatron.memory.rank_shapes import RankSizes
@@ -67,7 +68,8 @@ def engine_bytes(hf_config: Mapping[str, Any], config: Config, *, device_bytes: 
         device_bytes: memory of a device; None for a CPU engine, which has a cache of `rollout.kv_cache_gib`.
     """
     sizes = engine_sizes(hf_config, config)
-    weights, per_token = _weight_bytes(sizes, config), 2 * sizes.layers * sizes.kv * sizes.element
+    weights = _weight_bytes(sizes, config)
+    per_token = 2 * sizes.layers * sizes.kv * cache_bytes(config.rollout.vllm, sizes.element)
     if device_bytes is None:
         work = _work_bytes(sizes, config, max(CPU_STEP_TOKENS, max_model_len(config)))
         return EngineMemory(weights, int(config.rollout.kv_cache_gib * 2**30), work, per_token)

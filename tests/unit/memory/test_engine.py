@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.vocab_parallel_embedding import DEFAULT_VOCAB_PADDING_SIZE
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from oblr_megatron.checks.vllm_options import CACHE_BYTES
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.config.data import EvaluateConfig
 from oblr_megatron.memory.engine import LARGE_DEVICE, STEP_TOKENS, VOCABULARY_MULTIPLE, EngineMemory, engine_bytes
@@ -61,6 +63,15 @@ def test_weights_on_one_device_are_the_models(name: str) -> None:
     matrices = sum(size for name, size in weights.items() if "proj" in name and "bias" not in name)
     rounded = engine_bytes(published(name), run(quantization="fp8"), device_bytes=10**15).weights
     assert rounded == 2 * sum(weights.values()) - matrices
+
+
+@pytest.mark.parametrize("kind", sorted(CACHE_BYTES))
+def test_bytes_of_a_cached_number_are_vllms(kind: str) -> None:
+    found, plain = (
+        engine_bytes(published("8B"), run(vllm=options), device_bytes=GPU).kv_bytes_per_token
+        for options in ({"kv_cache_dtype": kind}, {"kv_cache_dtype": "auto"})
+    )
+    assert found == plain * STR_DTYPE_TO_TORCH_DTYPE[kind].itemsize / torch.bfloat16.itemsize
 
 
 @pytest.mark.parametrize(("width", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
