@@ -129,7 +129,7 @@ def findings(machine: Machine, packages: dict[str, str | None]) -> list[Finding]
 
 def _layers(machine: Machine) -> Finding:
     if not machine.has_layers:
-        means = "the same numbers; Qwen3-MoE on GPUs, fused norms and FP8 are not to be had"
+        means = "the same numbers; Qwen3-MoE on GPUs, fused norms and FP8 are not available"
         return Finding("layers", "megatron-core's own", means, FULL_INSTALL)
     version = machine.transformer_engine or ""
     known = TRANSFORMER_ENGINE.accepts(version)

@@ -130,7 +130,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
 
 @contextmanager
 def started(sampling: Sampling) -> Iterator[None]:
-    """Record an open run in its directory, which stays as it was when opening was refused; at the end, its report."""
+    """Write the config and status of an open run, and its report at the end. A refused opening changes no file."""
     if sampling.parallel.rank == 0:
         write_config(sampling.config)
     sampling.trackers.start()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
 
 LONGEST = 2**13
-"""Most products of an exact sum on CPUs: hidden size, intermediate size, and tokens of a sequence."""
+"""A sum on a CPU is exact up to this many products. It bounds hidden size, intermediate size and sequence length."""
 LARGEST_VOCAB = 2**18
 SAME_BITS = ("aggregate_engine_logging", "block_size", "disable_log_stats", "enable_prefix_caching")
 """Options of [rollout.vllm] that change no log-prob."""

@@ -20,7 +20,8 @@ class GradnormConfig(Section):
     "two_pass": a separate pass. "stash": one pass that keeps the gradient of each response of a prompt. "bookkeep": one
     pass that keeps the factors of the weight gradients. "auto" chooses and logs why."""
     sample_fraction: float = Field(1.0, gt=0, le=1)
-    """Share of a step's prompts that norms are measured of, at random. Below 1 only for norms that later steps read."""
+    """Norms are measured for this random share of the prompts. Values below 1 need a baseline that reads only earlier
+    norms."""
     stash_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the stashed gradients (float64 runs keep float64). Norms are computed before rounding."""
     stash_offload: bool = False

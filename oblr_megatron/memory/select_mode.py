@@ -33,7 +33,8 @@ from oblr_megatron.memory.training import MemoryEstimate, estimate
 
 MODES = ("inline", "bookkeep", "stash", "two_pass")
 BYTES_MOVED = 16  # per stashed fp32 element: written, squared, read again, added to main_grad
-SQUARED_FLOPS = 64.0  # FLOPs that take as long as squaring and adding an entry of a product, over its 2 FLOPs a token
+SQUARED_FLOPS = 64.0
+"""Cost of squaring and adding one entry of a product, in FLOPs, divided by the 2 FLOPs per token that form it."""
 FLOPS_A_BYTE = {False: 10.0, True: 140.0}  # a CPU core; an H100 in bf16 at the rate of training
 
 

@@ -37,9 +37,9 @@ class SdpaAttention(nn.Module):
     """Causal grouped-query attention by torch's scaled_dot_product_attention, exact under context parallelism.
 
     Rows are padded on the right, so that the causal mask already hides padding from real tokens. Each packed sample
-    attends to itself; neighbours of equal length share a call (measured: padding all samples to one length was faster
-    for equal lengths only). Under context parallelism keys and values are gathered and queries stay. Each of a rank's
-    two chunks attends to the prefix of the sequence that ends with that chunk.
+    attends to itself. Neighbours of equal length share one call. Padding all samples to one length was measured: it
+    helps only if lengths are equal. Under context parallelism keys and values are gathered and queries stay. Each of a
+    rank's two chunks attends to the prefix of the sequence that ends with that chunk.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The trainer's layers on a CPU under model.batch_invariant: values of `oblr_megatron.invariant`, usual gradients.
 
-Backward passes differentiate the plain formulas at the same inputs. Taps see the inputs and output gradients of linear
-layers and norms as ever, so that norms of single samples are exact as ever.
+Backward passes differentiate the plain formulas at the same inputs. Taps receive the usual inputs and output gradients
+of linear layers and norms. Per-sample norms therefore stay exact.
 """
 
 from __future__ import annotations

@@ -237,8 +237,8 @@ def shutdown(*, keep_process_group: bool = False) -> None:
 def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
     """The end of a block that joined: `shutdown`, but after an exception a rank stays in NCCL's groups.
 
-    To destroy them, NCCL waits for ranks in the middle of a collective. They would wait for this rank, and the launcher
-    would see no rank end. `end_process` ends a rank that stayed.
+    Destroying a group waits for ranks inside a collective. Those ranks wait for this one, so no rank would end.
+    `end_process` ends a rank that stayed.
     """
     if kind is None or not dist.is_initialized() or dist.get_backend() != "nccl":
         shutdown()

@@ -11,8 +11,8 @@ the layer adds itself, so `HandOver` passes that to the sink as well.
 
 The weights of norms and the layers that `install_te` returns stay with autograd and `main_grad`, which need one sample
 a microbatch. FP8 and FP4 layers are among them. Block scaling keeps two roundings of x and dy, by rows for the input's
-gradient and by columns for the weight's. `dequantize` returns the rows, so that the norm would be that of a gradient
-which training never makes. If only columns are left, it raises (at least up to 2.12).
+gradient and by columns for the weight's. `dequantize` returns the row rounding. Training uses the column rounding, so
+the norm would belong to another gradient. If only columns are left, it raises (at least up to 2.12).
 
 Written against the sources of Transformer Engine 2.3 to 2.20. Not yet run on a GPU.
 """

@@ -1,7 +1,7 @@
 """Seconds that `rollout.overlap` hides, with engines on GPUs of their own. Imports no torch.
 
-R is sampling, of which R_full runs with a full batch and the rest waits for the longest responses. T is norms and
-gradient. s is the share of a step's tokens in one wave (`memory.pass_plan.tokens_of_a_wave`).
+R is the sampling time. R_full is its part with a full batch. The rest waits for the longest responses. T is the time of
+norms and gradient. s is the share of a step's tokens in one wave (`memory.pass_plan.tokens_of_a_wave`).
 
     none        R + T
     stream      max(R, s R_full + (1 - s) T') + s T'     prompts are finished at an even pace until R_full; the first

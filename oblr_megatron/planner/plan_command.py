@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlap", choices=OVERLAPS, help="engines on GPUs of their own, with this rollout.overlap (docs/overlap.md)"
     )
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="read constants from a file of --calibrate")
-    parser.add_argument("--config", type=Path, metavar="CONFIG", help="take all other settings from this config.toml or config.json")
+    parser.add_argument(
+        "--config", type=Path, metavar="CONFIG", help="take all other settings from this config.toml or config.json"
+    )
     parser.add_argument("--top", type=count, default=10, metavar="K", help="layouts to show (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
     parser.add_argument("--write", type=Path, metavar="FILE.toml", help="write the config sections of the best layout")

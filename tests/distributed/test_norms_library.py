@@ -147,6 +147,7 @@ def case_of(
             assert batch.lengths is not None
             own = batch.lengths == samples()[left_out].lengths
             return per_sample(logits, batch) * torch.where(own, math.nan, 1.0)
+
         with tapped(given) as handle:
             shared = sizes.get("ep", 1) > sizes.get("tp", 1)
             for place, mode in enumerate(MODES[:1] if shared else MODES):

@@ -201,7 +201,12 @@ def test_numbers_out_of_range_are_refused_by_the_parser(option: str, value: str)
         (["--max-model-len=200"], "cpu", "--max-model-len", "128"),
         (["--max-model-len=64", "--kv-cache-gib=1e-6"], "cpu", "--kv-cache-gib", "64 tokens"),
         (["--max-model-len=64", "--tensor-parallel-size=4"], "cuda", "--tensor-parallel-size", "has 3"),
-        (["--max-model-len=64", "--tensor-parallel-size=3"], "cuda", "--tensor-parallel-size", "4 is not a multiple of --tensor"),
+        (
+            ["--max-model-len=64", "--tensor-parallel-size=3"],
+            "cuda",
+            "--tensor-parallel-size",
+            "4 is not a multiple of --tensor",
+        ),
         (["--max-model-len=64", "--tensor-parallel-size=3"], "cuda", "--tensor-parallel-size", "heads 2 and --tensor"),
         (["--max-model-len=64"], "cpu", "m", "head_dim 16"),
     ],
