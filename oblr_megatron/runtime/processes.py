@@ -75,7 +75,7 @@ def die_with_launcher() -> None:
     """End this rank when its launcher ends, however that happens, also if it has ended already.
 
     Otherwise a surviving rank could write into the run directory while the resumed run does. Our launcher passes its
-    identity. A plain torchrun does not; then an adopted rank is recognised by init as its parent.
+    identity. A plain torchrun does not. Then a rank with init as parent has lost its launcher.
     """
     if not launched():
         return

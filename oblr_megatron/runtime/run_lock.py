@@ -3,9 +3,9 @@
     with run_lock(config.run_dir):
         ...                                 # another run here is refused, on this machine or on another
 
-RUN_DIR/lock.json names the process and holds its last heartbeat. On one machine the kernel's lock on the file decides
-(flock(2)), which ends with its process. A file system may not carry kernel locks to other machines. There a lock is
-stale when its heartbeat stands still.
+RUN_DIR/lock.json names the process and holds its last heartbeat. On one machine the kernel's file lock decides
+(flock(2)). It ends with the process. Some file systems do not share it between machines. There a lock is stale once its
+heartbeat stops changing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from oblr_megatron.runtime.processes import alive, boot_id, here, identity
 
 HEARTBEAT_S = 10.0
 STALE_S = 60.0  # a run on another machine is lost when its heartbeat is older than this
-UNWATCHED_S = 600.0  # such a lock is stale without a watch; clocks of machines differ by less
+UNWATCHED_S = 600.0  # a heartbeat older than this is stale at once; clocks differ by less
 ASKED_S = 1.0  # `check_unlocked` of another command holds the lock for a moment
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 

@@ -3,13 +3,15 @@
     with own_tmpdir():
         ...            # tempfile, vLLM's sockets and torchrun's logs of this process and its children
 
-The name holds the identity of the process. A command that was ended by SIGKILL leaves its directory; the next command
-on the machine removes it.
+The name holds the identity of the process, and a short hash of the place where it is valid: other machines and
+containers may have the same TMPDIR. A command that was ended by SIGKILL leaves its directory. The next command at the
+same place removes it.
 """
 
 from __future__ import annotations
 
 import getpass
+import hashlib
 import os
 import shutil
 import tempfile
@@ -18,7 +20,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from oblr_megatron.runtime.processes import alive, identity
+from oblr_megatron.runtime.processes import alive, here, identity
 
 PREFIX = "oblr_megatron-"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -29,7 +31,7 @@ GPU = Path("/dev/nvidiactl")
 def own_tmpdir() -> Iterator[Path]:
     """Make TMPDIR a directory of this process, and remove it at the end. A child keeps its parent's."""
     outer = Path(tempfile.gettempdir())
-    own = PREFIX + identity(os.getpid()).replace(":", "-")
+    own = _prefix() + identity(os.getpid()).replace(":", "-")
     if outer.name.startswith(PREFIX) and outer.name != own:
         yield outer
         return
@@ -60,12 +62,17 @@ def _remove(directory: Path) -> None:
 
 
 def _sweep(base: Path) -> None:
-    """Remove the directories of processes that have ended."""
-    for directory in base.glob(f"{PREFIX}*"):
-        pid, _, start = directory.name.removeprefix(PREFIX).partition("-")
+    """Remove the directories of processes that have ended; only /proc of their own place knows that."""
+    for directory in base.glob(f"{_prefix()}*"):
+        pid, _, start = directory.name.removeprefix(_prefix()).partition("-")
         with suppress(OSError):  # it belongs to another user, or has just been removed
             if pid.isdecimal() and directory.stat().st_uid == os.getuid() and not alive(f"{pid}:{start}"):
                 shutil.rmtree(directory, ignore_errors=True)
+
+
+def _prefix() -> str:
+    """Start of the names at this place. It is short, because the path of a socket holds at most 107 characters."""
+    return f"{PREFIX}{hashlib.sha256(here().encode()).hexdigest()[:8]}-"
 
 
 def _user() -> str:

@@ -48,6 +48,17 @@ def test_the_next_command_removes_what_a_killed_one_left(base: Path) -> None:
     assert not list(base.iterdir())
 
 
+def test_a_directory_of_another_machine_stays(base: Path) -> None:
+    """TMPDIR may be shared, and a process of elsewhere is not in this /proc."""
+    elsewhere = "from oblr_megatron.runtime import processes\nprocesses.boot_id = lambda: 'another'\n"
+    program = elsewhere + USE + "    import os; os._exit(0)\n"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    (left,) = base.glob(f"{PREFIX}*")
+    with own_tmpdir():
+        assert left.exists()
+    assert list(base.iterdir()) == [left]
+
+
 def test_multiprocessing_removes_its_own_directory_first(base: Path) -> None:
     program = USE + "    from multiprocessing.util import get_temp_dir\n    print(get_temp_dir())\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
