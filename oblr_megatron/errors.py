@@ -7,10 +7,15 @@ traceback.
 
 from __future__ import annotations
 
+import errno
+
 EXIT_OK = 0
 EXIT_RUN = 1
 EXIT_USER = 2
 EXIT_SIGNAL = 128  # plus the signal number, as in a shell
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Of an OSError: the disk or the quota is full."""
 
 Problem = tuple[str, str]
 """What is wrong, and the fix; a check that knows no `where` returns it."""

@@ -148,7 +148,11 @@ def _report(sampling: Sampling) -> None:
     run_dir = sampling.config.run_dir
     metrics = run_dir / METRICS_FILE
     if sampling.parallel.rank == 0 and metrics.exists() and metrics.stat().st_size:
-        sampling.trackers.file(write_report(run_dir))
+        try:
+            sampling.trackers.file(write_report(run_dir))
+        except OSError as error:
+            command = f"oblr-megatron report {run_dir}"
+            sampling.display.message(f"warning: cannot write the report: {error}. Fix: free space, then call {command}")
 
 
 def _inputs(config: Config, rank: int, world_size: int, stack: ExitStack) -> Inputs:

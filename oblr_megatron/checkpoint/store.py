@@ -11,7 +11,6 @@ The manifest has one canonical form and contains its own checksum, so a single c
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
 import re
@@ -27,7 +26,7 @@ import xxhash
 
 from oblr_megatron.checkpoint.partials import partial_names, sweep
 from oblr_megatron.checks.run_dir import CHECKPOINTS
-from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.errors import NO_SPACE, RunError, UserError
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
 
@@ -40,7 +39,6 @@ FORMAT, VERSION = "oblr_megatron", 1
 BLOCK_BYTES = 8 * 2**20  # read at a time
 FIXED_BYTES = 16 * 2**20  # of a checkpoint: tokenizer, metadata
 RESERVE_FRACTION, RESERVE_BYTES = 0.02, 64 * 2**20  # free space required beyond a checkpoint's size
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 FIX = "resume from another checkpoint, or restore this one from an intact copy"
 
 _STEP = re.compile(r"step_(\d{8,})")

@@ -4,6 +4,7 @@ from oblr_megatron.metrics.files import (
     ENVIRONMENT_FILE,
     METRICS_FILE,
     RANKS_FILE,
+    KeptLines,
     MetricsWriter,
     intact_lines,
     read_metrics,
@@ -11,5 +12,5 @@ from oblr_megatron.metrics.files import (
 )
 from oblr_megatron.metrics.names import METRICS, Metric, Record, describe
 
-__all__ = ["ENVIRONMENT_FILE", "METRICS", "METRICS_FILE", "RANKS_FILE", "Metric", "MetricsWriter", "Record"]
-__all__ += ["describe", "intact_lines", "read_metrics", "write_whole"]
+__all__ = ["ENVIRONMENT_FILE", "METRICS", "METRICS_FILE", "RANKS_FILE", "KeptLines", "Metric", "MetricsWriter"]
+__all__ += ["Record", "describe", "intact_lines", "read_metrics", "write_whole"]

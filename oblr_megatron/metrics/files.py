@@ -11,14 +11,14 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checks.packages import package_versions
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import NO_SPACE, UserError
 from oblr_megatron.metrics.names import Record, in_table_order
 
 if TYPE_CHECKING:
@@ -32,14 +32,54 @@ FIX_LINE = "remove the line or restore the file"
 logger = logging.getLogger(__name__)
 
 
+class KeptLines:
+    """Appends lines to a file. On a full disk they stay in memory, and the next write repeats them.
+
+    Args:
+        path: of the file.
+        prepare: runs before the first line, and again if the disk was full.
+    """
+
+    def __init__(self, path: Path, prepare: Callable[[], None] = lambda: None) -> None:
+        self._path, self._prepare, self._prepared = path, prepare, False
+        self.waiting, self._told = "", False
+
+    def write(self, lines: str) -> None:
+        """Append whole lines, each with its line break; nothing of them stays in a buffer."""
+        self.waiting += lines
+        try:
+            if not self._prepared:
+                self._prepare()
+                self._prepared = True
+            self._append(self.waiting.encode())
+            self.waiting = ""
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            if not self._told:
+                logger.warning("cannot write %s: %s; new lines stay in memory until it has room", self._path, error)
+            self._told = True
+
+    def _append(self, left: bytes) -> None:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                while left:
+                    left = left[file.write(left) or 0 :]
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self._path, size)  # the next line must not continue a cut one
+            raise
+
+
 class MetricsWriter:
     """Writes every step to RUN_DIR/metrics.jsonl; on ranks other than 0 it writes nothing.
 
         with MetricsWriter(config.run_dir, rank=parallel.rank, world_size=parallel.world_size) as metrics:
             metrics.write(step, {"reward/mean": 0.53, ...})
 
-    The first write opens the file. So a run that is refused before it changes nothing. Every line is flushed, so that a
-    killed run loses nothing.
+    The first write creates the file. So a run that is refused before it changes nothing. Every line is flushed, so that
+    a killed run loses nothing. A full disk does not end the run: see `KeptLines`.
 
     Args:
         run_dir: created if absent.
@@ -53,7 +93,7 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path, *, rank: int = 0, world_size: int = 1, resume_step: int | None = None) -> None:
         self._last_step = -1 if resume_step is None else resume_step
-        self._file: TextIO | None = None
+        self._lines = KeptLines(run_dir / METRICS_FILE, self._prepare)
         self._run_dir, self._rank, self._world_size, self._resume_step = run_dir, rank, world_size, resume_step
         if rank == 0 and resume_step is None and (run_dir / METRICS_FILE).exists():
             raise UserError(
@@ -74,12 +114,10 @@ class MetricsWriter:
         for name in in_table_order(values.keys() - {"step"}):
             record[name] = _finite_or_none(values[name])
         if self._rank == 0:
-            self._file = self._file or self._open()
-            self._file.write(_line(record))
-            self._file.flush()
+            self._lines.write(_line(record))
         return record
 
-    def _open(self) -> TextIO:
+    def _prepare(self) -> None:
         run_dir, resume_step = self._run_dir, self._resume_step
         run_dir.mkdir(parents=True, exist_ok=True)
         if resume_step is None or not (run_dir / ENVIRONMENT_FILE).exists():
@@ -88,12 +126,11 @@ class MetricsWriter:
         if path.exists():
             kept = [record for record in read_metrics(run_dir) if (record["step"] or 0) <= (resume_step or 0)]
             write_whole(path, "".join(_line(record) for record in kept))
-        return path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
-        if self._file is not None:
-            self._file.close()
+        """Write what a full disk has refused so far, if there is room now; may be called twice."""
+        if self._lines.waiting:
+            self._lines.write("")
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from oblr_megatron.algo.noise_split import compared_with_best
 from oblr_megatron.formatting import number
-from oblr_megatron.metrics import intact_lines
+from oblr_megatron.metrics import KeptLines, intact_lines
 from oblr_megatron.observe.alarm_window import COLLAPSED, EDGE, SPLIT, Planned, Window
 
 if TYPE_CHECKING:
@@ -266,11 +266,12 @@ class LiveAlarms:
     def __init__(
         self, run_dir: Path, settings: Planned, say: Callable[[str], None], past: Sequence[Record] = ()
     ) -> None:
-        self._path, self._say, self._watch = run_dir / ALARMS_FILE, say, Watch(settings)
+        path, self._say, self._watch = run_dir / ALARMS_FILE, say, Watch(settings)
+        self._lines = KeptLines(path)
         if not past:
-            self._path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         self._said = {alarm.name for record in past for alarm in self._watch.take(record)}
-        self._said |= {alarm["name"] for _, alarm in intact_lines(self._path)}
+        self._said |= {alarm["name"] for _, alarm in intact_lines(path)}
 
     def take(self, record: Record, cause: str = "") -> list[Alarm]:
         """Check the record of a logged step; `cause` is an error of its reward. The new alarms."""
@@ -278,6 +279,5 @@ class LiveAlarms:
         for alarm in new:
             self._said.add(alarm.name)
             self._say(f"alarm at step {alarm.step}: {alarm.text}")
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(alarm)) + "\n")
+            self._lines.write(json.dumps(asdict(alarm)) + "\n")
         return new

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from oblr_megatron.errors import EXIT_RUN, EXIT_SIGNAL, EXIT_USER, RunError, UserError
+from oblr_megatron.errors import EXIT_RUN, EXIT_SIGNAL, EXIT_USER, NO_SPACE, RunError, UserError
 from oblr_megatron.runtime.processes import launched
 from oblr_megatron.runtime.temporary import own_tmpdir
 
@@ -44,7 +44,7 @@ def guarded(command: Callable[[], int]) -> int:
         if not launched():  # the launcher has a line of its own
             print("error: ended by SIGINT", file=sys.stderr)
         return EXIT_SIGNAL + signal.SIGINT
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         reason = reason_of(error)
         if reason is None:
             raise
@@ -59,6 +59,9 @@ def reason_of(error: BaseException) -> str | None:
         return "SIGINT"
     if isinstance(error, (UserError, RunError)):
         return str(error)
+    if isinstance(error, OSError) and error.errno in NO_SPACE:
+        fix = "free space on its disk, or raise the quota"
+        return f"cannot write {error.filename or 'a file'}: {error.strerror}. Fix: {fix}"
     lost = [phrase for phrase in PEER_LOST if isinstance(error, RuntimeError) and phrase in str(error)]
     return f"lost another rank: {lost[0]}" if lost else None
 

@@ -10,12 +10,14 @@ import ctypes
 import os
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.store import check_contents, checkpoints_of, read_manifest
+from oblr_megatron.metrics import MetricsWriter, read_metrics
 from oblr_megatron.observe.status import read_status
 from tests.distributed.launch import RankError, run_ranks
 from tests.distributed.replayed import certain, config_of, make_inputs, train_here
@@ -101,8 +103,29 @@ def filled_by_a_killed_save(inputs: Path, disk: Path) -> None:
     assert saved_steps(disk / "run") == [8]
 
 
+def full_for_a_while(inputs: Path, disk: Path) -> None:
+    """A step's line fits partly; the part must not stay."""
+    with MetricsWriter(disk / "run") as metrics:
+        for step in range(1, 400):
+            if step == 2:
+                fill(disk / "neighbour")
+            if step == 300:
+                assert read_metrics(disk / "run")[-1]["step"] < 299
+                (disk / "neighbour").unlink()
+            metrics.write(step, {"lr": step / 7, "loss": step / 3})
+            assert not (disk / "run" / "metrics.jsonl").read_text().partition("\n")[2].rpartition("\n")[2]
+    assert [record["step"] for record in read_metrics(disk / "run")] == [*range(1, 400)]
+
+
+def fill(path: Path) -> None:
+    with suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
 @pytest.mark.parametrize(
-    "work", [refused_at_the_start, full_while_writing, no_room_for_the_next, filled_by_a_killed_save]
+    "work",
+    [refused_at_the_start, full_while_writing, no_room_for_the_next, filled_by_a_killed_save, full_for_a_while],
 )
 def test_a_full_disk(work: Callable[[Path, Path], None], inputs: Path, tmp_path: Path) -> None:
     on_small_disk(work, inputs, tmp_path)

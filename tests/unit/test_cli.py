@@ -7,7 +7,9 @@ takes; what it imports decides that.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ import pytest
 
 from oblr_megatron.cli import main, make_parser
 from oblr_megatron.errors import EXIT_USER, UserError
+from oblr_megatron.runtime.command_line import guarded
 from tests.tiny import make_hf_dir
 
 CALL = """
@@ -140,3 +143,14 @@ def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert {name for name, _ in lines} == {"oblr-megatron", "megatron-core", "vllm", "torch"}
     assert all(version[0].isdigit() for _, version in lines)
+
+
+def test_a_full_disk_is_one_line_and_other_errors_of_files_keep_their_traceback(capsys) -> None:
+    def raises(number: int) -> int:
+        raise OSError(number, os.strerror(number), "/run/config.toml")
+
+    assert guarded(lambda: raises(errno.EDQUOT)) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 0: cannot write /run/config.toml: ") and "Fix: " in said
+    with pytest.raises(OSError, match="Input/output"):
+        guarded(lambda: raises(errno.EIO))

@@ -98,6 +98,22 @@ def test_unknown_names_and_repeated_steps_are_refused_before_anything_is_written
     assert len(lines_of(tmp_path)) == 1
 
 
+def test_a_full_disk_delays_steps_and_loses_none(tmp_path, caplog):
+    path, aside = tmp_path / "metrics.jsonl", tmp_path / "aside"
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"lr": 1.0})
+        path.rename(aside)
+        path.symlink_to("/dev/full")
+        for step in range(2, 5):
+            writer.write(step, {"lr": step})
+        path.unlink()
+        aside.rename(path)
+        assert [json.loads(line)["step"] for line in lines_of(tmp_path)] == [1]
+        writer.write(5, {"lr": 5.0})
+        assert [json.loads(line)["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 5]
+    assert caplog.text.count("No space left on device") == 1
+
+
 def test_other_ranks_write_nothing(tmp_path):
     with MetricsWriter(tmp_path / "run", rank=1) as writer:
         writer.write(1, {"lr": float("nan")})

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron.memory.training import resident_bytes
-from oblr_megatron.metrics import RANKS_FILE, intact_lines
+from oblr_megatron.metrics import RANKS_FILE, KeptLines, intact_lines, write_whole
 from oblr_megatron.observe.performance.utilization import TRAINING
 from oblr_megatron.timing import PHASES
 
@@ -139,7 +139,8 @@ class RankLog:
 
     def __init__(self, run_dir: Path, group: ProcessGroup, keep_until: int | None = None) -> None:
         self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
-        self._path, self._keep_until, self._opened = run_dir / RANKS_FILE, keep_until, False
+        self._path, self._keep_until = run_dir / RANKS_FILE, keep_until
+        self._lines = KeptLines(self._path, self._prepare)
 
     def take(self, step: int, timing: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
         """Gather a finished step; collective.
@@ -159,19 +160,14 @@ class RankLog:
         if rows is None:
             return {}
         table = RankTable.of(rows)
-        self._open()
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(table.line(step))
+        self._lines.write(table.line(step))
         return table.metrics()
 
-    def _open(self) -> None:
+    def _prepare(self) -> None:
         """Drop the steps that this run does again."""
-        if not self._opened:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            last = -1 if self._keep_until is None else self._keep_until
-            kept = [text for text, line in intact_lines(self._path) if line["step"] <= last]
-            self._path.write_text("".join(kept), encoding="utf-8")
-            self._opened = True
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        last = -1 if self._keep_until is None else self._keep_until
+        write_whole(self._path, "".join(text for text, line in intact_lines(self._path) if line["step"] <= last))
 
 
 def pace_s(own: Mapping[str, float]) -> float:
