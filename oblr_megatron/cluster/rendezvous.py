@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from oblr_megatron.errors import RunError
 
-FAREWELL_S = 10.0  # the first node, which holds the store, waits this long for the others to finish reading
+FAREWELL_S = 10.0  # the first node holds the store; it waits this long for the other nodes to finish reading
+CLOCKS_S = 10.0  # for the clocks of all nodes together
 
 
 class Rendezvous:
@@ -82,14 +83,15 @@ class Rendezvous:
         The error is at most half a round trip.
         """
         if self.index:
-            if self._arrived(f"ask/{self.index}", self.deadline_s):
+            if self._arrived(f"ask/{self.index}", 2 * self.deadline_s):  # the first node may wait for one that is silent
                 self.store.set(f"clock/{self.index}", repr(time.time()))
             return {}
         offsets = {0: 0.0}
+        end = time.monotonic() + CLOCKS_S
         for node in sorted(set(present) - {0}):
             asked = time.time()
             self.store.set(f"ask/{node}", "")
-            if self._arrived(f"clock/{node}", self.deadline_s):
+            if self._arrived(f"clock/{node}", max(0.05, end - time.monotonic())):
                 offsets[node] = float(self.store.get(f"clock/{node}")) - (asked + time.time()) / 2
         return offsets
 

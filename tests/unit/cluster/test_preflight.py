@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.cluster import all_reduce, preflight
+from oblr_megatron.cluster import all_reduce, preflight, rendezvous
 from oblr_megatron.cluster.all_reduce import ReduceError
 from oblr_megatron.cluster.node import Problem, Report, examine, versions
 from oblr_megatron.cluster.rendezvous import Rendezvous
@@ -126,9 +126,9 @@ def test_the_first_node_gathers_and_the_others_hear_it() -> None:
     port = free_port()
 
     def take_part(index: int) -> tuple[dict[int, str], dict[int, float], str]:
-        with Rendezvous(["127.0.0.1", "127.0.0.2"], index, port, 20.0) as rendezvous:
-            heard = rendezvous.gather("report", f"from {index}")
-            return heard, rendezvous.clock_offsets(heard), rendezvous.tell("outcome", f"outcome of {index}")
+        with Rendezvous(["127.0.0.1", "127.0.0.2"], index, port, 20.0) as meeting:
+            heard = meeting.gather("report", f"from {index}")
+            return heard, meeting.clock_offsets(heard), meeting.tell("outcome", f"outcome of {index}")
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(take_part, range(2))
@@ -137,12 +137,31 @@ def test_the_first_node_gathers_and_the_others_hear_it() -> None:
     assert first[1][0] == 0 and abs(first[1][1]) < 5
 
 
+def test_a_silent_node_delays_no_report_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "FAREWELL_S", 0.5)
+    nodes, port, deadline_s = [f"127.0.0.{1 + index}" for index in range(5)], free_port(), 2.0
+
+    def take_part(index: int) -> tuple[dict[int, float], str]:
+        with Rendezvous(nodes, index, port, deadline_s) as meeting:
+            time.sleep(0.5 if index == 0 else 0.0)  # the first node examines itself longest
+            found = {node: Report(text) for node, text in meeting.gather("report", nodes[index]).items()}
+            offsets = meeting.clock_offsets(found)
+            if index == 0:
+                preflight.compare(found, offsets, nodes, deadline_s)
+                assert preflight.lines(found, nodes)[0].startswith(f"node {nodes[4]}: no report within 2 s")
+            return offsets, meeting.tell("outcome", preflight.outcome_of(found), 2 * deadline_s)
+
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(take_part, range(4)))
+    assert [outcome for _, outcome in outcomes] == [preflight.BAD] * 4 and sorted(outcomes[0][0]) == [0, 1, 2, 3]
+
+
 def test_every_wait_has_a_deadline() -> None:
     begin = time.monotonic()
     with pytest.raises(RunError, match=r"node b .* 127\.0\.0\.1:\d+ in 1 s"):
         Rendezvous(["127.0.0.1", "b"], 1, free_port(), 1.0)
-    rendezvous = Rendezvous(["127.0.0.1", "b"], 0, free_port(), 0.5)
-    assert rendezvous.gather("report", "own") == {0: "own"}
+    first = Rendezvous(["127.0.0.1", "b"], 0, free_port(), 0.5)
+    assert first.gather("report", "own") == {0: "own"}
     assert time.monotonic() - begin < 30
 
 
