@@ -10,10 +10,10 @@ k * tensor_parallel_size on. The API key is in the variable that rollout.api_key
 from __future__ import annotations
 
 import argparse
+import http.client
 import os
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +27,7 @@ from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.runtime.command_line import guarded, parse
 
 POLL_S, ANSWER_S = 1.0, 5.0
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a cluster's proxy does not reach its nodes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,9 +119,9 @@ def _wait(options: argparse.Namespace) -> int:
 def healthy(url: str) -> bool:
     """Whether a server answers its health check."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=ANSWER_S) as answer:
+        with _DIRECT.open(f"{url}/health", timeout=ANSWER_S) as answer:
             return bool(answer.status == 200)
-    except (OSError, urllib.error.URLError):
+    except (OSError, http.client.HTTPException):
         return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import http.server
+import socket
 import threading
 
 import pytest
@@ -34,6 +35,14 @@ def test_each_task_has_its_port_and_its_gpus() -> None:
     assert servers.devices_of({"SLURM_LOCALID": "1"}, 4) is None
 
 
+@pytest.fixture(autouse=True)
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters set a proxy for the network outside, which cannot reach their nodes."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+
+
 class Healthy(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/health" else 404)
@@ -51,4 +60,7 @@ def test_servers_are_waited_for_until_the_deadline(capsys: pytest.CaptureFixture
         assert servers.main(["wait", url, "http://127.0.0.1:9", "--deadline", "0.1"]) == 1
         server.shutdown()
     said = capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0\r\n"), daemon=True).start()
+        assert not servers.healthy(f"http://127.0.0.1:{other.getsockname()[1]}"), "another service has the port"
     assert "1 of 2 servers" in said and "http://127.0.0.1:9" in said and url not in said
