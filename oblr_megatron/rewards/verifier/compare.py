@@ -24,6 +24,7 @@ _LABEL = re.compile(
     r"(?:\\text\{\s*)?(?:(?i:option|choice)\s*)?\(?([A-J])[.)]\s*(?:\}\s*)?((?![\s},;]).*)"
     r"|(?:\\text\{\s*)?(?i:option|choice) ([A-J])\}?"
 )
+_HEDGED = re.compile(r"(?:^(?:and\b)?|[;.]|\bor\b)\s*\(?([A-H])\)?\s*(?:$|[,;/&.]|(?:or|and|is|are)\b)")
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 
 
@@ -52,7 +53,7 @@ def equal_answers(prediction: str, gold: str, symbolic: Symbolic) -> bool:
         letter, rest = label.group(1) or label.group(3), label.group(2) or ""
         if not (_LABEL.search(rest) or _CHOICE.fullmatch(rest)):
             if choice := _CHOICE.fullmatch(normalize(gold)):
-                return choice.group(1) == letter
+                return choice.group(1) == letter == next(iter(set(_HEDGED.findall(rest)) - {letter}), letter)
             prediction = rest or prediction
     return _equal_in_some_reading(_read(gold)[1], _read(prediction)[1], symbolic)
 

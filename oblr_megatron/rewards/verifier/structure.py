@@ -68,7 +68,7 @@ _NAME = re.compile(
 _MATRIX = re.compile(
     r"\\begin\{([pbvBV]?|small)matrix\}(.*)\\end\{\1matrix\}|\\begin\{(array)\}\{[lcr|]*\}(.*)\\end\{array\}", re.S
 )
-_DOMAIN = re.compile(r"[A-Za-z] \\in \\mathbb\{[A-Z]\}")
+_DOMAIN = re.compile(r"[A-Za-z]\s*\\in\s*\\mathbb\s*(?:\{[A-Z]\}|[A-Z])")
 _SUCH_THAT = re.compile(r"[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|\||:)")
 _GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,)")
 

@@ -57,7 +57,7 @@ def _equal_relations(gold: Relational, given: Relational) -> bool:
         return False
     a, b = _evaluate(_difference(gold)), _evaluate(_difference(given))
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-    for values in _points(len(symbols), integers=False):
+    for values in _points([False] * len(symbols)):
         at = dict(zip(symbols, values, strict=True))
         above, below = a.subs(at), b.subs(at)
         if _vanishes(above) or _vanishes(below):
@@ -95,10 +95,8 @@ def _equal_scalars(gold: Expr, given: Expr) -> bool:
 
 def _agree(gold: Expr, given: Expr, symbols: list[Any]) -> bool:
     """Whether two expressions have equal values at all test points where the gold expression is real."""
-    discrete = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.factorial, sympy.binomial)
-    integers = any(value.has(*discrete) for value in (gold, given))
     compared = 0
-    for values in _points(len(symbols), integers=integers):
+    for values in _points(_integers(symbols, gold, given)):
         at = dict(zip(symbols, values, strict=True))
         expected, found = gold.subs(at), given.subs(at)
         if not _is_real_number(expected):
@@ -109,14 +107,25 @@ def _agree(gold: Expr, given: Expr, symbols: list[Any]) -> bool:
     return compared >= MIN_POINTS or sympy.simplify(gold - given) == 0
 
 
-def _points(count: int, *, integers: bool) -> list[list[Rational]]:
-    """Fixed test points for `count` variables: fractions of both signs, or small positive integers of both parities."""
-    if integers:
-        return [[Rational(1 + (k * (2 * j + 3) + 5 * j) % 17) for j in range(count)] for k in range(17)]
+def _integers(symbols: list[Any], *values: Expr) -> list[bool]:
+    """Which variables stand for integers. With a floor or ceiling, those that usually do: it is identity on others."""
+    if any(value.has(sympy.Mod, sympy.factorial, sympy.binomial) for value in values):
+        return [True] * len(symbols)
+    rounded = any(value.has(sympy.floor, sympy.ceiling) for value in values)
+    return [rounded and symbol.name[0] in "ijklmnpqN" for symbol in symbols]
+
+
+def _points(integers: list[bool]) -> list[list[Rational]]:
+    """Fixed test points, by variable fractions of both signs or small positive integers of both parities."""
+    count = len(integers)
     positive = [[Rational(7 + 4 * k + 3 * j, 5 + (k + 2 * j) % 7) for j in range(count)] for k in range(4)]
     whole = [[Rational(2 + k + (k + 2) * j) for j in range(count)] for k in range(3)]
     mixed = [[(-1) ** (k >> (j % 2)) * Rational(11 + 3 * k + 5 * j, 6 + j) for j in range(count)] for k in range(4)]
-    return positive + whole + mixed
+    fractions = positive + whole + mixed
+    if not any(integers):
+        return fractions
+    small = [[Rational(1 + (k * (2 * j + 3) + 5 * j) % 17) for j in range(count)] for k in range(17)]
+    return [[small[k][j] if whole else fractions[k % 11][j] for j, whole in enumerate(integers)] for k in range(17)]
 
 
 def _is_real_number(value: Expr) -> bool:

@@ -44,6 +44,8 @@ CASES: dict[str, list[tuple[str, str, bool]]] = {
         ("A", "A", True), ("A", "B", False), ("(A)", "A", True), ("A", "(A)", True), ("A.", "A", True),
         (r"\text{A}", "A", True), (r"\textbf{A}", "A", True), (r"\mathrm{(A)}", "A", True),
         (r"\textbf{(A)}\ 5", "A", True), ("A) 5", "A", True), ("A, B", "A", False), ("a", "A", False),
+        ("A. B or C", "A", False), ("A. B, C, D, E", "A", False), ("A. is wrong; B is right", "A", False),
+        ("A. I am", "A", True), ("A. a cat", "A", True), ("A. Vitamin C", "A", True), (r"A. E = mc^2", "A", True),
         ("Option A", "A", True), (r"\text{Option A}", "A", True), ("choice A", "A", True), ("D", "D", True),
         ("A,B", "B,A", True), (r"\textbf{(A) }5", "(A)", True), ("(A), (B)", "A", False), ("A or B", "A", False),
         ("(A) or (B)", "A", False), ("(A) B", "A", False), ("(A), 5", "A", False), (r"\textbf{(B)}\ 5", "A", False),
