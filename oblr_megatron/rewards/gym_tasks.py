@@ -24,10 +24,25 @@ NOT_TASKS = ("composite",)  # it mixes other tasks, as several sources of data.t
 OWN_OPTIONS = ("seed", "size")  # of every task; keys of a source
 MAX_CAUSE = 200  # characters of the package's own message
 
-EVALUATED = ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
-"""Tasks that hand the answer to sympy, which evaluates it as Python."""
-_CODE = re.compile(r"""_|["'`]|\.\s*[^\W\d]""")
-"""A name with an underscore, a text, an attribute: no formula has one, and code does nothing without them."""
+_FUNCTIONS = frozenset({"C", "E", "pi", "exp", "log", "ln", "sqrt", "cbrt", "Abs", "Rational", "erf", "erfi"}) | {
+    f"{inverse}{name}{hyperbolic}"
+    for inverse in ("", "a")
+    for name in ("sin", "cos", "tan", "cot", "sec", "csc")
+    for hyperbolic in ("", "h")
+}
+EVALUATED = {
+    "countdown": frozenset[str](),
+    "intermediate_integration": _FUNCTIONS,
+    "polynomial_multiplication": _FUNCTIONS,
+    "puzzle24": frozenset[str](),
+    "simple_integration": _FUNCTIONS,
+}
+"""Tasks that hand the answer to sympy, which evaluates it as Python; the names that an answer may use.
+
+The variables of the item are allowed as well.
+"""
+_NAME = re.compile(r"[^\W\d]\w*")
+_TEXT = re.compile("""["'`]""")  # sympy evaluates texts too, and escapes hide the names in them
 _READ = ("algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens")
 """Modules that read an answer in Python's notation for lists with `eval`."""
 
@@ -100,13 +115,19 @@ def score(answer: str, row: Mapping[str, Any]) -> float:
     if COLUMN not in row:
         raise ValueError(f"the row has no column {COLUMN!r}: its source is not {GYM_PREFIX}NAME")
     item = row[COLUMN]
-    if item["name"] in EVALUATED and _CODE.search(answer):
-        return 0.0
     task, entry = _scorer(item["name"], repr(item["options"])), ast.literal_eval(item["entry"])
+    if item["name"] in EVALUATED and not _is_formula(answer, EVALUATED[item["name"]], entry["metadata"]):
+        return 0.0
     try:
         return float(task.score_answer(answer, entry))
     except Exception:  # noqa: BLE001  of any class, by task
         return 0.0
+
+
+def _is_formula(answer: str, known: frozenset[str], metadata: Mapping[str, Any]) -> bool:
+    """Whether an answer holds no text and only known names. So it cannot reach Python's builtins, such as `eval`."""
+    variables = {*metadata.get("variables", ()), metadata.get("variable")}
+    return _TEXT.search(answer) is None and all(name in known or name in variables for name in _NAME.findall(answer))
 
 
 @lru_cache(maxsize=64)

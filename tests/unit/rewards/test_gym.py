@@ -95,13 +95,27 @@ def test_answers_are_not_run(name: str, tmp_path: Any) -> None:
     """The package evaluates answers of these tasks; here an answer that writes a file writes none."""
     warm_up()
     [row] = rows(name, 1)
+    code = f"open({f'{tmp_path}/ran'!r}, 'w')"
     for answer in (
+        f"eval({'+'.join(f'chr({ord(letter)})' for letter in code)})",
+        "sin('" + "".join(f"\\{ord(letter):03o}" for letter in code) + "')",
         f"__import__('pathlib').Path('{tmp_path}/ran').touch()",
         f"[open('{tmp_path}/ran', 'w')]",
         f"open('{tmp_path}/ran', 'w')",
     ):
         assert score(answer, row) < 0.1
     assert list(tmp_path.iterdir()) == [] and score(row["answer"], row) == 1.0
+
+
+def test_right_formulas_keep_their_scores() -> None:
+    """The package's own answers, and a form that models may give."""
+    for name in EVALUATED:
+        for row in rows(name, 6):
+            expected = 0.0 if "Integral" in row["answer"] else 1.0  # the package's answer repeats the question
+            assert score(row["answer"], row) == expected, row
+    [row] = rows("simple_integration", 1)
+    half = f"({row['answer'].replace(' + C', '')})*Rational(2, 2) + sqrt(4)*C + exp(1)*pi"
+    assert score(half, row) == 1.0
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
