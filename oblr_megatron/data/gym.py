@@ -1,14 +1,15 @@
 """Rows of reasoning-gym's tasks, for the sources "reasoning_gym:NAME".
 
-A source's seed selects a range of the package's seeds, twice: one half for training, the other for evaluation and
-exclusion. Item i of a task is a function of package seed + i, so that the halves share no item. Two items may still ask
-the same question; the overlap check drops those from the training rows (training.py).
+Each seed selects two ranges of the package's seeds: one for training, one for evaluation and exclusion. Item i of a
+task is a function of package seed + i, so that the ranges share no item. Two items may still ask the same question; the
+overlap check drops those from the training rows (training.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.rewards.gym_tasks import make_task
 
 TRAINING_ROWS, OTHER_ROWS = 5000, 500  # without `size`
+ROW_S = 60.0  # most seconds for an item
 MODULE = "oblr_megatron.data.gym_rows"
 
 
@@ -44,7 +46,7 @@ def gym_rows(source: SourceConfig, *, training: bool) -> Iterator[dict[str, Any]
     every rank.
 
     Raises:
-        UserError: see `make_task`.
+        UserError: see `make_task`; or an item takes longer than ROW_S.
         RunError: the process failed.
     """
     request = {
@@ -53,6 +55,8 @@ def gym_rows(source: SourceConfig, *, training: bool) -> Iterator[dict[str, Any]
         "seed": package_seed(source, training=training),
         "size": source.size or (TRAINING_ROWS if training else OTHER_ROWS),
         "where": source.path,
+        "row_s": ROW_S,
+        "parent": os.getpid(),
     }
     command = [sys.executable, "-m", MODULE, json.dumps(request)]
     environment = os.environ | {"PYTHONHASHSEED": "0"}
@@ -73,7 +77,10 @@ def gym_rows(source: SourceConfig, *, training: bool) -> Iterator[dict[str, Any]
         except BaseException:  # nobody reads on
             process.kill()
             raise
-        if process.wait():
+        if process.wait() == -signal.SIGALRM:
+            what = f"the task {source.gym_task!r} needs more than {ROW_S:g} s for an item"
+            raise UserError(what, where=source.path, fix="choose other options: with these there may be no solution")
+        if process.returncode:
             errors.seek(0)
             last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
             raise RunError(f"the rows of {source.path} could not be generated: {last}")

@@ -1,8 +1,12 @@
 """Print the rows of a reasoning-gym task, one JSON object a line. `data/gym.py` runs it in a process of its own.
 
-    python -m oblr_megatron.data.gym_rows '{"name": "gcd", "options": {}, "seed": 0, "size": 2, "where": ""}'
+    python -m oblr_megatron.data.gym_rows REQUEST
+    {"name": "gcd", "options": {}, "seed": 0, "size": 2, "where": "", "row_s": 60, "parent": 4711}
 
     {"question": "Find the ...", "answer": "12", "reasoning_gym": {"name": "gcd", "options": {}, "entry": "{...}"}}
+
+With some options a task has no solution and loops. So the kernel ends the process after `row_s` for one item (SIGALRM).
+It also ends it with its parent.
 
 An item that cannot be generated prints its reason as a JSON string, a mistake in the request {"error": [what, fix]}.
 
@@ -15,12 +19,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.gym_tasks import COLUMN, cause_of, make_task
+from oblr_megatron.runtime.processes import die_with
 
 NO_GOLD = "(no gold answer)"  # some tasks only check an answer
 LIMIT = 2**32  # of numpy's seeds
@@ -41,11 +47,14 @@ def rows(request: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
     for index in range(request["size"]):
         random.seed(seed + index)
         np.random.seed((seed + index) % LIMIT)
+        signal.setitimer(signal.ITIMER_REAL, request["row_s"])
         try:
             entry = plain(task[index])
         except Exception as error:  # noqa: BLE001  a task may fail on an item in any way; the others are kept
             yield f"cannot be generated: {cause_of(error)}"
             continue
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # the reader may pause
         gold = entry["answer"] if isinstance(entry["answer"], str) else ""
         item = {"name": name, "options": options, "entry": repr(entry)}
         yield {"question": entry["question"], "answer": gold if gold.strip() else NO_GOLD, COLUMN: item}
@@ -69,10 +78,12 @@ def plain(value: Any) -> Any:
 
 def main() -> int:
     """Answer the request, the only argument. Whatever the package prints goes to standard error."""
+    request = json.loads(sys.argv[1])
+    die_with(request["parent"])
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
-        for row in rows(json.loads(sys.argv[1])):
+        for row in rows(request):
             output.write(json.dumps(row) + "\n")
     except UserError as error:
         output.write(json.dumps({"error": [error.what, error.fix]}) + "\n")

@@ -216,6 +216,13 @@ def test_the_process_reports_its_own_failure() -> None:
     assert done.returncode == 1 and "KeyError" in done.stderr
 
 
+def test_an_item_without_a_solution_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oblr_megatron.data.gym.ROW_S", 1.0)
+    with pytest.raises(UserError) as caught:
+        values(gym("puzzle24", size=1, options={"max_value": 1}))
+    assert "more than 1 s for an item" in caught.value.what and caught.value.fix
+
+
 @pytest.mark.slow
 def test_gold_answers_of_every_fast_task_score_one() -> None:
     """Also after the entry was written and read. Tasks without a gold answer are left out."""
@@ -225,7 +232,7 @@ def test_gold_answers_of_every_fast_task_score_one() -> None:
     slow = {"knight_swap", "intermediate_integration", "futoshiki", "sokoban", "zebra_puzzles"}
     checked = 0
     for name in sorted(DATASETS.keys() - set(NOT_TASKS) - slow):
-        for row in rows({"name": name, "options": {}, "seed": 7, "size": 2, "where": ""}):
+        for row in rows({"name": name, "options": {}, "seed": 7, "size": 2, "where": "", "row_s": 60}):
             assert isinstance(row, dict), (name, row)
             if row["answer"] != NO_GOLD:
                 assert score(row["answer"], row) == 1.0, name
