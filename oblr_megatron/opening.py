@@ -37,7 +37,7 @@ from oblr_megatron.observe.performance.utilization import Utilization
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.status import recorded
 from oblr_megatron.observe.trackers.feed import Trackers
-from oblr_megatron.preflight import Inputs, preflight, write_config
+from oblr_megatron.preflight import Inputs, check_same_rows, preflight, write_config
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import FailedSteps, SharedReward
 from oblr_megatron.rollout import open_engines
@@ -74,6 +74,8 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         collectives = Collectives(rank)
         collectives.settle(own, what="their checks", seconds=config.parallel.distributed_timeout_s)
         inputs: Inputs = own.value
+        rows = collectives.objects(inputs.rows(), what="rows", seconds=config.parallel.distributed_timeout_s)
+        check_same_rows(rows)
         parallel = layout.initialize(config.parallel, seed=config.seed)
         resumed = choose(inputs.checkpoints, parallel.rank, world_size)
         norms = _of_first_rank(inputs.norms)

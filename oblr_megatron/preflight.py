@@ -36,6 +36,7 @@ from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.engine.speculation import check_installed
 from oblr_megatron.environments.registry import check_environment, data_for
 from oblr_megatron.errors import UserError
+from oblr_megatron.evaluation.settings import prompts_digest
 from oblr_megatron.evaluation.setup import load_sets
 from oblr_megatron.memory.pass_plan import Layout, num_folds
 from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode
@@ -65,6 +66,11 @@ class Inputs:
     stream: PromptStream | None  # training prompts; None in a replay
     held_out: dict[str, list[Prompt]]  # evaluation sets by name
     checkpoints: list[Checkpoint]  # to resume from, the best choice first; empty: a fresh start
+
+    def rows(self) -> dict[str, str]:
+        """A digest of the rows of each set, by the key of its source."""
+        digests = {f"evaluate.data.{name}": prompts_digest(prompts) for name, prompts in self.held_out.items()}
+        return digests if self.stream is None else digests | {"data.train": self.stream.state_dict()["fingerprint"]}
 
 
 def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> Inputs:
@@ -100,6 +106,25 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
         check_replay(config, int(model.config["vocab_size"]), model.fingerprint)
         check_room(config, model)
     return open_inputs(config, model, norms, checkpoints)
+
+
+def check_same_rows(by_rank: Sequence[Mapping[str, str]]) -> None:
+    """Refuse ranks that read other rows than the first one: a file on a node's own disk may be of another version.
+
+    Args:
+        by_rank: `Inputs.rows` of all ranks.
+
+    Raises:
+        UserError: names the first such rank.
+    """
+    for rank, rows in enumerate(by_rank):
+        for key, digest in rows.items():
+            if digest != by_rank[0].get(key):
+                raise UserError(
+                    f"rank {rank} reads other rows than rank 0",
+                    where=f"config: {key}",
+                    fix="copy the same files to all nodes, or read them from a shared file system",
+                )
 
 
 def check_settings(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from oblr_megatron import opening, preflight
 from oblr_megatron.checkpoint.resume import find
@@ -16,6 +18,9 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.opening import open_sampling
+from tests.distributed.launch import run_ranks
+from tests.distributed.replayed import config_of, train_here
+from tests.tiny import make_hf_dir
 
 TOTAL = 80 * 10**9
 
@@ -88,3 +93,23 @@ def test_a_rank_selects_its_gpu_before_any_other_cuda_call(monkeypatch: pytest.M
     assert calls[0] == ("set_device", 3)
     assert ("get_device_properties", 3) in calls and ("resolve", TOTAL) in calls
     assert not [name for name, *_ in calls if name == "mem_get_info"]  # it creates a context, also in the launcher
+
+
+def test_ranks_that_read_other_rows_end_with_one_line(tmp_path: Path) -> None:
+    """Before any engine is started."""
+    make_hf_dir(tmp_path / "model", head_dim=32)
+    outcomes = run_ranks(_with_own_rows, 2, tmp_path)
+    assert [status for status, _ in outcomes] == [2, 2]
+    said = "".join(said for _, said in outcomes)
+    assert said.count("error: ") == 1 and "rank 1 reads other rows than rank 0 [config: data.train]. Fix: " in said, (
+        said
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def _with_own_rows(directory: Path) -> tuple[int, str]:
+    """A run that would sample; each rank has another file."""
+    rows = directory / f"rows{dist.get_rank()}.jsonl"
+    rows.write_text("".join(json.dumps({"question": "t2", "answer": f"t{dist.get_rank()}"}) + "\n" for _ in range(8)))
+    config = config_of(directory, directory / "run", f"data.train={rows}")
+    return train_here(config.model_copy(update={"rollout": config.rollout.model_copy(update={"replay": None})}))
