@@ -13,7 +13,7 @@
 #   OBLR_MIN_GB_S         0; required bus bandwidth of the preflight's all-reduces
 #   OBLR_REQUEUE          1; 0 never requeues, and prints how to resume
 #   OBLR_REQUEUE_FAILED   0; 1 also requeues after a failed run (but not after an input error)
-#   OBLR_LOGS             directory of logs; by default NAME-JOBID.logs in OBLR_HOME
+#   OBLR_LOGS             directory in which the logs, NAME-JOBID.logs, are; by default OBLR_HOME
 # Settings of the servers' script:
 #   OBLR_SERVER_TP        1; GPUs per vLLM server (a node runs OBLR_GPUS_PER_NODE / OBLR_SERVER_TP servers)
 #   OBLR_SERVERS_S        1800; deadline in seconds for the servers to be ready
@@ -74,7 +74,7 @@ oblr_begin() {
     gpus="${OBLR_GPUS_PER_NODE:-8}"
     ranks="$gpus"
     ((gpus > 0)) || ranks="${OBLR_RANKS_PER_NODE:-1}"
-    log_root="${OBLR_LOGS:-$job_name-$SLURM_JOB_ID.logs}" logs="" het=()
+    log_root="${OBLR_LOGS:+$OBLR_LOGS/}$job_name-$SLURM_JOB_ID.logs" logs="" het=()
     mkdir -p "$log_root/attempt_$attempt"
     logs="$(cd "$log_root/attempt_$attempt" && pwd)"
     oblr_overrides "$@"

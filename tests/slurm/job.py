@@ -50,6 +50,10 @@ class Job:
 
     @property
     def logs(self) -> Path:
+        return next(self.log_parent.glob(f"*-{self.id}.logs"), self.log_parent / "absent")
+
+    @property
+    def log_parent(self) -> Path:
         return self.directory / "logs"
 
     @property
@@ -75,7 +79,7 @@ class Job:
             "OBLR_GPUS_PER_NODE": "0",
             "OBLR_RANKS_PER_NODE": "1",
             "OBLR_VENV": sys.prefix,
-            "OBLR_LOGS": str(self.logs),
+            "OBLR_LOGS": str(self.log_parent),
             "OBLR_PREFLIGHT_S": str(LIMIT_S),
             "OBLR_SERVERS_S": str(LIMIT_S),
             "GLOO_SOCKET_IFNAME": "lo",
@@ -155,6 +159,6 @@ class Job:
                 variables, words = process.environ(), process.cmdline()
             except psutil.Error:  # the process has ended
                 continue
-            if variables.get("OBLR_LOGS") == str(self.logs) and (not module or module in words):
+            if variables.get("OBLR_LOGS") == str(self.log_parent) and (not module or module in words):
                 found.append(process)
         return found

@@ -144,3 +144,29 @@ def test_the_script_reads_the_runs_status(tmp_path: Path) -> None:
     command = ["bash", "-c", script, "job", str(tmp_path), *asdict(written)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(value) for value in asdict(written).values()]
+
+
+BEGIN = """
+source slurm/lib.sh
+for step in overrides time margin cpu_bind python environment ports; do eval "oblr_$step() { run_dir=; }"; done
+oblr_begin
+echo "$log_root"
+"""
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_jobs_that_share_a_directory_of_logs_have_their_own(tmp_path: Path, shared: bool) -> None:
+    """The file of requeues is there, and a step of one job says nothing about another."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    (tmp_path / "config.toml").touch()
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OBLR_HOME": str(tmp_path), "OBLR_CONFIG": "config.toml"}
+    job = {"SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "small", "SLURM_JOB_NODELIST": "node1"}
+    logs = {"OBLR_LOGS": str(tmp_path / "all")} if shared else {}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OBLR_"))}
+    done = subprocess.run(
+        ["bash", "-c", BEGIN], cwd=ROOT, env=kept | own | job | logs, capture_output=True, text=True, check=True
+    )
+    root = Path(done.stdout.splitlines()[-1])
+    assert root == (tmp_path / "all" if shared else Path()) / "small-5.logs"
+    assert (tmp_path / root / "attempt_0").is_dir()
