@@ -116,7 +116,9 @@ def _examine_gpus(report: Report, expected: int) -> None:
     rows = [[value.strip() for value in line.split(",", len(QUERY) - 1)] for line in listed.splitlines()]
     seen = torch.cuda.device_count()
     report.facts["GPUs"] = f"{seen} x {rows[0][4]}" if rows else "none"
-    report.facts["GPU free"] = size(min((float(row[2]) - float(row[1])) * 2**20 for row in rows)) if rows else "none"
+    # some GPUs say [N/A]: those that share the memory of the processor
+    used = {index: (int(row[1]), int(row[2])) for index, row in enumerate(rows) if (row[1] + row[2]).isdecimal()}
+    report.facts["GPU free"] = size(min(total - taken for taken, total in used.values()) * 2**20) if used else "unknown"
     report.same |= {
         name: ", ".join(sorted({row[column] for row in rows}))
         for name, column in (("driver", 0), ("compute capability", 3), ("GPU kind", 4), ("GPU memory, MiB", 2))
@@ -128,10 +130,11 @@ def _examine_gpus(report: Report, expected: int) -> None:
     compiler = compiler_problem()
     if compiler is not None:
         report.problems.append(Problem(*compiler))
-    busy = [index for index, row in enumerate(rows) if float(row[1]) * 2**20 > IDLE_BYTES]
+    busy = [f"GPU {index}: {taken} MiB" for index, (taken, _) in used.items() if taken * 2**20 > IDLE_BYTES]
     if busy:
-        used = ", ".join(f"GPU {index}: {rows[index][1]} MiB" for index in busy)
-        report.problems.append(Problem(f"GPUs are in use ({used})", "end the processes on them, or drain the node"))
+        report.problems.append(
+            Problem(f"GPUs are in use ({', '.join(busy)})", "end the processes on them, or drain the node")
+        )
 
 
 def _examine_scratch(report: Report) -> None:

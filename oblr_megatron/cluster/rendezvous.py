@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from oblr_megatron.errors import RunError
 
-FAREWELL_S = 10.0  # the first node holds the store; it waits this long for the other nodes to finish reading
+FAREWELL_S = 10.0
+"""The first node holds the store. It waits this long for the other nodes to finish reading."""
 CLOCKS_S = 10.0  # for the clocks of all nodes together
 
 
@@ -83,7 +84,7 @@ class Rendezvous:
         The error is at most half a round trip.
         """
         if self.index:
-            if self._arrived(f"ask/{self.index}", 2 * self.deadline_s):  # the first node may wait for one that is silent
+            if self._arrived(f"ask/{self.index}", 2 * self.deadline_s):  # the first may wait for a silent node
                 self.store.set(f"clock/{self.index}", repr(time.time()))
             return {}
         offsets = {0: 0.0}

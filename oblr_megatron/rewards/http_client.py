@@ -143,7 +143,7 @@ def _seconds(retry_after: str) -> float:
     """The seconds until the time in a Retry-After header (seconds or a date); 0 for anything else."""
     try:
         return max(float(retry_after), 0.0) if retry_after.isdigit() else _until(parsedate_to_datetime(retry_after))
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter for a date far beyond the calendar
         return 0.0
 
 

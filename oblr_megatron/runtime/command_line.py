@@ -14,7 +14,7 @@ from oblr_megatron.errors import EXIT_RUN, EXIT_SIGNAL, EXIT_USER, NO_SPACE, Run
 from oblr_megatron.runtime.processes import launched
 from oblr_megatron.runtime.temporary import own_tmpdir
 
-PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 """Messages of a lost peer; torch.distributed has no exception class for it. The lost rank itself says more."""
 
 

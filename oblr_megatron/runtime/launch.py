@@ -51,8 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _torchrun(given: Sequence[str], forward: Forward) -> int:
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     options = parse_args(["--signals-to-handle=SIGQUIT", *given])
@@ -74,6 +76,11 @@ def _torchrun(given: Sequence[str], forward: Forward) -> int:
             return EXIT_USER
         log.keep(str(error))
         _print_failure(error, log)
+        return EXIT_RUN
+    except (DistError, RendezvousError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        fix = "give a free --master-port, and a first node that all nodes reach"
+        print(f"error: the launchers cannot meet: {reason}. Fix: {fix}", file=sys.stderr)
         return EXIT_RUN
     return EXIT_OK
 

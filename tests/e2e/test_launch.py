@@ -6,6 +6,7 @@ The script replaces a run: it takes steps until the ranks agree to stop, and the
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -164,3 +165,13 @@ def test_a_signal_before_there_are_ranks_ends_the_launcher(tmp_path: Path) -> No
         _, stderr = job.communicate(timeout=60)
         assert job.returncode == 128 + signal.SIGTERM, (job.returncode, stderr)
         assert "error: ended by SIGTERM" in stderr
+
+
+def test_a_master_port_in_use_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    with socket.create_server(("", 0)) as taken:
+        port = ["--master-port", str(taken.getsockname()[1])]
+        command = [sys.executable, "-m", "oblr_megatron.runtime.launch", *port, str(tmp_path / "script.py")]
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: the launchers cannot meet: ") and "--master-port" in done.stderr

@@ -20,7 +20,7 @@ import pytest
 
 from oblr_megatron.cli import main, make_parser
 from oblr_megatron.errors import EXIT_USER, UserError
-from oblr_megatron.runtime.command_line import guarded
+from oblr_megatron.runtime.command_line import guarded, reason_of
 from tests.tiny import make_hf_dir
 
 CALL = """
@@ -154,3 +154,9 @@ def test_a_full_disk_is_one_line_and_other_errors_of_files_keep_their_traceback(
     assert said.startswith("error: rank 0: cannot write /run/config.toml: ") and "Fix: " in said
     with pytest.raises(OSError, match="Input/output"):
         guarded(lambda: raises(errno.EIO))
+
+
+def test_a_lost_rank_is_recognised_by_gloos_messages() -> None:
+    waited = "[unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"
+    assert reason_of(RuntimeError(waited)) == "lost another rank: Timed out waiting"
+    assert reason_of(RuntimeError("shapes differ")) is None and reason_of(ValueError("Broken pipe")) is None

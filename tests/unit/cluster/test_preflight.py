@@ -86,6 +86,15 @@ def test_gpus_that_are_missing_or_in_use(tmp_path: Path, monkeypatch: pytest.Mon
     assert found.same["GPU kind"] == "NVIDIA H100 80GB HBM3"
 
 
+def test_a_gpu_that_names_no_memory_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "580.65.06, [N/A], [N/A], 12.1, NVIDIA GB10"\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
+    assert found.facts["GPU free"] == "unknown" and found.same["GPU memory, MiB"] == "[N/A]"
+    assert not [problem for problem in found.problems if "in use" in problem.what]
+
+
 def test_an_old_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)

@@ -17,6 +17,7 @@ import pytest
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult
+from oblr_megatron.rewards.http_client import _seconds
 from oblr_megatron.rewards.registry import build_reward, check_reward
 from oblr_megatron.rewards.workers.patience import MIN_LATE
 from tests.unit.rewards.conftest import batch
@@ -144,6 +145,10 @@ def test_retry_after_is_respected(named: str) -> None:
     result, asked = score(status(429, Retry_After=later), score_batch)
     assert (result.rewards, len(asked)) == (LENGTHS, 2)
     assert asked[1].at - asked[0].at >= 0.9, "a date is in whole seconds"
+
+
+def test_a_date_beyond_the_calendar_is_no_pause() -> None:
+    assert _seconds(f"Wed, 21 Oct 2015 07:28:00 +{'9' * 20}") == 0.0
 
 
 def test_retry_after_beyond_the_deadline_fails_at_once() -> None:
