@@ -25,7 +25,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("step", "", "optimizer steps done, counted from 1; 0 is the evaluation before training"),
     Metric("reward/mean", "", "mean reward of all responses sampled for the step"),
     Metric("reward/std", "", "standard deviation of the rewards of all responses sampled for the step"),
-    Metric("reward/failures", "responses", "responses that could not be scored, timeouts included; they score 0"),
+    Metric(
+        "reward/failures",
+        "responses",
+        "responses that could not be scored, timeouts included; they, or their term of a sum, count 0",
+    ),
     Metric("reward/timeouts", "responses", "responses not scored within reward.timeout_s; part of reward/failures"),
     Metric("rewards/<term>/mean", "", "mean of one term of a weighted reward, before its weight"),
     Metric("rewards/<term>/std", "", "standard deviation of that term"),

@@ -17,7 +17,8 @@ SLOWER = 1.2  # times the median rank's own time; a rank above it for EDGE steps
 
 # Steps with equal lengths or equal rewards leave these undefined; that is no problem.
 MAY_BE_UNDEFINED = frozenset({"gradnorm/length_corr", "gradnorm/estimate_corr", "baseline/variance_ratio_vs_rloo"})
-COUNTED = ("gradnorm/nonfinite", "reward/failures", "reward/timeouts")
+EPISODES = ("environment/failures", "environment/timeouts")
+COUNTED = ("gradnorm/nonfinite", "reward/failures", "reward/timeouts", *EPISODES)
 SPLIT = ("snr/between", "snr/within", "snr/best_group_size")
 WATCHED = frozenset(
     {

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from oblr_megatron.algo.noise_split import compared_with_best
 from oblr_megatron.formatting import number
 from oblr_megatron.metrics import KeptLines, intact_lines
-from oblr_megatron.observe.alarm_window import COLLAPSED, EDGE, SPLIT, Planned, Window
+from oblr_megatron.observe.alarm_window import COLLAPSED, EDGE, EPISODES, SPLIT, Planned, Window
 
 if TYPE_CHECKING:
     from oblr_megatron.metrics import Record
@@ -79,6 +79,12 @@ def _timeouts(window: Window) -> str:
     count = window.totals["reward/timeouts"]
     text = f"Responses that were not scored in time and count as 0: {count:,}; raise reward.timeout_s."
     return text if count else ""
+
+
+def _episodes(window: Window) -> str:
+    failed, late = (window.totals[name] for name in EPISODES)
+    text = f"Episodes that failed: {failed:,}, that were late: {late:,}; their samples are empty; see "
+    return f"{text}logs/environment-*.log." if failed or late else ""
 
 
 def _reward(window: Window) -> str:
@@ -211,6 +217,7 @@ CHECKS: dict[str, Callable[[Window], str]] = {
     "gradnorm": _gradnorm,
     "failures": _failures,
     "timeouts": _timeouts,
+    "episodes": _episodes,
     "reward": _reward,
     "rate": _rate,
     "group_size": _group_size,

@@ -33,12 +33,12 @@ class RewardResult:
 
     @property
     def failures(self) -> int:
-        """Samples that raised during scoring or got a reward that is not finite; they score 0."""
+        """Samples that raised or got a reward that is not finite; their value, in a sum their term, is 0."""
         return sum(fault == "failed" for fault in self.faults.values())
 
     @property
     def timeouts(self) -> int:
-        """Samples that exceeded the scoring deadline; they score 0."""
+        """Samples that exceeded the scoring deadline; their value, in a sum their term, is 0."""
         return sum(fault == "late" for fault in self.faults.values())
 
     @property

@@ -61,7 +61,9 @@ class SharedReward(Reward):
         """The results of consecutive parts of a batch as one, the same on every rank; reports the first failure."""
         result = joined(parts)
         if result.error and not self._reported and dist.get_rank() == 0:
-            logger.warning("a response could not be scored (reward 0); later ones are only counted:\n%s", result.error)
+            logger.warning(
+                "a response could not be scored (its term counts 0); later ones are only counted:\n%s", result.error
+            )
             self._reported = True
         return result
 
@@ -104,6 +106,15 @@ class FailedSteps:
         if self._count != self._config.max_failed_steps:
             return
         cause = next((result.cause for result in results if result.error), "")
-        late = f"no call ended within reward.timeout_s, {self._config.timeout_s:g} s"
         kind = NoRewardError if self._has_worked else RunError
-        raise kind(f"the reward failed for every response of the last {self._count} steps: {cause or late}")
+        raise kind(
+            f"the reward failed for every response of the last {self._count} steps: {cause or self._why(results)}"
+        )
+
+    def _why(self, results: Sequence[RewardResult]) -> str:
+        """The reason of faults without an error."""
+        if "environment" in (self._config.name, *(term.name for term in self._config.terms)):
+            return "the episodes failed or were late, see logs/environment-*.log"
+        if all(fault == "late" for result in results for fault in result.faults.values()):
+            return f"no call ended within reward.timeout_s, {self._config.timeout_s:g} s"
+        return "see the run's log"

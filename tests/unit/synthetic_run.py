@@ -101,7 +101,7 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "rollout/restarts": int(step == num_steps // 2),
         "environment/turns_mean": 2.4 + noise(0.1),
         "environment/observed_fraction": 0.3 + 0.1 * progress,
-        "environment/failures": int(step == num_steps // 3),
+        "environment/failures": 0,
         "environment/timeouts": 0,
         "gradnorm/sq_mean": 31 * math.exp(-0.8 * progress + noise(0.1)),
         "gradnorm/sq_max": 380 * math.exp(-0.3 * progress + noise(0.3)),

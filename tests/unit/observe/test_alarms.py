@@ -45,6 +45,7 @@ CASES: dict[str, tuple[str, Callable[[int], float | None], list[str]]] = {
     "gradnorm": ("gradnorm/nonfinite", lambda step: int(step == 7), ["1", "optimizer.lr"]),
     "failures": ("reward/failures", lambda step: 2 * int(step == 7), ["2", "log"]),
     "timeouts": ("reward/timeouts", lambda step: 2 * int(step == 7), ["2", "reward.timeout_s"]),
+    "episodes": ("environment/failures", lambda step: 2 * int(step == 7), ["2", "logs/environment-"]),
     "reward": ("reward/mean", rising(0.8, 0.5), ["0.8", "optimizer.lr"]),
     "rate": ("lr", rising(1e-3, 3e-4), ["33%", "34", "30%", "num_prompts"]),
     "group_size": ("snr/best_group_size", rising(3.0, 1.0), ["2.3", "1", "512"]),
