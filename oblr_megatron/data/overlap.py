@@ -2,8 +2,8 @@
 
 Two questions are duplicates if they are equal after NFKC and white-space normalization. A shingle is a run of n
 lower-cased words. A training question overlaps a benchmark question if it contains at least a given share of its
-shingles. A benchmark question of fewer than n words has no shingles and must be equal as text. Equal words would not
-do: "12+34" and "12*34" have the same words.
+shingles. A question of fewer than n words has no shingles. It overlaps only an equal text, because "12+34" and "12*34"
+have the same words.
 """
 
 from __future__ import annotations

@@ -138,7 +138,9 @@ def local_folds(num_prompts: int, num_folds: int, dp_rank: int, dp_size: int) ->
 
 
 def deal(tokens: Sequence[int], shares: int) -> list[list[int]]:
-    """Deal items into shares of equal tokens, and of equal count or one fewer: each goes to the smallest that has room.
+    """Split items into shares of nearly equal tokens, at most ceil(n / shares) items each.
+
+    An item goes to the share with the fewest tokens that has room.
 
     Graham's rule, longest first, with a bound on the count. Deterministic: of equal items the first goes first.
 

@@ -76,7 +76,7 @@ class EpisodeEngine:
     _calls: int = 0
 
     async def generate(self, ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[int] = ()) -> Turn:
-        """Sample the policy's response to `ids`, by default prompt and episode so far. Calls may run at the same time.
+        """Sample the policy's response to `ids`. Calls may run at the same time.
 
         Args:
             ids: token ids; text is never tokenised again.

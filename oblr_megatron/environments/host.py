@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 MOST_LOSSES = 8
 """Processes that a batch may lose before its remaining episodes fail."""
 GRACE_SECONDS = 5.0
-"""An episode may be overdue for so long before its process is killed: it ends itself at its deadline."""
+"""Seconds after its deadline until an episode's process is killed. Normally the episode ends itself at the deadline."""
 
 
 class TurnSource(Protocol):

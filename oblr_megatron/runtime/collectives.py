@@ -24,7 +24,7 @@ from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, E
 Value = TypeVar("Value")
 
 GROUP_TIMEOUT = timedelta(days=30)
-"""Timeout of the process group; longer than any deadline of `gather`, so that the latter decides."""
+"""Timeout of the process group. It exceeds every deadline of `gather`, so the deadline of `gather` applies."""
 
 _GRAVITY: tuple[type[RunError], ...] = (RunError, EnginesGoneError, EngineLostError, DamagedError)
 """Gravest first. The gravest of several failures decides, because a restart does not fix a plain RunError."""

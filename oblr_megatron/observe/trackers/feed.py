@@ -80,7 +80,7 @@ class Trackers:
         self._send("table", {"step": step, "name": name, "columns": columns, "rows": rows})
 
     def file(self, path: Path) -> None:
-        """Send a file that lies still until the trackers are closed."""
+        """Send a file that does not change until the trackers are closed."""
         self._send("file", {"path": str(path)})
 
     def _send(self, kind: str, content: Mapping[str, Any], *, tracker: bool = False) -> None:

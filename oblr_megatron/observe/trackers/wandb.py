@@ -49,7 +49,7 @@ class WandbTracker(Tracker):
         """See `Tracker.close`. wandb's service process ends here.
 
         Raises:
-            RuntimeError: the service could not write or send records. It tells nobody; its log has a line for each.
+            RuntimeError: the service could not write or send records. wandb reports this only in the service's log.
         """
         log = Path(self._run.settings.log_internal)
         self._run.finish(exit_code=int(state == "failed"))

@@ -20,7 +20,7 @@ from contextlib import suppress
 from oblr_megatron.runtime.processes import children_of
 
 END_S = 5.0
-"""Time for killed processes to end. One that waits for a device ends later, as soon as the device answers."""
+"""Time for killed processes to end. A process that waits for a device ends only when the device answers."""
 PAUSE_S = 0.001
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
