@@ -83,7 +83,7 @@ def _timeouts(window: Window) -> str:
 
 def _episodes(window: Window) -> str:
     failed, late = (window.totals[name] for name in EPISODES)
-    text = f"Episodes that failed: {failed:,}, that were late: {late:,}; their samples are empty; see "
+    text = f"Episodes that failed: {failed:,}, that were late: {late:,}; see "
     return f"{text}logs/environment-*.log." if failed or late else ""
 
 

@@ -72,7 +72,7 @@ def test_an_alarm_is_raised_once_with_number_and_remedy(name: str) -> None:
     assert [alarm.name for alarm in found] == [name]
     assert all(re.search(rf"(?<![\w.]){re.escape(part)}(?!\w)", found[0].text) for part in parts), found[0].text
     assert found[0].text.count(";") == 1 and "\n" not in found[0].text
-    at_once = {"nonfinite": 9, "gradnorm": 7, "failures": 7, "timeouts": 7, "self_dependence": 1}
+    at_once = {"nonfinite": 9, "gradnorm": 7, "failures": 7, "timeouts": 7, "episodes": 7, "self_dependence": 1}
     if name in at_once:
         assert found[0].step == at_once[name]
     else:
