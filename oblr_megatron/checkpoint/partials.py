@@ -17,9 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import xxhash
-
-from oblr_megatron.runtime.processes import here
+from oblr_megatron.runtime.processes import here_in_short
 
 FOREIGN_PARTIAL_S = 3600.0  # a partial directory of elsewhere is kept this long after its last change
 BLOCK = 512  # unit of st_blocks, see stat(2)
@@ -71,7 +69,7 @@ def _partials(directory: Path) -> Iterator[tuple[Path, str, int]]:
 
 def _place() -> str:
     """Where a process id of this process has a meaning: hosts, and containers of one host, have different ones."""
-    return f"{socket.gethostname()}-{xxhash.xxh32_hexdigest(here().encode())}"
+    return f"{socket.gethostname()}-{here_in_short()}"
 
 
 def _is_alive(partial: Path, place: str, pid: int) -> bool:

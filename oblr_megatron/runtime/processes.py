@@ -6,6 +6,7 @@ A process id alone does not identify a process, because the kernel reuses ids. A
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import signal
 import time
@@ -49,6 +50,11 @@ def pid_namespace() -> int:
 def here() -> str:
     """Where process ids mean the same as here: boot and namespace. Example: "5e1f...:4026531836"."""
     return f"{boot_id()}:{pid_namespace()}"
+
+
+def here_in_short() -> str:
+    """Eight characters of a digest of `here`, for names of files."""
+    return hashlib.sha256(here().encode()).hexdigest()[:8]
 
 
 def started_at(pid: int) -> float:

@@ -11,7 +11,6 @@ same place removes it.
 from __future__ import annotations
 
 import getpass
-import hashlib
 import os
 import shutil
 import tempfile
@@ -20,7 +19,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from oblr_megatron.runtime.processes import alive, here, identity
+from oblr_megatron.runtime.processes import alive, here_in_short, identity
 
 PREFIX = "oblr_megatron-"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -72,7 +71,7 @@ def _sweep(base: Path) -> None:
 
 def _prefix() -> str:
     """Start of the names at this place. It is short, because the path of a socket holds at most 107 characters."""
-    return f"{PREFIX}{hashlib.sha256(here().encode()).hexdigest()[:8]}-"
+    return f"{PREFIX}{here_in_short()}-"
 
 
 def _user() -> str:

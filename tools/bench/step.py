@@ -9,8 +9,10 @@ Models and tasks: step_shapes.py. fp32, equal threads for all:
 - oblr_pooled: megatron-core and vLLM, one rank; the default recipe with exact norms, a push of weights per step
 - rloo: the same stack with RLOO's baseline and no norms, the estimator of TRL's RLOO
 - oblr_pooled_stream, rloo_stream: the same with rollout.overlap = "stream"; trainer and engine share the threads
+- oblr_pooled_ranks, rloo_ranks: the same with one rank for each thread, each with an engine of its own
 - trl_grpo, trl_rloo: TRL's trainers with transformers' `generate` (TRL 1.16 takes vLLM up to 0.31, the package needs
   0.32), default losses, the batch in one pass
+- trl_grpo_ranks, trl_rloo_ranks: the same with one process for each thread, which share the batch
 
 Each system is a process, and all stay alive. In a round each takes `--steps` steps without a pause, as in training. The
 first of several is not counted: it finds the data of the other systems in the processor's caches. Two warm-up rounds
@@ -35,7 +37,7 @@ from pathlib import Path
 from record import publish
 from rounds import paired_ratio
 from step_shapes import SHAPES, make_inputs
-from step_system import PRESETS, STREAM, TRL, Work
+from step_system import PRESETS, RANKS, STREAM, TRL, Work
 
 SYSTEMS = (*PRESETS, *TRL)
 WARM_UP = 2  # uncounted rounds
@@ -116,10 +118,15 @@ class System:
 
     def __init__(self, name: str, work: Work, directory: Path, stack: ExitStack) -> None:
         self._log = directory / f"{name}.log"
-        threads = max(1, work.num_threads // 2) if name.endswith(STREAM) else work.num_threads
+        threads, launcher = work.num_threads, [sys.executable]
+        if name.endswith(STREAM):
+            threads = max(1, threads // 2)
+        if name.endswith(RANKS):
+            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(threads)]
+            threads = 1
         script = str(Path(__file__).with_name("step_system.py"))
         self._process = subprocess.Popen(
-            [sys.executable, script, str(directory / "work.json"), name],
+            [*launcher, script, str(directory / "work.json"), name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stack.enter_context(self._log.open("w")),

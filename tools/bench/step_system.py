@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from step_shapes import even_words, table_of
 from transformers import TrainerCallback
@@ -24,9 +24,9 @@ from oblr_megatron.config import Config, OptimizerConfig, parse_config
 from oblr_megatron.types import Prompt
 
 STILL = 1e-12  # learning rate close to 0: every step samples from the same policy, so response lengths do not drift
-TRL = {"trl_grpo": "grpo", "trl_rloo": "rloo"}
-STREAM = "_stream"
-PRESETS = {name + end: name for end in ("", STREAM) for name in ("oblr_pooled", "rloo")}
+STREAM, RANKS = "_stream", "_ranks"
+PRESETS = {name + end: name for end in ("", STREAM, RANKS) for name in ("oblr_pooled", "rloo")}
+TRL = {f"trl_{name}{end}": name for end in ("", RANKS) for name in ("grpo", "rloo")}
 WAVES = {"max_num_seqs": 128, "wave_tokens": 1024}
 """Responses of equal length end together: an engine that samples a quarter at a time lets the trainer begin."""
 
@@ -93,6 +93,8 @@ def config_of(work: Work, system: str) -> Config:
     table["model"]["path"], table["data"]["train"] = str(directory / "model"), str(directory / "train.jsonl")
     table["optimizer"]["lr"] = STILL
     table["rollout"]["num_threads"] = work.num_threads
+    if system.endswith(RANKS):  # each with an engine and one thread
+        table["rollout"] |= {"num_engines": work.num_threads, "num_threads": 1}
     if system.endswith(STREAM):  # trainer and engine work at once, each with its share of the threads
         table["rollout"] |= {"overlap": "stream", "num_threads": max(1, work.num_threads // 2)} | WAVES
     table["checkpoint"]["every_steps"] = 0
@@ -100,12 +102,15 @@ def config_of(work: Work, system: str) -> Config:
 
 
 def run_package(work: Work, system: str, pace: Pace) -> None:
-    """Train with megatron-core and vLLM on one rank."""
+    """Train with megatron-core and vLLM."""
     from oblr_megatron.run import open_run
     from oblr_megatron.step_loop import train
 
     logging.getLogger("vllm").setLevel(logging.ERROR)
     with open_run(config_of(work, system)) as run:
+        if run.sampling.parallel.rank:  # the first rank sets the pace: the others wait for it
+            train(run)
+            return
         take = run.sampling.stream.take
 
         def paced(count: int) -> Sequence[Prompt]:
@@ -124,7 +129,8 @@ def run_trl(work: Work, system: str, pace: Pace) -> None:
 
     class Paced(TrainerCallback):
         def on_step_begin(self, *arguments: object, **more: object) -> None:
-            pace()
+            if os.environ.get("RANK", "0") == "0":
+                pace()
 
     config = config_of(work, system)
     rows = [json.loads(line) for line in Path(config.data.train[0].path).read_text(encoding="utf-8").splitlines()]
@@ -141,6 +147,7 @@ def run_trl(work: Work, system: str, pace: Pace) -> None:
         temperature=config.rollout.temperature,
         kl_coefficient=0.0,
         optimizer=OptimizerConfig(lr=STILL, clip_grad=config.optimizer.clip_grad),
+        **_of_ranks(work) if system.endswith(RANKS) else {},
     )
 
     def score(index: int, tokens: list[int]) -> float:
@@ -149,6 +156,12 @@ def run_trl(work: Work, system: str, pace: Pace) -> None:
 
     model, questions = Qwen3ForCausalLM.from_pretrained(config.model.path), [row["question"] for row in rows]
     open_trainer(TRL[system], arguments, model, tokenizer, questions, score, [Paced()]).train()
+
+
+def _of_ranks(work: Work) -> dict[str, Any]:
+    """Settings with which transformers divides a batch over the ranks."""
+    samples = work.num_prompts * work.group_size
+    return {"per_device_train_batch_size": samples // work.num_threads, "ddp_backend": "gloo"}
 
 
 if __name__ == "__main__":
