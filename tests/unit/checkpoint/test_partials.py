@@ -44,7 +44,7 @@ def test_sweeping_keeps_partials_of_living_processes(tmp_path: Path) -> None:
 def test_process_ids_of_another_container_have_no_meaning_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Containers may share the host's name; a process with this id does not run here, or is another one."""
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(partials, "here", lambda: "another-boot:1")
+        elsewhere.setattr(partials, "here_in_short", lambda: "0123abcd")
         other = store.begin(tmp_path / store.step_name(10))
     partials.sweep(tmp_path)
     assert other.exists()
