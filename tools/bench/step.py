@@ -7,17 +7,19 @@
 Models and tasks: step_shapes.py. fp32, equal threads for all:
 
 - oblr_pooled: megatron-core and vLLM, one rank; the default recipe with exact norms, a push of weights per step
-- rloo: the same stack with RLOO's baseline and no norms, the estimator of TRL's RLOO
+- rloo: the same stack with RLOO's baseline and no norms, the estimator of TRL's RLOO; two folds instead of four,
+  because TRL does not estimate the noise
 - oblr_pooled_stream, rloo_stream: the same with rollout.overlap = "stream"; trainer and engine share the threads
 - oblr_pooled_ranks, rloo_ranks: the same with one rank for each thread, each with an engine of its own
 - trl_grpo, trl_rloo: TRL's trainers with transformers' `generate` (TRL 1.16 takes vLLM up to 0.31, the package needs
-  0.32), default losses, the batch in one pass
+  0.32), default losses, the batch in one pass; a fold of the package is one pass, too
 - trl_grpo_ranks, trl_rloo_ranks: the same with one process for each thread, which share the batch
 
 Each system is a process, and all stay alive. In a round each takes `--steps` steps without a pause, as in training. The
-first of several is not counted: it finds the data of the other systems in the processor's caches. Two warm-up rounds
-are not counted either. `ratio_to_trl` is the median over rounds of (system's time / faster TRL trainer's time) in one
-round. The learning rate is close to 0, so that all systems always sample from the same policy.
+first of several is not counted: it finds the data of the other systems in the processor's caches. The time of a round
+is the median of its counted steps. Two warm-up rounds are not counted. `ratio_to_trl` is the median over rounds of
+(system's time / faster TRL trainer's time) in one round. The learning rate is close to 0, so that all systems always
+sample from the same policy.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="measured rounds (default: 20)")
     parser.add_argument("--steps", type=int, help="of a system in a round (default: the shape's)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads per process")
-    parser.add_argument("--quick", action="store_true", help="8 prompts, one round, no rloo, a short warm start")
+    parser.add_argument("--quick", action="store_true", help="8 prompts, one round, three systems, a short warm start")
     options = parser.parse_args(arguments)
     prompts, group, steps = SHAPES[options.shape]
     options.prompts = options.prompts or (8 if options.quick else prompts)
@@ -91,7 +93,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.steps = options.steps or (1 if options.quick else steps)
     options.rounds = options.rounds or (1 if options.quick else 20)
     options.systems = options.systems or [
-        name for name in SYSTEMS if name in ("oblr_pooled", *TRL) or not options.quick
+        name for name in SYSTEMS if name in ("oblr_pooled", "trl_grpo", "trl_rloo") or not options.quick
     ]
     if not set(options.systems) & set(TRL):
         parser.error(f"--systems: include one of {', '.join(TRL)}; the others are compared with it")
@@ -114,7 +116,7 @@ def prepare(directory: Path, options: argparse.Namespace) -> Work:
 
 
 class System:
-    """The process of one system. A call takes steps and returns the mean seconds of the counted ones."""
+    """The process of one system. A call takes steps and returns the median seconds of the counted ones."""
 
     def __init__(self, name: str, work: Work, directory: Path, stack: ExitStack) -> None:
         self._log = directory / f"{name}.log"
@@ -142,7 +144,7 @@ class System:
         self._process.stdin.write("step\n" * steps)
         self._process.stdin.flush()
         taken = [float(self._answer()) for _ in range(steps)]
-        return statistics.fmean(taken[1:] or taken)
+        return statistics.median(taken[1:] or taken)
 
     def _answer(self) -> str:
         assert self._process.stdout is not None, "opened as a pipe"

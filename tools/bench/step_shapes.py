@@ -23,7 +23,7 @@ from tests.tiny import VOCAB, make_hf_dir  # noqa: E402
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SHAPES = {"demo": (64, 8, 5), "long": (32, 8, 1)}
+SHAPES = {"demo": (64, 8, 10), "long": (32, 8, 1)}
 """Prompts of a step, responses of a prompt, and steps of a round."""
 
 END_EVERY = 150.0

@@ -27,6 +27,8 @@ STILL = 1e-12  # learning rate close to 0: every step samples from the same poli
 STREAM, RANKS = "_stream", "_ranks"
 PRESETS = {name + end: name for end in ("", STREAM, RANKS) for name in ("oblr_pooled", "rloo")}
 TRL = {f"trl_{name}{end}": name for end in ("", RANKS) for name in ("grpo", "rloo")}
+ONE_PASS = 2**14
+"""Tokens of a microbatch: a fold needs one, as TRL's systems take the batch in one pass."""
 WAVES = {"max_num_seqs": 128, "wave_tokens": 1024}
 """Responses of equal length end together: an engine that samples a quarter at a time lets the trainer begin."""
 
@@ -93,6 +95,9 @@ def config_of(work: Work, system: str) -> Config:
     table["model"]["path"], table["data"]["train"] = str(directory / "model"), str(directory / "train.jsonl")
     table["optimizer"]["lr"] = STILL
     table["rollout"]["num_threads"] = work.num_threads
+    table.setdefault("parallel", {})["micro_batch_tokens"] = ONE_PASS
+    if PRESETS.get(system) == "rloo":  # TRL estimates no noise: the fewest folds, so that a fold is a rank's whole part
+        table["algo"]["snr"]["num_folds"] = 2
     if system.endswith(RANKS):  # each with an engine and one thread
         table["rollout"] |= {"num_engines": work.num_threads, "num_threads": 1}
     if system.endswith(STREAM):  # trainer and engine work at once, each with its share of the threads
