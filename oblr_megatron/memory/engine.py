@@ -83,7 +83,7 @@ def engines_of_a_rank(config: Config, world_size: int, *, on_gpu: bool) -> Fract
     return Fraction(1) if on_gpu else Fraction(config.rollout.engines(world_size, on_gpu=False), world_size)
 
 
-def beside_training(
+def outside_training(
     hf_config: Mapping[str, Any], config: Config, world_size: int, device_bytes: int, *, on_gpu: bool
 ) -> int:
     """Bytes of a rank's memory that a training step cannot use: its CUDA context and its engines, on a GPU asleep."""

@@ -27,7 +27,7 @@ from oblr_megatron.config.precision_checks import norms_problem
 from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.families import head_dim
 from oblr_megatron.formatting import size
-from oblr_megatron.memory.engine import beside_training
+from oblr_megatron.memory.engine import outside_training
 from oblr_megatron.memory.pass_plan import Layout, longest_sample, passes_of, stash_count
 from oblr_megatron.memory.training import MemoryEstimate, estimate
 
@@ -76,7 +76,7 @@ def resolve(
     """
     asked = config.gradnorm.mode
     if free_bytes is not None:
-        free_bytes -= beside_training(hf_config, config, world_size, free_bytes, on_gpu=on_gpu)
+        free_bytes -= outside_training(hf_config, config, world_size, free_bytes, on_gpu=on_gpu)
         free_bytes = max(0, free_bytes)
 
     def estimated(mode: str) -> MemoryEstimate:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -115,7 +116,7 @@ class Receiver:
         return None
 
 
-class LockstepReceiver(Receiver):
+class LockstepReceiver(Receiver, ABC):
     """Keeps the first error of a push, and does nothing after it."""
 
     def __init__(self, manifest: Manifest) -> None:
@@ -137,9 +138,9 @@ class LockstepReceiver(Receiver):
         for _ in rest:  # the other ranks still gather
             pass
 
+    @abstractmethod
     def compare(self, source: Iterable[tuple[str, Tensor]]) -> None:
         """`verify` without its promise: an error may leave the source in the middle."""
-        raise NotImplementedError
 
     def result(self) -> PushStats | None:
         if self.error is not None:

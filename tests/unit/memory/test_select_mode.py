@@ -12,7 +12,7 @@ import pytest
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.dryrun.device_memory import Device, rank_memory
 from oblr_megatron.errors import UserError
-from oblr_megatron.memory.engine import beside_training
+from oblr_megatron.memory.engine import outside_training
 from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode
 
 DENSE: dict[str, Any] = {
@@ -73,11 +73,11 @@ def test_moved_bytes_cost_more_flops_on_a_gpu() -> None:
 def test_auto_takes_a_mode_that_fits() -> None:
     choice = choose(config_of(), free_bytes=2**34)
     assert choice.mode == "two_pass"
-    assert "8 stashed gradients" in choice.reason and "12.7 GiB are free" in choice.reason  # beside the engine
+    assert "8 stashed gradients" in choice.reason and "12.7 GiB are free" in choice.reason  # without the engine
 
 
-def beside(config: Config, size: int) -> int:
-    return beside_training(DENSE, config, 1, size, on_gpu=True)
+def outside(config: Config, size: int) -> int:
+    return outside_training(DENSE, config, 1, size, on_gpu=True)
 
 
 @pytest.mark.parametrize("rollout", [{}, {"sleep_level": 0}, {"servers": ["http://localhost:1"]}])
@@ -85,11 +85,11 @@ def test_a_gpu_is_shared_with_a_context_and_a_sleeping_engine(rollout: dict[str,
     """The bound is the one of the dry run: what a mode needs, the context and the sleeping engine."""
     config = config_of(rollout={"max_response_tokens": 2000} | rollout, gradnorm={"mode": "stash"})
     device = 10**11
-    free = device - beside(config, device)
+    free = device - outside(config, device)
     ranks = rank_memory(DENSE, config, 1, Device(on_gpu=True, num_bytes=device, transformer_engine=False))
     needed = choose(config, on_gpu=True).estimate.total
     assert ranks[0].training - device == needed - free
-    least = next(gb for gb in range(1, 999) if needed <= (size := gb * 10**9) - beside(config, size))
+    least = next(gb for gb in range(1, 999) if needed <= (size := gb * 10**9) - outside(config, size))
     assert choose(config, on_gpu=True, free_bytes=least * 10**9).mode == "stash"
     with pytest.raises(UserError, match="mode 'stash'"):
         choose(config, on_gpu=True, free_bytes=(least - 1) * 10**9)
