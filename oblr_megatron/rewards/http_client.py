@@ -63,28 +63,35 @@ class Service:
             columns["rows"] = [json.loads(row) for row in columns["rows"]]
         body = json.dumps(columns).encode()
         try:
-            async with asyncio.timeout(self._deadline_s):
-                return await self._ask(body, len(rows))
+            return await self._ask(body, len(rows))
         except TimeoutError:
             return [Score(timed_out=True)] * len(rows)
         except ServiceError as error:
             return [Score(error=f"{self._url} {error}")] * len(rows)
 
     async def _ask(self, body: bytes, count: int) -> list[Score]:
-        """Post with retries.
+        """Post with retries until the deadline.
 
         Raises:
-            ServiceError: the error of the last attempt.
+            ServiceError: the error of the last attempt that ended.
+            TimeoutError: no attempt ended within the deadline.
         """
-        deadline = time.monotonic() + self._deadline_s
-        for attempt in range(self._retries + 1):
-            try:
-                return read_answer(await self._post(body, count), count)
-            except TransientError as error:
-                pause = max(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.0), error.after_s)
-                if attempt == self._retries or pause >= deadline - time.monotonic():
-                    raise
-                await asyncio.sleep(pause)
+        deadline, failed = time.monotonic() + self._deadline_s, None
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                for attempt in range(self._retries + 1):
+                    try:
+                        return read_answer(await self._post(body, count), count)
+                    except TransientError as error:
+                        failed = error
+                        pause = max(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.0), error.after_s)
+                        if attempt == self._retries or pause >= deadline - time.monotonic():
+                            raise
+                        await asyncio.sleep(pause)
+        except TimeoutError:
+            if failed is not None:  # it says more than the deadline
+                raise failed from None
+            raise
         raise AssertionError("the last attempt returns or raises")
 
     async def _post(self, body: bytes, count: int) -> bytes:

@@ -201,9 +201,19 @@ def test_the_deadline_is_hard(trouble: Step) -> None:
 
 def test_the_deadline_includes_the_retries() -> None:
     start = time.monotonic()
-    result, asked = score(status(500), timeout_s=1.0, retries=1000)
+    result, asked = score(status(500), timeout_s=3.0, retries=1000)
     assert result.failures == 4 and 2 <= len(asked) < 20
     assert time.monotonic() - start < 10
+
+
+def test_the_deadline_keeps_the_error_of_an_earlier_attempt() -> None:
+    calls = iter([status(500)])
+
+    def fail_and_hang(handler: Handler, asked: Asked) -> None:
+        next(calls, hang)(handler, asked)
+
+    result, _ = score(fail_and_hang, timeout_s=3.0, retries=1)
+    assert (result.failures, result.timeouts) == (4, 0) and "status 500" in (result.error or "")
 
 
 def test_a_hanging_request_does_not_delay_others() -> None:
