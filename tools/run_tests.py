@@ -31,7 +31,7 @@ LINE_S = 30.0  # between two lines of progress where there is no terminal
 
 @dataclass(frozen=True)
 class Tier:
-    """`minutes` are those of 2 quiet cores; `paths` with long tests come first, so that no worker ends late."""
+    """`minutes` are measured (CONTRIBUTING.md); `paths` with long tests come first, so that no worker ends late."""
 
     what: str
     minutes: str
@@ -51,9 +51,9 @@ class Tier:
 
 ALL = ("tests/e2e", "tests/distributed", "tests/gpu", "tests/unit")
 TIERS = {
-    "check": Tier("fast unit tests", "3", ["tests/unit"], "slow or nightly or alone"),
+    "check": Tier("fast unit tests", "3 to 6", ["tests/unit"], "slow or nightly or alone"),
     "test": Tier("unit tests, parallel layouts on 1 to 4 ranks, whole runs with vLLM", "20 to 35", ALL, "nightly"),
-    "all": Tier("`make test`, soaks, kills, benchmarks, preset dry runs, big conversions", "60 to 90", ALL),
+    "all": Tier("`make test`, soaks, kills, benchmarks, preset dry runs, big conversions", "90", ALL),
 }
 
 
@@ -135,7 +135,7 @@ def main(given: Sequence[str]) -> int:
     parser.add_argument("tier", choices=TIERS)
     options, arguments = parser.parse_known_args(given)
     tier = TIERS[options.tier]
-    print(f"{tier.what}: about {tier.minutes} minutes on 2 quiet cores", flush=True)
+    print(f"{tier.what}: about {tier.minutes} minutes on 2 cores", flush=True)
     os.chdir(ROOT)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of a hundred commands compiles the package again
     return run(tier, arguments)

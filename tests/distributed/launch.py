@@ -167,8 +167,10 @@ def _rank_main(
 def _share_cores(rank: int, world_size: int) -> None:
     """Pin each rank to a core if there are more ranks than cores: otherwise gloo's threads take half of all time.
 
-    Seen with 4 ranks on 2 cores: a small all-reduce took 5.0 to 5.9 ms, pinned 3.3 to 4.0 ms. SCHED_BATCH saves a fifth
-    of the CPU time, but next to two busy processes an all-reduce of 2 ranks then takes 13 ms instead of 1.2.
+    Seen with 4 ranks on 2 cores: a small all-reduce took 5.0 to 5.9 ms, pinned 3.3 to 4.0 ms.
+
+    SCHED_BATCH is not used. It saved a fifth of the CPU time in one run of four files. But next to two busy processes
+    an all-reduce of 2 ranks then took 13 ms instead of 1.2.
     """
     cores = sorted(os.sched_getaffinity(0))
     if world_size > len(cores):
