@@ -1,6 +1,6 @@
 """The step loop of OBLR-PO: `torchrun --nproc-per-node N -m oblr_megatron.step_loop CONFIG.toml [key=value ...]`.
 
-One step, with Q prompts of G responses each (arXiv 2511.23310):
+One step of the paper's recipe, preset `oblr_po`, with Q prompts of G responses each (arXiv 2511.23310):
 
     A_i = r_i - b_i,  b_i = mean of other responses' rewards, weighted by squared gradient norms w_j      (Theorem 7)
     g   = 1/(Q G L) sum_i A_i grad_theta log pi(o_i),  L = algo.token_scale

@@ -11,7 +11,8 @@ class CheckpointConfig(Section):
     """What a run saves, where it resumes, and when it stops early."""
 
     every_steps: int = Field(50, ge=0)
-    """Save RUN_DIR/checkpoints/step_N every this many steps and after the last one. 0: only on an early stop."""
+    """Save RUN_DIR/checkpoints/step_N every this many steps and after the last one. 0: only on an early stop,
+    and for a new best_metric."""
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints to keep, besides the best one. The next one is written before the oldest is deleted."""
     best_metric: str = ""

@@ -33,7 +33,7 @@ class GradnormConfig(Section):
     window_tokens: int = Field(65536, ge=1)
     """Tokens of which bookkeep holds the factors at once; a longer prompt goes alone."""
     sketch_size: int = Field(32, ge=1)
-    """m, rows of the random projections. The relative error of a norm is 1 / m to 2 / sqrt(m)."""
+    """m, rows of the random projections. The relative error of a norm is 1.4 / m to 2 / sqrt(m)."""
     check_every: int = Field(0, ge=0)
     """With an estimated source: log its correlation with exact norms every this many steps. 0: never."""
     check_samples: int = Field(16, ge=2)

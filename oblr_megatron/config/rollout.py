@@ -109,8 +109,8 @@ class RolloutConfig(Section):
     dynamic_sampling: bool = False
     """Replace groups with equal rewards by groups of other prompts (DAPO). This biases the gradient: it
     estimates the gradient of the mean reward divided by the share of mixed groups, so the effective learning rate
-    changes. Its direction changes too if equal groups have a gradient: with a prior, a batch-mean baseline, no baseline
-    or a KL penalty. Signal and noise are then measured on mixed groups only (docs/samples.md)."""
+    changes. Its direction changes too if equal groups have a gradient: with a pool (the default), a prior, a batch-mean
+    baseline, no baseline or a KL penalty. Signal and noise are then measured on mixed groups only (docs/samples.md)."""
     dynamic_sampling_max_batches: int = Field(4, ge=1)
     """Batches of num_prompts prompts that a step may sample for it. Places still empty are filled with dropped
     groups."""

@@ -22,7 +22,7 @@ class Metric:
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric("step", "", "optimizer steps done, counted from 1; 0 is the evaluation before training"),
+    Metric("step", "", "steps of the run that are done, counted from 1; 0 is the evaluation before training"),
     Metric("reward/mean", "", "mean reward of all responses sampled for the step"),
     Metric("reward/std", "", "standard deviation of the rewards of all responses sampled for the step"),
     Metric(

@@ -98,11 +98,11 @@ def of_baseline(
         )
     if not measured.any():
         return found
-    if values is not None:
-        found["baseline/variance_ratio_vs_rloo"] = variance_ratio_vs_rloo(
-            rewards[measured], norms_sq[measured], values[measured]
-        )
     if exact:
+        if values is not None:
+            found["baseline/variance_ratio_vs_rloo"] = variance_ratio_vs_rloo(
+                rewards[measured], norms_sq[measured], values[measured]
+            )
         ratios = panel.variance_ratios(rewards, norms_sq, lengths, algo, history)
         found |= {f"baseline/{name}/variance_ratio": ratio for name, ratio in ratios.items()}
     flat = norms_sq[measured].flatten()

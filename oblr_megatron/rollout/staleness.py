@@ -1,7 +1,7 @@
 """The age of samples, and its limit.
 
-Version v names the weights after v optimizer steps. If the trainer is at version V, a sample of version v is V - v
-updates old. Age 0 is on-policy; the importance weights of `algo/importance.py` correct older samples. A version above V
+Version v names the weights after v steps of the run. If the trainer is at version V, a sample of version v is V - v
+steps old. Age 0 is on-policy; the importance weights of `algo/importance.py` correct older samples. A version above V
 belongs to another run, or to an engine that is out of step.
 """
 
