@@ -95,10 +95,10 @@ class StashSink:
             self._written.add(id(weight))
         add_rows(view, rows, dy)
 
-    def scale(self, weight: Parameter, x_hat: Tensor, dy: Tensor) -> None:
+    def scale(self, weight: Parameter, terms: Tensor) -> None:
         """Write the sum over tokens."""
-        everything = Segments(1, (0, dy.shape[0] * dy.shape[1]))
-        grads = scale_grads(x_hat.flatten(0, 1), dy.flatten(0, 1), everything)
+        everything = Segments(1, (0, terms.shape[0] * terms.shape[1]))
+        grads = scale_grads(terms.flatten(0, 1), everything)
         self._view(weight).copy_(grads[0])
         self._written.add(id(weight))
 

@@ -87,9 +87,9 @@ class NormSink:
         elif self.accumulator.counts(rule):
             self.accumulator.own.index_add_(0, sample + self.slot, grads.to(torch.float64).square().sum(dim=1))
 
-    def scale(self, weight: Parameter, x_hat: Tensor, dy: Tensor) -> None:
-        """Measure a norm's weight: x_hat and dy [t, b, ..., h]."""
-        self.vector(self.rules[id(weight)], scale_grads(x_hat, dy, self.local_segments(len(dy))))
+    def scale(self, weight: Parameter, terms: Tensor) -> None:
+        """Measure a norm's weight or a bias: terms [t, b, ..., h]."""
+        self.vector(self.rules[id(weight)], scale_grads(terms, self.local_segments(len(terms))))
 
     def vector(self, rule: Rule, grads: Tensor) -> None:
         """Add gradients [n, h] of a norm's weight, one for each sample of the microbatch."""

@@ -126,12 +126,12 @@ def sample_products(x: Tensor, dy: Tensor, segments: Segments) -> Iterator[tuple
         yield index, out
 
 
-def scale_grads(x_hat: Tensor, dy: Tensor, segments: Segments) -> Tensor:
-    """Sum of dy * x_hat over each sample's tokens and heads: two tensors [t, b, ..., h] -> [n, h].
+def scale_grads(terms: Tensor, segments: Segments) -> Tensor:
+    """Sum of the terms over each sample's tokens and heads: [t, b, ..., h] -> [n, h].
 
-    Packed factors may lack the dimension b = 1.
+    Packed terms may lack the dimension b = 1.
     """
-    grads = dy.to(sum_dtype(dy)) * x_hat
+    grads = terms.to(sum_dtype(terms))
     if segments.cu_seqlens is None:
         segments.check(grads)
         return grads.sum(dim=(0, *range(2, grads.dim() - 1)))

@@ -46,7 +46,7 @@ def _forward(tap: Tap, norm: Any, x: Tensor) -> Tensor:
 
 
 class _TappedNorm(torch.autograd.Function):
-    """torch's norm; backward passes x_hat and dy to the tap."""
+    """torch's norm; backward passes dy * x_hat to the tap."""
 
     @staticmethod
     def forward(
@@ -64,17 +64,20 @@ class _TappedNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (x,) = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
-        x_hat, dy_wide = x.to(wide), dy.to(wide)
+        x_hat, dy_wide, weight, width = x.to(wide), dy.to(wide), ctx.weight.to(wide), x.shape[-1]
         if ctx.centred:
             x_hat = x_hat - x_hat.mean(-1, keepdim=True)
-        rstd = x_hat.square().mean(-1, keepdim=True).add_(ctx.eps).rsqrt_()
+        rstd = torch.linalg.vector_norm(x_hat, dim=-1, keepdim=True).square_().div_(width).add_(ctx.eps).rsqrt_()
         x_hat = x_hat * rstd
+        terms = dy_wide * x_hat
         if ctx.weight.requires_grad:
-            ctx.tap.sink.scale(ctx.weight, x_hat, dy_wide)
+            ctx.tap.sink.scale(ctx.weight, terms)
         if ctx.bias is not None and ctx.bias.requires_grad:
-            ctx.tap.sink.scale(ctx.bias, dy_wide.new_ones(()).expand_as(dy_wide), dy_wide)
-        scaled = dy_wide * ctx.weight
-        dx = (scaled - x_hat * (scaled * x_hat).mean(-1, keepdim=True)) * rstd
-        if ctx.centred:
-            dx -= scaled.mean(-1, keepdim=True) * rstd
-        return dx.to(x.dtype), None, None, None, None, None
+            ctx.tap.sink.scale(ctx.bias, dy_wide)
+        scaled = dy_wide * weight
+        mean = scaled.mean(-1, keepdim=True) if ctx.centred else None
+        # terms @ weight is the sum of scaled * x_hat, in one product
+        dx = scaled.addcmul_(x_hat, (terms @ weight)[..., None], value=-1 / width)
+        if mean is not None:
+            dx -= mean
+        return dx.mul_(rstd).to(x.dtype), None, None, None, None, None

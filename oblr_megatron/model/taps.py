@@ -68,10 +68,10 @@ class Sink(Protocol):
     def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None:
         """dW[r] = sum of dy with rows = r: rows [b, t] int64, -1 if another rank holds the token; dy [b, t, h]."""
 
-    def scale(self, weight: nn.Parameter, x_hat: Tensor, dy: Tensor) -> None:
-        """dW = sum of dy * x_hat over all dimensions but the last: [t, b, h] (t / tp under SP) or [t, b, heads, h].
+    def scale(self, weight: nn.Parameter, terms: Tensor) -> None:
+        """dW = sum of the terms over all dimensions but the last: [t, b, h] (t / tp under SP) or [t, b, heads, h].
 
-        For a bias x_hat is 1.
+        The terms are dy * x_hat for a norm's weight, and dy for a bias. The sink must not modify them.
         """
 
     def end(self, position: int, chunk: int) -> None:
@@ -92,9 +92,10 @@ class AccumulateSink:
         """main_grad[rows] += dy."""
         add_rows(main_grad(weight), rows, dy)
 
-    def scale(self, weight: nn.Parameter, x_hat: Tensor, dy: Tensor) -> None:
-        """main_grad += sum dy * x_hat."""
-        main_grad(weight).add_((dy * x_hat).flatten(0, -2).sum(0))
+    def scale(self, weight: nn.Parameter, terms: Tensor) -> None:
+        """main_grad += sum of the terms."""
+        target = main_grad(weight)
+        target.add_(terms.flatten(0, -2).sum(0, dtype=target.dtype))
 
     def end(self, position: int, chunk: int) -> None:
         """Nothing to finish."""
@@ -109,7 +110,7 @@ class DropSink(AccumulateSink):
     def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None:
         """Nothing."""
 
-    def scale(self, weight: nn.Parameter, x_hat: Tensor, dy: Tensor) -> None:
+    def scale(self, weight: nn.Parameter, terms: Tensor) -> None:
         """Nothing."""
 
 
@@ -228,7 +229,7 @@ class _TappedBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.tap.sink.scale(ctx.bias, dy.new_ones(()).expand_as(dy), dy)
+        ctx.tap.sink.scale(ctx.bias, dy)
         return dy, None, None
 
 

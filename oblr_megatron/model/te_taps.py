@@ -68,8 +68,7 @@ class HandOver:
             if weight.requires_grad:
                 self.tap.sink.linear(weight, self._laid_out(own_x), self._laid_out(own_dy), splits)
         if self.bias is not None and self.bias.requires_grad:
-            rows = self._laid_out(dy)
-            self.tap.sink.scale(self.bias, rows.new_ones(()).expand_as(rows), rows)
+            self.tap.sink.scale(self.bias, self._laid_out(dy))
         if outputs and self.own_outputs:  # autograd receives them even if nothing was written
             for output in outputs[0]:
                 output.zero_()

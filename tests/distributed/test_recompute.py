@@ -69,9 +69,9 @@ class _Recorder(AccumulateSink):
         self._note()
         super().embedding(weight, rows, dy)
 
-    def scale(self, weight: nn.Parameter, x_hat: Tensor, dy: Tensor) -> None:
+    def scale(self, weight: nn.Parameter, terms: Tensor) -> None:
         self._note()
-        super().scale(weight, x_hat, dy)
+        super().scale(weight, terms)
 
     def end(self, position: int, chunk: int) -> None:
         assert self.current == position
