@@ -106,23 +106,30 @@ class Sharing:
         return batches + [empty_batch(device=parallel.device) for _ in range(int(most) - len(batches))]
 
     def sum(self, policy: Policy) -> None:
-        """All-reduce a fold's gradient over the replicas that share it; experts are already summed."""
+        """All-reduce a fold's gradient over the replicas that share it."""
         if self.size > 1:
-            for grad in _dense(policy):
+            for grad in self._own_parts(policy):
                 dist.all_reduce(grad, group=self.group)
 
     def undo_repeats(self, policy: Policy) -> None:
         """Divide by the number of replicas that share a fold, so that the sum over replicas counts it once."""
         if self.size > 1:
-            for grad in _dense(policy):
+            for grad in self._own_parts(policy):
                 grad.div_(self.size)
+
+    def _own_parts(self, policy: Policy) -> Sequence[Tensor]:
+        """The gradients of which each replica that shares a fold has its own part.
+
+        Experts that replicas share are left out: their gradient has the samples of the whole block.
+        """
+        shared = self._parallel.block_size > 1
+        return [
+            buffer.grad_data
+            for chunk in policy.chunks
+            for buffer in (*chunk.buffers, *(() if shared else chunk.expert_parallel_buffers))
+        ]
 
 
 def _share(prompts: Sequence[int], tokens: Mapping[int, int], replicas: int, rank: int) -> list[int]:
     """The prompts of one of several replicas that divide them, in ascending order."""
     return [prompts[number] for number in deal([tokens[prompt] for prompt in prompts], replicas)[rank]]
-
-
-def _dense(policy: Policy) -> Sequence[Tensor]:
-    """The gradient buffers of all parameters except experts."""
-    return [buffer.grad_data for chunk in policy.chunks for buffer in chunk.buffers]
