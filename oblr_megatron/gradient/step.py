@@ -225,8 +225,11 @@ class TrainingGradient:
     def old_logprobs(self, samples: Sequence[Sample], active: Tensor) -> Tensor:
         """log pi [n, T] fp64 on the CPU, before a batch's first update, of the prompts of a later one.
 
-        By a forward pass; collective. Arguments as of `add`; 0 for groups that are not active.
+        By a forward pass; collective. Arguments as of `add`; 0 for groups that are not active. With a KL penalty every
+        group is in the later pass, and so in this one.
         """
+        if self._reference is not None:
+            active = torch.ones_like(active)
         batches = self._forward_batches(samples, active, range(len(active)))
         return response_logprobs(self._policy, samples, batches, self._config.rollout.temperature).cpu()
 

@@ -61,8 +61,8 @@ def weights_of_tokens(config: Config, now: Tensor, old: Tensor, drawn: Tensor, a
     return (old - drawn).exp().clamp(max=config.rollout.importance_cap) * ratios
 
 
-def by_hand(config: Config, inputs: Path) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights after the run, and the share of clipped tokens of each step."""
+def by_hand(config: Config, inputs: Path) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """Weights after the run; the share of clipped tokens and the mean of log pi_old / pi of each step."""
     hf_config, temperature = AutoConfig.from_pretrained(inputs / "model"), config.rollout.temperature
     weights = {name: value.double() for name, value in load_file(inputs / "model" / "model.safetensors").items()}
     reference, beta = dict(weights), config.algo.kl_coefficient
@@ -70,7 +70,7 @@ def by_hand(config: Config, inputs: Path) -> tuple[dict[str, Tensor], list[float
     def logprobs(sample: Sample, of: dict[str, Tensor] = weights) -> Tensor:
         return oracle_logprobs(of, hf_config, sample, temperature)
 
-    shares = []
+    shares, drifts = [], []
     for step in range(1, STEPS + 1):
         saved = read_step(step_path(inputs / "rollouts", step))
         right = [float(sample.text == saved.prompts[n // GROUP].answer) for n, sample in enumerate(saved.samples)]
@@ -78,7 +78,7 @@ def by_hand(config: Config, inputs: Path) -> tuple[dict[str, Tensor], list[float
         centred = rewards - rewards.mean(-1, keepdim=True)
         advantages = (centred / (rewards.std(-1, keepdim=True) + 1e-6)).flatten().tolist()
         old = [logprobs(sample) for sample in saved.samples]
-        clipped = tokens = 0
+        clipped, tokens, drift = 0, 0, 0.0
         size = PROMPTS * GROUP // UPDATES
         for start in range(0, PROMPTS * GROUP, size):
             own = range(start, start + size)
@@ -94,6 +94,7 @@ def by_hand(config: Config, inputs: Path) -> tuple[dict[str, Tensor], list[float
                 untouched = (old[n] - drawn).exp().clamp(max=config.rollout.importance_cap) * (now - old[n]).exp()
                 if advantages[n] != 0 and config.algo.ratio == "token":
                     clipped += int((rho != untouched).sum())
+                drift += float((old[n] - now).sum())
                 tokens += length  # with a penalty also those of responses without an advantage
                 pull = beta * (1 - (logprobs(sample, reference) - now).exp())  # the slope of k3
                 per_token = advantages[n] * rho - pull
@@ -102,19 +103,21 @@ def by_hand(config: Config, inputs: Path) -> tuple[dict[str, Tensor], list[float
             for name, value in weights.items():
                 weights[name] = value + LR * total[name]
         shares.append(clipped / tokens)
-    return weights, shares
+        drifts.append(drift / tokens)
+    return weights, shares, drifts
 
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_a_run_is_the_oracles_in_every_layout(arm: str, inputs: Path, tmp_path: Path) -> None:
     config = config_of(inputs, tmp_path / "one", *ARMS[arm], *COMMON)
-    wanted, shares = by_hand(config, inputs)
+    wanted, shares, drifts = by_hand(config, inputs)
     train(config)
     for name, layout in LAYOUTS.items():
         train(config_of(inputs, tmp_path / name, *ARMS[arm], *COMMON, *layout), 2)
     one = certain(tmp_path / "one")
     if arm != "gspo":  # the oracle counts tokens, not sequences
         assert [record["actor/pg_clipfrac"] for record in one] == pytest.approx(shares, rel=1e-12)
+    assert [record["actor/ppo_kl"] for record in one] == pytest.approx(drifts, rel=1e-9)
     assert any(0.01 < record["actor/pg_clipfrac"] < 0.9 for record in one), "some are clipped, some not"
     assert [record["weights/version"] for record in one] == [1, 2], "one push a step"
     for name in ("one", *LAYOUTS):
