@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.gradient.fold_sums import FoldSums
 from oblr_megatron.gradient.one_pass import AdvantageFn
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import momentum_of
@@ -18,7 +19,7 @@ from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.reference import Reference
-from oblr_megatron.types import GradientStats, Sample
+from oblr_megatron.types import Sample
 from studies.live_bytes import LiveBytes, biases_uncounted
 
 GROUP, PROMPT = 4, 4  # responses a prompt, tokens of a prompt
@@ -79,26 +80,23 @@ class WatchedSteps:
             self.gradients = TrainingGradient(self.policy, config, reference)
             self._optimizer = PolicyOptimizer(self.policy, config.optimizer)
             self._momentum = momentum_of(self.policy, config)
+        self.sums: FoldSums | None = None  # of the last step, kept as in the loop
 
     def take(self, lr: float = 1e-6) -> None:
         """One step; afterwards `live.peak` belongs to its fullest moment."""
         active = torch.ones(len(self._coefficients), dtype=torch.bool)
         self.live.peak = self.live.now
         with biases_uncounted(), self.live:
-            stats = self._streamed(active) if self._streams else self.gradients(*self._part(slice(None)), active).stats
+            sums = self.sums = self.gradients.begin(whole=not self._streams)
+            for prompts in [[n] for n in range(len(active))] if self._streams else [range(len(active))]:
+                chosen = slice(prompts[0], prompts[-1] + 1)
+                self.gradients.add(sums, prompts, *self._part(chosen), active[chosen])
+            stats = self.gradients.finish(sums)
             if self._momentum is not None:
                 self._momentum.take(stats.sq_norm)
             self._optimizer.clip(stats.sq_norm)
             self._optimizer.step(lr)
             self._optimizer.offload()
-
-    def _streamed(self, active: torch.Tensor) -> GradientStats:
-        """The prompts one by one."""
-        sums = self.gradients.begin(whole=False)
-        for prompt in range(len(active)):
-            chosen = slice(prompt, prompt + 1)
-            self.gradients.add(sums, [prompt], *self._part(chosen), active[chosen])
-        return self.gradients.finish(sums)
 
     def _part(self, prompts: slice) -> tuple[list[Sample], AdvantageFn]:
         """The samples of some prompts, and their coefficients whatever their norms are."""

@@ -80,10 +80,14 @@ class FoldSums:
                 self._close()
 
     def finish(self) -> float:
-        """Leave g in main_grad, summed over all ranks; returns M = mean_f ||g_f||^2, NaN without folds."""
+        """Leave g in main_grad, summed over all ranks; returns M = mean_f ||g_f||^2, NaN without folds.
+
+        The further gradients are freed: push, evaluation and the next step have other uses for the memory.
+        """
         if self._sharing.one_sum:
             for part in self._parts:
                 torch._foreach_copy_(self._grads, part)
+            self._parts = []
             if self._overlapped:  # the backward pass began the sum of each bucket when its last gradient was complete
                 finish_overlapped_grads(self._policy)
             else:
@@ -98,6 +102,7 @@ class FoldSums:
                 self._total = part
         if self._total:
             torch._foreach_copy_(self._grads, self._total)
+        self._parts, self._total = [], []
         self._sharing.undo_repeats(self._policy)
         reduce_data_parallel_grads(self._policy)
         dist.all_reduce(self._sq_norms, group=self._policy.parallel.dp_group)

@@ -187,6 +187,17 @@ def test_buffers_that_are_given_back_are_gone_and_come_back(options: dict[str, A
         assert torch.equal(parameter.main_grad, grad) and grad.any(), name
 
 
+@pytest.mark.parametrize("overlap", ["none", "stream"])
+def test_sums_of_folds_end_with_their_step(overlap: str, parallel: Parallel) -> None:
+    """The loop keeps a step's `FoldSums` until the next step: they hold no gradient by then."""
+    config = step_config(TOKENS, prompts=2, rollout={"max_response_tokens": TOKENS - 4, "overlap": overlap})
+    steps = WatchedSteps(tiny_config(**SIZES), config, parallel)
+    steps.take()
+    kept = steps.live.now
+    steps.sums = None
+    assert kept - steps.live.now < 1000, "a few scalars"
+
+
 def test_what_is_kept_between_steps_where_engines_take_turns() -> None:
     """The buffers of `stash` leave a GPU between steps, unless its engine never sleeps or runs elsewhere."""
     sizes = tiny_config(**SIZES).to_dict()
