@@ -191,7 +191,8 @@ class PolicyGradient:
         none = torch.zeros(len(active), self._units.group_size, dtype=torch.float64)
         if options.source == "exact" or not options.check_every or (self._record.done - 1) % options.check_every:
             return none
-        candidates = active.nonzero().flatten()
+        estimated = active if self._measured is None else active & self._measured[list(wave.positions)]
+        candidates = estimated.nonzero().flatten()
         few = -(-options.check_samples * len(active) // (config.group_size * config.num_prompts))
         chosen = torch.zeros_like(active)
         chosen[candidates[:: max(1, len(candidates) // few)][:few]] = True

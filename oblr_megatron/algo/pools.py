@@ -83,7 +83,8 @@ class Pools:
         if self._facts.over == "others" and history.expected is not None:
             self._observe_pull(rewards, weights, mean_of_others(rewards, weights), history.expected)
         self._observe_trust(prompts, rewards, weights)
-        self._usual = self._added(self._usual, [float(weights.sum()), float((weights > 0).sum())])
+        if bool(weights.any()):  # or the mean would be 0 / 0 where older steps do not count
+            self._usual = self._added(self._usual, [float(weights.sum()), float((weights > 0).sum())])
         sums = torch.stack([weights * rewards, weights]).sum(-1).T.tolist()  # [Q, 2]
         by_source: dict[str, list[float]] = {}
         for prompt, found in zip(prompts, sums, strict=True):

@@ -158,12 +158,18 @@ def _norms_of_torch(chunk: Module) -> Iterator[Module]:
 def untapped_aside(rules: Sequence[Rule]) -> Iterator[None]:
     """Move the accumulated gradient of untapped parameters out of `main_grad`, and add it back at the end.
 
-    Inside, `main_grad` of an untapped parameter holds only the gradient of the current sample.
+    Inside, `main_grad` of an untapped parameter holds only the gradient of the current sample. After an exception it is
+    what it was before.
     """
     grads = [rule.grad for rule in rules if not rule.tapped and rule.kind is not Kind.FROZEN]
     before = [grad.clone() for grad in grads]
     for grad in grads:
         grad.zero_()
-    yield
+    try:
+        yield
+    except BaseException:
+        for grad, value in zip(grads, before, strict=True):
+            grad.copy_(value)
+        raise
     for grad, value in zip(grads, before, strict=True):
         grad.add_(value)

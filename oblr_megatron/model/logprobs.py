@@ -119,7 +119,8 @@ def vocab_parallel_energy(
     of_label = vocab_parallel_logprobs(logits, labels, **options).exp()
     # sum_v pi^2 = sum_v e^(2 s_v) / Z^2, and 2 s is the score at half the temperature.
     single, double = (_moments(logits, vocab_size, parallel, temperature / scale)[0] for scale in (1.0, 2.0))
-    return (1 - 2 * of_label + (double - 2 * single).exp()) / temperature**2
+    energy = 1 - 2 * of_label + (double - 2 * single).exp()
+    return energy.clamp(min=0) / temperature**2  # rounding makes it negative where pi(a) is close to 1
 
 
 def _moments(logits: Tensor, vocab_size: int, parallel: Parallel, temperature: float) -> tuple[Tensor, Tensor]:

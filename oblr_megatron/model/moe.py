@@ -101,10 +101,14 @@ def mark_experts(model: nn.Module) -> None:
     megatron-core marks them only under expert parallelism. With expert_tensor_parallel_size 1, unmarked experts would
     never be summed over the tensor-parallel ranks that each hold a whole copy.
     """
-    for layer in model.modules():
-        if isinstance(layer, MoELayer):
-            for parameter in layer.experts.parameters():
-                parameter.allreduce = False
+    for parameter in experts_of(model):
+        parameter.allreduce = False  # type: ignore[attr-defined]  # megatron-core's mark
+
+
+def experts_of(model: nn.Module) -> set[nn.Parameter]:
+    """Every expert's weights, also in a model without `mark_experts`."""
+    layers = (layer for layer in model.modules() if isinstance(layer, MoELayer))
+    return {parameter for layer in layers for parameter in layer.experts.parameters()}
 
 
 def sum_expert_grads(policy: TappedModel) -> None:

@@ -15,7 +15,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 
-from oblr_megatron.model.moe import is_expert
+from oblr_megatron.model.moe import experts_of
 
 if TYPE_CHECKING:
     from oblr_megatron.model.tapped import TappedModel
@@ -57,13 +57,14 @@ class OwnGradients(nn.Module):
                 is written to the `main_grad` of tapped parameters, and it takes no memory.
         """
         params = [param for param in self.module.parameters() if param.requires_grad]
+        experts = experts_of(self.module)
         before = {param: param.grad for param in params}
         self.buffers, self.expert_parallel_buffers = (
             [
-                *_buffers([p for p in params if is_expert(p) is expert and (summed or id(p) not in tapped)], real=True),
-                *_buffers([p for p in params if is_expert(p) is expert and not summed and id(p) in tapped], real=False),
+                *_buffers([param for param in own if summed or id(param) not in tapped], real=True),
+                *_buffers([param for param in own if not summed and id(param) in tapped], real=False),
             ]
-            for expert in (False, True)
+            for own in ([p for p in params if p not in experts], [p for p in params if p in experts])
         )
         hooks = [param.register_post_accumulate_grad_hook(_to_main_grad) for param in params]
         for param in params:

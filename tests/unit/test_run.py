@@ -68,10 +68,11 @@ class Gradients:
         return []
 
     def __init__(self, *norms: float) -> None:
-        self.norms = torch.tensor(norms, dtype=torch.float64)
+        self.given = torch.tensor(norms, dtype=torch.float64)
         self.coefficients = torch.zeros(0)
         self.wanted = False
         self.measured: Any = None
+        self.compared: Any = None  # prompts of the check of an estimate
 
     def begin(self, *, whole: bool) -> None:
         assert whole
@@ -90,9 +91,15 @@ class Gradients:
         timer: Any,
     ) -> tuple[torch.Tensor, None]:
         self.wanted, self.measured = norms_wanted, measured
-        norms = self.norms if norms_wanted else torch.zeros_like(self.norms)
+        norms = self.given if norms_wanted else torch.zeros_like(self.given)
+        norms = norms if measured is None else norms * measured.repeat_interleave(2)
         self.coefficients = coefficients_of(range(2), norms.view(2, 2))
         return norms, None
+
+    def norms(self, samples: Any, chosen: Any, positions: Any, *, source: str) -> torch.Tensor:
+        assert source == "exact"
+        self.compared = chosen
+        return self.given * chosen.repeat_interleave(2)
 
     def finish(self, sums: Any, timer: Any) -> GradientStats:
         return GradientStats(-0.5, 4.0, 9.0, 2, 1.5, 1e-6, 0.0, 14)
@@ -159,8 +166,20 @@ def test_the_panel_needs_norms_and_not_stand_ins(tmp_path: Path) -> None:
         parts.config = parts.config.model_copy(update={"gradnorm": options})
         gradient_of(parts, Gradients(1.0, 4.0, 2.0, 3.0))
         assert all(describe(name) for name in parts.record.metrics)
-        panels.append([name for name in parts.record.metrics if name.endswith("/variance_ratio")])
-    assert len(panels[0]) == 10 and panels[1] == []
+        panels.append([name for name in parts.record.metrics if "/variance_ratio" in name])
+    assert len(panels[0]) == 11 and panels[1] == []
+
+
+def test_estimates_are_compared_where_there_are_any(tmp_path: Path) -> None:
+    """With gradnorm.sample_fraction, the check takes none of the prompts without an estimate."""
+    parts = make_run(tmp_path, baseline="pooled")
+    options = {"source": "length", "check_every": 1, "sample_fraction": 0.5, "check_samples": 4}
+    parts.config = parts.config.model_copy(update={"gradnorm": parts.config.gradnorm.model_copy(update=options)})
+    for step in range(1, 6):
+        gradients = Gradients(1.0, 4.0, 2.0, 3.0)
+        gradient_of(parts, gradients, step)
+        assert gradients.compared.tolist() == gradients.measured.tolist() and gradients.measured.sum() == 1
+        assert parts.record.metrics["gradnorm/estimate_corr"] == pytest.approx(1)
 
 
 def test_a_token_wise_baseline_has_no_value_for_a_response(tmp_path: Path) -> None:

@@ -146,6 +146,16 @@ def test_sums_of_other_weights_are_not_continued() -> None:
         assert math.isnan(expected(later, prompt("b"))[0]) is not known
 
 
+def test_a_step_without_any_norm_leaves_the_pools_as_they_are() -> None:
+    """Also with pool_decay = 0, where only the last step counts: the usual norm would be 0 / 0."""
+    pools, prompts = make(pool_decay=0.0), [prompt("a"), prompt("b")]
+    step(pools, prompts, tensor([1.0], [0.0]), tensor([1.0], [3.0]))
+    step(pools, prompts, tensor([1.0], [1.0]), tensor([0.0], [float("nan")]))
+    assert expected(pools, *prompts) == [0.25, 0.25]
+    step(pools, prompts, tensor([0.75], [0.0]), tensor([2.0], [2.0]))
+    assert all(math.isfinite(value) for value in expected(pools, *prompts))
+
+
 def test_only_pooled_baselines_have_pools() -> None:
     assert pools_of(AlgoConfig(baseline="rloo")) is None and pools_of(AlgoConfig(baseline="pooled")) is not None
     assert NO_HISTORY.expected is None

@@ -11,7 +11,7 @@ import torch
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.gradnorm.rules import Kind, classify
+from oblr_megatron.gradnorm.rules import Kind, Rule, classify, untapped_aside
 from oblr_megatron.model.parallel import initialize, shutdown
 from oblr_megatron.model.policy import build_policy
 from tests.tiny import tiny_config, tiny_moe_config
@@ -117,6 +117,21 @@ def test_a_parameter_with_conflicting_attributes_is_refused(policy, model, mark,
 def test_a_shared_parameter_is_listed_once(policy, model):
     model.decoder.again = model.decoder.layers[0].mlp.linear_fc1
     assert len(rules_of(policy)) == 2 + 2 * 8 + 1
+
+
+def test_untapped_gradients_survive_a_pass():
+    """Also one that fails: its own gradient is dropped then."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.main_grad = torch.tensor([1.0, 2.0])
+    rules = [Rule("router", parameter, Kind.COPY, tapped=False)]
+    with untapped_aside(rules):
+        assert not parameter.main_grad.any()
+        parameter.main_grad += 4
+    assert parameter.main_grad.tolist() == [5.0, 6.0]
+    with pytest.raises(KeyError), untapped_aside(rules):
+        parameter.main_grad += 4
+        raise KeyError
+    assert parameter.main_grad.tolist() == [5.0, 6.0]
 
 
 def test_experts_that_replicas_share_must_be_tapped():
