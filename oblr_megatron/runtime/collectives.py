@@ -23,6 +23,7 @@ from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, E
 
 Value = TypeVar("Value")
 
+SHORT = 2**16  # bytes; padding to this length costs nothing
 GROUP_TIMEOUT = timedelta(days=30)
 """Timeout of the process group. It exceeds every deadline of `gather`, so the deadline of `gather` applies."""
 
@@ -132,18 +133,31 @@ class Collectives:
         return [message] if self._group is None else self.objects(message, what=what, seconds=seconds)
 
     def objects(self, value: Any, *, what: str, seconds: float) -> list[Any]:
-        """`gather` for any picklable value. Only the ranks of this run send to each other, so unpickling is safe."""
+        """`gather` for any picklable value. Only the ranks of this run send to each other, so unpickling is safe.
+
+        Payloads of similar length are padded to one length and gathered. If padding would be most of the bytes, each
+        long payload is broadcast: with servers the first rank alone has all samples of a batch.
+        """
         if self._group is None:
             return [value]
+        deadline = time.monotonic() + seconds
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        ranks = range(dist.get_world_size(self._group))
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
-        self._all_gather(sizes, torch.tensor([payload.numel()]), what, seconds)
-        longest = max(int(size) for size in sizes)
-        payloads = [torch.empty(longest, dtype=torch.uint8) for _ in ranks]
-        padded = torch.nn.functional.pad(payload, (0, longest - payload.numel()))
-        self._all_gather(payloads, padded, what, seconds)
-        return [pickle.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(payloads, sizes, strict=True)]
+        found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
+        self._all_gather(found, torch.tensor([payload.numel()]), what, seconds)
+        sizes = [int(size) for size in found]
+        uneven = len(sizes) * (max(sizes) - SHORT) > 2 * sum(sizes)
+        broadcast = [rank for rank, size in enumerate(sizes) if uneven and size > SHORT]
+        width = max((size for rank, size in enumerate(sizes) if rank not in broadcast), default=0)
+        payloads = [torch.empty(width, dtype=torch.uint8) for _ in sizes]
+        padded = torch.zeros(width, dtype=torch.uint8)
+        padded[: len(payload)] = payload[:width]
+        self._all_gather(payloads, padded, what, max(1e-3, deadline - time.monotonic()))
+        own = dist.get_rank(self._group)
+        for rank in broadcast:
+            payloads[rank] = payload if rank == own else torch.empty(sizes[rank], dtype=torch.uint8)
+            work = dist.broadcast(payloads[rank], rank, group=self._group, async_op=True)
+            self._wait(work, what, seconds, max(1e-3, deadline - time.monotonic()))
+        return [pickle.loads(text[:size].numpy().tobytes()) for text, size in zip(payloads, sizes, strict=True)]
 
     def exchange(
         self,

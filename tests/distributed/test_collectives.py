@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from oblr_megatron.errors import DamagedError, DeadlineError, EngineDeadlineError, EngineLostError, RunError
@@ -61,6 +62,38 @@ def test_every_rank_gets_all_values_and_decides_alike() -> None:
     for name, failures in FAILURES.items():
         values = [None if failure else "x" * 10**rank for rank, failure in enumerate(failures)]
         assert [answer[name] for answer in answers] == [(values, kind) for kind in KINDS[name]], name
+
+
+UNEVEN = {  # lengths of the values by rank, and the ranks that broadcast theirs
+    "one has all": ([1_000_000, 10, 10], [0]),
+    "similar": ([900_000, 1_000_000, 800_000], []),
+    "short": ([50_000, 10, 10], []),
+    "two have all": ([10, 2_000_000, 1_500_000, 10, 10, 10], [1, 2]),
+}
+
+
+def uneven(lengths: list[int]) -> tuple[list[int], int]:
+    """Lengths that arrived, and the most bytes that were gathered from a rank."""
+    exchange, gathered = Collectives(dist.get_rank()), [0]
+    all_gather = exchange._all_gather
+
+    def counted(results: list[torch.Tensor], own: torch.Tensor, what: str, seconds: float) -> None:
+        gathered[0] = max(gathered[0], own.nbytes)
+        all_gather(results, own, what, seconds)
+
+    exchange._all_gather = counted  # type: ignore[method-assign]
+    values = exchange.objects("x" * lengths[dist.get_rank()], what="a case", seconds=60)
+    assert all(value == "x" * len(value) for value in values)
+    return [len(value) for value in values], gathered[0]
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_a_value_that_one_rank_has_is_not_padded_on_the_others(case: str) -> None:
+    lengths, broadcast = UNEVEN[case]
+    for found, gathered in run_ranks(uneven, len(lengths), lengths):
+        assert found == lengths
+        rest = [length for rank, length in enumerate(lengths) if rank not in broadcast]
+        assert gathered < max(rest) + 100
 
 
 def late() -> tuple[str, float]:
