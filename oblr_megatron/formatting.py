@@ -102,7 +102,10 @@ def searched_from(path: str | Path) -> str:
 
 def log_tail(path: Path) -> str:
     """The last 15 lines of a process's log, indented, for an error message."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+    except OSError as error:  # it must not hide what the message is about
+        return f"its log {path} cannot be read: {error}"
     return f"the end of {path}:\n" + "\n".join(f"    {line}" for line in lines)
 
 

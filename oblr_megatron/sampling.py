@@ -315,5 +315,8 @@ class Sampling:
         if reason is None or step == self.config.num_steps:
             return False
         self.stopped_by, self.trackers.state = reason, "stopped"
-        self.display.message(f"stopped after step {step} of {self.config.num_steps} ({reason}); continue with --resume")
+        then = "continue with --resume"
+        if self.config.rollout.only:  # it has no checkpoints
+            then = "a run with rollout.only cannot be resumed; its saved steps are complete"
+        self.display.message(f"stopped after step {step} of {self.config.num_steps} ({reason}); {then}")
         return True

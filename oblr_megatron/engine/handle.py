@@ -319,7 +319,8 @@ class VllmEngine:
             time.sleep(CHECK_SECONDS)  # workers end by themselves, and the last one removes what they shared
         with suppress(ProcessLookupError):  # the whole group: an engine over several GPUs has child processes
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with suppress(TimeoutExpired):  # in a driver that hangs it cannot be reaped; its engine is replaced anyway
+            self._process.wait(GRACE_SECONDS)
         self._channel.close()
         self._writer.close()
         self.buffer.close()

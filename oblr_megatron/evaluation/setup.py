@@ -53,6 +53,7 @@ def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any
         table = {"run_dir": ".", "data": {"train": "unused"}}
         config = parse_config(table, "command line", [*_pairs(lengths | given), *options.overrides])
     alone = {"num_engines": 1, "tensor_parallel_size": 1, "servers": (), "replay": None, "only": False}
+    alone["overlap"] = "none"  # nothing is trained meanwhile
     rollout = config.rollout.model_copy(update=alone)
     return config.model_copy(update={"parallel": ParallelConfig(), "rollout": rollout})
 

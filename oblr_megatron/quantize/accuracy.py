@@ -53,7 +53,7 @@ def count_right(rewards: Sequence[float]) -> Accuracy:
 
 def with_vllm(directory: Path, sets: Sets, config: Config) -> dict[str, Accuracy]:
     """Accuracy of a directory, quantised or not, answered by vLLM in bf16 in a separate engine process."""
-    rollout = config.rollout.model_copy(update={"dtype": "bfloat16"})
+    rollout = config.rollout.model_copy(update={"dtype": "bfloat16", "quantization": "none"})
     model = config.model.model_copy(update={"path": directory})
     config = config.model_copy(update={"rollout": rollout, "model": model})
     with opened(config) as (engines, reward):

@@ -1,0 +1,46 @@
+"""Loss of an engine that the kernel cannot end, and of its log. Real engines: tests/e2e/test_rollout_failures.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from subprocess import TimeoutExpired
+from types import SimpleNamespace
+
+import pytest
+
+from oblr_megatron.engine.handle import GRACE_SECONDS, VllmEngine
+from oblr_megatron.errors import EngineLostError
+
+NO_PROCESS = 2**22 + 1  # above the largest process id
+
+
+def unkillable(log: Path) -> tuple[VllmEngine, list[str]]:
+    """An engine with a process that a hanging driver holds, and the names of its parts that are closed."""
+    closed: list[str] = []
+
+    def wait(seconds: float | None = None) -> None:
+        assert seconds is not None and seconds <= GRACE_SECONDS, "nothing may wait for ever"
+        raise TimeoutExpired("engine", seconds)
+
+    engine = object.__new__(VllmEngine)
+    parts = {name: SimpleNamespace(close=lambda name=name: closed.append(name)) for name in ("_channel", "_writer")}
+    parts["buffer"] = SimpleNamespace(close=lambda: closed.append("buffer"))
+    process = SimpleNamespace(pid=NO_PROCESS, returncode=None, kill=lambda: None, wait=wait)
+    vars(engine).update(parts, _process=process, _lost=None, _closed=False, log=log, owner="rank 0")
+    vars(engine)["spec"] = SimpleNamespace(name="engine 0")
+    return engine, closed
+
+
+def test_an_engine_that_cannot_be_reaped_is_lost_all_the_same(tmp_path: Path) -> None:
+    engine, closed = unkillable(tmp_path / "engine-0.log")
+    error = engine._too_late("64 samples", 5.0)
+    assert isinstance(error, EngineLostError) and closed == ["_channel", "_writer", "buffer"]
+    with pytest.raises(EngineLostError, match="64 samples"):
+        engine._check_lost()
+
+
+def test_a_log_that_is_gone_does_not_hide_the_loss(tmp_path: Path) -> None:
+    engine, _ = unkillable(tmp_path / "removed.log")
+    error = engine._died("64 samples")
+    assert isinstance(error, EngineLostError) and "waited for 64 samples" in str(error)
+    assert "removed.log cannot be read" in str(error)

@@ -1,0 +1,53 @@
+"""The configuration of an evaluation: of a run's settings it takes those that its own engine can follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+from oblr_megatron.config import Config
+from oblr_megatron.evaluation.setup import config_of
+from oblr_megatron.quantize import accuracy
+from tests.tiny import make_hf_dir
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Of a run with servers, whose gradients overlap with sampling."""
+    model = make_hf_dir(tmp_path_factory.mktemp("setup") / "model", head_dim=32)
+    keys = [
+        "rollout.servers=['http://127.0.0.1:1']",
+        "rollout.overlap=stream",
+        "rollout.quantization=fp8",
+        "rollout.dtype=bfloat16",
+    ]
+    keys += ["data.max_prompt_tokens=24", "rollout.max_response_tokens=40"]
+    return config_of(SimpleNamespace(config=None, overrides=keys), check_hf_dir(model), {})  # type: ignore[arg-type]
+
+
+def test_nothing_is_trained_meanwhile(config: Config) -> None:
+    """On GPUs engine and trainer would take turns without servers, which overlap "stream" refuses."""
+    assert config.rollout.servers == () and config.rollout.overlap == "none"
+
+
+def test_accuracies_before_and_after_quantization_are_of_the_directories(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's engines round weights when they arrive: "before" would be rounded, too."""
+    opened: list[Any] = []
+
+    @contextmanager
+    def open_(given: Config) -> Iterator[tuple[None, None]]:
+        opened.append(given)
+        yield None, None
+
+    monkeypatch.setattr(accuracy, "opened", open_)
+    assert accuracy.with_vllm(tmp_path, {}, config) == {}
+    (given,) = opened
+    assert (given.rollout.quantization, given.rollout.dtype, given.model.path) == ("none", "bfloat16", tmp_path)
