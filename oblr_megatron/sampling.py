@@ -5,6 +5,7 @@ A run with `rollout.only` has only this half. A run that trains (run.py) adds th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.types import Prompt, Sample
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -269,7 +272,10 @@ class Sampling:
             self.engines.sleep(self.config.rollout.sleep_level)
 
     def evaluate(self, record: StepRecord) -> None:
-        """Held-out accuracy before the first step, after the last, and every `evaluate.every_steps`."""
+        """Held-out accuracy before the first step, after the last, and every `evaluate.every_steps`.
+
+        A reward that fails for all responses does not end the run: the metrics that need its scores are left out.
+        """
         options, step = self.config.evaluate, record.done
         due = options.every_steps and (step % options.every_steps == 0 or step == self.config.num_steps)
         if not (due and self.held_out):
@@ -279,6 +285,9 @@ class Sampling:
                 sink = self.evaluations.sink(step, name)
                 grades = evaluate(name, self.engines, prompts, self.reward, self.config, sink=sink)
                 record.metrics |= {f"eval/{name}/{metric}": value for metric, value in accuracies(grades).items()}
+                if grades.lost and self.parallel.rank == 0:
+                    what = f"no {' or '.join(grades.lost)} response of set {name!r} could be scored"
+                    logger.warning("%s at step %d, its accuracies are left out: %s", what, step, grades.fault)
                 self.trackers.table(step, name, COLUMNS, self.evaluations.rows)
 
     def log(self, record: StepRecord) -> None:

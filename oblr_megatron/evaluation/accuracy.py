@@ -8,7 +8,7 @@ For a prompt with K sampled responses, c of them right:
     maj@K   1 if the most frequent answer is right, else 0; with t most frequent answers, each counts 1 / t
 
 The metric of a set is the mean over its prompts. A response is right if its score ("verdict" in SET.jsonl) is at least
-1; scores between 0 and 1 contribute to mean@K only.
+1; scores between 0 and 1 contribute to mean@K only. A response that could not be scored has the score 0.
 
 Greedy accuracy has Wilson's interval for a proportion. The other intervals are percentile bootstraps over prompts,
 because responses to one prompt are not independent samples of the benchmark. If all prompts have equal values, the
@@ -45,6 +45,7 @@ class Grade:
     tokens: int
     truncated: bool  # at the length limit
     reads_answers: bool = True  # whether the reward extracts answers
+    scored: bool = True  # False: the main reward failed or was late, and the verdict 0 says nothing
 
     @property
     def right(self) -> bool:
@@ -59,15 +60,27 @@ class Grades:
     greedy: Sequence[Grade]  # [Q], at least one
     sampled: Sequence[Grade]  # [Q * k], prompt-major
     k: int  # samples per prompt, may be 0
+    fault: str = ""  # why the first block with unscored responses has them, in one line
 
     def __post_init__(self) -> None:
         counts = f"{len(self.greedy)} greedy and {len(self.sampled)} sampled responses with k = {self.k}"
         assert self.greedy and len(self.sampled) == len(self.greedy) * self.k, counts
 
     @classmethod
-    def of(cls, grades: Sequence[Grade], count: int, k: int) -> Grades:
+    def of(cls, grades: Sequence[Grade], count: int, k: int, fault: str = "") -> Grades:
         """From the greedy responses to `count` prompts, followed by the sampled responses."""
-        return cls(grades[:count], grades[count:], k)
+        return cls(grades[:count], grades[count:], k, fault)
+
+    @property
+    def unscored(self) -> int:
+        """Number of responses that could not be scored."""
+        return sum(not grade.scored for grade in (*self.greedy, *self.sampled))
+
+    @property
+    def lost(self) -> list[str]:
+        """The kinds of responses ("greedy", "sampled") of which none was scored."""
+        kinds = {"greedy": self.greedy, "sampled": self.sampled}
+        return [kind for kind, grades in kinds.items() if grades and not any(grade.scored for grade in grades)]
 
     @property
     def groups(self) -> list[Sequence[Grade]]:
@@ -132,12 +145,16 @@ def by_prompt(grades: Grades) -> dict[str, Array]:
 def metrics(grades: Grades) -> dict[str, float]:
     """A set's metrics by their names in metrics.jsonl, without intervals; pass@k for k = K only.
 
+    If no greedy response was scored, accuracy is omitted; if no sampled one was, the metrics at K are.
+
     Example: {"accuracy": 0.5, "mean_at_k": 0.25, "pass_at_k": 0.5, "maj_at_k": 0.5, "response_length": 31.5,
-              "truncated_fraction": 0.0}
+              "truncated_fraction": 0.0, "unscored": 0}
     """
-    names = {"accuracy": "accuracy"} | {f"{name}@{grades.k}": f"{name}_at_k" for name in ("mean", "pass", "maj")}
+    names = {} if "greedy" in grades.lost else {"accuracy": "accuracy"}
+    if "sampled" not in grades.lost:
+        names |= {f"{name}@{grades.k}": f"{name}_at_k" for name in ("mean", "pass", "maj")}
     means = {names[name]: _mean(values) for name, values in by_prompt(grades).items() if name in names}
-    return means | lengths(grades)
+    return means | lengths(grades) | {"unscored": grades.unscored}
 
 
 def lengths(grades: Grades) -> dict[str, float]:

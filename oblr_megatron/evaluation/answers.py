@@ -10,13 +10,15 @@ with the same random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oblr_megatron.engine.protocol import SamplingRequest, call_seed
+from oblr_megatron.errors import RunError
 from oblr_megatron.evaluation.accuracy import Grade, Grades
-from oblr_megatron.evaluation.items import Item, Key, Kind
+from oblr_megatron.evaluation.items import Item, Key, Kind, Sink
+from oblr_megatron.rewards.base import cause_of
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -71,7 +73,8 @@ def evaluate(
     config: Config,
     *,
     done: Sequence[Grade] = (),
-    sink: Callable[[Sequence[Item]], None] | None = None,
+    sink: Sink | None = None,
+    strict: bool = False,
 ) -> Grades:
     """Sample and score the responses to a set with the engines' current weights. Collective.
 
@@ -81,40 +84,75 @@ def evaluate(
         prompts: [Q], at least one.
         reward: scores the responses.
         config: sampling settings in `evaluate` and `rollout`.
-        done: grades of the first blocks, which are not sampled again.
-        sink: receives the items of every new block.
+        done: grades of the first blocks. A block is sampled again only if it has unscored responses.
+        sink: receives the items of every block that is sampled.
+        strict: a block without any scored response raises, before the sink receives it.
+
+    Raises:
+        RunError: `strict`, and the reward failed for every response of a block; the same on every rank.
     """
-    grades = list(done)
-    end = 0
-    for block in blocks_of(config, len(prompts)):
-        end += block.size
-        if end <= len(done):
-            continue
-        items = _items(name, block, engines, prompts, reward, config)
+    grades, fault = list(done), ""
+    for first, block in unfinished(config, len(prompts), done):
+        items, cause = _items(name, block, engines, prompts, reward, config)
+        if strict:
+            _check_scored(name, items, cause)
         if sink is not None:
-            sink(items)
-        grades += [item.grade for item in items]
-    return Grades.of(grades, len(prompts), config.evaluate.samples_per_prompt)
+            sink(first, items)
+        grades[first : first + block.size] = [item.grade for item in items]
+        fault = fault or cause
+    return Grades.of(grades, len(prompts), config.evaluate.samples_per_prompt, fault)
+
+
+def unfinished(config: Config, count: int, done: Sequence[Grade]) -> list[tuple[int, Block]]:
+    """The blocks of `count` prompts that are to be sampled, each after the position of its first response.
+
+    Args:
+        config: see `blocks_of`.
+        count: of prompts.
+        done: grades of the first blocks. A zero that only says that the reward failed finishes no block.
+    """
+    found, first = [], 0
+    for block in blocks_of(config, count):
+        grades = done[first : first + block.size]
+        if len(grades) < block.size or not all(grade.scored for grade in grades):
+            found.append((first, block))
+        first += block.size
+    return found
 
 
 def greedy_rewards(engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config) -> list[float]:
-    """[Q] main rewards of one greedy response to each prompt. Collective."""
-    blocks = blocks_of(config, len(prompts), ("greedy",))
-    return [item.verdict for block in blocks for item in _items("", block, engines, prompts, reward, config)]
+    """[Q] main rewards of one greedy response to each prompt. Collective.
+
+    Raises:
+        RunError: the reward failed for every response of a block.
+    """
+    verdicts = []
+    for block in blocks_of(config, len(prompts), ("greedy",)):
+        items, cause = _items("", block, engines, prompts, reward, config)
+        _check_scored("", items, cause)
+        verdicts += [item.verdict for item in items]
+    return verdicts
+
+
+def _check_scored(name: str, items: Sequence[Item], cause: str) -> None:
+    """Raise if the zeros of a block say nothing about the model."""
+    if not any(item.scored for item in items):
+        where = f"set {name!r}: " if name else ""
+        raise RunError(f"{where}the reward failed for every response of a block of {len(items)}: {cause}")
 
 
 def _items(
     name: str, block: Block, engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config
-) -> list[Item]:
-    """Sample and score one block."""
+) -> tuple[list[Item], str]:
+    """Sample and score one block. The text says why responses are unscored; it is empty if all are scored."""
     asked = prompts[block.first : block.last]
     seed = call_seed(config.seed, SEED_OFFSET + block.first)
     request = SamplingRequest.for_evaluation(config, seed, greedy=block.kind == "greedy")
     samples = engines.generate(asked, request)
     result = reward.score(asked, samples)
-    answers = result.answers or [None] * len(samples)
+    answers, unscored = result.answers or [None] * len(samples), result.unscored
     scored = zip(samples, result.main_rewards, result.rewards, answers, strict=True)
-    return [
+    items = [
         Item(
             set=name,
             id=(prompt := asked[number // block.samples]).id,
@@ -130,6 +168,8 @@ def _items(
             finish_reason=sample.finish_reason,
             answer=answer,
             reads_answers=result.answers is not None,
+            scored=number not in unscored,
         )
         for number, (sample, main, value, answer) in enumerate(scored)
     ]
+    return items, cause_of([result], config.reward) if unscored else ""

@@ -41,7 +41,7 @@ def evaluate_model(options: argparse.Namespace) -> int:
 
     Raises:
         UserError: a bad config, model, reward, data set or directory, before any engine is started.
-        RunError: an engine failed, or the disk is full; with --out the same command continues.
+        RunError: an engine or the reward failed, or the disk is full; with --out the same command continues.
     """
     from rich.console import Console
 

@@ -1,7 +1,7 @@
 """SET.jsonl: one line for every response of an evaluation, with its prompt and score.
 
-Lines are only appended, block by block, so that an interrupted evaluation can continue. `recover` truncates the file of
-a killed process to whole blocks.
+Lines are appended block by block, so that an interrupted evaluation can continue. `recover` truncates the file of a
+killed process to whole blocks. `rewrite` replaces a block that had responses without a score.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 Kind = Literal["greedy", "sampled"]
 Key = tuple[str, str, int]
 """Identifies a line of a file: kind, prompt id, sample number."""
+Sink = Callable[[int, Sequence["Item"]], None]
+"""Takes the items of a block, after the position of its first response in the set."""
 COLUMNS = ("id", "kind", "prompt", "response", "gold", "answer", "verdict", "tokens")
 """Of the table that trackers get."""
 ROWS = 100  # of that table
@@ -50,6 +52,7 @@ class Item:
     finish_reason: str  # "stop", or "length" if truncated
     answer: str | None = None  # as extracted; None if not found
     reads_answers: bool = True  # whether the reward extracts answers; if not, the line has no "answer"
+    scored: bool = True  # False: the main reward failed or was late; only then the line has "scored"
 
     @property
     def row_of_table(self) -> tuple[Any, ...]:
@@ -65,13 +68,16 @@ class Item:
     @property
     def grade(self) -> Grade:
         """The fields that metrics need."""
-        return Grade(self.verdict, self.answer, self.tokens, self.finish_reason == "length", self.reads_answers)
+        truncated = self.finish_reason == "length"
+        return Grade(self.verdict, self.answer, self.tokens, truncated, self.reads_answers, self.scored)
 
     def line(self) -> bytes:
         """The line in the file: strict JSON, even if a text contains half of a surrogate pair."""
         fields = asdict(self)
         if not fields.pop("reads_answers"):
             del fields["answer"]
+        if self.scored:
+            del fields["scored"]
         return json.dumps(fields, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
     @classmethod
@@ -96,6 +102,25 @@ def append(path: Path, items: Iterable[Item]) -> None:
         stream.write(b"".join(item.line() for item in items))
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def rewrite(path: Path, first: int, items: Sequence[Item]) -> None:
+    """Replace as many lines as there are items, from line `first`, counted from 0. Atomic: a kill leaves the old file.
+
+    Raises:
+        OSError: the file is as before.
+    """
+    draft = path.with_name(path.name + ".new")
+    try:
+        with path.open("rb") as old, draft.open("wb") as new:
+            for number, line in enumerate(old):
+                replaced = first <= number < first + len(items)
+                new.write(items[number - first].line() if replaced else line)
+            new.flush()
+            os.fsync(new.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def recover(path: Path, blocks: Iterable[Sequence[Key]]) -> list[Grade]:
@@ -147,11 +172,11 @@ class RunItems:
         self._directory = directory
         self.rows: list[tuple[Any, ...]] = []  # of the latest sink's first responses: COLUMNS
 
-    def sink(self, step: int, name: str) -> Callable[[Sequence[Item]], None]:
+    def sink(self, step: int, name: str) -> Sink:
         """The sink for a set's blocks. The file of the same step and set, left by an earlier attempt, is replaced."""
         begun, self.rows = False, []
 
-        def write(items: Sequence[Item]) -> None:
+        def write(first: int, items: Sequence[Item]) -> None:
             nonlocal begun
             self.rows += [item.row_of_table for item in items[: ROWS - len(self.rows)]]
             if self._directory is None:

@@ -18,8 +18,8 @@ from oblr_megatron.data.sources import kind_of
 from oblr_megatron.environments.registry import check_environment
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.accuracy import Grade, Grades
-from oblr_megatron.evaluation.answers import blocks_of, evaluate
-from oblr_megatron.evaluation.items import Item, append, items_path, recover
+from oblr_megatron.evaluation.answers import blocks_of, evaluate, unfinished
+from oblr_megatron.evaluation.items import Item, Sink, append, items_path, recover, rewrite
 from oblr_megatron.evaluation.settings import FIGURES, claim, settings_of
 from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets, opened
 from oblr_megatron.evaluation.summary import SetReport
@@ -105,34 +105,40 @@ def run(task: Task) -> list[SetReport]:
     """Sample the missing responses of each set, print its line, and write the metrics. Starts an engine if needed.
 
     Raises:
-        RunError: an engine failed, or a file cannot be written.
+        RunError: an engine failed, the reward failed for every response of a block, or a file cannot be written.
     """
     reports = []
     with ExitStack() as stack:
         place = None
         for name, prompts in task.sets.items():
             done = task.done[name]
-            if len(done) == task.responses(name):
+            left = sum(block.size for _, block in unfinished(task.config, len(prompts), done))
+            if not left:
                 grades = Grades.of(done, len(prompts), task.k)
             else:
                 place = place or stack.enter_context(opened(task.config))
                 with progress(name, task.responses(name)) as advance:
-                    advance(len(done))
-                    sink = _sink(task.out, name, advance)
-                    grades = evaluate(name, place[0], prompts, place[1], task.config, done=done, sink=sink)
+                    advance(task.responses(name) - left)
+                    sink = _sink(task.out, name, advance, done=len(done))
+                    engines, reward = place
+                    grades = evaluate(name, engines, prompts, reward, task.config, done=done, sink=sink, strict=True)
             reports.append(SetReport.of(name, grades))
             print(reports[-1].line(), flush=True)
             _write_metrics(task, reports)
     return reports
 
 
-def _sink(out: Path | None, name: str, advance: Callable[[int], None]) -> Callable[[Sequence[Item]], None]:
-    """A function that appends a block to its file and advances the progress bar."""
+def _sink(out: Path | None, name: str, advance: Callable[[int], None], done: int = 0) -> Sink:
+    """A function that writes a block to its file, which has `done` lines, and advances the progress bar."""
 
-    def take(items: Sequence[Item]) -> None:
+    def take(first: int, items: Sequence[Item]) -> None:
         if out is not None:
+            path = items_path(out, name)
             try:
-                append(items_path(out, name), items)
+                if first < done:
+                    rewrite(path, first, items)
+                else:
+                    append(path, items)
             except OSError as error:
                 raise RunError(f"cannot write to {out}: {error.strerror}; the same command continues") from error
         advance(len(items))

@@ -25,11 +25,12 @@ class SetReport:
     metrics: Mapping[str, Estimate]  # by the names of `accuracy.by_prompt`
     response_length: float  # tokens
     truncated_fraction: float
+    unscored: int = 0  # responses that could not be scored; they count as wrong
 
     @classmethod
     def of(cls, name: str, grades: Grades) -> SetReport:
         """Compute the metrics."""
-        return cls(name, len(grades.greedy), grades.k, estimates(grades), **lengths(grades))
+        return cls(name, len(grades.greedy), grades.k, estimates(grades), **lengths(grades), unscored=grades.unscored)
 
     @property
     def columns(self) -> list[str]:
@@ -46,7 +47,8 @@ class SetReport:
         greedy = self.metrics[accuracy]
         parts = [f"{accuracy} {greedy.value:.1%} ({greedy.low:.1%} to {greedy.high:.1%}) greedy"]
         parts += [f"{name} {self.metrics[name].value:.1%}" for name in sampled]
-        return f"{self.name}: {', '.join(parts)} on {self.prompts} prompts"
+        line = f"{self.name}: {', '.join(parts)} on {self.prompts} prompts"
+        return f"{line}; {self.unscored} responses unscored" if self.unscored else line
 
     def record(self) -> dict[str, Any]:
         """All metrics with their intervals, as plain JSON."""
@@ -56,6 +58,7 @@ class SetReport:
             **{name: asdict(metric) for name, metric in self.metrics.items()},
             "response_length": self.response_length,
             "truncated_fraction": self.truncated_fraction,
+            **({"unscored": self.unscored} if self.unscored else {}),
         }
 
 
@@ -64,14 +67,16 @@ SHORT_NAME = 16
 
 
 def table(reports: Sequence[SetReport]) -> Table:
-    """One row per set: each metric above its interval."""
+    """One row per set: each metric above its interval. The last column is shown if a response is unscored."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     shown.add_column("set", overflow="fold", min_width=min(SHORT_NAME, max(len(one.name) for one in reports)))
-    for name in ("prompts", *reports[0].columns, "truncated", "tokens"):
+    unscored = any(one.unscored for one in reports)
+    for name in ("prompts", *reports[0].columns, "truncated", "tokens", *(["unscored"] if unscored else [])):
         shown.add_column(name, justify="right", no_wrap=True)
     for one in reports:
         metrics = [_cell(one.metrics.get(name)) for name in one.columns]
         ends = [f"{one.truncated_fraction:.1%}", f"{one.response_length:.1f}"]
+        ends += [f"{one.unscored:,}"] if unscored else []
         shown.add_row(one.name, f"{one.prompts:,}", *metrics, *ends)
     return shown
 

@@ -122,6 +122,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<set>/maj_at_k", "", "share of prompts where the most frequent answer is correct; ties count in part"),
     Metric("eval/<set>/response_length", "tokens", "mean length of the evaluation's responses, greedy and sampled"),
     Metric("eval/<set>/truncated_fraction", "", "share of the evaluation's responses cut at the token limit"),
+    Metric("eval/<set>/unscored", "responses", "responses of the evaluation without a score; they count as wrong"),
 )
 
 _NAMED = {"eval": "<set>", "rewards": "<term>", "baseline": "<name>", "perf/ranks": "<phase>", "pool": "<source>"}

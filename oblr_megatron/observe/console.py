@@ -52,6 +52,8 @@ EVAL_LABELS = {
     "response_length": "tokens",
     "truncated_fraction": "truncated",
 }
+EVAL_COUNT = "unscored"
+"""The only count among the metrics of an evaluation; shown if it is above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +209,14 @@ def step_line(step: int, num_steps: int, values: Values) -> str:
 
 
 def evaluation_line(step: int, evaluation: Values) -> str:
-    """One line with all metrics of an evaluation; each set's name precedes its first metric."""
+    """One line with the metrics of an evaluation; each set's name precedes its first metric."""
     parts, previous = [f"eval at step {step}"], None
     for name, value in evaluation.items():
         set_name, _, metric = name.removeprefix("eval/").rpartition("/")
+        if metric == EVAL_COUNT and not value:
+            continue
         prefix = "" if set_name == previous else f"{set_name} "
-        parts.append(f"{prefix}{EVAL_LABELS.get(metric, metric)} {fixed(value, 2)}")
+        parts.append(f"{prefix}{EVAL_LABELS.get(metric, metric)} {fixed(value, 0 if metric == EVAL_COUNT else 2)}")
         previous = set_name
     return "  ".join(parts)
 
@@ -297,8 +301,10 @@ class LiveDisplay(Display):
             if history:
                 table.add_row(metric.long, metric.show(history[-1]), trend(history), sparkline(history))
         for name, value in list(self.last_evaluation.items()):
-            before = self.first_evaluation[name]
-            table.add_row(_eval_label(name), fixed(value, 2), "", Text(f"from {fixed(before, 2)}", style="dim"))
+            before, count = self.first_evaluation[name], name.endswith(f"/{EVAL_COUNT}")
+            if value or not count:
+                shown, since_first = (fixed(one, 0 if count else 2) for one in (value, before))
+                table.add_row(_eval_label(name), shown, "", Text(f"from {since_first}", style="dim"))
         return Group(self._progress, table)
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from oblr_megatron.rewards.workers.calls import Score
 from oblr_megatron.rewards.workers.fork_client import START_S
 from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from oblr_megatron.config.reward import RewardConfig
 
 Fault = Literal["failed", "late"]
 TRACEBACK = "Traceback (most recent call last):"
@@ -30,6 +33,7 @@ class RewardResult:
     error: str | None = None  # traceback of the first failure
     answers: list[str | None] | None = None  # [N] extracted answers; None if the reward extracts none
     terms: dict[str, list[float]] = field(default_factory=dict)  # of a sum: [N] unweighted values, main term first
+    side_faults: frozenset[int] = frozenset()  # of a sum: positions in `faults` where the main term has a value
 
     @property
     def failures(self) -> int:
@@ -47,6 +51,11 @@ class RewardResult:
         lines = (self.error or "").splitlines() or [""]
         term = lines[0].removesuffix(TRACEBACK) if lines[0].endswith(TRACEBACK) else ""
         return (term + next((line for line in reversed(lines) if line[:1].strip()), ""))[:MAX_CAUSE]
+
+    @property
+    def unscored(self) -> set[int]:
+        """Positions without a value of the main term; `main_rewards` has 0 there."""
+        return self.faults.keys() - self.side_faults
 
     @property
     def main_rewards(self) -> list[float]:
@@ -137,6 +146,7 @@ def joined(parts: Sequence[RewardResult]) -> RewardResult:
         error=next((part.error for part in parts if part.error), None),
         answers=[answer for answers in read for answer in answers] if read else None,
         terms={name: [value for part in parts for value in part.terms[name]] for name in names},
+        side_faults=frozenset(start + n for start, part in zip(starts, parts, strict=True) for n in part.side_faults),
     )
 
 
@@ -147,9 +157,22 @@ def divided(result: RewardResult, parts: int) -> list[RewardResult]:
         faults = {n - own.start: fault for n, fault in result.faults.items() if own.start <= n < own.stop}
         answers = None if result.answers is None else result.answers[own]
         terms = {name: values[own] for name, values in result.terms.items()}
-        found.append(RewardResult(result.rewards[own], faults, error if faults else None, answers, terms))
+        side = frozenset(n - own.start for n in result.side_faults if own.start <= n < own.stop)
+        found.append(RewardResult(result.rewards[own], faults, error if faults else None, answers, terms, side))
         error = None if faults else error
     return found
+
+
+def cause_of(results: Sequence[RewardResult], config: RewardConfig) -> str:
+    """Why responses got no reward, in one line: the first error, or the reason of faults without an error."""
+    cause = next((result.cause for result in results if result.error), "")
+    if cause:
+        return cause
+    if "environment" in (config.name, *(term.name for term in config.terms)):
+        return "the episodes failed or were late, see logs/environment-*.log"
+    if all(fault == "late" for result in results for fault in result.faults.values()):
+        return f"no call ended within reward.timeout_s, {config.timeout_s:g} s"
+    return "see the run's log"
 
 
 class PooledReward(Reward):

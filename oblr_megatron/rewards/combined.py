@@ -51,6 +51,7 @@ class CombinedReward(Reward):
             error=self._first_error(results),
             answers=results[0].answers,
             terms={term.name: result.rewards for term, result in zip(self._terms, results, strict=True)},
+            side_faults=frozenset(faults.keys() - results[0].faults.keys()),
         )
 
     def longest_s(self, count: int) -> float:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import RunError
-from oblr_megatron.rewards.base import Reward, RewardResult, group_size, joined
+from oblr_megatron.rewards.base import Reward, RewardResult, cause_of, group_size, joined
 from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
 from oblr_megatron.types import Prompt, Sample
 
@@ -105,16 +105,6 @@ class FailedSteps:
         self._count += 1
         if self._count != self._config.max_failed_steps:
             return
-        cause = next((result.cause for result in results if result.error), "")
+        cause = cause_of(results, self._config)
         kind = NoRewardError if self._has_worked else RunError
-        raise kind(
-            f"the reward failed for every response of the last {self._count} steps: {cause or self._why(results)}"
-        )
-
-    def _why(self, results: Sequence[RewardResult]) -> str:
-        """The reason of faults without an error."""
-        if "environment" in (self._config.name, *(term.name for term in self._config.terms)):
-            return "the episodes failed or were late, see logs/environment-*.log"
-        if all(fault == "late" for result in results for fault in result.faults.values()):
-            return f"no call ended within reward.timeout_s, {self._config.timeout_s:g} s"
-        return "see the run's log"
+        raise kind(f"the reward failed for every response of the last {self._count} steps: {cause}")

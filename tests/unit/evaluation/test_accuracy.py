@@ -120,6 +120,7 @@ def test_metrics_computed_by_hand() -> None:
         "maj_at_k": (1 / 4 + 0 + 1 + 0) / 4,
         "response_length": 10,
         "truncated_fraction": 0,
+        "unscored": 0,
     }
     columns = by_prompt(found)
     assert [*columns] == ["accuracy", "mean@4", "pass@1", "pass@2", "pass@4", "maj@4"]
@@ -135,7 +136,7 @@ def test_lengths_include_greedy_and_sampled_responses() -> None:
 
 def test_without_samples_there_are_only_greedy_metrics() -> None:
     found = Grades([grade("4", 1.0), grade("5", 0.0)], [], 0)
-    assert [*metrics(found)] == ["accuracy", "response_length", "truncated_fraction"]
+    assert [*metrics(found)] == ["accuracy", "response_length", "truncated_fraction", "unscored"]
     assert [*estimates(found)] == ["accuracy"]
 
 

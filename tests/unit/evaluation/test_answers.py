@@ -15,7 +15,7 @@ from oblr_megatron.config import Config, parse_config
 from oblr_megatron.engine.protocol import SamplingRequest, call_seed
 from oblr_megatron.evaluation.accuracy import metrics
 from oblr_megatron.evaluation.answers import blocks_of, evaluate, greedy_rewards
-from oblr_megatron.evaluation.items import Item
+from oblr_megatron.evaluation.items import Item, Sink
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.registry import ExactMatchReward
 from oblr_megatron.types import Prompt, Sample
@@ -55,6 +55,11 @@ def config(**values: object) -> Config:
     return parse_config({"run_dir": "run", "model": {"path": "m"}, "data": {"train": "t"}}, "test", overrides)
 
 
+def into(items: list[Item]) -> Sink:
+    """A sink that appends to a list."""
+    return lambda first, block: items.extend(block)
+
+
 def run(settings: Config, reward: Reward, **options: Any) -> tuple[Replay, dict[str, float]]:
     engine = Replay()
     return engine, metrics(evaluate("s", engine, PROMPTS, reward, settings, **options))  # type: ignore[arg-type]
@@ -69,7 +74,7 @@ def test_greedy_and_sampled_responses_are_scored() -> None:
 
 def test_accuracies_use_only_the_main_reward() -> None:
     items: list[Item] = []
-    _, found = run(config(), Sum(), sink=items.extend)
+    _, found = run(config(), Sum(), sink=into(items))
     assert found["accuracy"] == pytest.approx(2 / 3) and found["mean_at_k"] == pytest.approx(1 / 3)
     assert found["maj_at_k"] == pytest.approx((0.5 + 0 + 0.5) / 3)
     assert [(item.verdict, item.reward) for item in items[:2]] == [(1.0, 1.5), (0.0, 0.5)]
@@ -110,16 +115,16 @@ def test_without_samples_only_greedy_responses_are_requested() -> None:
 
 def test_an_evaluation_continued_after_any_block_gives_the_same_result() -> None:
     items: list[Item] = []
-    engine, expected = run(config(), Sum(), sink=items.extend)
+    engine, expected = run(config(), Sum(), sink=into(items))
     assert len(items) == 9
     for number, end in enumerate((0, 3, 7, 9)):
         rest: list[Item] = []
         done = [item.grade for item in items[:end]]
-        again, found = run(config(), Sum(), done=done, sink=rest.extend)
+        again, found = run(config(), Sum(), done=done, sink=into(rest))
         assert (found, rest, again.calls) == (expected, items[end:], engine.calls[number:])
 
 
 def test_the_fields_of_an_item() -> None:
     items: list[Item] = []
-    run(config(), Sum(), sink=items.extend)
+    run(config(), Sum(), sink=into(items))
     assert items[4] == Item("s", "a", 0, "say a", "1", "sampled", 1, "2", 0.0, 0.5, 1, "stop", answer="2")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.evaluation.items import Item, Key, RunItems, append, items_path, recover
+from oblr_megatron.evaluation.items import Item, Key, RunItems, append, items_path, recover, rewrite
 
 ITEM = Item("s", "id-0", 0, "2+3?", "5", "greedy", 0, "\\boxed{5}", 1.0, 1.1, 4, "stop", answer="5")
 
@@ -26,9 +26,12 @@ BLOCKS = [block("greedy", 0, 2), block("greedy", 2, 3), block("sampled", 0, 3)]
 KEYS: Sequence[Sequence[Key]] = [[item.key for item in items] for items in BLOCKS]
 
 
-@given(st.text(), st.text(), st.none() | st.text(), st.booleans())
-def test_items_round_trip_through_lines(prompt: str, response: str, answer: str | None, reads: bool) -> None:
+@given(st.text(), st.text(), st.none() | st.text(), st.booleans(), st.booleans())
+def test_items_round_trip_through_lines(
+    prompt: str, response: str, answer: str | None, reads: bool, scored: bool
+) -> None:
     item = replace(ITEM, prompt=prompt, response=response, answer=answer if reads else None, reads_answers=reads)
+    item = replace(item, scored=scored)
     assert item.line().count(b"\n") == 1
     assert Item.of_line(item.line()) == item
 
@@ -41,6 +44,23 @@ def test_half_a_surrogate_pair_is_written_as_strict_json() -> None:
 def test_a_line_has_no_answer_if_the_reward_extracts_none() -> None:
     assert "answer" not in json.loads(replace(ITEM, answer=None, reads_answers=False).line())
     assert json.loads(replace(ITEM, answer=None).line())["answer"] is None
+
+
+def test_only_the_line_of_an_unscored_response_says_so() -> None:
+    """A line of an earlier version has no such field, and is read as scored."""
+    assert "scored" not in json.loads(ITEM.line()) and Item.of_line(ITEM.line()).grade.scored
+    lost = replace(ITEM, scored=False)
+    assert json.loads(lost.line())["scored"] is False and not Item.of_line(lost.line()).grade.scored
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_block_is_rewritten_where_it_is(tmp_path: Path, place: int) -> None:
+    path = tmp_path / "s.jsonl"
+    wrong = [[replace(item, scored=number != place) for item in items] for number, items in enumerate(BLOCKS)]
+    append(path, [item for items in wrong for item in items])
+    rewrite(path, sum(map(len, BLOCKS[:place])), BLOCKS[place])
+    assert path.read_bytes() == b"".join(item.line() for items in BLOCKS for item in items)
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_complete_blocks_are_recovered_from_a_file_cut_at_any_byte(tmp_path: Path) -> None:
@@ -73,7 +93,7 @@ def test_a_resumed_run_replaces_the_file_of_a_repeated_step(tmp_path: Path) -> N
     for _ in range(2):  # the second pass is a run resumed from before the step
         sink = RunItems(tmp_path / "evaluations").sink(20, "s")
         for items in BLOCKS:
-            sink(items)
+            sink(0, items)
     path = tmp_path / "evaluations" / "step_000020" / "s.jsonl"
     assert recover(path, KEYS) == [item.grade for items in BLOCKS for item in items]
 
@@ -84,11 +104,11 @@ def test_a_write_error_logs_one_warning_and_the_run_continues(tmp_path: Path, ca
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             sink = items.sink(step, "s")
-            sink(BLOCKS[0])
-            sink(BLOCKS[1])
+            sink(0, BLOCKS[0])
+            sink(2, BLOCKS[1])
     assert len(caplog.records) == 1 and "evaluations" in caplog.text
 
 
 def test_without_a_directory_nothing_is_saved(tmp_path: Path) -> None:
-    RunItems(None).sink(1, "s")(BLOCKS[0])
+    RunItems(None).sink(1, "s")(0, BLOCKS[0])
     assert not list(tmp_path.iterdir())

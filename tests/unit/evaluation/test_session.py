@@ -167,7 +167,7 @@ def test_the_weights_digest_detects_a_training_step(model: Path, tmp_path: Path)
 def test_a_write_error_ends_the_command(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").mkdir()
     with pytest.raises(RunError, match="Is a directory"):
-        _sink(tmp_path, "s", lambda count: None)([])
+        _sink(tmp_path, "s", lambda count: None)(0, [])
 
 
 def grade(answer: str, score: float) -> Grade:
@@ -187,6 +187,14 @@ def test_the_line_and_the_table() -> None:
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(name in shown for name in ("prompts", "accuracy", "mean@2", "pass@2", "maj@2", "truncated", "tokens"))
     assert "9.5–90.5" in shown and " – " in shown.splitlines()[-3]  # noqa: RUF001
+
+
+def test_unscored_responses_are_shown_if_there_are_any() -> None:
+    right, lost = grade("4", 1.0), Grade(0.0, None, tokens=5, truncated=False, scored=False)
+    whole, partial = (SetReport.of("set", Grades([right, other], [], 0)) for other in (right, lost))
+    assert partial.line().endswith(" on 2 prompts; 1 responses unscored") and "unscored" not in whole.line()
+    assert partial.record()["unscored"] == 1 and "unscored" not in whole.record()
+    assert [len(table(reports).columns) for reports in ([whole], [whole, partial])] == [5, 6]
 
 
 def test_the_line_and_the_table_without_samples() -> None:

@@ -58,6 +58,11 @@ def test_plain_line_leaves_out_missing_metrics_and_shows_non_finite_ones():
     assert step_line(3, 9, {"reward/mean": None, "lr": float("nan")}) == "step 3/9  reward –  lr nan"  # noqa: RUF001
 
 
+def test_evaluation_line_counts_unscored_responses_if_there_are_any():
+    values = {"eval/sums/accuracy": 0.5, "eval/sums/unscored": 0, "eval/other/unscored": 12}
+    assert evaluation_line(50, values) == "eval at step 50  sums accuracy 0.50  other unscored 12"
+
+
 def test_evaluation_line_names_each_set_once():
     assert evaluation_line(50, EVALUATION) == "eval at step 50  sums accuracy 0.81  mean@k 0.79  other pass@k 0.90"
 

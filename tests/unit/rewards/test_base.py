@@ -10,6 +10,7 @@ WHOLE = RewardResult(
     [1.0, 0.0, 0.5, 0.0, 1.0, 0.25],
     faults={1: "late", 3: "failed"},
     error="ValueError: no number",
+    side_faults=frozenset({3}),
     answers=["1", None, "2", None, "3", "4"],
     terms={"math": [1.0, 0.0, 0.0, 0.0, 1.0, 0.0], "format": [0.0, 0.0, 0.5, 0.0, 0.0, 0.25]},
 )
@@ -19,6 +20,7 @@ WHOLE = RewardResult(
 def test_parts_are_the_whole(parts: int) -> None:
     found = divided(WHOLE, parts)
     assert len(found) == parts and joined(found) == WHOLE
+    assert sum(len(part.unscored) for part in found) == 1
     assert sum(part.failures for part in found) == sum(part.timeouts for part in found) == 1
 
 

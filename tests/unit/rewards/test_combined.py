@@ -60,6 +60,7 @@ def test_a_failing_term_counts_zero() -> None:
     assert result.rewards == [110, 100, 0, 1]
     assert result.faults == {1: "failed", 2: "late", 3: "failed"}, "of the first faulty term"
     assert (result.failures, result.timeouts) == (2, 1)
+    assert result.unscored == set(), "the main term has a value"
     assert (result.error or "").startswith(f"{SCORERS}:mixed: Traceback")
 
 
