@@ -54,6 +54,10 @@ class EnginesGoneError(RunError):
     """No engine came back, or finished its samples, in time: the run saves its state and ends."""
 
 
+class UnwrittenError(RunError):
+    """The samples of a step cannot be written: the run saves its state and ends."""
+
+
 class DeadlineError(RunError):
     """`who` waited for `what` longer than `seconds`. Example: DeadlineError("rank 0", "weights push 12", 60.0)"""
 

@@ -163,7 +163,7 @@ def ended(engine: EpisodeEngine, returned: object) -> Ended:
         raise NonsenseError(f"the reward {episode.reward!r:.40} is not a finite number")
     logprobs = tuple(drawn[place] if own else 0.0 for place, own in enumerate(mask))
     reason: FinishReason = "length" if _cut(engine, tokens) else "stop"
-    return Ended(engine.begin.number, tokens, logprobs, mask, str(episode.text), reason, reward)
+    return Ended(engine.begin.number, tokens, logprobs, mask, _encodable(episode.text), reason, reward)
 
 
 def cut(engine: EpisodeEngine) -> Ended:
@@ -194,6 +194,11 @@ def checked_ids(ids: Sequence[int], vocab_size: int, what: str) -> tuple[int, ..
     if outside is not None:
         raise NonsenseError(f"{what}: token {outside} is outside the vocabulary of {vocab_size}")
     return found
+
+
+def _encodable(text: str) -> str:
+    r"""A text of the environment that files can hold: half of a surrogate pair becomes an escape such as \ud83d."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def _as_episode(engine: EpisodeEngine, returned: object) -> Episode:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -19,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.errors import UnwrittenError, UserError
 from oblr_megatron.types import FinishReason, Prompt, Sample
 
 KEY = b"oblr_rollouts"
@@ -107,7 +108,7 @@ def write_step(directory: Path, saved: SavedStep) -> Path:
     """Write a step's file atomically.
 
     Raises:
-        RunError: it cannot be written.
+        UnwrittenError: it cannot be written; no part of it stays.
     """
     path = step_path(directory, saved.step)
     partial = path.with_name(f".{path.name}.partial")
@@ -125,7 +126,9 @@ def write_step(directory: Path, saved: SavedStep) -> Path:
         pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
         os.replace(partial, path)
     except OSError as error:
-        raise RunError(f"cannot write the samples of step {saved.step}: {error}") from error
+        with suppress(OSError):  # a full disk needs the room
+            partial.unlink(missing_ok=True)
+        raise UnwrittenError(f"cannot write the samples of step {saved.step}: {error}") from error
     return path
 
 

@@ -1,4 +1,4 @@
-"""On a full disk, saved checkpoints stay intact, and the run continues or ends with one line.
+"""On a full disk, saved checkpoints stay intact, and the run continues, or saves its state and ends with one line.
 
 The disk is a real file system of a megabyte or two, mounted in a namespace of the rank; skipped where that is not
 allowed.
@@ -11,16 +11,19 @@ import os
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.store import check_contents, checkpoints_of, read_manifest
+from oblr_megatron.errors import UnwrittenError
 from oblr_megatron.metrics import MetricsWriter, read_metrics
 from oblr_megatron.observe.status import read_status
+from oblr_megatron.rollout.step_file import read_step, step_path, write_step
 from tests.distributed.launch import RankError, run_ranks
-from tests.distributed.replayed import certain, config_of, make_inputs, train_here
+from tests.distributed.replayed import certain, config_of, make_inputs, train, train_here
 
 CLONE_NEWNS = 0x20000  # linux/sched.h
 TWO = ("checkpoint.every_steps=2", "checkpoint.keep_last=4")
@@ -117,6 +120,17 @@ def full_for_a_while(inputs: Path, disk: Path) -> None:
     assert [record["step"] for record in read_metrics(disk / "run")] == [*range(1, 400)]
 
 
+def full_of_samples(inputs: Path, disk: Path) -> None:
+    """Samples that do not fit leave no part of a file, and the earlier ones stay whole."""
+    saved = read_step(step_path(inputs / "rollouts", 1))
+    write_step(disk, saved)
+    fill(disk / "neighbour")
+    with pytest.raises(UnwrittenError, match="No space left"):
+        write_step(disk, replace(saved, step=2))
+    assert sorted(path.name for path in disk.iterdir()) == ["neighbour", "step_000001.parquet"]
+    assert read_step(step_path(disk, 1)) == saved
+
+
 def fill(path: Path) -> None:
     with suppress(OSError), path.open("wb", buffering=0) as file:
         while True:
@@ -125,7 +139,33 @@ def fill(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "work",
-    [refused_at_the_start, full_while_writing, no_room_for_the_next, filled_by_a_killed_save, full_for_a_while],
+    [
+        refused_at_the_start,
+        full_while_writing,
+        no_room_for_the_next,
+        filled_by_a_killed_save,
+        full_for_a_while,
+        full_of_samples,
+    ],
 )
 def test_a_full_disk(work: Callable[[Path, Path], None], inputs: Path, tmp_path: Path) -> None:
     on_small_disk(work, inputs, tmp_path)
+
+
+def test_samples_that_cannot_be_written(inputs: Path, tmp_path: Path) -> None:
+    """Rank 0 alone writes, and a directory is in its way: both ranks save the steps before, and a resume goes on.
+
+    The write fails at its rename, so that a whole partial file is left to be removed.
+    """
+    run_dir, obstacle = tmp_path / "run", step_path(tmp_path / "run" / "rollouts", 4)
+    obstacle.mkdir(parents=True)
+    (run_dir / "config.json").touch()  # the directory of a run that did nothing yet
+    config = config_of(inputs, run_dir, "rollout.save=true", "checkpoint.resume=newest")
+    said = train(config, 2, status=1)
+    assert said.count("error: rank 0: cannot write the samples of step 4: ") == 1, said
+    assert "the run cannot go on; " in said and "Traceback" not in said
+    assert saved_steps(run_dir) == [3] and len(certain(run_dir)) == 3
+    assert [path.name for path in (run_dir / "rollouts").iterdir() if path.name.startswith(".")] == []
+    obstacle.rmdir()
+    train(config, 2)
+    assert read_step(obstacle).step == 4 and len(certain(run_dir)) == 8

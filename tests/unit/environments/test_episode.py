@@ -6,8 +6,10 @@ Not covered: processes, engines (tests/e2e/test_environments.py).
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,9 @@ import torch
 
 from oblr_megatron.engine.turns import Turn
 from oblr_megatron.environments.episode import Episode, EpisodeEngine, LimitError, NonsenseError, cut, ended
+from oblr_megatron.environments.host import to_sample
 from oblr_megatron.environments.messages import Begin, Wish
+from oblr_megatron.rollout.step_file import SavedStep, read_step, write_step
 from oblr_megatron.types import Prompt
 from tests.tiny import make_tokenizer
 
@@ -70,6 +74,18 @@ def test_a_turn_may_be_left_out_of_training_or_shortened() -> None:
     assert ended(engine, ([7, 8, 11, 12, 3], [False] * 4 + [True], [0.0] * 4 + [-1.5])).mask.count(True) == 1
     assert ended(engine, ([7], [True], [-0.5])).ids == (7,)
     assert ended(engine, ([], [], [])).ids == ()
+
+
+def test_a_text_that_is_no_unicode_can_be_saved(tmp_path: Path) -> None:
+    """Half of a surrogate pair, as json.loads returns it from a tool's answer; whole pairs and the rest stay."""
+    engine = engine_of(FIRST, SECOND)
+    episode = two_turns(engine)
+    episode.text = json.loads(r'"\ud83d \ud83d\ude00 \u00e4 \\"')
+    found = ended(engine, episode)
+    assert found.text == "\\ud83d \U0001f600 \u00e4 \\"
+    sample = to_sample(0, engine.begin, found, version=0)
+    path = write_step(tmp_path, SavedStep(1, 1.0, 0, 0, [PROMPT], [sample], [0.0]))
+    assert read_step(path).samples == [sample]
 
 
 @pytest.mark.parametrize(
