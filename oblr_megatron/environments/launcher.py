@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,11 @@ from oblr_megatron.formatting import log_tail
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
 
+logger = logging.getLogger(__name__)
+
 FORK_SECONDS = 30.0
+PAUSE_SECONDS = 1.0
+"""Before a fork that failed for lack of memory or processes is tried once more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +53,14 @@ class Process:
         self.writer.close()
 
 
+class _ForkError(RunError):
+    """No process was forked."""
+
+    def __init__(self, what: str, *, ended: bool) -> None:
+        self.ended = ended  # the process that forks
+        super().__init__(what)
+
+
 class Launcher:
     """The process that has imported the user's function, and forks."""
 
@@ -59,42 +73,81 @@ class Launcher:
         self._log = config.run_dir / LOGS / f"environment-{index}.log"
         # The kernel ends a child with the thread that started it; this thread lives as long as the launcher.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment")
+        self._closed, self._lock = False, threading.Lock()  # nothing is started while, or after, it is closed
         self._control, self._popen = self._thread.submit(self._start).result()
         self._started_at: float | None = time.monotonic()  # None once it is ready
 
     def fork(self) -> Process:
-        """A new process, which waits for episodes.
+        """A new process, which waits for episodes. The one that forks is started once more if it has died.
 
         Raises:
-            RunError: the function cannot be imported there.
+            RunError: the function cannot be imported there, or a second attempt to fork failed.
             DeadlineError: the imports take longer than rollout.start_timeout_s.
         """
-        ours, theirs = socket.socketpair()
         try:
-            self._wait_ready()
-            self.watch.set(NOBODY)
-            self._control.settimeout(FORK_SECONDS)
-            with theirs:
-                socket.send_fds(self._control, [b"F"], [theirs.fileno()])
-            answer = self._control.recv(PID_BYTES)
-        except TimeoutError:
-            raise DeadlineError(self._owner, "the environment process to start", self._start_s) from None
-        except OSError:
-            answer = b""
-        if not answer:
-            raise RunError(f"the environment process has ended; {log_tail(self._log)}")
-        channel = Channel(ours)
-        return Process(int.from_bytes(answer, "little"), channel, channel.writer())
+            return self._fork()
+        except _ForkError as error:
+            if self._closed:
+                raise
+            logger.warning("a process for episodes could not be started and is tried once more: %s", error)
+            if error.ended:
+                self._restart()
+            else:
+                time.sleep(PAUSE_SECONDS)
+        return self._fork()
 
     def close(self) -> None:
         """End it. May be called more than once."""
-        if self._popen.returncode is not None and self._control.fileno() < 0:
-            return
-        self._popen.kill()
-        self._popen.wait()
-        self._control.close()
-        self._thread.shutdown()
-        self.watch.close()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._popen.kill()
+            self._popen.wait()
+            self._control.close()
+            self._thread.shutdown()
+            self.watch.close()
+
+    def _fork(self) -> Process:
+        with ExitStack() as failed:
+            ours, theirs = map(failed.enter_context, socket.socketpair())
+            try:
+                self._wait_ready()
+                self.watch.set(NOBODY)
+                self._control.settimeout(FORK_SECONDS)
+                with theirs:
+                    socket.send_fds(self._control, [b"F"], [theirs.fileno()])
+                answer = self._control.recv(PID_BYTES)
+            except TimeoutError:
+                raise DeadlineError(self._owner, "the environment process to start", self._start_s) from None
+            except OSError:
+                answer = b""
+            if not answer:
+                raise _ForkError(f"the environment process has ended; {log_tail(self._log)}", ended=True)
+            pid = int.from_bytes(answer, "little", signed=True)
+            if pid < 0:
+                raise _ForkError(f"the environment process cannot fork: {os.strerror(-pid)}", ended=False)
+            failed.pop_all()
+        channel = Channel(ours)
+        return Process(pid, channel, channel.writer())
+
+    def _restart(self) -> None:
+        """Start the process that forks again. The processes that it forked have ended with it.
+
+        Raises:
+            RunError: it cannot be started, or the launcher is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise RunError("the environment process has been ended")
+            self._popen.kill()
+            self._popen.wait()
+            try:
+                control, popen = self._thread.submit(self._start).result()
+            except OSError as error:
+                raise RunError(f"the environment process cannot be started again: {error}") from error
+            self._control.close()
+            self._control, self._popen, self._started_at = control, popen, time.monotonic()
 
     def _wait_ready(self) -> None:
         if self._started_at is None:

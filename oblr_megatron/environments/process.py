@@ -8,6 +8,7 @@ starts it and answers its wishes; both processes end with the trainer.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import signal
@@ -32,6 +33,7 @@ from oblr_megatron.runtime.stopping import SIGNALS
 
 MAX_ERROR = 4000  # characters of a traceback
 PID_BYTES = 8
+"""Of the answer to a fork: the new process's id, or minus the errno of a fork that failed."""
 
 
 class Clock:
@@ -163,13 +165,17 @@ def main(arguments: list[str]) -> int:
         children -= {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}
         if not message:
             return 0
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no process or no memory is left; the launcher asks again, or ends the run
+            pid = -(error.errno or errno.EAGAIN)
         if pid == 0:
             control.close()
             _serve(setup, function, tokenizer, watch, descriptors[0])
         os.close(descriptors[0])
-        children.add(pid)
-        control.sendall(pid.to_bytes(PID_BYTES, "little"))
+        if pid > 0:
+            children.add(pid)
+        control.sendall(pid.to_bytes(PID_BYTES, "little", signed=True))
 
 
 def _serve(setup: Setup, function: Callable[..., Any], tokenizer: Any, watch: Watch, descriptor: int) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import signal
 import time
 
 from oblr_megatron.environments import Episode, EpisodeEngine, LimitError, Prompt
@@ -49,6 +50,13 @@ async def _blocks(engine: EpisodeEngine, prompt: Prompt) -> object:
 async def _dies(engine: EpisodeEngine, prompt: Prompt) -> object:
     await engine.generate(prompt.token_ids, max_tokens=2)
     os._exit(3)
+
+
+async def _orphans(engine: EpisodeEngine, prompt: Prompt) -> object:
+    """Kills the process that forks, and with it, by the kernel, its own."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(3600)
+    return None
 
 
 async def _stubborn(engine: EpisodeEngine, prompt: Prompt) -> object:
@@ -115,7 +123,7 @@ BAD = {
     function.__name__[1:]: function
     for function in (
         *(_raises, _sleeps, _blocks, _dies, _stubborn, _leaves, _forged, _lengths, _nan, _outside, _long, _nothing),
-        *(_runaway, _catches),
+        *(_runaway, _catches, _orphans),
     )
 }
 LATE = ("sleeps", "blocks", "stubborn")
