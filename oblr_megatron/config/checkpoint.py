@@ -24,7 +24,7 @@ class CheckpointConfig(Section):
     """Deadline for writing a checkpoint, seconds; after it the run ends with an error."""
     resume: str = "none"
     """"none"; "newest" (`--resume`): the newest complete checkpoint of run_dir, or a fresh start without one; or the
-    directory of a checkpoint."""
+    directory of a checkpoint, from which the run begins while run_dir has none. `--resume` keeps a directory."""
     time_limit_s: float | None = Field(None, gt=0)
     """Seconds from the start of the process (or its launcher) until the job is killed. By default SLURM's limit."""
     exit_before_timeout_s: float = Field(0.0, ge=0)

@@ -97,7 +97,7 @@ def finished(config: Config, *, rank: int = 0) -> bool:
 
     The time in status.json is renewed, because a job script waits for a status of its own attempt.
     """
-    if config.checkpoint.resume != "newest":
+    if config.checkpoint.resume == "none":
         return False
     with suppress(UserError):
         status = read_status(config.run_dir)

@@ -71,7 +71,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="TOML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single keys")
     parser.add_argument(
-        "--resume", action="store_true", help="resume from the newest complete checkpoint of run_dir, if there is one"
+        "--resume",
+        action="store_true",
+        help="resume from the newest complete checkpoint of run_dir; without one from checkpoint.resume, if it is set",
     )
     samples = parser.add_mutually_exclusive_group()
     parser.add_argument(
@@ -84,14 +86,33 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_overrides(options: argparse.Namespace) -> list[str]:
-    """The overrides, including those that the flags stand for."""
+    """The overrides, including those that the flags stand for.
+
+    Raises:
+        UserError: with --resume, the config cannot be read, or an override is malformed.
+    """
     overrides = list(options.overrides)
     if options.save_rollouts:
         overrides.append("rollout.save=true")
-    if options.resume:
+    if options.resume and not _names_checkpoint(options.config, overrides):
         overrides.append("checkpoint.resume=newest")
     if options.rollout_only:
         overrides.append("rollout.only=true")
     if options.replay is not None:
         overrides.append(f"rollout.replay={json.dumps(str(options.replay))}")
     return overrides
+
+
+def _names_checkpoint(config: Path, overrides: Sequence[str]) -> bool:
+    """Whether checkpoint.resume is set already. A path must stay: job scripts pass --resume to every run.
+
+    With a path, too, a run first looks for checkpoints of its own (checkpoint/resume.py).
+    """
+    from oblr_megatron.config.checks import apply_override
+    from oblr_megatron.config.run import read_table
+
+    table = read_table(config)
+    for override in overrides:
+        apply_override(table, override)
+    section = table.get("checkpoint")
+    return isinstance(section, dict) and section.get("resume", "none") != "none"
