@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -235,10 +234,9 @@ class Run:
         }
 
     def _export(self, name: str) -> None:
-        target = self.config.run_dir / name
-        if self.config.checkpoint.resume != "none" and self.sampling.parallel.rank == 0:
-            shutil.rmtree(target, ignore_errors=True)  # the export of the earlier process
-        export_hf(self.policy, self.config.model.path, target)
+        """Write the weights; the export of an earlier process stays until then, because model.path may be in it."""
+        replaces = self.config.checkpoint.resume != "none"
+        export_hf(self.policy, self.config.model.path, self.config.run_dir / name, replaces=replaces)
 
 
 @contextmanager

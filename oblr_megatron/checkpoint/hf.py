@@ -95,29 +95,31 @@ def export_hf(
     target_dir: Path,
     dtype: torch.dtype | None = None,
     *,
+    replaces: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a directory that transformers and vLLM load; collective, rank 0 writes.
 
-    The directory is written under a temporary name and renamed at the end.
+    The directory is written under a temporary name and renamed at the end, so that source_dir may be target_dir.
 
     Args:
         policy: its current weights are written.
         source_dir: directory the policy was loaded from, for config, tokenizer and dtypes.
-        target_dir: must not exist.
+        target_dir: must not exist, unless `replaces`.
         dtype: of all tensors; by default each keeps its dtype in the source.
+        replaces: whether an older target_dir is replaced; it stays until the new one is complete.
         max_shard_bytes: larger models are written as several files with an index.
 
     Raises:
         UserError: target_dir exists.
     """
-    _agree_on_absent(target_dir)
+    _agree_on_target(target_dir, replaces=replaces)
     weights = MegatronWeights(policy)
     if policy.parallel.rank == 0:
         metadata = weights.metadata()
         plan = _plan(metadata, source_dir, dtype)
         stream = iter(weights) if len(plan) == len(metadata) else _with_output(weights)
-        with whole_directory(target_dir) as partial:
+        with whole_directory(target_dir, replaces=replaces) as partial:
             copy_description(source_dir, partial, dtype)
             write_weights(stream, plan, partial, max_shard_bytes)
     else:
@@ -126,9 +128,10 @@ def export_hf(
     dist.barrier()
 
 
-def _agree_on_absent(target_dir: Path) -> None:
-    """Rank 0 checks; all ranks raise if the target exists."""
-    own = attempt(lambda: check_absent(target_dir))
+def _agree_on_target(target_dir: Path, *, replaces: bool) -> None:
+    """Rank 0 checks; all ranks raise if the target exists, or is none that can be replaced."""
+    directory = target_dir.is_dir() and not target_dir.is_symlink()
+    own = attempt(lambda: None if replaces and directory else check_absent(target_dir))
     shared = [replace(own, exception=None)]
     dist.broadcast_object_list(shared, src=0)
     raise_first(shared, own)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE
 from oblr_megatron.checkpoint.safetensors_io import num_bytes, write_file
-from oblr_megatron.checkpoint.store import partial_directory, sync
+from oblr_megatron.checkpoint.store import partial_directory, put, sync
 from oblr_megatron.weights.export import TensorMeta
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -38,16 +38,23 @@ COPIED = (  # files copied from the source if they exist
 
 
 @contextmanager
-def whole_directory(target: Path) -> Iterator[Path]:
+def whole_directory(target: Path, *, replaces: bool = False) -> Iterator[Path]:
     """An empty directory that is renamed to `target` after the block, or removed if the block raises.
+
+    Args:
+        target: its name.
+        replaces: whether an older `target` is replaced; otherwise one that has files stays, and this is an error.
 
     Raises:
         NoSpaceError, RunError: writing failed.
     """
     with partial_directory(target) as partial:
         yield partial
-        partial.rename(target)
-        sync(target.parent)
+        if replaces:
+            put(partial, target)
+        else:
+            partial.rename(target)
+            sync(target.parent)
 
 
 def copy_description(source_dir: Path, target_dir: Path, dtype: torch.dtype | None = None) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NEWEST = "newest"
+EXPORTS = ("hf", "hf_best")  # in a run directory
 HF_CONFIG = "hf/config.json"  # in a checkpoint
 CARRIED = ("seed", "model.dtype", "optimizer.name", "algo.schedule", "algo.snr.estimator")
 """Settings that must equal those of the checkpoint, because its state depends on them."""
@@ -59,11 +60,12 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
 
     Raises:
         UserError: No checkpoint is usable. Or the newest belongs to another run. Or the run has done steps but has no
-            checkpoint. Or metrics.jsonl is damaged.
+            checkpoint. Or metrics.jsonl is damaged. Or the run would replace its reference model.
     """
     resume = config.checkpoint.resume
     if resume == "none":
         return []
+    check_reference(config)
     paths = store.checkpoints_of(config.run_dir)
     if not paths:
         check_no_progress(config.run_dir)
@@ -95,7 +97,7 @@ def check_no_progress(run_dir: Path) -> None:
     """
     records = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
     steps = max((record["step"] or 0 for record in records), default=0)
-    results = [name for name in ("hf", "hf_best") if (run_dir / name).exists()]
+    results = [name for name in EXPORTS if (run_dir / name).exists()]
     if not steps and not results:
         return
     done = f"done {steps} steps" if steps else f"written {' and '.join(results)}"
@@ -109,6 +111,22 @@ def check_no_progress(run_dir: Path) -> None:
         where=str(run_dir),
         fix=fix,
     )
+
+
+def check_reference(config: Config) -> None:
+    """Refuse a reference model that the run replaces by its own weights: a later resume would have another penalty.
+
+    Raises:
+        UserError: model.path is an export of this run, and the run has a KL penalty.
+    """
+    path = config.model.path
+    exports = [(config.run_dir / name).resolve() for name in EXPORTS]
+    if config.algo.kl_coefficient and config.checkpoint.export_hf and path.resolve() in exports:
+        raise UserError(
+            "algo.kl_coefficient takes model.path as its reference, but this run replaces that directory at its end",
+            where=f"config: model.path {path}",
+            fix="set model.path to the model that the run started from, or to a copy of this directory",
+        )
 
 
 def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:

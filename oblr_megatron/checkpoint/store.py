@@ -159,12 +159,21 @@ def commit(partial: Path, target: Path, manifest: Manifest) -> None:
         (partial / MANIFEST).write_bytes(_render(manifest))
         for path in (*partial.rglob("*"), partial):
             sync(path)
-        if target.exists():
-            _exchange(partial, target)
-        else:
-            partial.rename(target)
-        sync(target.parent)
-    shutil.rmtree(partial, ignore_errors=True)  # holds the older checkpoint if there was one
+        put(partial, target)
+
+
+def put(partial: Path, target: Path) -> None:
+    """Rename a written directory to `target`; an older one keeps the name until then, and is removed afterwards.
+
+    Raises:
+        OSError: a rename failed; `target` is unchanged.
+    """
+    if target.exists():
+        _exchange(partial, target)
+    else:
+        partial.rename(target)
+    sync(target.parent)
+    shutil.rmtree(partial, ignore_errors=True)  # the older one, if there was one
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -6,6 +6,7 @@ after SIGKILL (tests/e2e/test_resume.py, tools/kill_resume.py).
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from oblr_megatron import opening
-from oblr_megatron.checkpoint import store
+from oblr_megatron.checkpoint import hf, store
 from oblr_megatron.checkpoint.convert import to_megatron
 from oblr_megatron.checkpoint.store import checkpoints_of
 from oblr_megatron.config import Config
@@ -289,6 +290,38 @@ def test_a_resume_that_is_refused_changes_nothing(inputs: Path, unbroken: Path, 
     metrics.write_text("garbage\n" + metrics.read_text())
     for ranks in (1, 2):
         assert f"{metrics}:1" in refused(config_of(inputs, parts, resume), ranks)
+
+
+@pytest.mark.parametrize("name", ["hf", "hf_best"])
+def test_a_run_goes_on_from_its_own_export(inputs: Path, unbroken: Path, tmp_path: Path, name: str) -> None:
+    """The export is read until the new one is complete; a KL penalty would get another reference by it."""
+    parts = beginning_of(unbroken, tmp_path / "parts")
+    shutil.copytree(inputs / "model", parts / name)
+    (parts / "status.json").unlink()  # it says that the run is finished
+    resume = ("checkpoint.resume=newest", f"model.path={parts / name}")
+    error = refused(config_of(inputs, parts, *resume, "algo.kl_coefficient=0.1", "gradnorm.mode=two_pass"))
+    assert "kl_coefficient" in error and str(parts / name) in error
+    train(config_of(inputs, parts, *resume))
+    assert_equal(exported(parts), exported(unbroken))
+    assert not list(parts.glob(".*.partial"))
+
+
+def test_an_export_that_fails_keeps_the_older_one(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    shutil.copytree(unbroken, parts)
+    before = state_of(parts / "hf")
+    ((found, said),) = run_ranks(_full_at_the_export, 1, config_of(inputs, parts, "checkpoint.resume=newest"))
+    assert found == 1 and "No space left" in said
+    assert state_of(parts / "hf") == before and not list(parts.glob(".*.partial"))
+
+
+def _full_at_the_export(config: Config) -> tuple[int, str]:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
+
+    hf.write_weights = full  # type: ignore[assignment]
+    (config.run_dir / "status.json").unlink()  # else the run is finished
+    return train_here(config)
 
 
 def test_a_checkpoint_is_found_without_the_config_of_its_run(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
