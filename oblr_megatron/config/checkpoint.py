@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from oblr_megatron.config.section import Section
+from oblr_megatron.config.section import LONGEST_WAIT_S, Section
 
 
 class CheckpointConfig(Section):
@@ -20,14 +20,14 @@ class CheckpointConfig(Section):
     RUN_DIR/hf_best at the end. Empty: no best checkpoint."""
     async_save: bool = True
     """Copy the state to host memory and write it in a thread while training goes on. false: wait for the files."""
-    save_timeout_s: float = Field(1800.0, gt=0)
+    save_timeout_s: float = Field(1800.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline for writing a checkpoint, seconds; after it the run ends with an error."""
     resume: str = "none"
     """"none"; "newest" (`--resume`): the newest complete checkpoint of run_dir, or a fresh start without one; or the
     directory of a checkpoint, from which the run begins while run_dir has none. `--resume` keeps a directory."""
     time_limit_s: float | None = Field(None, gt=0)
     """Seconds from the start of the process (or its launcher) until the job is killed. By default SLURM's limit."""
-    exit_before_timeout_s: float = Field(0.0, ge=0)
+    exit_before_timeout_s: float = Field(0.0, ge=0, le=LONGEST_WAIT_S)
     """Save and stop when this many seconds of the time limit are left, or earlier if the next step may not fit.
     0: never."""
     export_hf: bool = True

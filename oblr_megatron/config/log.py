@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from oblr_megatron.config.section import Section
+from oblr_megatron.config.section import LONGEST_WAIT_S, Section
 
 
 class LogConfig(Section):
@@ -19,7 +19,7 @@ class LogConfig(Section):
     """Project (mlflow: experiment) of the run. By default the tracker's own variable, or "oblr-megatron"."""
     run_name: str | None = Field(None, min_length=1)
     """Name of the run in its trackers; by default the name of run_dir."""
-    tracker_timeout_s: float = Field(30.0, gt=0)
+    tracker_timeout_s: float = Field(30.0, gt=0, le=LONGEST_WAIT_S)
     """Seconds that all trackers together have at the end of the run, e.g. for an upload."""
     console: Literal["auto", "live", "plain"] = "auto"
     """"live": a progress display; "plain": one line per step; "auto": live on a terminal."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from oblr_megatron.config.section import Section
+from oblr_megatron.config.section import LONGEST_WAIT_S, Section
 
 
 class ParallelConfig(Section):
@@ -42,7 +42,7 @@ class ParallelConfig(Section):
     """Which layers "full" recomputes: all, in groups of recompute_num_layers; or the first recompute_num_layers."""
     recompute_num_layers: int = Field(1, ge=1)
     """Layers per group ("uniform") or number of recomputed layers ("block")."""
-    distributed_timeout_s: float = Field(1800.0, gt=0)
+    distributed_timeout_s: float = Field(1800.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline of a collective, seconds."""
     use_distributed_optimizer: bool = False
     """Shard Adam's moments and fp32 masters over data- and context-parallel ranks (ZeRO-1). Not in float64."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from oblr_megatron.config.section import Section
+from oblr_megatron.config.section import LONGEST_WAIT_S, Section
 
 
 class RewardTermConfig(Section):
@@ -28,7 +28,7 @@ class RewardConfig(Section):
     """Factor of its scores. Accuracy metrics use this reward alone, without the factor."""
     terms: tuple[RewardTermConfig, ...] = ()
     """More rewards to add, e.g. [{name = "overlong", weight = 1.0}]."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(10.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline of one call, seconds: for a response, a batch, or an HTTP request with its retries. After it the samples
     score 0 and are counted."""
     max_failed_steps: int = Field(3, ge=0)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from oblr_megatron.config.section import Section
+from oblr_megatron.config.section import LONGEST_WAIT_S, Section
 
 
 class EnvironmentConfig(Section):
@@ -20,13 +20,13 @@ class EnvironmentConfig(Section):
     """Functions "package.module:function" that the policy may call. data.chat_template describes them in the prompt."""
     max_turns: int = Field(16, ge=1)
     """Most responses of the policy in one episode."""
-    deadline_s: float = Field(60.0, gt=0)
+    deadline_s: float = Field(60.0, gt=0, le=LONGEST_WAIT_S)
     """Seconds of an episode, without those in which it waits for the engine. After them its sample is empty, with
     reward 0."""
-    blocked_s: float = Field(10.0, gt=0)
+    blocked_s: float = Field(10.0, gt=0, le=LONGEST_WAIT_S)
     """Seconds that the function may run without an await. After them its process is killed: the episode's sample is
     empty, and the other episodes run again."""
-    tool_timeout_s: float = Field(10.0, gt=0)
+    tool_timeout_s: float = Field(10.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline of one call of a tool, seconds."""
     tool_workers: int = Field(2, ge=1)
     """Worker processes for tools."""
@@ -126,13 +126,13 @@ class RolloutConfig(Section):
     """Directory of saved samples to train from, without vLLM (`train --replay DIR`)."""
     only: bool = False
     """Sample, score and save num_steps batches without training (`train --rollout-only`)."""
-    start_timeout_s: float = Field(600.0, gt=0)
+    start_timeout_s: float = Field(600.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline for starting an engine, seconds."""
-    generate_timeout_s: float = Field(1800.0, gt=0)
+    generate_timeout_s: float = Field(1800.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline of one generate call, seconds."""
-    push_timeout_s: float = Field(300.0, gt=0)
+    push_timeout_s: float = Field(300.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline of one weight push, seconds."""
-    sleep_timeout_s: float = Field(120.0, gt=0)
+    sleep_timeout_s: float = Field(120.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline for an engine to free or reclaim its GPU memory, seconds."""
 
     @property

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 LARGEST = 2**63 - 1
 """Largest integer of TOML."""
+LONGEST_WAIT_S = 2_000_000
+"""Longest deadline, 23 days: poll(2), by which a wait ends, takes at most 2^31 milliseconds."""
 
 
 class Section(BaseModel):

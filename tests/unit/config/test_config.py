@@ -9,6 +9,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import oblr_megatron
 from oblr_megatron.config import Config, load_config, parse_config
 from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.config.checks import EVALUATED, biases
-from oblr_megatron.config.section import Section, is_section, section_in
+from oblr_megatron.config.section import LONGEST_WAIT_S, Section, is_section, section_in
 from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.accuracy import Grade, Grades, metrics
 
@@ -202,6 +203,18 @@ def keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
         for name, field in section.model_fields.items()
         for key in (keys(field.annotation, f"{prefix}{name}.") if is_section(field.annotation) else [f"{prefix}{name}"])
     ]
+
+
+WAITS = [key for key in keys() if key.endswith(("timeout_s", "deadline_s", "blocked_s"))]
+
+
+@pytest.mark.parametrize("key", WAITS)
+def test_a_deadline_that_no_wait_takes_is_refused(key: str) -> None:
+    """`poll` of a pipe raises OverflowError above 2^31 ms."""
+    assert f"{key} = 1000000000.0: Input should be less" in refused([f"{key}=1e9"])
+    reads, writes = Pipe(duplex=False)
+    writes.send(0)
+    assert reads.poll(LONGEST_WAIT_S)
 
 
 def test_every_field_is_documented() -> None:
