@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
 
-from oblr_megatron.config.section import LONGEST_WAIT_S, Section
+from pydantic import AfterValidator, Field
+
+from oblr_megatron.config.section import LONGEST_WAIT_S, Section, written_out
 
 
 class CheckpointConfig(Section):
@@ -22,7 +24,7 @@ class CheckpointConfig(Section):
     """Copy the state to host memory and write it in a thread while training goes on. false: wait for the files."""
     save_timeout_s: float = Field(1800.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline for writing a checkpoint, seconds; after it the run ends with an error."""
-    resume: str = "none"
+    resume: Annotated[str, AfterValidator(written_out)] = "none"
     """"none"; "newest" (`--resume`): the newest complete checkpoint of run_dir, or a fresh start without one; or the
     directory of a checkpoint, from which the run begins while run_dir has none. `--resume` keeps a directory."""
     time_limit_s: float | None = Field(None, gt=0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from oblr_megatron.config.section import Section
+from oblr_megatron.config.section import Section, written_out
 
 CONVENTION_NAMES = (
     "gsm8k",
@@ -35,7 +35,7 @@ GENERATED_KEYS = ("size", "seed", "options")
 class SourceConfig(Section):
     """One data set. A plain string is read as its path."""
 
-    path: str
+    path: Annotated[str, AfterValidator(written_out)]
     """A JSONL or parquet file, a pattern such as "data/*.parquet", a directory that `datasets` loads, a data set
     on the Hugging Face hub, or a convention (docs/data.md), which means its data set on the hub; or
     "reasoning_gym:NAME", a task of the package reasoning-gym."""

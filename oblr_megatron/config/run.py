@@ -203,7 +203,7 @@ def _explained(key: str, first: ErrorDetails, root: type[Section]) -> Problem:
     if first["type"] == "missing":
         return f"{_shown(key)} is missing", "set it in the file or as an override"
     message = first["msg"].removeprefix("Value error, ")
-    return f"{key} = {_shown(first['input'])}: {message}", "correct the value"
+    return f"{key} = {_shown(first['input'])}: {message}", first.get("ctx", {}).get("fix", "correct the value")
 
 
 def _shown(value: Any) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 LARGEST = 2**63 - 1
 """Largest integer of TOML."""
@@ -41,9 +42,25 @@ class Section(BaseModel):
             raise ValueError("give true or false")
         if kinds & {str, Path} and isinstance(value, (int, float, date, time)):
             raise ValueError("give text, in quotes")
-        if Path in kinds and isinstance(value, str) and not _possible(value):
-            raise ValueError("no file can have this name")
+        if Path in kinds and isinstance(value, (str, Path)):
+            written_out(str(value))
+            if not _possible(str(value)):
+                raise ValueError("no file can have this name")
         return value
+
+
+def written_out(path: str) -> str:
+    """Refuse a path that only a shell would expand; it would become a directory with the name `~` or `$HOME`.
+
+    Raises:
+        PydanticCustomError: with its fix.
+    """
+    if path.startswith("~") or "$" in path:
+        expanded = os.path.expanduser(os.path.expandvars(path))
+        example = "" if expanded.startswith("~") or "$" in expanded else f": {expanded}"
+        fix = f"write the path out, because nothing expands it here{example}"
+        raise PydanticCustomError("not_expanded", "a path with ~ or $ is taken literally", {"fix": fix})
+    return path
 
 
 def _entries(value: Any, annotation: Any) -> Any:

@@ -111,6 +111,23 @@ def test_contradicting_values(overrides: list[str], named: str) -> None:
     assert named in refused(overrides)
 
 
+PATHS = ("run_dir", "model.path", "data.train", "evaluate.data.a", "checkpoint.resume", "rollout.replay")
+
+
+@pytest.mark.parametrize("path", ["~/runs/a", "~", "$HOME/a", "/scratch/${USER}/a"])
+@pytest.mark.parametrize("key", [*PATHS, "algo.schedule_from"])
+def test_a_path_that_only_a_shell_expands_is_refused(key: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("USER", raising=False)
+    message = refused([f"{key}={path}"])
+    assert key in message and repr(path) in message and "Fix: write the path out" in message
+    assert (": /home/me" in message) == ("USER" not in path)
+
+
+def test_a_tilde_inside_a_path_is_a_name() -> None:
+    assert parse_config(MINIMAL, overrides=["run_dir=runs/a~b/~c"]).run_dir == Path("runs/a~b/~c")
+
+
 def test_resume_and_best_metric(tmp_path: Path) -> None:
     best = ["evaluate.data.a=a.jsonl", "evaluate.every_steps=1", "checkpoint.best_metric=eval/a/mean_at_k"]
     for resume in ("none", "newest", str(tmp_path), str(tmp_path / "deleted")):  # a config is also read later
