@@ -91,7 +91,8 @@ oblr_begin() {
     say "config $OBLR_CONFIG, run directory $run_dir, logs $logs, commit $(git rev-parse --short HEAD 2>/dev/null || echo none)"
 }
 
-# The run directory is the last run_dir=... argument, or named after the job id, which a requeue keeps.
+# The run directory is the last run_dir=... argument, or named after the job id, which a requeue keeps. A name of digits
+# is in TOML's quotes: the config needs them, and paths of this script must not have them.
 oblr_overrides() {
     local word
     overrides=() run_dir="runs/$job_name-$SLURM_JOB_ID"
@@ -99,6 +100,7 @@ oblr_overrides() {
         if [[ $word == run_dir=* ]]; then run_dir="${word#run_dir=}"; else overrides+=("$word"); fi
     done
     overrides+=("run_dir=$run_dir")
+    if [[ $run_dir == \"*\" || $run_dir == \'*\' ]]; then run_dir="${run_dir:1:-1}"; fi
 }
 
 # End time of the job, for checkpoint.exit_before_timeout_s; unset without a limit. SLURM 22.05 does not set it.

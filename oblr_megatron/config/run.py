@@ -202,6 +202,10 @@ def _explained(key: str, first: ErrorDetails, root: type[Section]) -> Problem:
         return f"unknown key {_shown(key)}", _nearest(first["loc"], root)
     if first["type"] == "missing":
         return f"{_shown(key)} is missing", "set it in the file or as an override"
+    if first["type"] == "not_text":  # of two pairs of quotes the shell removes one
+        text = f'"{first["input"]}"'
+        fix = f"write {key} = {text} in a file, {key}='{text}' in a shell"
+        return f"{key} = {_shown(first['input'])}: {first['msg']}", fix
     message = first["msg"].removeprefix("Value error, ")
     return f"{key} = {_shown(first['input'])}: {message}", first.get("ctx", {}).get("fix", "correct the value")
 

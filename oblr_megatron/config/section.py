@@ -41,7 +41,7 @@ class Section(BaseModel):
         if bool in kinds and not isinstance(value, bool):
             raise ValueError("give true or false")
         if kinds & {str, Path} and isinstance(value, (int, float, date, time)):
-            raise ValueError("give text, in quotes")
+            raise PydanticCustomError("not_text", "give text, in quotes")
         if Path in kinds and isinstance(value, (str, Path)):
             written_out(str(value))
             if not _possible(str(value)):

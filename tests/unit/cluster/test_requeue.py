@@ -146,6 +146,26 @@ def test_the_script_reads_the_runs_status(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [str(value) for value in asdict(written).values()]
 
 
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        (['run_dir="20261125"'], "20261125"),
+        (["run_dir='a b'", "seed=1"], "a b"),
+        (['run_dir="a"', "run_dir=runs/b"], "runs/b"),
+        (['run_dir="'], '"'),
+        ([], "runs/small-5"),
+    ],
+)
+def test_a_run_directory_in_quotes_is_found(given: list[str], path: str) -> None:
+    """The script's own paths have no quotes; the config needs them around a name of digits."""
+    script = 'job_name=small SLURM_JOB_ID=5; source slurm/lib.sh; oblr_overrides "$@"; echo "$run_dir"; '
+    command = ["bash", "-c", script + 'printf "%s\\n" "${overrides[@]}"', "job", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found, *overrides = done.stdout.splitlines()
+    last = next((word for word in reversed(given) if word.startswith("run_dir=")), f"run_dir={path}")
+    assert found == path and overrides[-1] == last
+
+
 BEGIN = """
 source slurm/lib.sh
 for step in overrides time margin cpu_bind python environment ports; do eval "oblr_$step() { run_dir=; }"; done

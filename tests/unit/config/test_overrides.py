@@ -65,8 +65,9 @@ def test_where_a_wrong_value_came_from(overrides: list[str], table: dict[str, An
     [
         ("rollout.servers=[http://a:1]", '["a", "b"]'),
         ("data.train=[a.jsonl, b.jsonl]", '["a", "b"]'),
-        ("run_dir=5", "in quotes"),
-        ("reward.name=2026-01-01", "in quotes"),
+        ("run_dir=20261125", "in quotes"),
+        ("run_dir=20261125", 'write run_dir = "20261125" in a file, run_dir=\'"20261125"\' in a shell'),
+        ("reward.name=2026-01-01", "reward.name='\"2026-01-01\"'"),
         ("seed=0x8000000000000000", "2^63"),
         ("seed=2147483648", "2147483648"),  # vLLM adds to it, and takes 32 bits
         (f"seed={HUGE}", "2^63"),
