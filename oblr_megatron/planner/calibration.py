@@ -24,7 +24,7 @@ from typing import Any
 
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
-from oblr_megatron.metrics import ENVIRONMENT_FILE, read_metrics, write_whole
+from oblr_megatron.metrics import ENVIRONMENT_FILE, read_metrics
 from oblr_megatron.model.published import model_config
 from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import Constants, Machine, as_table, cpu_machine
@@ -215,4 +215,5 @@ def write_constants(found: Fitted, out: Path, runs: Sequence[str]) -> None:
         "rows": [dict(zip(("run", "phase", "measured", "predicted"), row, strict=True)) for row in found.rows],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, json.dumps(record, indent=2) + "\n")
+    with out.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(record, indent=2) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,15 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top", type=count, default=10, metavar="K", help="layouts to show (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
-    parser.add_argument("--write", type=Path, metavar="FILE.toml", help="write the config sections of the best layout")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="output file of --calibrate")
+    parser.add_argument("--write", type=Path, metavar="FILE.toml", help="new file for the sections of the best layout")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="output file of --calibrate; must not exist")
     parser.set_defaults(function=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Search and print the layouts, or calibrate."""
+    """Search and print the layouts, or calibrate.
+
+    Raises:
+        UserError: an option is missing or out of bounds, or the file to write exists; nothing was searched.
+    """
     if options.calibrate:
         return _calibrate(options)
+    if options.write:
+        _check_new(options.write, "--write")
     request = request_of(options)  # before torch is imported
     from oblr_megatron.planner.search import search
     from oblr_megatron.planner.split import best_split
@@ -110,6 +117,22 @@ def request_of(options: argparse.Namespace) -> Any:
         table=run_table,
         speculation_acceptance=options.speculation_acceptance,
     )
+
+
+def _check_new(file: Path, option: str) -> None:
+    """Refuse a file that cannot be made, before a search of minutes. Directories on the way to it will be made.
+
+    Raises:
+        UserError: something has this name, or no file can be written there.
+    """
+    if os.path.lexists(file):
+        reason = "the file exists" if not file.is_dir() else "it is a directory"
+    else:
+        nearest = next(parent for parent in file.absolute().parents if os.path.exists(parent))
+        if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+            return
+        reason = f"{nearest} is not a directory that can be written"
+    raise UserError(f"cannot write {option}: {reason}", where=str(file), fix="name a new file in a writable directory")
 
 
 def _chance(text: str) -> float:
@@ -169,5 +192,6 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     if options.out is None:
         raise UserError("--out is missing", where="plan --calibrate", fix="name the file to write")
+    _check_new(options.out, "--out")
     print(calibrate(options.calibrate, options.gpu, options.out))
     return EXIT_OK

@@ -93,7 +93,8 @@ def write_toml(plan: Plan, request: Request, path: Path) -> None:
         peak=plan.peak_bytes / 1e9,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(head + toml(plan.sections), encoding="utf-8")
+    with path.open("x", encoding="utf-8") as file:  # plan_command.py has refused an existing file
+        file.write(head + toml(plan.sections))
 
 
 def toml(sections: Mapping[str, Any], prefix: str = "") -> str:

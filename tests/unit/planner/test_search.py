@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -169,3 +170,23 @@ def test_mistakes_end_in_one_line(more: list[str], said: str, capsys: pytest.Cap
     assert main([*ASK, *more]) == EXIT_USER
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_a_file_that_exists_is_refused_before_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also the file of --config, a directory, a dangling link, and places where no file can be made."""
+    config, link, closed = tmp_path / "run.toml", tmp_path / "link", tmp_path / "closed"
+    config.write_text("as it was")
+    link.symlink_to(tmp_path / "nothing")
+    closed.mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != closed and access(path, mode))
+    monkeypatch.setattr("oblr_megatron.planner.search.search", lambda _: pytest.fail("searched"))
+    for file in (config, tmp_path, link, config / "best.toml", closed / "a" / "best.toml"):
+        calibrate = ["plan", "--calibrate", str(tmp_path / "no_run"), "--out", str(file)]
+        for command in ([*ASK, "--config", str(config), "--write", str(file)], calibrate):
+            assert main(command) == EXIT_USER
+            said = capsys.readouterr().err
+            assert said.startswith("error: cannot write --") and str(file) in said and said.count("\n") == 1
+    assert config.read_text() == "as it was" and not list(closed.iterdir())
