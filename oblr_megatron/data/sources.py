@@ -147,7 +147,21 @@ def _file(path: Path) -> Iterator[Record]:
     if path.suffix == ".parquet":
         rows = _load(str(path), "load_dataset", "parquet", data_files=[str(path)], split="train", streaming=True)
         return _records(path.stem, rows, str(path))
-    return (Record(path.stem, number, _parse(line)) for number, line in _lines(path) if line.strip())
+    return _json_lines(path)
+
+
+def _json_lines(path: Path) -> Iterator[Record]:
+    """The rows of a JSONL file.
+
+    Raises:
+        UserError: the file cannot be read, or holds an array. Its last row alone has no comma, and would be used alone.
+    """
+    stated = ((number, line) for number, line in _lines(path) if line.strip())
+    for index, (number, line) in enumerate(stated):
+        if index == 0 and line.strip() == b"[":
+            fix = "write one JSON object per line, instead of one array"
+            raise UserError(f"{_CANNOT}: it begins with '['", where=str(path), fix=fix)
+        yield Record(path.stem, number, _parse(line))
 
 
 def _matching(pattern: str) -> list[Path]:
@@ -174,7 +188,7 @@ def _parse(line: bytes) -> dict[str, Any] | str:
     except UnicodeDecodeError:
         return "not UTF-8"
     except (ValueError, RecursionError):  # deep nesting ends in a RecursionError
-        return "not a JSON object" if line.strip() == b"[" else "not JSON"  # an array over several lines
+        return "not JSON"
     return record if isinstance(record, dict) else "not a JSON object"
 
 

@@ -224,3 +224,17 @@ def test_many_long_rows_go_to_the_tokenizer_in_parts(
     rows = [{"question": f"{'1+' * 20}{number}", "answer": number} for number in range(10)]
     prompts = stream(tokenizer, write_rows(tmp_path / "rows.jsonl", rows), shuffle=False)
     assert [prompt.answer for prompt in prompts.take(10)] == [str(number) for number in range(10)]
+
+
+@pytest.mark.parametrize("start", ["[\n", "\ufeff[\n", "\n  [  \r\n"])
+def test_an_array_with_one_object_a_line_is_refused(
+    start: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Only its last row has no comma behind it, so a run would train on that row."""
+    path = tmp_path / "rows.json"
+    path.write_text(start + ",\n".join(json.dumps(GOOD) for _ in range(3)) + "\n]\n", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        stream(tokenizer, path)
+    assert caught.value.where == str(path) and "one JSON object per line" in caught.value.fix
+    path.write_text(json.dumps(GOOD) + "\n[\n")
+    assert skipped_of(stream(tokenizer, path)) == [(2, "not JSON")]
