@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))  # one of the two sets is needed
+COPIED = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
+"""Files that every save and conversion copies from the source if they exist."""
 LENGTH_BYTES = 8  # at the start of a safetensors file: size of the JSON header, little endian
 MAX_HEADER_BYTES = 100_000_000
 QUANTIZATION, SCALES = "quantization_config", (".weight_scale", ".input_scale")
@@ -181,6 +186,7 @@ def check_hf_files(path: Path) -> dict[str, Any]:
     family_of(config, where=str(path / "config.json"))
     _check_values(config, path / "config.json")
     _check_tokenizer(path)
+    _check_readable(path)
     return config
 
 
@@ -236,6 +242,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     again = "download or export the file again"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+    except PermissionError as error:
+        raise UserError("cannot read the file: no permission", where=str(file), fix="make it readable") from error
     except OSError as error:
         raise UserError(f"{file.name} is missing", where=str(file.parent), fix="complete the directory") from error
     except ValueError as error:  # invalid JSON or UTF-8
@@ -273,6 +281,14 @@ def _check_tokenizer(path: Path) -> None:
         return
     wanted = " or ".join(" with ".join(names) for names in TOKENIZER_FILES)
     raise UserError(f"no tokenizer: {wanted} is missing", where=str(path), fix="copy the tokenizer files here")
+
+
+def _check_readable(path: Path) -> None:
+    """Optional files, too, can be read: otherwise every save of a run would fail."""
+    for name in COPIED:
+        file = path / name
+        if file.is_file() and not os.access(file, os.R_OK):
+            raise UserError("cannot read the file: no permission", where=str(file), fix="make it readable")
 
 
 def listed_tensors(path: Path) -> dict[str, set[str]]:

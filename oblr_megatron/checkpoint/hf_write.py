@@ -18,23 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE
+from oblr_megatron.checkpoint.hf_dir import COPIED, INDEX, SINGLE
 from oblr_megatron.checkpoint.safetensors_io import num_bytes, write_file
 from oblr_megatron.checkpoint.store import partial_directory, put, sync
 from oblr_megatron.weights.export import TensorMeta
 
 MAX_SHARD_BYTES = 5_000_000_000
-COPIED = (  # files copied from the source if they exist
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 
 
 @contextmanager

@@ -79,14 +79,17 @@ def read_status(run_dir: Path) -> Status:
     """The status of a run; "lost" for a run that was killed.
 
     Raises:
-        UserError: there is no status.json, or it is damaged.
+        UserError: there is no status.json, or it cannot be read or is damaged.
     """
     path = run_dir / STATUS_FILE
     try:
         status = Status(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UserError("no run has started here", where=str(path), fix="give the run_dir of a run") from None
-    except (OSError, ValueError, TypeError) as error:
+    except OSError as error:
+        what = f"cannot read the status: {error.strerror}"
+        raise UserError(what, where=str(path), fix="make it readable") from None
+    except (ValueError, TypeError) as error:
         raise UserError(f"the status is damaged: {error}", where=str(path), fix="remove this file") from None
     owner = Owner(status.pid, status.host, status.process, status.unix_time, status.unix_time)
     return replace(status, state="lost") if status.state == "running" and not owner.is_alive() else status

@@ -31,6 +31,9 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 def guarded(command: Callable[[], int]) -> int:
     """Run a command. A user's mistake ends in one line and status 2, a failed run in one line and status 1.
 
+    A file without permission is a mistake too: pathlib's exists, is_file and is_dir raise where a directory may not be
+    searched. A rank keeps the traceback, because its launcher has checked all paths.
+
     Temporary files of the command are removed at its end.
     """
     try:
@@ -45,6 +48,10 @@ def guarded(command: Callable[[], int]) -> int:
             print("error: ended by SIGINT", file=sys.stderr)
         return EXIT_SIGNAL + signal.SIGINT
     except (RuntimeError, OSError) as error:
+        if isinstance(error, PermissionError) and error.filename is not None and not launched():
+            fix = "give yourself access to it, or choose another path"
+            print(f"error: {UserError('no permission', where=str(error.filename), fix=fix)}", file=sys.stderr)
+            return EXIT_USER
         reason = reason_of(error)
         if reason is None:
             raise

@@ -160,3 +160,27 @@ def test_a_lost_rank_is_recognised_by_gloos_messages() -> None:
     waited = "[unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"
     assert reason_of(RuntimeError(waited)) == "lost another rank: Timed out waiting"
     assert reason_of(RuntimeError("shapes differ")) is None and reason_of(ValueError("Broken pipe")) is None
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_path_without_permission_is_one_line_except_in_a_rank(
+    launched: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tests may run as root, so the error is made: pathlib's is_dir raises it where a directory may not be searched."""
+
+    def refuse(path: Path, **_: object) -> os.stat_result:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    def command() -> int:
+        with monkeypatch.context() as inner:
+            inner.setattr(Path, "stat", refuse)
+            return int(Path("/np/m").is_dir())
+
+    monkeypatch.setattr("oblr_megatron.runtime.command_line.launched", lambda: launched)
+    if launched:
+        with pytest.raises(PermissionError):
+            guarded(command)
+        return
+    assert guarded(command) == EXIT_USER
+    said = capsys.readouterr().err
+    assert said == "error: no permission [/np/m]. Fix: give yourself access to it, or choose another path\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -291,3 +292,16 @@ def test_the_fingerprint_is_that_of_the_weights(single: Path, sharded: Path, tmp
     before = check_hf_dir(tied).fingerprint
     rewrite(tied, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     assert check_hf_dir(tied).fingerprint == before, "some copies store the tied output layer"
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja", "tokenizer_config.json"])
+def test_a_file_that_saves_could_not_copy_is_refused(
+    name: str, single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests may run as root, so the answer of the system is replaced."""
+    path = shutil.copytree(single, tmp_path / "model")
+    (path / name).touch()
+    monkeypatch.setattr(os, "access", lambda file, mode: Path(file).name != name or mode != os.R_OK)
+    with pytest.raises(UserError, match="cannot read the file") as caught:
+        check_hf_dir(path)
+    assert caught.value.where == str(path / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -122,3 +123,15 @@ def test_one_rank_writes(tmp_path: Path) -> None:
 def test_a_status_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="the run's own"), recorded(run(tmp_path / "absent")):
         raise RunError("the run's own")
+
+
+def test_a_status_without_permission_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fix for a damaged one is to remove it."""
+
+    def refuse(path: Path, **_: object) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(UserError, match="cannot read the status: Permission denied") as caught:
+        read_status(tmp_path)
+    assert caught.value.fix == "make it readable"
