@@ -182,11 +182,28 @@ def check_hf_files(path: Path) -> dict[str, Any]:
     Raises:
         UserError: names what is missing or wrong, and the file.
     """
-    config = _read_json(path / "config.json")
-    family_of(config, where=str(path / "config.json"))
-    _check_values(config, path / "config.json")
+    config = _read_config(path / "config.json")
     _check_tokenizer(path)
     _check_readable(path)
+    return config
+
+
+def model_config(model: str | Path) -> dict[str, Any]:
+    """The checked config.json of a directory, which needs no weights and no tokenizer, or the published one of a name.
+
+    Raises:
+        UserError: neither, or config.json is damaged or of another architecture.
+    """
+    from oblr_megatron.model.published import published
+
+    file = Path(model) / "config.json"
+    return _read_config(file) if file.is_file() else published(str(model))
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    config = _read_json(file)
+    family_of(config, where=str(file))
+    _check_values(config, file)
     return config
 
 

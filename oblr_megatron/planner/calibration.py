@@ -22,10 +22,10 @@ from math import exp, log, sqrt
 from pathlib import Path
 from typing import Any
 
+from oblr_megatron.checkpoint.hf_dir import model_config
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import ENVIRONMENT_FILE, read_metrics
-from oblr_megatron.model.published import model_config
 from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import Constants, Machine, as_table, cpu_machine
 from oblr_megatron.planner.sampling_cost import push_phase, rollout_phase

@@ -93,7 +93,7 @@ def request_of(options: argparse.Namespace) -> Any:
     Raises:
         UserError: an option is missing or out of bounds.
     """
-    from oblr_megatron.model.published import model_config
+    from oblr_megatron.checkpoint.hf_dir import model_config
     from oblr_megatron.observe.performance.hardware import device_named
     from oblr_megatron.planner.constants import Constants, Machine, read_constants
     from oblr_megatron.planner.request import Request

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig, parse_config
 from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.memory.rank_shapes import RankSizes
-from oblr_megatron.model.published import model_config
+from oblr_megatron.model.published import published
 from oblr_megatron.model.sequence import local_part
 from oblr_megatron.padding import FP8_GATHERED_TOKENS, FP8_TOKENS, Padding, padding_of, padding_of_layout
 from oblr_megatron.types import Sample
@@ -117,7 +117,7 @@ def test_the_memory_estimate_counts_the_padding() -> None:
         "parallel": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
     }
     config: Config = parse_config(table)
-    sizes = RankSizes.of(model_config("Qwen3-8B"), config, stage=0)
+    sizes = RankSizes.of(published("Qwen3-8B"), config, stage=0)
     tokens = sizes.tokens(rows=2, length=700)
     assert padding_of(config.model, config.parallel).row == lcm(4 * 128, 16) == 512
     assert (tokens.length, tokens.split) == (1024, 512)

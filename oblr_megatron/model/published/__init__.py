@@ -41,19 +41,3 @@ def published(name: str) -> dict[str, Any]:
 def _letters(name: str) -> str:
     """Example: "qwen3_8b" and "Qwen3-8B" -> "qwen38b"."""
     return re.sub(r"[\s_-]", "", name.lower())
-
-
-def model_config(model: str | Path) -> dict[str, Any]:
-    """The config.json of a directory, or the published one of a name.
-
-    Raises:
-        UserError: neither.
-    """
-    file = Path(model) / "config.json"
-    if not file.is_file():
-        return published(str(model))
-    try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"not JSON: {error}", where=str(file), fix="give a complete config.json") from error
-    return config

@@ -190,3 +190,22 @@ def test_a_file_that_exists_is_refused_before_the_search(
             said = capsys.readouterr().err
             assert said.startswith("error: cannot write --") and str(file) in said and said.count("\n") == 1
     assert config.read_text() == "as it was" and not list(closed.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "model_type None"),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 768}, "model_type 'gpt2'"),
+        ({"run_dir": "run", "num_steps": 3, "model": {"path": "m"}}, "model_type None"),
+        (published("Qwen3-0.6B") | {"hidden_size": "1024"}, "hidden_size is '1024'"),
+        ([], "not a JSON object"),
+    ],
+)
+def test_a_config_json_of_something_else_is_refused(
+    config: object, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--model", str(tmp_path), *ASK[3:]]) == EXIT_USER
+    error = capsys.readouterr().err
+    assert said in error and str(tmp_path / "config.json") in error and error.count("\n") == 1
