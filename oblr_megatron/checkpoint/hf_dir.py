@@ -33,6 +33,7 @@ COPIED = (
 """Files that every save and conversion copies from the source if they exist."""
 LENGTH_BYTES = 8  # at the start of a safetensors file: size of the JSON header, little endian
 MAX_HEADER_BYTES = 100_000_000
+ROPES = ("rope_parameters", "rope_scaling")
 QUANTIZATION, SCALES = "quantization_config", (".weight_scale", ".input_scale")
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of a plain model's tensors, by their names in safetensors
 SAMPLED_TENSORS, SAMPLED_BYTES = 64, 4096  # of a fingerprint
@@ -263,7 +264,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise UserError("cannot read the file: no permission", where=str(file), fix="make it readable") from error
     except OSError as error:
         raise UserError(f"{file.name} is missing", where=str(file.parent), fix="complete the directory") from error
-    except ValueError as error:  # invalid JSON or UTF-8
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8, or thousands of brackets
         raise UserError(f"the file is not JSON: {error}", where=str(file), fix=again) from error
     if not isinstance(content, dict):
         raise UserError("the file is not a JSON object", where=str(file), fix=again)
@@ -276,9 +277,11 @@ def _check_values(config: dict[str, Any], file: Path) -> None:
     more = (*(("head_dim",) if states else ()), *(("moe_intermediate_size",) if experts else ()))
     values = {name: config.get(name) for name in (*SIZES, *more)}
     wrong = {name: value for name, value in values.items() if type(value) is not int or value < 1}
-    rope = config.get("rope_parameters")
+    tables = {name: config.get(name) or {} for name in (*ROPES, QUANTIZATION)}
+    wrong |= {name: value for name, value in tables.items() if not isinstance(value, dict)}
     numbers = {name: config.get(name, 1) for name in ("rms_norm_eps", "rope_theta", "max_position_embeddings")}
-    numbers |= {"rope_parameters.rope_theta": rope.get("rope_theta", 1)} if isinstance(rope, dict) else {}
+    for name in (name for name in ROPES if name not in wrong):
+        numbers |= {f"{name}.{key}": tables[name].get(key, 1) for key in ("rope_theta", "factor")}
     wrong |= {name: value for name, value in numbers.items() if not _is_positive(value)}
     wrong |= {"num_experts": experts} if type(experts) is not int or experts < 0 else {}
     tied = config.get("tie_word_embeddings", False)

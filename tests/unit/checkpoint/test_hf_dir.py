@@ -153,6 +153,30 @@ DAMAGE_SINGLE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: edit_json(path / "config.json", lambda c: c.update(vocab_size=37.0)),
         "vocab_size is 37.0",
     ),
+    "config with a text for a table": (
+        lambda path: edit_json(path / "config.json", lambda c: c.update(rope_scaling="linear")),
+        "rope_scaling is 'linear'",
+    ),
+    "config with a list for a table": (
+        lambda path: edit_json(path / "config.json", lambda c: c.update(rope_parameters=["linear"])),
+        "rope_parameters is ['linear']",
+    ),
+    "config with a method for a table": (
+        lambda path: edit_json(path / "config.json", lambda c: c.update(quantization_config="fp8")),
+        "quantization_config is 'fp8'",
+    ),
+    "config with a text for a factor": (
+        lambda path: edit_json(path / "config.json", lambda c: c.update(rope_scaling={"factor": "8"})),
+        "rope_scaling.factor is '8'",
+    ),
+    "config with a text for the newer factor": (
+        lambda path: edit_json(path / "config.json", lambda c: c["rope_parameters"].update(factor="8")),
+        "rope_parameters.factor is '8'",
+    ),
+    "config with too many brackets": (
+        lambda path: (path / "config.json").write_text("[" * 10**6),
+        "not JSON",
+    ),
     "config without a rounding": (
         lambda path: edit_json(path / "config.json", lambda c: c.update(rms_norm_eps=math.nan)),
         "rms_norm_eps is nan",
