@@ -97,11 +97,16 @@ def _cannot_write(out: Path, reason: str) -> UserError:
 
 
 def _data(path: str, question: str | None, answer: str | None) -> DataConfig:
-    """The section of a source, with columns that its first row has."""
+    """The section of a source, with columns that its first row has.
+
+    Raises:
+        UserError: the source cannot be read.
+    """
     from oblr_megatron.config.data import DataConfig, SourceConfig
+    from oblr_megatron.config.run import validated
     from oblr_megatron.data.sources import convention_of, open_source
 
-    source = SourceConfig(path=path)
+    source = validated(SourceConfig, {"path": path}, "DATA_FILE")
     row = next((record.value for record in open_source(source) if isinstance(record.value, dict)), {})
     if convention_of(source).answers:  # a known benchmark has its own columns
         row = {}

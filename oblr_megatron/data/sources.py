@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from oblr_megatron.config.data import SourceConfig
+from oblr_megatron.config.run import validated
 from oblr_megatron.data.conventions import CONVENTIONS, GENERATED, PLAIN, Convention
 from oblr_megatron.data.gym import check_gym, gym_rows
 from oblr_megatron.errors import UserError
@@ -53,7 +54,7 @@ def named_source(text: str) -> tuple[str, SourceConfig]:
         "aime24"                -> "aime24", SourceConfig(path="aime24", convention="aime24")
 
     Raises:
-        UserError: the path is empty, or is a pattern without a NAME.
+        UserError: the path is empty, is a pattern without a NAME, or names no task.
     """
     name, sign, path = text.partition("=")
     if not sign or not re.fullmatch(r"[\w.-]+", name) or os.path.exists(text):
@@ -62,8 +63,9 @@ def named_source(text: str) -> tuple[str, SourceConfig]:
         raise UserError(f"{text!r} has no path", where="--data", fix="write NAME=PATH, a path, or a convention")
     if not name and has_magic(path):
         raise UserError(f"the pattern {path!r} has no name", where="--data", fix=f"write NAME={path}")
-    if task := SourceConfig(path=path).gym_task:
-        return name or task, SourceConfig(path=path)
+    source = validated(SourceConfig, {"path": path}, "--data")
+    if source.gym_task:
+        return name or source.gym_task, source
     if not name:
         name = Path(path).name if Path(path).is_dir() or _is_hub_name(path) else Path(path).stem
         return name, SourceConfig(path=path, convention=_bare_convention(path))

@@ -80,6 +80,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["eval", "--model", "model", "--data", "rows.jsonl", "evaluate.top_p=2"],
         "evaluate.top_p",
     ),
+    "eval of no task": (["eval", "--model", "model", "--data", "reasoning_gym:"], "names no task"),
+    "init of no task": (["init", "model", "reasoning_gym:"], "names no task"),
     "quantize without rows": (["quantize", "model", "fp8"], "--calibration"),
     "quantize to no format": (["quantize", "model", "fp8", "--format", "fp3"], "fp3"),
     "quantize of no model": (["quantize", "none", "fp8", "--calibration", "rows.jsonl"], "none"),

@@ -184,7 +184,7 @@ def test_a_file_name_may_contain_an_equals_sign(tmp_path: Path, monkeypatch: pyt
     assert named_source("gsm8k=1.jsonl") == ("gsm8k=1", SourceConfig(path="gsm8k=1.jsonl"))
 
 
-@pytest.mark.parametrize("text", ["", "a=", "p/*.jsonl"])
+@pytest.mark.parametrize("text", ["", "a=", "p/*.jsonl", "reasoning_gym:"])
 def test_arguments_without_path_or_name(text: str) -> None:
     with pytest.raises(UserError) as error:
         named_source(text)
