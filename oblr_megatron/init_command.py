@@ -73,6 +73,8 @@ def init(options: argparse.Namespace) -> int:
     out: Path = options.out
     if out.exists() or not out.absolute().parent.is_dir():
         raise _cannot_write(out, "the file exists" if out.exists() else "its directory does not exist")
+    if out.suffix != ".toml":  # `train` reads x.json as JSON
+        raise _cannot_write(out, "it is TOML, and the name does not end in .toml")
     model = check_hf_dir(options.model)
     data = _data(options.data, options.question_column, options.answer_column)
     text = document(settings(model, data, out))

@@ -92,6 +92,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "serve on no port": (["serve", "--model", "model", "--port", "99999"], "99999"),
     "init of no model": (["init", "none", "rows.jsonl"], "none"),
     "init over a file": (["init", "model", "rows.jsonl", "--out", "c.toml"], "c.toml"),
+    "init of another kind of file": (["init", "model", "rows.jsonl", "--out", "x.json"], "end in .toml"),
     "init of no data": (["init", "model", "none.jsonl"], "none.jsonl"),
     "report of no run": (["report", "none"], "none"),
     "no study": (["study", "none"], "none"),
