@@ -46,6 +46,12 @@ def test_the_minimal_file(tmp_path: Path) -> None:
     assert (config.reward.name, config.algo.snr.horizon) == ("math", 9)
 
 
+@pytest.mark.parametrize(("name", "content"), [("c.toml", TOML), ("config.json", json.dumps(MINIMAL))])
+def test_a_byte_order_mark_is_no_part_of_a_config(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert load_config(tmp_path / name) == parse_config(MINIMAL)
+
+
 def test_a_saved_config_can_be_read_again() -> None:
     config = parse_config(MINIMAL, overrides=["evaluate.data={gsm8k = 'g.jsonl'}", "group_size=4"])
     assert parse_config(json.loads(json.dumps(config.model_dump(mode="json")))) == config
