@@ -37,7 +37,7 @@ $(GPU_VENV)/.ready: requirements/gpu.txt requirements/te.txt requirements/build_
 	@test -n "$(GPU_PYTHON)" || { echo "no Python 3.12 found. Fix: make gpu-env GPU_PYTHON=/path/to/python3.12"; exit 2; }
 	$(GPU_PYTHON) -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/gpu.txt
-	requirements/build_te.sh $(CURDIR)/$(GPU_VENV)/bin/python
+	requirements/build_te.sh $(abspath $(GPU_VENV)/bin/python)
 	$(GPU_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -98,5 +98,7 @@ lock:
 lock-gpu:
 	$(PYTHON) tools/lock_gpu.py
 
+# What make and the tools can make again. run/ stays: it may hold checkpoints.
 clean:
-	rm -rf $(VENV) $(GPU_VENV) run
+	rm -rf $(VENV) $(GPU_VENV) .venv-oldest build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find oblr_megatron studies tests tools examples -name __pycache__ -prune -exec rm -rf {} +
