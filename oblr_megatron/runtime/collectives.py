@@ -152,9 +152,8 @@ class Collectives:
         padded = torch.zeros(width, dtype=torch.uint8)
         padded[: len(payload)] = payload[:width]
         self._all_gather(payloads, padded, what, max(1e-3, deadline - time.monotonic()))
-        own = dist.get_rank(self._group)
         for rank in broadcast:
-            payloads[rank] = payload if rank == own else torch.empty(sizes[rank], dtype=torch.uint8)
+            payloads[rank] = payload if rank == self._group.rank() else torch.empty(sizes[rank], dtype=torch.uint8)
             work = dist.broadcast(payloads[rank], rank, group=self._group, async_op=True)
             self._wait(work, what, seconds, max(1e-3, deadline - time.monotonic()))
         return [pickle.loads(text[:size].numpy().tobytes()) for text, size in zip(payloads, sizes, strict=True)]
