@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oblr_megatron.checkpoint.hf_dir import LENGTH_BYTES, HFDir, read_header
+from oblr_megatron.checkpoint.hf_dir import HFDir
+from oblr_megatron.checkpoint.safetensors_header import LENGTH_BYTES, read_header
 from oblr_megatron.weights.export import TensorMeta
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
