@@ -166,6 +166,7 @@ def _evaluation(progress: float, draw: np.random.Generator) -> dict:
         "eval/sums/maj_at_k": min(1.0, sampled + 0.1 * (1 - sampled)),
         "eval/sums/response_length": 3.2 + 0.4 * progress,
         "eval/sums/truncated_fraction": 0.03 * (1 - progress),
+        "eval/sums/unscored": 0,
     }
 
 

@@ -59,12 +59,13 @@ def _evaluation_chart(name: str) -> ChartSpec:
         f"Held-out accuracy: {name}",
         "Share of held-out prompts answered correctly: by the greedy response, by the average of k sampled responses "
         "(mean@k), by at least one of them (pass@k), and by their most frequent answer (maj@k). The strips show mean "
-        "response length, and the share of responses cut at the token limit.",
+        "response length, the share of responses cut at the token limit, and the responses that could not be scored.",
         "Accuracy that stalls while the reward rises (memorisation), or pass@k that falls while mean@k rises (loss of "
         "diversity).",
         panel("", *curves, include=(0.0, 1.0)),
         strip("tokens", CurveSpec(f"eval/{name}/response_length", "mean length", "marks", 5), include=(0.0,)),
         strip("", CurveSpec(f"eval/{name}/truncated_fraction", "truncated", "marks", 5), include=(0.0, 0.1)),
+        strip("responses", CurveSpec(f"eval/{name}/unscored", "unscored", "marks", 5), include=(0.0, 1.0)),
     )
 
 
