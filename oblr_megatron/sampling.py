@@ -15,7 +15,6 @@ import torch
 from oblr_megatron.algo.baseline import mixed_groups
 from oblr_megatron.checkpoint.resume import Checkpoint
 from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest, call_seed
-from oblr_megatron.errors import UnwrittenError
 from oblr_megatron.evaluation.accuracy import metrics as accuracies
 from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.items import COLUMNS, RunItems
@@ -37,7 +36,7 @@ from oblr_megatron.rollout.routes import with_routes
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
 from oblr_megatron.rollout.waves import Collected, Wave, by_responses, of_prompts, of_responses
-from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
+from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.runtime.stopping import StopRequest
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import Scored
@@ -253,9 +252,9 @@ class Sampling:
         writes = self.parallel.rank == 0
         samples = self.with_routes(batch.samples, range(len(batch.samples)) if writes else ())
 
-        def write() -> str | None:
+        def write() -> None:
             if not writes:
-                return None
+                return
             saved = SavedStep(
                 step=record.done,
                 temperature=rollout.temperature,
@@ -266,20 +265,10 @@ class Sampling:
                 rewards=batch.scored.rewards.flatten().tolist(),
                 model=self.model.fingerprint,
             )
-            try:
-                write_step(self.config.run_dir / "rollouts", saved)
-            except UnwrittenError as error:
-                return str(error)
-            return None
+            write_step(self.config.run_dir / "rollouts", saved)
 
-        own, seconds = attempt(write), self.config.parallel.distributed_timeout_s
-        outcomes = self.collectives.gather(own, what="the samples to be written", seconds=seconds)
-        raise_first(outcomes, own)
-        failure = next((outcome.value for outcome in outcomes if outcome.value is not None), None)
-        if failure is not None:  # the same type on all ranks, because all of them save the state then
-            error = UnwrittenError(failure)
-            error.agreed = True
-            raise error
+        seconds = self.config.parallel.distributed_timeout_s
+        self.collectives.together(write, what="the samples to be written", seconds=seconds)
 
     def with_routes(self, samples: list[Sample], wanted: Iterable[int]) -> list[Sample]:
         """With model.moe_routing_replay, the samples with the routes of the wanted ones; see `rollout.routes`."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from oblr_megatron.data.long_rows import LongRows, too_long
 from oblr_megatron.data.rows import Row, Skipped, read_rows
+from oblr_megatron.data.sources import ONE_PER_LINE
 from oblr_megatron.data.template import RefusedError, check_template, render
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import Prompt
@@ -222,7 +223,7 @@ def _fix(skipped: Sequence[Skipped]) -> str:
         reason = "not a JSON object"
     fixes = {
         "longer than": "raise data.max_prompt_tokens, or give shorter rows",
-        "not a JSON object": "write one JSON object per line, instead of one array",
+        "not a JSON object": ONE_PER_LINE,
         "refused by": "give conversations that the chat template accepts, or set data.chat_template to false",
         "overlapping": "give other training rows, or raise data.overlap_threshold",
         "cannot be generated": "change the options of the source",

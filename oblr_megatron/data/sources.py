@@ -30,6 +30,7 @@ _SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # written by Dataset.save_
 BATCH_ROWS = 1024  # rows per read
 _REPEATED = ("huggingface_hub.utils._http", "datasets.packaged_modules.parquet.parquet")
 """Loggers of failed requests and damaged files. Our own error says the same once."""
+ONE_PER_LINE = "write one JSON object per line, instead of one array"
 _CANNOT = "cannot read the data set"
 
 
@@ -161,8 +162,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
     stated = ((number, line) for number, line in _lines(path) if line.strip())
     for index, (number, line) in enumerate(stated):
         if index == 0 and line.strip() == b"[":
-            fix = "write one JSON object per line, instead of one array"
-            raise UserError(f"{_CANNOT}: it begins with '['", where=str(path), fix=fix)
+            raise UserError(f"{_CANNOT}: it begins with '['", where=str(path), fix=ONE_PER_LINE)
         yield Record(path.stem, number, _parse(line))
 
 

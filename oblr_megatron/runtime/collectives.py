@@ -19,15 +19,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, EnginesGoneError, RunError, UserError
+from oblr_megatron.errors import (
+    DamagedError,
+    DeadlineError,
+    EngineLostError,
+    EnginesGoneError,
+    RunError,
+    UnwrittenError,
+    UserError,
+)
 
 Value = TypeVar("Value")
 
-SHORT = 2**16  # bytes; padding to this length costs nothing
+SHORT = 2**16  # bytes; values up to this length are always padded
 GROUP_TIMEOUT = timedelta(days=30)
 """Timeout of the process group. It exceeds every deadline of `gather`, so the deadline of `gather` applies."""
 
-_GRAVITY: tuple[type[RunError], ...] = (RunError, EnginesGoneError, EngineLostError, DamagedError)
+_GRAVITY: tuple[type[RunError], ...] = (RunError, UnwrittenError, EnginesGoneError, EngineLostError, DamagedError)
 """Gravest first. The gravest of several failures decides, because a restart does not fix a plain RunError."""
 
 

@@ -12,7 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.errors import DamagedError, DeadlineError, EngineDeadlineError, EngineLostError, RunError
+from oblr_megatron.errors import (
+    DamagedError,
+    DeadlineError,
+    EngineDeadlineError,
+    EngineLostError,
+    RunError,
+    UnwrittenError,
+)
 from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
 from tests.distributed.launch import run_ranks
 
@@ -23,6 +30,7 @@ FAILURES: dict[str, list[BaseException | None]] = {  # by rank
     "damage and a loss": [DamagedError("a bucket"), None, EngineLostError("engine 2 died")],
     "damage": [None, DamagedError("a bucket"), None],
     "a loss and a refusal": [EngineLostError("engine 0 died"), None, RunError("no")],
+    "samples": [UnwrittenError("the disk is full"), None, None],
     "a loss and a bug": [EngineLostError("engine 0 died"), ZeroDivisionError("a bug"), None],
 }
 KINDS = {
@@ -31,6 +39,7 @@ KINDS = {
     "damage and a loss": [EngineLostError] * 3,
     "damage": [DamagedError] * 3,
     "a loss and a refusal": [RunError] * 3,
+    "samples": [UnwrittenError] * 3,
     "a loss and a bug": [RunError, ZeroDivisionError, RunError],
 }
 

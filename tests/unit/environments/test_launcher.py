@@ -71,7 +71,7 @@ def children() -> set[int]:
 
 @contextmanager
 def launched(directory: Path, failures: int) -> Iterator[Launcher]:
-    """A launcher with a process whose first forks fail; each above 100 ends it."""
+    """A launcher with a process that fails its first forks. The number in NOTES says how often and how it fails."""
     (directory / "user.py").write_text(FUNCTION)
     (directory / "user.notes").write_text(str(failures))
     table = {

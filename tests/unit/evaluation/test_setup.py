@@ -19,7 +19,7 @@ from tests.tiny import make_hf_dir
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Of a run with servers, whose gradients overlap with sampling."""
+    """The config of a run with servers that computes gradients while they sample."""
     model = make_hf_dir(tmp_path_factory.mktemp("setup") / "model", head_dim=32)
     keys = [
         "rollout.servers=['http://127.0.0.1:1']",
