@@ -43,7 +43,7 @@ class RunError(RuntimeError):
     """The run cannot continue. The message names what failed, or who waited for what."""
 
     agreed = False
-    """Whether all ranks raise this error together; then one of them prints it."""
+    """Whether all ranks raise this error together. Then the run saves its state, and one rank prints it."""
 
 
 class EngineLostError(RunError):
@@ -51,11 +51,11 @@ class EngineLostError(RunError):
 
 
 class EnginesGoneError(RunError):
-    """No engine came back, or finished its samples, in time: the run saves its state and ends."""
+    """No engine came back, or finished its samples, in time."""
 
 
 class UnwrittenError(RunError):
-    """The samples of a step cannot be written: the run saves its state and ends."""
+    """The samples of a step cannot be written."""
 
 
 class DeadlineError(RunError):

@@ -45,6 +45,7 @@ from oblr_megatron.model.precision import this_machine
 from oblr_megatron.observe.performance.profiler import check_profile
 from oblr_megatron.observe.trackers.registry import check_trackers
 from oblr_megatron.rewards.registry import check_reward
+from oblr_megatron.rollout import resume_sampling
 from oblr_megatron.rollout.placement import place
 from oblr_megatron.rollout.replay import check_replay, check_replayed
 from oblr_megatron.rollout.server_checks import check_servers
@@ -94,7 +95,9 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     check_machine(config, model.config, this_machine())
     if torch.cuda.is_available():
         check_compiler()
-    checkpoints = resume.find(config, model) if owns_run_dir else []
+    checkpoints: list[Checkpoint] = []
+    if owns_run_dir:
+        checkpoints = (resume_sampling if config.rollout.only else resume).find(config, model)
     norms = None if config.rollout.only else choose_mode(model, config, checkpoints, world_size)
     check_settings(model.config, config, world_size, local_world_size(world_size), on_gpu=torch.cuda.is_available())
     if config.rollout.replay is None and config.rollout.servers:

@@ -18,7 +18,7 @@ from oblr_megatron.algo.weighting import first_guess
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.checkpoint.saver import Facts, Saved, Saver
-from oblr_megatron.errors import DamagedError, EngineLostError, EnginesGoneError, RunError, UnwrittenError
+from oblr_megatron.errors import RunError
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import GradientMomentum, momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
@@ -28,7 +28,6 @@ from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.opening import open_sampling
 from oblr_megatron.policy_gradient import PolicyGradient
-from oblr_megatron.rewards.shared import NoRewardError
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.sampling import Sampling
 from oblr_megatron.weights.export import MegatronWeights
@@ -197,7 +196,7 @@ class Run:
             raise RunError(f"{self.unsaved}; a resumed run begins at an older step")
 
     def rescue(self) -> None:
-        """Save the state of a run that lost its engines or its reward for good, or cannot write samples. Collective.
+        """Save the state of a run that cannot go on. Collective.
 
         A loss before the update saves the state before the step. A loss after it saves the state after the step and
         logs the metrics so far. Before the first update there is nothing to save.
@@ -243,9 +242,8 @@ class Run:
 def open_run(config: Config) -> Iterator[Run]:
     """Open a run that trains: `open_sampling`, the model, its optimizer and its schedule.
 
-    When the engines are lost for good, a push stays incomplete, a reward that worked fails for every response, or
-    samples cannot be written, the state is saved before the error goes on. Every rank sees these errors at the same
-    point, and saving is collective.
+    The state is saved before an error goes on that all ranks raise together, because saving is collective. Examples:
+    the engines are lost for good, a reward that worked fails for every response, samples cannot be written.
 
     Raises:
         UserError: bad input, found before the process group or any engine is started.
@@ -294,8 +292,9 @@ def open_run(config: Config) -> Iterator[Run]:
                 run.pools.load_state_dict(resumed.state["pools"])
         try:
             yield run
-        except (EngineLostError, EnginesGoneError, DamagedError, NoRewardError, UnwrittenError):
-            run.rescue()
+        except RunError as error:
+            if error.agreed:
+                run.rescue()
             raise
         finally:
             run.saver.close()

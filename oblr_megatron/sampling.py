@@ -34,7 +34,7 @@ from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, refill
 from oblr_megatron.rollout.prompt_source import PromptSource
 from oblr_megatron.rollout.routes import with_routes
 from oblr_megatron.rollout.staleness import staleness
-from oblr_megatron.rollout.step_file import SavedStep, write_step
+from oblr_megatron.rollout.step_file import SAVED, SavedStep, write_step
 from oblr_megatron.rollout.waves import Collected, Wave, by_responses, of_prompts, of_responses
 from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.runtime.stopping import StopRequest
@@ -264,8 +264,9 @@ class Sampling:
                 samples=samples,
                 rewards=batch.scored.rewards.flatten().tolist(),
                 model=self.model.fingerprint,
+                position=self.position,
             )
-            write_step(self.config.run_dir / "rollouts", saved)
+            write_step(self.config.run_dir / SAVED, saved)
 
         seconds = self.config.parallel.distributed_timeout_s
         self.collectives.together(write, what="the samples to be written", seconds=seconds)
@@ -335,8 +336,5 @@ class Sampling:
         if reason is None or step == self.config.num_steps:
             return False
         self.stopped_by, self.trackers.state = reason, "stopped"
-        then = "continue with --resume"
-        if self.config.rollout.only:  # it has no checkpoints
-            then = "a run with rollout.only cannot be resumed; its saved steps are complete"
-        self.display.message(f"stopped after step {step} of {self.config.num_steps} ({reason}); {then}")
+        self.display.message(f"stopped after step {step} of {self.config.num_steps} ({reason}); continue with --resume")
         return True

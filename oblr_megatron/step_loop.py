@@ -83,7 +83,7 @@ def waves(sampling: Sampling, prompts: list[Prompt], record: StepRecord, *, stre
 
 def sample(sampling: Sampling) -> None:
     """`rollout.only`: sample, score and save every step, train nothing."""
-    for step in range(sampling.config.num_steps):
+    for step in range(sampling.start, sampling.config.num_steps):
         record = sampling.begin_step(step)
         prompts = sampling.prompts()
         deque(waves(sampling, prompts, record, streams=False), maxlen=0)

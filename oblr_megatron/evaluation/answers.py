@@ -86,19 +86,20 @@ def evaluate(
         config: sampling settings in `evaluate` and `rollout`.
         done: grades of the first blocks. A block is sampled again only if it has unscored responses.
         sink: receives the items of every block that is sampled.
-        strict: a block without any scored response raises, before the sink receives it.
+        strict: as many unscored responses in a row as a block has raise, before the sink receives the last of them.
 
     Raises:
-        RunError: `strict`, and the reward failed for every response of a block; the same on every rank.
+        RunError: `strict`, and the reward failed for that many responses in a row; the same on every rank.
     """
     grades, fault = list(done), ""
     for first, block in unfinished(config, len(prompts), done):
         items, cause = _items(name, block, engines, prompts, reward, config)
+        own = [item.grade for item in items]
         if strict:
-            _check_scored(name, items, cause)
+            _check_scored(name, [*grades[:first], *own], config, cause)
         if sink is not None:
             sink(first, items)
-        grades[first : first + block.size] = [item.grade for item in items]
+        grades[first : first + block.size] = own
         fault = fault or cause
     return Grades.of(grades, len(prompts), config.evaluate.samples_per_prompt, fault)
 
@@ -120,25 +121,26 @@ def unfinished(config: Config, count: int, done: Sequence[Grade]) -> list[tuple[
     return found
 
 
-def greedy_rewards(engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config) -> list[float]:
-    """[Q] main rewards of one greedy response to each prompt. Collective.
+def greedy_grades(engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config) -> list[Grade]:
+    """[Q] grades of one greedy response to each prompt. Collective.
 
     Raises:
-        RunError: the reward failed for every response of a block.
+        RunError: the reward failed for as many responses in a row as a block has.
     """
-    verdicts = []
+    grades: list[Grade] = []
     for block in blocks_of(config, len(prompts), ("greedy",)):
         items, cause = _items("", block, engines, prompts, reward, config)
-        _check_scored("", items, cause)
-        verdicts += [item.verdict for item in items]
-    return verdicts
+        grades += [item.grade for item in items]
+        _check_scored("", grades, config, cause)
+    return grades
 
 
-def _check_scored(name: str, items: Sequence[Item], cause: str) -> None:
-    """Raise if the zeros of a block say nothing about the model."""
-    if not any(item.scored for item in items):
+def _check_scored(name: str, grades: Sequence[Grade], config: Config, cause: str) -> None:
+    """Raise if the zeros of the last responses say nothing about the model. A short last block alone proves little."""
+    recent = grades[-block_responses(config) :]
+    if not any(grade.scored for grade in recent):
         where = f"set {name!r}: " if name else ""
-        raise RunError(f"{where}the reward failed for every response of a block of {len(items)}: {cause}")
+        raise RunError(f"{where}the reward failed for the last {len(recent)} responses: {cause}")
 
 
 def _items(

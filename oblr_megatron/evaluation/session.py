@@ -105,7 +105,7 @@ def run(task: Task) -> list[SetReport]:
     """Sample the missing responses of each set, print its line, and write the metrics. Starts an engine if needed.
 
     Raises:
-        RunError: an engine failed, the reward failed for every response of a block, or a file cannot be written.
+        RunError: an engine failed, the reward failed for a whole block, or a file cannot be written.
     """
     reports = []
     with ExitStack() as stack:

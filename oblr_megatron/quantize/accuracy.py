@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from oblr_megatron.errors import RunError
 from oblr_megatron.evaluation.accuracy import is_right, wilson_interval
-from oblr_megatron.evaluation.answers import greedy_rewards
+from oblr_megatron.evaluation.answers import greedy_grades
 from oblr_megatron.evaluation.setup import opened
+from oblr_megatron.rewards.base import cause_of
 from oblr_megatron.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -33,22 +35,26 @@ Sets = Mapping[str, Sequence[Prompt]]
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Accuracy on one set. Example: Accuracy(prompts=200, right=151, accuracy=0.755, low=0.691, high=0.809)"""
+    """Accuracy on one set.
+
+    Example: Accuracy(prompts=200, right=151, accuracy=0.755, low=0.691, high=0.809, unscored=0)
+    """
 
     prompts: int
     right: int
     accuracy: float
     low: float  # 95% interval (Wilson)
     high: float
+    unscored: int = 0  # responses that could not be scored; they count as wrong
 
 
-def count_right(rewards: Sequence[float]) -> Accuracy:
-    """Accuracy from [Q] rewards on greedy responses.
+def count_right(rewards: Sequence[float], unscored: int = 0) -> Accuracy:
+    """Accuracy from [Q] rewards on greedy responses, of which `unscored` only say that the reward failed.
 
     Example: count_right([1.0, 0.0]) = Accuracy(prompts=2, right=1, accuracy=0.5, low=0.095, high=0.905)
     """
     right = sum(map(is_right, rewards))
-    return Accuracy(len(rewards), right, right / len(rewards), *wilson_interval(right, len(rewards)))
+    return Accuracy(len(rewards), right, right / len(rewards), *wilson_interval(right, len(rewards)), unscored)
 
 
 def with_vllm(directory: Path, sets: Sets, config: Config) -> dict[str, Accuracy]:
@@ -57,17 +63,29 @@ def with_vllm(directory: Path, sets: Sets, config: Config) -> dict[str, Accuracy
     model = config.model.model_copy(update={"path": directory})
     config = config.model_copy(update={"rollout": rollout, "model": model})
     with opened(config) as (engines, reward):
-        return {name: count_right(greedy_rewards(engines, prompts, reward, config)) for name, prompts in sets.items()}
+        answered = {name: greedy_grades(engines, prompts, reward, config) for name, prompts in sets.items()}
+    return {
+        name: count_right([grade.verdict for grade in grades], sum(not grade.scored for grade in grades))
+        for name, grades in answered.items()
+    }
 
 
 def with_transformers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sets: Sets, reward: Reward, max_tokens: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sets: Sets, reward: Reward, config: Config
 ) -> dict[str, Accuracy]:
-    """Accuracy of a transformers model in its current state."""
-    return {
-        name: count_right(reward.score(own, transformers_greedy(model, tokenizer, own, max_tokens)).main_rewards)
-        for name, own in sets.items()
-    }
+    """Accuracy of a transformers model in its current state.
+
+    Raises:
+        RunError: the reward failed for every response to a set.
+    """
+    found = {}
+    for name, prompts in sets.items():
+        samples = transformers_greedy(model, tokenizer, prompts, config.rollout.max_response_tokens)
+        result = reward.score(prompts, samples)
+        if len(result.unscored) == len(samples):
+            raise RunError(f"set {name!r}: the reward failed for every response: {cause_of([result], config.reward)}")
+        found[name] = count_right(result.main_rewards, len(result.unscored))
+    return found
 
 
 def vllm_computes_fp8() -> bool:

@@ -94,8 +94,8 @@ def _answer_simulated(model: PreTrainedModel, task: Task) -> Accuracies:
     max_tokens = task.config.rollout.max_response_tokens
     with build_reward(task.config.reward, max_response_tokens=max_tokens) as reward:
         with fp8.original(model):
-            before = with_transformers(model, task.tokenizer, task.sets, reward, max_tokens)
-        return before, with_transformers(model, task.tokenizer, task.sets, reward, max_tokens)
+            before = with_transformers(model, task.tokenizer, task.sets, reward, task.config)
+        return before, with_transformers(model, task.tokenizer, task.sets, reward, task.config)
 
 
 def _report(

@@ -79,4 +79,5 @@ class Report:
 
 
 def _interval(accuracy: Accuracy) -> str:
-    return f"{accuracy.accuracy:.1%} ({accuracy.low:.1%} to {accuracy.high:.1%})"
+    unscored = f", {accuracy.unscored:,} unscored" if accuracy.unscored else ""
+    return f"{accuracy.accuracy:.1%} ({accuracy.low:.1%} to {accuracy.high:.1%}{unscored})"

@@ -83,6 +83,8 @@ class SharedReward(Reward):
 class NoRewardError(RunError):
     """The reward has failed for every response of several steps, after it had worked."""
 
+    agreed = True  # every rank counts the same results
+
 
 class FailedSteps:
     """Counts the steps in a row in which no response got a reward. The same on every rank."""

@@ -64,10 +64,12 @@ class Recovery:
         if self.over and self._limit == 0:
             raise error
         if self.over:
-            raise EngineLostError(
+            last = EngineLostError(
                 f"{error}\nThis came after {self._limit} restarts without a completed rollout in between "
                 "(rollout.max_restarts)"
-            ) from error
+            )
+            last.agreed = error.agreed
+            raise last from error
         self._in_row += 1
         if self._logs:
             reason = str(error).partition("; the end of ")[0]  # without the quoted tail of the engine's log

@@ -1,6 +1,6 @@
 """The samples of one step as a file, RUN_DIR/rollouts/step_000001.parquet: one row per sample, prompt-major.
 
-    path = write_step(run_dir / "rollouts", SavedStep(step=1, ...))
+    path = write_step(run_dir / SAVED, SavedStep(step=1, ...))
     saved = read_step(path)
 
 `SCHEMA` lists the columns. The file's metadata describes the whole step (schema version, step, sizes, temperature, data
@@ -23,6 +23,8 @@ import pyarrow.parquet as pq
 from oblr_megatron.errors import UnwrittenError, UserError
 from oblr_megatron.types import FinishReason, Prompt, Sample
 
+SAVED = "rollouts"
+"""Folder in a run directory with its saved samples."""
 KEY = b"oblr_rollouts"
 PROMPT_COLUMNS = {"prompt_row": "row", "prompt_id": "id", "prompt_text": "text"} | {
     name: name for name in ("answer", "source", "tolerance", "columns")
@@ -32,6 +34,8 @@ SCHEMA_VERSION = 5
 ROUTES = "routes"
 """The column of routes, and the fact [layers, k] about it."""
 STEP_FACTS = ("step", "temperature", "epoch", "skipped")
+LATER_FACTS: dict[str, Any] = {"model": "", "position": None}
+"""Facts that files of old versions lack, with the value for them."""
 
 
 def _list(kind: pa.DataType) -> pa.DataType:
@@ -92,6 +96,7 @@ class SavedStep:
     samples: list[Sample]  # N = Q * G
     rewards: list[float]  # N, as the run scored them
     model: str = ""  # fingerprint of the weights that the run started from; empty in files of old versions
+    position: dict[str, Any] | None = None  # in the data, after the step; None in files of old versions
 
     @property
     def group_size(self) -> int:
@@ -117,15 +122,15 @@ def write_step(directory: Path, saved: SavedStep) -> Path:
         "num_prompts": len(saved.prompts),
         "group_size": saved.group_size,
     }
-    facts |= {name: getattr(saved, name) for name in (*STEP_FACTS, "model")}
+    facts |= {name: getattr(saved, name) for name in (*STEP_FACTS, *LATER_FACTS)}
     facts[ROUTES] = next((list(one.routes.shape[1:]) for one in saved.samples if one.routes is not None), None)
     rows = [_row(saved, position) for position in range(len(saved.samples))]
-    table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({KEY: json.dumps(facts)}))
     try:
+        table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({KEY: json.dumps(facts)}))
         directory.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
         os.replace(partial, path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a text that UTF-8 cannot write
         with suppress(OSError):  # a full disk needs the room
             partial.unlink(missing_ok=True)
         raise UnwrittenError(f"cannot write the samples of step {saved.step}: {error}") from error
@@ -155,10 +160,10 @@ def read_step(path: Path) -> SavedStep:
     firsts = rows[::group_size]
     saved = SavedStep(
         **{name: facts[name] for name in STEP_FACTS},
+        **{name: facts.get(name, default) for name, default in LATER_FACTS.items()},
         prompts=[_prompt(row) for row in firsts],
         samples=[_sample(row, facts.get(ROUTES), path) for row in rows],
         rewards=[row["reward"] for row in rows],
-        model=facts.get("model", ""),
     )
     _check_consistent(saved, rows, facts, path)
     return saved

@@ -80,7 +80,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="resume from the newest complete checkpoint of run_dir; without one from checkpoint.resume, if it is set",
+        help="resume from the newest complete checkpoint of run_dir; without one from checkpoint.resume, if it is set; "
+        "with rollout.only after the last saved step",
     )
     samples = parser.add_mutually_exclusive_group()
     parser.add_argument(

@@ -108,6 +108,13 @@ def test_samples_first_training_later(tmp_path: Path, overrides: Overrides) -> N
     assert [step["step"] for step in records(a)] == [1, 2] and "grad_norm" not in records(a)[0]
     assert (a / "report.html").exists()
 
+    resumed = tmp_path / "resumed"
+    succeed(forked_cli([*command, *overrides(resumed, num_steps=1), "--rollout-only"]))
+    said = succeed(forked_cli([*command, *overrides(resumed, num_steps=2), "--rollout-only", "--resume"]))
+    assert "continues after step 1" in said
+    assert [step["step"] for step in records(resumed)] == [1, 2]
+    assert read_step(step_path(resumed / "rollouts", 2)) == read_step(step_path(a / "rollouts", 2))
+
     result = forked_cli([*command, "--replay", str(a / "rollouts"), *overrides(b, num_steps=2)])
     assert result.returncode == 2 and "1 updates before the trainer's version 1" in result.stderr, result.stderr
     assert not b.exists()

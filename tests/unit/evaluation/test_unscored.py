@@ -21,7 +21,7 @@ from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.errors import RunError
 from oblr_megatron.evaluation import session
 from oblr_megatron.evaluation.accuracy import metrics
-from oblr_megatron.evaluation.answers import evaluate, greedy_rewards
+from oblr_megatron.evaluation.answers import evaluate, greedy_grades
 from oblr_megatron.evaluation.items import Item, RunItems
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.rewards.base import Reward, RewardResult
@@ -131,12 +131,22 @@ def test_a_failed_side_term_does_not_unscore_the_main_one() -> None:
 def test_a_strict_evaluation_raises_before_the_sink_gets_a_block_without_scores() -> None:
     written: list[int] = []
     sink = lambda first, items: written.append(first)  # noqa: E731
-    with pytest.raises(RunError, match=r"'s'.*block of 2: .*reward.timeout_s") as caught:
+    with pytest.raises(RunError, match=r"'s'.*last 2 responses: .*reward.timeout_s") as caught:
         evaluate("s", cast(Any, Echo()), PROMPTS, Failing(3, 4), config(), sink=sink, strict=True)
     assert written == [0, 2] and "\n" not in str(caught.value)
     evaluate("s", cast(Any, Echo()), PROMPTS, Failing(3, 5, 7), config(), strict=True)
     with pytest.raises(RunError):
-        greedy_rewards(cast(Any, Echo()), PROMPTS, Failing(2), config())
+        greedy_grades(cast(Any, Echo()), PROMPTS, Failing(0, 1), config())
+
+
+def test_one_bad_response_alone_in_its_block_is_only_counted() -> None:
+    grades = evaluate("s", cast(Any, Echo()), PROMPTS, Failing(2), config(), strict=True)
+    assert metrics(grades)["unscored"] == 1
+    assert [one.scored for one in greedy_grades(cast(Any, Echo()), PROMPTS, Failing(2), config())] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_only_blocks_with_unscored_responses_are_sampled_again() -> None:

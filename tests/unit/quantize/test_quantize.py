@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from oblr_megatron.cli import main
-from oblr_megatron.config import DataConfig
+from oblr_megatron.config import DataConfig, parse_config
 from oblr_megatron.errors import EXIT_USER, RunError, UserError
 from oblr_megatron.quantize import quantize_command as command
-from oblr_megatron.quantize.accuracy import Accuracy, count_right, transformers_greedy
+from oblr_megatron.quantize.accuracy import Accuracy, count_right, transformers_greedy, with_transformers
 from oblr_megatron.quantize.calibration import MAX_HELD_OUT, pack, read_rows
 from oblr_megatron.quantize.fidelity import CHUNK, LogitComparison
 from oblr_megatron.quantize.fp8 import Written, check_written, quiet
+from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.types import Prompt
 from tests.tiny import VOCAB, make_hf_dir, make_moe_hf_dir, make_tokenizer
 
@@ -155,6 +156,29 @@ def test_right_answers_are_counted():
     found = count_right([1.0, 0.0, 0.5, 1.0])
     assert found == Accuracy(prompts=4, right=2, accuracy=0.5, low=found.low, high=found.high)
     assert 0 < found.low < 0.5 < found.high < 1
+    assert count_right([1.0, 0.0], unscored=1).unscored == 1
+
+
+class Late(Reward):
+    """Late for the responses to these prompts, else 1."""
+
+    def __init__(self, *late: int) -> None:
+        self.late = late
+
+    def score(self, prompts, samples):
+        return RewardResult(
+            [float(n not in self.late) for n in range(len(samples))], faults=dict.fromkeys(self.late, "late")
+        )
+
+
+def test_responses_without_a_score_are_counted(source):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), make_tokenizer()
+    prompts = [Prompt(n, str(n), "", row, "", "") for n, row in enumerate(ROWS[:2])]
+    config = parse_config({"run_dir": "run", "model": {"path": source}, "data": {"train": "t"}})
+    found = with_transformers(model, tokenizer, {"s": prompts}, Late(1), config)["s"]
+    assert (found.right, found.unscored) == (1, 1)
+    with pytest.raises(RunError, match=r"'s'.*every response.*reward.timeout_s"):
+        with_transformers(model, tokenizer, {"s": prompts}, Late(0, 1), config)
 
 
 def test_a_librarys_output_is_shown_only_if_it_fails(capfd):

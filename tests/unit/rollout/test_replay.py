@@ -19,7 +19,7 @@ import pytest
 
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.engine.protocol import SamplingRequest
-from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.errors import RunError, UnwrittenError, UserError
 from oblr_megatron.rollout.replay import ReplayEngine, check_replay
 from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path, write_step
 from oblr_megatron.types import Prompt, Sample
@@ -114,6 +114,14 @@ def test_a_disk_that_takes_nothing_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file")
     with pytest.raises(RunError, match="cannot write the samples of step 1"):
         write_step(tmp_path / "rollouts", saved_step())
+
+
+def test_a_text_that_no_file_can_hold_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
+    saved = saved_step()
+    odd = replace(saved.prompts[0], text="half of a pair: \ud83d")
+    with pytest.raises(UnwrittenError, match=r"cannot write the samples of step 1: .*surrogates not allowed"):
+        write_step(tmp_path, replace(saved, prompts=[odd, *saved.prompts[1:]]))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_replay_hands_out_the_steps_in_order(directory: Path) -> None:

@@ -1,0 +1,100 @@
+"""Where a run with `rollout.only` continues: after its last saved step.
+
+    checkpoints = find(config, model)          # as checkpoint/resume.py does for runs that train; [] starts at step 1
+
+Each file of RUN_DIR/rollouts has the position in the data after its step. Seeds of sampling depend on the step alone.
+So a resumed run draws what the unbroken run would have drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oblr_megatron.checkpoint.resume import NEWEST, Checkpoint
+from oblr_megatron.checkpoint.store import Manifest
+from oblr_megatron.checks.run_dir import CONFIG_FILE
+from oblr_megatron.errors import UserError
+from oblr_megatron.metrics import METRICS_FILE, read_metrics
+from oblr_megatron.rollout.step_file import SAVED, SavedStep, read_step, step_path
+
+if TYPE_CHECKING:
+    from oblr_megatron.checkpoint.hf_dir import HFDir
+    from oblr_megatron.config import Config
+
+logger = logging.getLogger(__name__)
+
+
+def find(config: Config, model: HFDir) -> list[Checkpoint]:
+    """The last saved step as a checkpoint without files; [] if the run has done no step.
+
+    A step counts when metrics.jsonl has it, too. A damaged file is logged, and its step is sampled again.
+
+    Raises:
+        UserError: The run directory is of a run that trains. Or no saved step can be read. Or the samples are of
+            another model or have other sizes.
+    """
+    run_dir, resume = config.run_dir, config.checkpoint.resume
+    if resume == "none":
+        return []
+    if resume != NEWEST:
+        raise UserError(
+            "a run with rollout.only has no checkpoints, so it cannot begin from one",
+            where=f"config: checkpoint.resume {resume}",
+            fix="set model.path to the checkpoint's hf directory",
+        )
+    before = _config_of(run_dir)
+    steps = [record["step"] or 0 for record in read_metrics(run_dir)] if (run_dir / METRICS_FILE).exists() else []
+    if before is not None and steps and not before["rollout"]["only"]:
+        raise UserError("run_dir holds a run that trains", where=str(run_dir), fix="name a new run_dir")
+    done, problem = int(max(steps, default=0)), None
+    for step in range(done, 0, -1):
+        path = step_path(run_dir / SAVED, step)
+        try:
+            saved = read_step(path)
+        except UserError as error:
+            problem = problem or error
+            logger.warning("step %d is sampled again: %s", step, error)
+            continue
+        _check_fits(saved, config, model, path)
+        return [Checkpoint(path, Manifest(step, {}, {"config": before, "data": saved.position}))]
+    if problem is not None:
+        raise problem
+    return []
+
+
+def _config_of(run_dir: Path) -> dict[str, Any] | None:
+    """The configuration of the run so far; None before its first start."""
+    path = run_dir / CONFIG_FILE
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found["rollout"]["only"], bool) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        what = f"the run's configuration cannot be read: {error}"
+        raise UserError(what, where=str(path), fix="name a new run_dir") from None
+
+
+def _check_fits(saved: SavedStep, config: Config, model: HFDir, path: Path) -> None:
+    """Check that further steps belong to the same set of samples.
+
+    Raises:
+        UserError: names what differs.
+    """
+    if saved.position is None:
+        what = "the samples were saved by an earlier version, without their position in the data"
+        raise UserError(what, where=str(path), fix="name a new run_dir")
+    if saved.model != model.fingerprint:
+        fix = "set model.path to the model that the run started with, or name a new run_dir"
+        raise UserError("the samples were drawn from another model", where=str(path), fix=fix)
+    for name, old, new in (
+        ("num_prompts", len(saved.prompts), config.num_prompts),
+        ("group_size", saved.group_size, config.group_size),
+        ("rollout.temperature", saved.temperature, config.rollout.temperature),
+    ):
+        if old != new:
+            what = f"the samples were saved with {name} {old}, but the run has {new}"
+            raise UserError(what, where=str(path), fix=f"set {name} to {old}, or name a new run_dir")
