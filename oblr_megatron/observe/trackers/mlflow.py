@@ -45,7 +45,8 @@ class MlflowTracker(Tracker):
     def _configure(self, config: Mapping[str, Any]) -> None:
         """Params, which MLflow never changes, and the file config.json of this attempt."""
         known = self._client.get_run(self._id).data.params
-        params = [Param(key, str(value)[:LONGEST]) for key, value in flatten(config).items() if key not in known]
+        values = {allowed(key): str(value)[:LONGEST] for key, value in flatten(config).items()}
+        params = [Param(key, value) for key, value in values.items() if key not in known]
         for first in range(0, len(params), BATCH):
             self._client.log_batch(self._id, params=params[first : first + BATCH])
         self._client.log_dict(self._id, dict(config), "config.json")
@@ -71,5 +72,9 @@ class MlflowTracker(Tracker):
 
 
 def allowed(name: str) -> str:
-    """A name as MLflow takes it. Example: "val-core/aime/acc/mean@8" -> "val-core/aime/acc/mean_at_8\""""
-    return FORBIDDEN.sub("_", name.replace("@", "_at_"))
+    """A name as MLflow takes it: it is also a relative path, in which every part counts.
+
+    Example: "val-core/aime/acc/mean@8" -> "val-core/aime/acc/mean_at_8", "pool//data/mean" -> "pool/_/data/mean"
+    """
+    parts = FORBIDDEN.sub("_", name.replace("@", "_at_")).split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from oblr_megatron.config import Config, validated
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import Record, read_metrics
 from oblr_megatron.observe.trackers.feed import Trackers
@@ -115,6 +116,31 @@ def test_mlflow_files_hold_the_run(offline: Path, monkeypatch: pytest.MonkeyPatc
     }
     table = Path(client.download_artifacts(run.info.run_id, "evaluations/sums/step_000002.json"))
     assert json.loads(table.read_text()) == {"columns": list(COLUMNS), "data": [list(row) for row in ROWS]}
+
+
+def test_mlflow_takes_any_name(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets and data sources are named freely, and a source may be a path or an address. Nothing of it is lost."""
+    from mlflow import MlflowClient
+
+    sets = ("gsm8k@1", "a+b", "math (hard)", "../up", "/data/x", "https://x.org/y", "a/./b")
+    table = configured(offline / "run", "mlflow").model_dump(mode="json")
+    table["evaluate"]["data"] = {name: f"{place}.jsonl" for place, name in enumerate(sets)}
+    config, said = validated(Config, table, "test"), []
+    record: Record = {"step": 1, **{f"pool/{name}/mean": place for place, name in enumerate(sets)}}
+    for resume_step in (None, 0):  # params are written once
+        with Trackers(config, said.append, rank=0, resume_step=resume_step) as trackers:
+            trackers.start()
+            trackers.log(record)
+            trackers.table(1, "../up", COLUMNS, ROWS)
+    assert said == []
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = MlflowClient((config.run_dir / "mlflow").as_uri())
+    run = client.get_run(json.loads((config.run_dir / "trackers" / "mlflow.json").read_text())["id"])
+    assert run.data.params["evaluate.data.math _hard_.path"] == "2.jsonl"
+    assert sum(name.startswith("evaluate.data.") and name.endswith(".path") for name in run.data.params) == len(sets)
+    pools = {name: value for name, value in run.data.metrics.items() if name.startswith("pool/")}
+    assert sorted(pools.values()) == list(range(len(sets)))
+    assert pools["pool/https:/_/x.org/y/mean"] == sets.index("https://x.org/y")
 
 
 def test_a_local_trackio_holds_the_run(offline: Path) -> None:
