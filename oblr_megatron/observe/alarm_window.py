@@ -123,12 +123,13 @@ class Window:
 def planned(setting: Callable[[str], Any]) -> Planned:
     """What the checks need of a configuration, given as a function from dotted keys to values (None: not known).
 
-    With several updates on a batch the noise is that of the first update alone, so it advises no batch size.
+    With several updates on a batch, the signal and noise are those of the first update, on a part of the prompts. So
+    num_prompts is not compared with them. The group size needs no such exception: the split of the noise needs norms.
     """
     on_policy = (setting("algo.updates_per_batch") or 1) == 1
     return Planned(
         lr=(setting("optimizer.lr") or 0.0) if setting("algo.schedule") == "snr" else 0.0,
         lr_warmup_steps=setting("optimizer.lr_warmup_steps") or 0,
         num_prompts=(setting("num_prompts") or 0) if on_policy else 0,
-        group_size=(setting("group_size") or 0) if on_policy else 0,
+        group_size=setting("group_size") or 0,
     )

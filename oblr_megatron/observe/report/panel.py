@@ -6,6 +6,7 @@ import numpy as np
 
 from oblr_megatron.algo.noise_split import compared_with_best
 from oblr_megatron.formatting import number
+from oblr_megatron.observe.alarm_window import planned
 from oblr_megatron.observe.report.chart import Rule
 from oblr_megatron.observe.report.history import History
 from oblr_megatron.observe.report.specs import ChartSpec, CurveSpec, chart, panel, strip
@@ -48,8 +49,8 @@ def every_baseline(history: History) -> ChartSpec:
 
 
 def batch_size(history: History) -> ChartSpec:
-    """The critical batch size against the run's num_prompts, with advice."""
-    prompts = history.setting("num_prompts")
+    """The critical batch size against the run's num_prompts, with advice; not with algo.updates_per_batch."""
+    prompts = planned(history.setting).num_prompts
     rules = (Rule(float(prompts), "num_prompts", forced=True),) if prompts else ()
     return chart(
         "Batch size",
@@ -99,11 +100,11 @@ def pools(history: History) -> ChartSpec:
 
 
 def batch_advice(history: History) -> str:
-    """Advice on num_prompts from the last third of the critical batch sizes; "" if none was logged.
+    """Advice on num_prompts from the last third of the critical batch sizes; "" without one or with several updates.
 
     A step of Q prompts is worth Q / (Q + B) noiseless steps, where B is the critical size (arXiv 1812.06162, eq. 2.11).
     """
-    values, prompts = history.points("snr/critical_batch_size")[1], history.setting("num_prompts")
+    values, prompts = history.points("snr/critical_batch_size")[1], planned(history.setting).num_prompts
     if not len(values) or not prompts:
         return ""
     critical = float(np.median(values[-(len(values) // 3 + 1) :]))

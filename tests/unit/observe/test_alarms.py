@@ -128,7 +128,8 @@ def test_the_settings_that_checks_compare_with() -> None:
     table = {"optimizer.lr": 1e-3, "algo.schedule": "snr", "num_prompts": 64, "group_size": 8}
     assert planned(table.get) == Planned(lr=1e-3, num_prompts=64, group_size=8)
     assert planned((table | {"algo.schedule": "cosine"}).get).lr == 0.0, "a rate that is meant to fall"
-    assert planned((table | {"algo.updates_per_batch": 4}).get) == Planned(lr=1e-3), "its noise is that of one update"
+    several = planned((table | {"algo.updates_per_batch": 4}).get)
+    assert several == Planned(lr=1e-3, group_size=8), "its noise is that of one update"
     assert planned({}.get) == Planned()
 
 

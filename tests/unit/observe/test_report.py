@@ -23,7 +23,7 @@ from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.report.axes import linear_axis, log_axis, step_axis
 from oblr_megatron.observe.report.costs import RANKED
 from oblr_megatron.observe.report.history import History, load_history, smooth, thin_line, thin_points
-from oblr_megatron.observe.report.panel import batch_advice, group_advice
+from oblr_megatron.observe.report.panel import batch_advice, batch_size, group_advice
 from oblr_megatron.observe.report.ranks import memory_of_ranks
 from oblr_megatron.observe.report.sections import sections
 from oblr_megatron.timing import PHASES
@@ -308,6 +308,16 @@ def test_batch_advice(critical, said):
     records = [{"step": step, "snr/critical_batch_size": critical} for step in range(1, 9)]
     assert numbers(batch_advice(History(Path(), records, {"num_prompts": 64}, {}))) == said
     assert batch_advice(History(Path(), [{"step": 1}], {"num_prompts": 64}, {})) == ""
+
+
+def test_several_updates_on_a_batch_get_no_advice_on_its_size():
+    """The critical size is that of one update, which takes a part of the prompts."""
+    records = [{"step": step, "snr/critical_batch_size": 64.0} for step in range(1, 9)]
+    advice = {}
+    for updates in (1, 4):
+        spec = batch_size(History(Path(), records, {"num_prompts": 64, "algo": {"updates_per_batch": updates}}, {}))
+        advice[updates] = "is worth" in spec.caption, len(spec.panels[0].rules)
+    assert advice == {1: (True, 1), 4: (False, 0)}
 
 
 @pytest.mark.parametrize(
