@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from oblr_megatron.config.baselines import BASELINES
+
 if TYPE_CHECKING:
     from oblr_megatron.metrics import Record
 
@@ -79,6 +81,7 @@ class Planned:
     lr_warmup_steps: int = 0
     num_prompts: int = 0
     group_size: int = 0
+    of_earlier_steps: bool = False  # whether the baseline averages rewards of earlier steps
 
 
 @dataclass(slots=True)
@@ -127,9 +130,11 @@ def planned(setting: Callable[[str], Any]) -> Planned:
     num_prompts is not compared with them. The group size needs no such exception: the split of the noise needs norms.
     """
     on_policy = (setting("algo.updates_per_batch") or 1) == 1
+    facts = BASELINES.get(setting("algo.baseline"))  # None: not recorded, or of another version
     return Planned(
         lr=(setting("optimizer.lr") or 0.0) if setting("algo.schedule") == "snr" else 0.0,
         lr_warmup_steps=setting("optimizer.lr_warmup_steps") or 0,
         num_prompts=(setting("num_prompts") or 0) if on_policy else 0,
         group_size=setting("group_size") or 0,
+        of_earlier_steps=facts is not None and facts.pool != "",
     )

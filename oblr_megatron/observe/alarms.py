@@ -150,7 +150,12 @@ def _clipped(window: Window) -> str:
 
 
 def _spread(window: Window) -> str:
-    """A weighted mean of rewards varies no more than the rewards, unless single responses dominate their groups."""
+    """A weighted mean of rewards varies no more than the rewards, unless single responses dominate their groups.
+
+    A mean of earlier steps may vary more: on a solved task all rewards are equal, and those of earlier steps were not.
+    """
+    if window.planned.of_earlier_steps:
+        return ""
     spread, rewards = (list(window.course(name).recent) for name in ("baseline/spread", "reward/std"))
     if len(spread) < EDGE or len(rewards) < EDGE:
         return ""

@@ -130,7 +130,15 @@ def test_the_settings_that_checks_compare_with() -> None:
     assert planned((table | {"algo.schedule": "cosine"}).get).lr == 0.0, "a rate that is meant to fall"
     several = planned((table | {"algo.updates_per_batch": 4}).get)
     assert several == Planned(lr=1e-3, group_size=8), "its noise is that of one update"
-    assert planned({}.get) == Planned()
+    for baseline, of_earlier_steps in (("pooled", True), ("optimal_pooled", True), ("optimal_prior", False)):
+        assert planned({"algo.baseline": baseline}.get) == Planned(of_earlier_steps=of_earlier_steps)
+    assert planned({"algo.baseline": "of another version"}.get) == planned({}.get) == Planned()
+
+
+def test_rewards_of_earlier_steps_may_vary_more_than_those_of_a_solved_task() -> None:
+    solved: list[Record] = [{"step": step, "reward/std": 0.0, "baseline/spread": 0.02} for step in range(1, 2 * EDGE)]
+    assert set_off(solved, Planned(of_earlier_steps=True)) == []
+    assert [alarm.name for alarm in set_off(solved)] == ["spread"]
 
 
 def test_falling_entropy_with_a_flat_reward_is_a_collapse() -> None:
