@@ -97,15 +97,17 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         )
         trackers = stack.enter_context(Trackers(config, display.message, rank=parallel.rank, resume_step=until))
         stream = _prompt_source(inputs, engines)
+        settings = past_settings = planned(flatten(config.model_dump(mode="json")).get)
         past: list[Record] = []
         if resumed is not None:
+            past_settings = planned(flatten(resumed.state["config"]).get)
             stream.load_state_dict(resumed.state["data"])
             past = _records_until(config.run_dir, resumed.step) if parallel.rank == 0 else []
             for record in past:
                 display.recall(record)
-        settings = planned(flatten(config.model_dump(mode="json")).get)
         profiler = stack.enter_context(open_profiler(config, parallel.rank, display.message))
         control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s))
+        alarms = LiveAlarms(config.run_dir, settings, display.message, past, past_settings) if rank == 0 else None
         yield Sampling(
             config=config,
             parallel=parallel,
@@ -118,7 +120,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             metrics=metrics,
             trackers=trackers,
             display=display,
-            alarms=LiveAlarms(config.run_dir, settings, display.message, past) if parallel.rank == 0 else None,
+            alarms=alarms,
             timer=_timer(display.phase, profiler),
             utilization=Utilization.of(inputs.model.config, config, world_size),
             ranks=RankLog(config.run_dir, control_group, until),

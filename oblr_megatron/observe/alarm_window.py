@@ -37,6 +37,8 @@ WATCHED = frozenset(
     }
 )
 """Metrics of which a Course is kept."""
+FORGOTTEN = (*SPLIT, "snr/critical_batch_size", "baseline/spread", "groups/mixed_fraction")
+"""Those that a check compares with a setting of Planned; they begin again when it changes."""
 
 
 @dataclass(slots=True)
@@ -118,6 +120,12 @@ class Window:
         if rank is not None and ratio is not None:
             self.lagging = 0 if ratio <= SLOWER else self.lagging + 1 if rank == self.laggard else 1
             self.laggard = rank
+
+    def change(self, settings: Planned) -> None:
+        """Compare with other settings from the next record on, and with none that was logged before."""
+        self.planned, self.resting = settings, 0
+        for name in FORGOTTEN:
+            self.courses.pop(name, None)
 
     def course(self, name: str) -> Course:
         return self.courses.get(name, Course())

@@ -236,6 +236,8 @@ CHECKS: dict[str, Callable[[Window], str]] = {
     "slow_rank": _slow_rank,
 }
 """All checks, most severe first; each returns the alarm's text, or "" if nothing is wrong."""
+BY_SETTINGS = ("rate", "group_size", "batch_size", "spread", "mixed")
+"""Checks that read Planned. Records before a resume may have had other settings, so they raise no such alarm later."""
 
 
 class Watch:
@@ -256,10 +258,31 @@ class Watch:
                 found.append(self._first[name])
         return found
 
+    def resume(self, settings: Planned) -> set[str]:
+        """Continue after the records so far, perhaps with other settings; names of the alarms that these raised."""
+        if settings != self._window.planned:
+            self._window.change(settings)
+        self._first = {name: alarm for name, alarm in self._first.items() if name not in BY_SETTINGS}
+        return set(self._first)
+
     def all(self) -> list[Alarm]:
         """Every alarm raised so far, most severe first; current numbers where the check still fires."""
         first = [self._first[name] for name in CHECKS if name in self._first]
         return [Alarm(alarm.name, alarm.step, CHECKS[alarm.name](self._window) or alarm.text) for alarm in first]
+
+
+def alarms_of(run_dir: Path, settings: Planned, records: Sequence[Record]) -> list[Alarm]:
+    """The alarms of a run for its report, most severe first; those of BY_SETTINGS as the run itself raised them."""
+    watch = Watch(settings)
+    for record in records:
+        watch.take(record)
+    found = {alarm.name: alarm for alarm in watch.all() if alarm.name not in BY_SETTINGS}
+    found |= {
+        raised["name"]: Alarm(**raised)
+        for _, raised in intact_lines(run_dir / ALARMS_FILE)
+        if raised["name"] in BY_SETTINGS
+    }
+    return [found[name] for name in CHECKS if name in found]
 
 
 class LiveAlarms:
@@ -273,17 +296,24 @@ class LiveAlarms:
         say: shows a line.
         past: records of the steps before a resume. Their alarms, and those in the file, are not reported again.
             Without past records the run is new and an existing file is removed.
+        past_settings: settings of the last of these steps, if others than now.
     """
 
     def __init__(
-        self, run_dir: Path, settings: Planned, say: Callable[[str], None], past: Sequence[Record] = ()
+        self,
+        run_dir: Path,
+        settings: Planned,
+        say: Callable[[str], None],
+        past: Sequence[Record] = (),
+        past_settings: Planned | None = None,
     ) -> None:
-        path, self._say, self._watch = run_dir / ALARMS_FILE, say, Watch(settings)
+        path, self._say, self._watch = run_dir / ALARMS_FILE, say, Watch(past_settings or settings)
         self._lines = KeptLines(path)
         if not past:
             path.unlink(missing_ok=True)
-        self._said = {alarm.name for record in past for alarm in self._watch.take(record)}
-        self._said |= {alarm["name"] for _, alarm in intact_lines(path)}
+        for record in past:
+            self._watch.take(record)
+        self._said = self._watch.resume(settings) | {alarm["name"] for _, alarm in intact_lines(path)}
 
     def take(self, record: Record, cause: str = "") -> list[Alarm]:
         """Check the record of a logged step; `cause` is an error of its reward. The new alarms."""

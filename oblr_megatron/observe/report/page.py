@@ -14,7 +14,7 @@ import numpy as np
 from oblr_megatron.formatting import MISSING, duration, fixed, flatten, quantity
 from oblr_megatron.metrics import describe, write_whole
 from oblr_megatron.observe.alarm_window import planned
-from oblr_megatron.observe.alarms import Alarm, Watch
+from oblr_megatron.observe.alarms import Alarm, alarms_of
 from oblr_megatron.observe.report.axes import step_axis
 from oblr_megatron.observe.report.history import Array, History, load_history
 from oblr_megatron.observe.report.sections import ChartSpec, draw_chart, sections
@@ -114,12 +114,10 @@ def _gain(values: Array) -> str:
 
 def _alarms(history: History) -> str:
     """The run's alarms as HTML, with the step at which each was first raised."""
-    watch = Watch(planned(history.setting))
-    for record in history.records:
-        watch.take(record)
-    if not watch.all():
+    alarms = alarms_of(history.directory, planned(history.setting), history.records)
+    if not alarms:
         return '<p class="sound">No alarm: the automatic checks found no problem.</p>'
-    return f'<ul class="alarms">{"".join(_alarm(alarm) for alarm in watch.all())}</ul>'
+    return f'<ul class="alarms">{"".join(_alarm(alarm) for alarm in alarms)}</ul>'
 
 
 def _alarm(alarm: Alarm) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from oblr_megatron.metrics import Record
 from oblr_megatron.observe.alarm_window import EDGE, Course, Planned, planned
-from oblr_megatron.observe.alarms import ALARMS_FILE, CHECKS, Alarm, LiveAlarms, Watch
+from oblr_megatron.observe.alarms import ALARMS_FILE, CHECKS, Alarm, LiveAlarms, Watch, alarms_of
 from tests.unit.synthetic_run import synthetic_records
 
 PLANNED = Planned(lr=1e-3, lr_warmup_steps=10, num_prompts=64, group_size=8)
@@ -200,6 +200,37 @@ def test_a_resumed_run_does_not_repeat_an_alarm(tmp_path: Path, resumed_at: int)
             alarms.take(record)
         assert len(said) == 1, said
         said.clear()
+
+
+def test_a_resumed_run_with_other_settings_compares_new_steps_with_them(tmp_path: Path) -> None:
+    """The rate was no lower than planned before the resume; it is after step 120."""
+    said: list[str] = []
+    before = Planned(lr=1e-4, num_prompts=64, group_size=1)
+    records = records_with("lr", lambda step: 1e-4 if step <= 80 or step > 120 else 1e-3)
+    for record in records[:80]:
+        record["groups/mixed_fraction"] = 0.0  # of one response a prompt
+    alarms = LiveAlarms(tmp_path, PLANNED, said.append, records[:80], before)
+    raised = [(alarm.name, alarm.step) for record in records[80:] for alarm in alarms.take(record)]
+    assert raised == [("rate", 160)]  # a quarter of the run
+    assert len(said) == 1
+    assert alarms_of(tmp_path, PLANNED, records) == [
+        Alarm(**json.loads(line)) for line in (tmp_path / ALARMS_FILE).read_text().splitlines()
+    ]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_resumed_run_with_the_same_settings_counts_on(tmp_path: Path, kept: bool) -> None:
+    """Steps at a low rate add up. An alarm that a later attempt's settings find in the past was never said."""
+    said: list[str] = []
+    records = records_with("lr", lambda step: 1e-4 if step > 10 else 1e-3)
+    if kept:
+        alarms = live(tmp_path, said)
+        for record in records[:60]:
+            alarms.take(record)
+    alarms = live(tmp_path, said, records[:60])
+    for record in records[60:]:
+        alarms.take(record)
+    assert [line.partition(":")[0] for line in said] == [f"alarm at step {40 if kept else 61}"]
 
 
 def test_a_new_run_removes_old_alarms(tmp_path: Path) -> None:
