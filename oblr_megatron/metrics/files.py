@@ -120,8 +120,7 @@ class MetricsWriter:
     def _prepare(self) -> None:
         run_dir, resume_step = self._run_dir, self._resume_step
         run_dir.mkdir(parents=True, exist_ok=True)
-        if resume_step is None or not (run_dir / ENVIRONMENT_FILE).exists():
-            _write_environment(run_dir, self._world_size)
+        _write_environment(run_dir, self._world_size, resumed=resume_step is not None)
         path = run_dir / METRICS_FILE
         if path.exists():
             kept = [record for record in read_metrics(run_dir) if (record["step"] or 0) <= (resume_step or 0)]
@@ -153,15 +152,19 @@ def _line(record: Record) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def _write_environment(run_dir: Path, world_size: int) -> None:
-    """Write start time, number of ranks, device and versions, for the report's header."""
+def _write_environment(run_dir: Path, world_size: int, *, resumed: bool) -> None:
+    """Write the run's start time, and ranks, device and versions of this attempt, for the report's header."""
+    path, started = run_dir / ENVIRONMENT_FILE, datetime.now(UTC).isoformat(timespec="seconds")
+    if resumed:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # it is absent or damaged
+            started = json.loads(path.read_text(encoding="utf-8"))["started"]
     environment = {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": started,
         "world_size": world_size,
         "device": _device_name(),
         "versions": {"python": platform.python_version()} | package_versions(),
     }
-    write_whole(run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
+    write_whole(path, json.dumps(environment, indent=2) + "\n")
 
 
 def _device_name() -> str:

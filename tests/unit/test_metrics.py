@@ -145,7 +145,6 @@ def test_resuming_drops_the_steps_after_the_checkpoint_and_appends(tmp_path):
             writer.write(step, {"lr": step + 0.5})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lr"')  # cut by a kill
-    started = (tmp_path / "environment.json").read_text()
     with MetricsWriter(tmp_path, resume_step=2) as writer:
         with pytest.raises(AssertionError):
             writer.write(2, {"lr": 0.0})
@@ -156,7 +155,18 @@ def test_resuming_drops_the_steps_after_the_checkpoint_and_appends(tmp_path):
         (2, 2.5),
         (3, 9.0),
     ]
-    assert (tmp_path / "environment.json").read_text() == started
+
+
+@pytest.mark.parametrize("before", ['{"started": "2030-01-02T03:04:05+00:00", "world_size": 4}', "{", "[]", None])
+def test_a_resumed_run_records_its_environment_and_keeps_the_start(tmp_path, before):
+    path = tmp_path / "environment.json"
+    if before is not None:
+        path.write_text(before)
+    with MetricsWriter(tmp_path, world_size=2, resume_step=2) as writer:
+        writer.write(3, {"lr": 9.0})
+    environment = json.loads(path.read_text())
+    assert (environment["world_size"], environment["versions"]["torch"]) == (2, metadata.version("torch"))
+    assert (environment["started"] == "2030-01-02T03:04:05+00:00") == (before is not None and "started" in before)
 
 
 def test_a_half_written_last_line_is_left_out_with_a_warning(tmp_path, caplog):

@@ -157,10 +157,13 @@ def _layout(history: History) -> str:
     """Example: "TP 2 x PP 1 x DP 2, 4 ranks". The data-parallel size needs the recorded number of ranks."""
     tensor = history.setting("parallel.tensor_model_parallel_size", 1)
     pipeline = history.setting("parallel.pipeline_model_parallel_size", 1)
+    context = history.setting("parallel.context_parallel_size", 1)
     sequence = ", sequence parallel" if history.setting("parallel.sequence_parallel") else ""
     ranks = history.environment.get("world_size")
-    data = f" x DP {ranks // (tensor * pipeline)}, {ranks} rank{'s' if ranks > 1 else ''}" if ranks else ""
-    return f"TP {tensor} x PP {pipeline}{data}{sequence}"
+    replicas = (
+        f" x DP {ranks // (tensor * pipeline * context)}, {ranks} rank{'s' if ranks > 1 else ''}" if ranks else ""
+    )
+    return f"TP {tensor} x PP {pipeline}{f' x CP {context}' if context > 1 else ''}{replicas}{sequence}"
 
 
 def _charts(history: History) -> tuple[str, list[str]]:

@@ -27,7 +27,7 @@ from oblr_megatron.observe.report.panel import batch_advice, batch_size, group_a
 from oblr_megatron.observe.report.ranks import memory_of_ranks
 from oblr_megatron.observe.report.sections import sections
 from oblr_megatron.timing import PHASES
-from tests.unit.synthetic_run import CONFIG, RATIOS, synthetic_records, write_run
+from tests.unit.synthetic_run import CONFIG, ENVIRONMENT, RATIOS, synthetic_records, write_run
 
 NAMES = [
     metric.name.replace("<set>", "sums")
@@ -165,6 +165,14 @@ def test_header_and_headlines(tmp_path):
     value, note = page.tiles()["sums: greedy accuracy"]
     assert value == f"{before:.2f}→{after:.2f}" and note.split()[0] == f"{100 * (after - before):+.1f}"
     assert page.tiles()["steps"] == ("150", "of 150, finished")
+
+
+def test_the_layout_counts_context_parallel_ranks(tmp_path):
+    parallel = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True}
+    config, environment = CONFIG | {"parallel": parallel}, ENVIRONMENT | {"world_size": 8}
+    page = page_of(tmp_path, synthetic_records(1), config=config, environment=environment)
+    facts = dict(zip(page.texts("dt"), page.texts("dd"), strict=True))
+    assert facts["layout"] == "TP 2 x PP 1 x CP 2 x DP 2, 8 ranks, sequence parallel"
 
 
 def test_text_of_the_run_is_escaped(tmp_path):
