@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 PROCESS = "oblr_megatron.observe.trackers.process"
 WAITING = 1000  # messages that wait for a slow tracker; further ones are lost
-DRAIN_S = 1.0
+DRAIN_S = 1.0  # for what a process that has ended or is killed leaves behind
 LONGEST_SHOWN = 300  # characters of an error on the console
+ENDED = "its process has ended"
 
 
 class Trackers:
@@ -107,7 +108,7 @@ class Trackers:
                 cause = f"not done within log.tracker_timeout_s, {self._config.log.tracker_timeout_s:g} s"
                 self._say(
                     f"tracker {feed.name}: {feed.lost:,} of {feed.sent:,} records were lost: "
-                    f"{feed.error or (cause if late else 'its process has ended')}; see {feed.log}"
+                    f"{feed.error or (cause if late else ENDED)}; see {feed.log}"
                 )
         self._feeds.clear()
 
@@ -168,6 +169,8 @@ class Feed:
                 self._taken += 1
             elif self.error is None:
                 self.error = " ".join(error.split())[:LONGEST_SHOWN]
+        if not self._ending.is_set():
+            self.error = self.error or ENDED
 
     def finish(self) -> None:
         """Let the process end after the messages that it was sent."""
@@ -176,7 +179,7 @@ class Feed:
             self._queue.put_nowait(None)
 
     def join(self, seconds: float) -> bool:
-        """Wait for the process, then end it with its descendants; whether it ended by itself."""
+        """Wait for the process, then kill it with its descendants; whether it ended by itself."""
         if self._process is None:
             return True
         try:
@@ -185,7 +188,8 @@ class Feed:
             for pid in _family(self._process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a system call on a hanging file system outlasts the signal
+                self._process.wait(DRAIN_S)
             return False
         self._reader.join(DRAIN_S)  # of replies that are still in the pipe
         return True

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from oblr_megatron.metrics import Record, read_metrics
+from oblr_megatron.observe.trackers import feed
 from oblr_megatron.observe.trackers.feed import Trackers
 from oblr_megatron.observe.trackers.registry import check_trackers
 from oblr_megatron.runtime.processes import children_of
@@ -112,10 +113,36 @@ def test_a_step_never_waits_for_a_tracker(tmp_path: Path, foreign: None) -> None
 
 
 def test_a_tracker_that_dies_loses_its_records_only(tmp_path: Path, foreign: None) -> None:
-    config = configured(tmp_path / "run", "dying", "tensorboard")
-    (line,) = follow(config, range(1, 3))
-    assert line.startswith("tracker dying: 3 of 4 records were lost: its process has ended")
+    """It is said with the next record, not only at the end of the run."""
+    config, said = configured(tmp_path / "run", "dying", "tensorboard"), []
+    with Trackers(config, said.append, rank=0, resume_step=None) as trackers:
+        trackers.start()
+        trackers.log({"step": 1, "lr": 0.5})
+        end = time.monotonic() + 60
+        while not said:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+            trackers.log({"step": 2, "lr": 0.5})
+        assert said[0].startswith("tracker dying: its process has ended; the run goes on, see ")
+    assert len(said) == 2 and re.match(r"tracker dying: \d+ of \d+ records were lost: its process has ended;", said[1])
     assert list((config.run_dir / "tensorboard").iterdir())
+
+
+def test_a_process_that_no_signal_ends_does_not_hold_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for a file server: the kernel ends it when the server answers."""
+
+    class Stuck(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            assert timeout is not None, "this would never return"
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(feed.subprocess, "Popen", Stuck)
+    stuck = feed.Feed("tensorboard", tmp_path / "log")
+    stuck.finish()
+    assert not stuck.join(0.0)
+    monkeypatch.undo()
+    assert stuck._process is not None
+    subprocess.Popen.wait(stuck._process, 60.0)
 
 
 def limited(action: Callable[[], None], size: int) -> None:
