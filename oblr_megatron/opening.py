@@ -21,7 +21,7 @@ from oblr_megatron.checks.layout import check_port
 from oblr_megatron.checks.run_dir import check_run_dir
 from oblr_megatron.config.checks import biases
 from oblr_megatron.engine.protocol import RolloutEngine
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.items import RunItems
 from oblr_megatron.formatting import flatten
 from oblr_megatron.memory.pass_plan import Layout, idle_replicas
@@ -152,11 +152,15 @@ def _report(sampling: Sampling) -> None:
     run_dir = sampling.config.run_dir
     metrics = run_dir / METRICS_FILE
     if sampling.parallel.rank == 0 and metrics.exists() and metrics.stat().st_size:
+        command, failed = f"oblr-megatron report {run_dir}", "warning: cannot write the report: "
         try:
             sampling.trackers.file(write_report(run_dir))
         except OSError as error:
-            command = f"oblr-megatron report {run_dir}"
-            sampling.display.message(f"warning: cannot write the report: {error}. Fix: free space, then call {command}")
+            sampling.display.message(f"{failed}{error}. Fix: free space, then call {command}")
+        except UserError as error:
+            sampling.display.message(f"{failed}{error}")
+        except Exception as error:  # noqa: BLE001  a bug in the report must neither end a run nor hide why it ended
+            sampling.display.message(f"{failed}{error!r}. Fix: call {command}, and report the traceback as a bug")
 
 
 def _inputs(config: Config, rank: int, world_size: int, stack: ExitStack) -> Inputs:

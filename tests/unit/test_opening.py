@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from oblr_megatron import opening, preflight
 from oblr_megatron.checkpoint.resume import find
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.opening import open_sampling
@@ -93,6 +95,39 @@ def test_a_rank_selects_its_gpu_before_any_other_cuda_call(monkeypatch: pytest.M
     assert calls[0] == ("set_device", 3)
     assert ("get_device_properties", 3) in calls and ("resolve", TOTAL) in calls
     assert not [name for name, *_ in calls if name == "mem_get_info"]  # it creates a context, also in the launcher
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device. Fix: free space, then call "),
+        (UserError("not JSON", where="config.json", fix="restore it"), "not JSON [config.json]. Fix: restore it"),
+        (IndexError("list index out of range"), "IndexError('list index out of range'). Fix: call "),
+    ],
+)
+def test_a_report_that_fails_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception, line: str
+) -> None:
+    """A finished run stays finished, and a failed one keeps its own error."""
+
+    def write_report(_: Path) -> Path:
+        raise fault
+
+    for name, action in (("write_report", write_report), ("write_config", Mock()), ("recorded", nullcontext)):
+        monkeypatch.setattr(opening, name, action)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    said: list[str] = []
+    sampling: Any = SimpleNamespace(
+        config=SimpleNamespace(run_dir=tmp_path),
+        parallel=SimpleNamespace(rank=0),
+        trackers=Mock(),
+        display=SimpleNamespace(message=said.append),
+    )
+    with opening.started(sampling):
+        pass
+    with pytest.raises(RunError, match="an engine died"), opening.started(sampling):
+        raise RunError("an engine died")
+    assert len(said) == 2 and all(one.startswith("warning: cannot write the report: ") and line in one for one in said)
 
 
 def test_ranks_that_read_other_rows_end_with_one_line(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def draw_panel(panel: Panel, horizontal: Axis, step_labels: bool) -> str:
     shapes += "".join(_cloud(curve, frame, panel.log) for curve in panel.curves if curve.kind in ("cloud", "dots"))
     entries = []
     for curve in panel.curves:
-        steps, values = thin_line(*_line_of(curve, panel.log), limit=100 if curve.kind == "average" else 400)
+        steps, values = thin_line(*line_of(curve, panel.log), limit=100 if curve.kind == "average" else 400)
         shapes += _line(curve, steps, values, frame) if curve.kind != "dots" else ""
         texts = [number(float(value)) for value in values]
         key = f"{'dot' if curve.kind in ('marks', 'dots') else 'stroke'} s{curve.colour}"
@@ -162,7 +162,7 @@ def draw_stack(
     return _assemble("plot" + (" labelled" if step_labels else ""), "s", entries, shapes, text, horizontal=horizontal)
 
 
-def _line_of(curve: Curve, log: bool) -> tuple[Array, Array]:
+def line_of(curve: Curve, log: bool) -> tuple[Array, Array]:
     """The running average or the values of a curve; on a logarithmic axis only the positive ones."""
     values = smooth(curve.values) if curve.kind in ("cloud", "average") else curve.values
     drawn = values > 0 if log else np.isfinite(values)
@@ -173,7 +173,7 @@ def _vertical_axis(panel: Panel) -> Axis:
     """Axis over the data's range, without outliers that would flatten everything else."""
     ends: list[float] = [*panel.include, *(rule.value for rule in panel.rules if rule.forced)]
     for curve in panel.curves:
-        values = _line_of(curve, panel.log)[1]
+        values = line_of(curve, panel.log)[1]
         if curve.kind == "dots":
             values = _without_outliers(values)
         elif curve.kind == "cloud":

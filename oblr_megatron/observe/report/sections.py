@@ -8,7 +8,7 @@ import numpy as np
 
 from oblr_megatron.formatting import duration
 from oblr_megatron.observe.report.axes import Axis
-from oblr_megatron.observe.report.chart import Curve, Panel, Rule, draw_panel, draw_stack
+from oblr_megatron.observe.report.chart import Curve, Panel, Rule, draw_panel, draw_stack, line_of
 from oblr_megatron.observe.report.costs import MARKED, RANKS, THROUGHPUT, TIME, UTILIZATION
 from oblr_megatron.observe.report.history import Array, History
 from oblr_megatron.observe.report.panel import VARIANCE, batch_size, every_baseline, group_size, pools
@@ -250,12 +250,13 @@ def draw_chart(spec: ChartSpec, history: History, horizontal: Axis) -> str:
 
 
 def _fill_panel(spec: PanelSpec, history: History) -> Panel:
-    """The panel with all curves that have a value; on a logarithmic axis, a positive value."""
+    """The panel with all curves that have a point; on a logarithmic axis, a positive one."""
     curves = []
     for curve in spec.curves:
         steps, values = history.points(curve.metric)
-        if len(values) and (not spec.log or (values > 0).any()):
-            curves.append(Curve(curve.label, steps, values * spec.scale, curve.kind, curve.colour))
+        filled = Curve(curve.label, steps, values * spec.scale, curve.kind, curve.colour)
+        if len(line_of(filled, spec.log)[0]):
+            curves.append(filled)
     rules = [rule for rule in (_fill_rule(rule, history) for rule in spec.rules) if rule is not None]
     return Panel(spec.unit, curves, spec.log, spec.include, rules, spec.short)
 

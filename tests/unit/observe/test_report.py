@@ -242,6 +242,15 @@ def test_any_value_everywhere(tmp_path, value):
     assert all(0 <= number <= 1000 for path in page.paths("") for point in path for number in point)
 
 
+def test_a_curve_without_a_positive_average_is_left_out_of_a_logarithmic_axis(tmp_path):
+    """The estimator "momentum" may give a negative noise, and a few positive values among them."""
+    records = synthetic_records(60)
+    for record in records[1:]:
+        record["snr/noise_trace"] = 0.1 if record["step"] == 30 else -2.0
+    labels = [label for label, _ in page_of(tmp_path, records).legend()]
+    assert "noise, trace" not in labels and "signal, squared norm" in labels
+
+
 def test_single_nulls_leave_gaps(tmp_path):
     records = synthetic_records(60)
     for record in records[1::7]:
