@@ -58,6 +58,12 @@ class UnwrittenError(RunError):
     """The samples of a step cannot be written."""
 
 
+class BrokenStepError(RunError):
+    """The numbers of a step are useless: not finite, or not those of this step."""
+
+    agreed = True  # every rank has the same reduced numbers
+
+
 class DeadlineError(RunError):
     """`who` waited for `what` longer than `seconds`. Example: DeadlineError("rank 0", "weights push 12", 60.0)"""
 

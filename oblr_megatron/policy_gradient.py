@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.engine.protocol import call_seed
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import BrokenStepError
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.rollout.routes import without_routes
 from oblr_megatron.rollout.waves import mini_batches
@@ -147,8 +147,8 @@ class PolicyGradient:
             The statistics of g, and w [Q, G] fp64: zeros for groups without a gradient and where nothing needs w.
 
         Raises:
-            RunError: more than MAX_NONFINITE norms are not finite; the samples are saved first. Or trainer and engine
-                differ under model.batch_invariant.
+            BrokenStepError: more than MAX_NONFINITE norms are not finite; the samples are saved first. Or trainer and
+                engine differ under model.batch_invariant.
         """
         record = self._record
         stats = self._gradients.finish(self._sums, self._timer)
@@ -158,7 +158,7 @@ class PolicyGradient:
                 self._exact[measured], self._norms_sq[measured]
             )
         if self._config.model.batch_invariant and stats.logprob_abs_diff:
-            raise RunError(
+            raise BrokenStepError(
                 f"step {record.done}: the log-probs of trainer and engine differ by {stats.logprob_abs_diff:.3g} nats "
                 "a token, and model.batch_invariant promises 0; see docs/zero_mismatch.md, or set it to false"
             )
@@ -205,14 +205,20 @@ class PolicyGradient:
         broken = (~self._norms_sq.isfinite()).flatten().nonzero().flatten().tolist()
         self._record.metrics["gradnorm/nonfinite"] = len(broken)
         if len(broken) > MAX_NONFINITE:
-            path = self._config.run_dir / "nonfinite_samples.jsonl"
-            if self._rank == 0:
-                samples = without_routes(self._record.samples)
-                path.write_text("".join(json.dumps(asdict(samples[n])) + "\n" for n in broken), encoding="utf-8")
-            raise RunError(
+            where = self._write(broken) if self._rank == 0 else ""
+            raise BrokenStepError(
                 f"{len(broken)} of {self._norms_sq.numel()} gradient norms are not finite: the model or its input is "
-                f"broken; the samples are in {path}"
+                f"broken{where}"
             )
+
+    def _write(self, broken: Sequence[int]) -> str:
+        """Write these samples; returns where they are, or why they are not there."""
+        path, samples = self._config.run_dir / "nonfinite_samples.jsonl", without_routes(self._record.samples)
+        try:
+            path.write_text("".join(json.dumps(asdict(samples[n])) + "\n" for n in broken), encoding="utf-8")
+        except OSError as error:  # the other ranks are about to save the state together with this one
+            return f"; the samples cannot be written to {path}: {error.strerror}"
+        return f"; the samples are in {path}"
 
 
 def _padded(parts: Sequence[Tensor]) -> Tensor:

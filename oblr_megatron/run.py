@@ -199,10 +199,14 @@ class Run:
         """Save the state of a run that cannot go on. Collective.
 
         A loss before the update saves the state before the step. A loss after it saves the state after the step and
-        logs the metrics so far. Before the first update there is nothing to save.
+        logs the metrics so far. Before the first update there is nothing to save, and nothing is saved between the
+        updates of a step: its weights would not fit the state.
         """
         sampling = self.sampling
-        if self.updated is not None and sampling.version > self.facts["step"]:
+        if self.updated is not None and sampling.version == self.facts["step"]:
+            sampling.display.message("the run cannot go on; its state is not saved between the updates of a step")
+            return
+        if self.updated is not None:
             sampling.log(self.updated)
             self.logged, self.facts = self.updated, self._facts()
         if self.facts.get("step", sampling.start) == sampling.start:

@@ -27,7 +27,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import nn
 
 from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import BrokenStepError
 from oblr_megatron.model import cpu, moe
 from oblr_megatron.model.host_state import HostState
 from oblr_megatron.model.megatron_versions import take_rates
@@ -133,10 +133,10 @@ class PolicyOptimizer:
         """Scale the gradient by min(1, clip_grad / norm) and return the factor; 1 if clipping is off.
 
         Raises:
-            RunError: the norm is NaN or infinite, so that a step would destroy the weights.
+            BrokenStepError: the norm is NaN or infinite, so that a step would destroy the weights.
         """
         if not math.isfinite(sq_norm):
-            raise RunError(f"the squared gradient norm is {sq_norm}: the step would destroy the weights")
+            raise BrokenStepError(f"the squared gradient norm is {sq_norm}: the step would destroy the weights")
         norm = math.sqrt(sq_norm)
         if not self.config.clip_grad or norm <= self.config.clip_grad:
             return 1.0

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import BrokenStepError
 
 if TYPE_CHECKING:
     from oblr_megatron.types import Sample
 
 
-class StaleSampleError(RunError):
+class StaleSampleError(BrokenStepError):
     """A sample is too old, or newer than the trainer's weights."""
 
 
@@ -49,11 +49,11 @@ def check_batch(samples: Sequence[Sample], count: int, version: int) -> None:
     """Check the number and the version of the samples that the engines returned.
 
     Raises:
-        RunError: there are too few or too many samples, or samples of another version.
+        BrokenStepError: there are too few or too many samples, or samples of another version.
     """
     stale = {sample.version for sample in samples} - {version}
     if stale or len(samples) != count:
-        raise RunError(
+        raise BrokenStepError(
             f"the engines returned {len(samples)} samples instead of {count}, of versions {sorted(stale) or version} "
             f"instead of {version}"
         )

@@ -19,6 +19,7 @@ from oblr_megatron.config import parse_config
 from oblr_megatron.config.rollout import RolloutConfig
 from oblr_megatron.errors import RunError
 from oblr_megatron.metrics import describe
+from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.rewards.base import RewardResult
@@ -130,10 +131,58 @@ def test_a_sample_without_a_finite_norm_gets_no_gradient(tmp_path: Path, value: 
 
 def test_many_norms_that_are_not_finite_end_the_run_and_save_the_samples(tmp_path: Path) -> None:
     parts = make_run(tmp_path, baseline="optimal")
-    with pytest.raises(RunError, match="4 of 4 gradient norms are not finite"):
+    with pytest.raises(RunError, match=r"4 of 4 gradient norms are not finite.*samples are in ") as caught:
         gradient_of(parts, Gradients(NAN, NAN, NAN, NAN))
+    assert caught.value.agreed, "the state is saved"
     written = (tmp_path / "nonfinite_samples.jsonl").read_text().splitlines()
     assert [len(json.loads(line)["response_ids"]) for line in written] == [2, 3, 4, 5]
+
+
+def test_a_full_disk_leaves_no_rank_alone_in_the_save(tmp_path: Path) -> None:
+    """Other ranks write nothing: they raise this error and save. Rank 0 has to raise it, too."""
+    parts = make_run(tmp_path, baseline="optimal")
+    (tmp_path / "nonfinite_samples.jsonl").mkdir()
+    with pytest.raises(RunError, match=r"not finite.*cannot be written to .*: Is a directory") as caught:
+        gradient_of(parts, Gradients(NAN, NAN, NAN, NAN))
+    assert caught.value.agreed
+
+
+def test_log_probs_that_differ_against_the_promise_end_the_run_saved(tmp_path: Path) -> None:
+    parts = make_run(tmp_path, baseline="rloo")
+    model = parts.config.model.model_copy(update={"batch_invariant": True})
+    parts.config = parts.config.model_copy(update={"model": model})
+    with pytest.raises(RunError, match="promises 0") as caught:
+        gradient_of(parts, Gradients(1.0, 1.0, 1.0, 1.0))
+    assert caught.value.agreed
+
+
+@pytest.mark.parametrize("sq_norm", [NAN, INF])
+def test_a_gradient_that_is_not_finite_ends_the_run_saved(tmp_path: Path, sq_norm: float) -> None:
+    parts = make_run(tmp_path)
+    parts.updated, parts.optimizer = None, SimpleNamespace(clip=partial(PolicyOptimizer.clip, parts))
+    stats = GradientStats(-0.5, sq_norm, 9.0, 2, 1.5, 1e-6, 0.0, 14)
+    with pytest.raises(RunError, match="would destroy the weights") as caught:
+        run.Run.update(parts, stats, 1e-3, parts.record)
+    assert caught.value.agreed and parts.updated is None
+
+
+@pytest.mark.parametrize(
+    ("updated", "version", "saved"), [(False, 5, [5]), (True, 6, [6]), (True, 5, []), (False, 3, [])]
+)
+def test_only_weights_of_a_step_boundary_are_saved(
+    tmp_path: Path, updated: bool, version: int, saved: list[int]
+) -> None:
+    """The boundary is step 5, or step 3 where the run began. `updated` at version 5: a later update failed."""
+    parts, steps, said = make_run(tmp_path), list[int](), list[str]()
+    parts.sampling = SimpleNamespace(
+        version=version, start=3, log=lambda _: None, display=SimpleNamespace(message=said.append)
+    )
+    parts.facts, parts.updated = {"step": min(version, 5)}, parts.record if updated else None
+    parts._facts = lambda: {"step": parts.sampling.version}
+    parts._save = lambda *, background: steps.append(parts.facts["step"])
+    parts.saver = SimpleNamespace(wait=lambda: "checkpoint")
+    run.Run.rescue(parts)
+    assert steps == saved and len(said) == (version > 3)
 
 
 def test_a_baseline_without_norms_measures_none_unless_asked(tmp_path: Path) -> None:

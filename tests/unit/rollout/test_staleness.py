@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from oblr_megatron.config import parse_config
+from oblr_megatron.errors import RunError
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.rollout.replay import ReplayEngine
-from oblr_megatron.rollout.staleness import StaleSampleError, staleness
+from oblr_megatron.rollout.staleness import StaleSampleError, check_batch, staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
 from oblr_megatron.sampling import Sampling
 from oblr_megatron.timing import PhaseTimer
@@ -30,8 +31,18 @@ def test_older_ones_are_refused(limit):
 
 
 def test_newer_ones_are_refused_whatever_the_limit():
-    with pytest.raises(StaleSampleError, match=r"6.*5"):
+    with pytest.raises(StaleSampleError, match=r"6.*5") as caught:
         staleness([5, 6], current=5, limit=100)
+    assert caught.value.agreed, "every rank has the same samples, and the state is saved"
+
+
+@pytest.mark.parametrize(("count", "version"), [(2, 0), (1, 1)])
+def test_wrong_batches_are_refused_on_every_rank(count: int, version: int) -> None:
+    samples = [Sample(0, (3,), (4,), (-1.0,), "", "stop", version=0)]
+    check_batch(samples, 1, 0)
+    with pytest.raises(RunError, match="returned 1 samples") as caught:
+        check_batch(samples, count, version)
+    assert caught.value.agreed
 
 
 @pytest.mark.parametrize("limit", [0, 1])
