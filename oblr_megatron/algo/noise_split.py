@@ -107,8 +107,11 @@ class NoiseSplit:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {"between": self._between, "within": self._within, "weight": self._weight}
+        sums = {"between": self._between, "within": self._within, "weight": self._weight}
+        return sums | {"num_prompts": self._num_prompts, "group_size": self._group_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        self._between, self._within, self._weight = state["between"], state["within"], state["weight"]
+        """Continue from `state_dict`. Averages of another Q or G are ignored; an earlier version did not save these."""
+        own = (self._num_prompts, self._group_size)
+        if (state.get("num_prompts", own[0]), state.get("group_size", own[1])) == own:
+            self._between, self._within, self._weight = state["between"], state["within"], state["weight"]

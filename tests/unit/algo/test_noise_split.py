@@ -89,3 +89,14 @@ def test_the_state_survives_json(toy) -> None:
     for each in (split, copy):
         each.observe(stats[8])
     assert copy.metrics() == split.metrics() != {}
+
+
+@pytest.mark.parametrize(("num_prompts", "size"), [(2 * Q, G), (Q, 2 * G)])
+def test_a_run_with_another_batch_begins_with_no_averages(toy, num_prompts: int, size: int) -> None:
+    split, other, older = (NoiseSplit(AlgoConfig(baseline="rloo"), *of) for of in ((Q, G), *[(num_prompts, size)] * 2))
+    split.observe(stats_of_steps(toy, "rloo")[0])
+    state = split.state_dict()
+    other.load_state_dict(state)
+    assert other.metrics() == {} and other.state_dict()["weight"] == 0
+    older.load_state_dict({name: state[name] for name in ("between", "within", "weight")})
+    assert older.state_dict()["weight"] == 1, "an earlier version's state does not say of which batch it is"
