@@ -285,7 +285,12 @@ def open_run(config: Config) -> Iterator[Run]:
             gradients=TrainingGradient(policy, config.per_update.in_waves, reference),
             saver=Saver(config, sampling.parallel, sampling.model, None if resumed is None else resumed.state),
             momentum=momentum,
-            noise=NoiseSplit(config.algo, config.per_update.num_prompts, config.group_size),
+            noise=NoiseSplit(
+                config.algo,
+                config.per_update.num_prompts,
+                config.group_size,
+                router_losses=config.model.router_losses,
+            ),
             pools=pools_of(config.algo),
         )
         if resumed is not None:

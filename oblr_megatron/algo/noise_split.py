@@ -14,7 +14,8 @@ give it (snr_estimators.py): `folds`, unbiased, and `samples`, which counts such
     cross = (S_folds + Q (S_samples - S_folds)) G / (G - 1) / c,    between = cross - S_folds
 
 c = 1 + 1 / (G - 1)^2 leave-one-out, because two responses are in each other's baseline (exact for `rloo`), else 1. This
-needs exact norms: a proxy has no scale. It needs G >= 2 and two folds.
+needs exact norms: a proxy has no scale. It needs G >= 2 and two folds. A KL penalty or a router loss must not add to g:
+`samples` counts their gradient as signal.
 
 All estimates are in the unit of g, squared: `algo.token_scale` L divides them by L^2.
 """
@@ -53,12 +54,13 @@ class NoiseSplit:
     """Averages of `between` and `within` over steps (horizon `algo.snr.horizon`).
 
     Args:
-        algo: baseline, aggregation and snr.horizon are read.
+        algo: baseline, aggregation, kl_coefficient and snr.horizon are read.
         num_prompts: Q.
         group_size: G.
+        router_losses: whether a router loss adds to the gradient.
     """
 
-    def __init__(self, algo: AlgoConfig, num_prompts: int, group_size: int) -> None:
+    def __init__(self, algo: AlgoConfig, num_prompts: int, group_size: int, *, router_losses: bool = False) -> None:
         facts = BASELINES[algo.baseline]
         self._alone = facts.over == "nothing"
         self._defined = (
@@ -66,6 +68,7 @@ class NoiseSplit:
             and facts.over in ("nothing", "others")
             and facts.divisor == "one"
             and algo.aggregation == "constant"
+            and not (algo.kl_coefficient or router_losses)
         )
         self._num_prompts, self._group_size = num_prompts, group_size
         self._decay = decay_of(algo.snr)

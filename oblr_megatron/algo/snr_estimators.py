@@ -90,8 +90,8 @@ def samples(stats: GradientStats, num_prompts: int) -> Estimate:
     """noise / Q = sum_n c_n^2 w_n, c the samples' coefficients and w their squared norms; the rest of B is signal.
 
     The bias is ((G - 1) / G E<A_i s_i, A_j s_j> - ||grad J||^2) / Q, with i != j of one prompt: E||g||^2 has a term for
-    every such pair, and this estimator counts all of them as signal. The gradient of a KL penalty is in B but not in
-    the squares, so it also counts as signal. For comparison only.
+    every such pair, and this estimator counts all of them as signal. The gradient of a KL penalty or of a router loss
+    is in B but not in the squares, so it also counts as signal. For comparison only.
     """
     return _from_signal(stats.sq_norm - stats.sample_sq_norm, stats.sq_norm, num_prompts)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -65,12 +66,20 @@ def test_both_parts_are_the_exact_variances(toy, name: str) -> None:
         ({"baseline": "grpo"}, 4),
         ({"baseline": "group_mean"}, 4),
         ({"baseline": "rloo", "aggregation": "token_mean"}, 4),
+        ({"baseline": "rloo", "kl_coefficient": 0.1}, 4),
     ],
 )
-def test_it_is_left_out_where_it_is_not_defined(toy, options: dict[str, str], size: int) -> None:
+def test_it_is_left_out_where_it_is_not_defined(toy, options: dict[str, Any], size: int) -> None:
     split = NoiseSplit(AlgoConfig.model_validate(options), Q, size)
     split.observe(stats_of_steps(toy, "rloo")[0])
     assert split.metrics() == {}
+
+
+@pytest.mark.parametrize("router_losses", [False, True])
+def test_it_is_left_out_with_a_router_loss(toy, router_losses: bool) -> None:
+    split = NoiseSplit(AlgoConfig(baseline="rloo"), Q, G, router_losses=router_losses)
+    split.observe(stats_of_steps(toy, "rloo")[0])
+    assert bool(split.metrics()) is not router_losses
 
 
 def test_a_step_without_norms_or_folds_is_left_out() -> None:
