@@ -18,6 +18,7 @@ from oblr_megatron.algo.weighting import first_guess
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.checkpoint.saver import Facts, Saved, Saver
+from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.errors import RunError
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import GradientMomentum, momentum_of
@@ -226,7 +227,7 @@ class Run:
             self.sampling.display.message(str(saved))
 
     def _facts(self) -> Facts:
-        """What a resumed run needs in addition to tensors and configuration; `open_run` restores it."""
+        """What a resumed run needs in addition to tensors and configuration; see `restore`."""
         return {
             "step": self.sampling.version,
             "data": self.sampling.position,
@@ -235,6 +236,22 @@ class Run:
             "noise": self.noise.state_dict(),
             "pools": None if self.pools is None else self.pools.state_dict(),
         }
+
+    def restore(self, facts: Facts) -> None:
+        """Continue from what a checkpoint records of norms, noise and pools.
+
+        Another `gradnorm.source` measures w in another unit. Averages of w, and pools with w as weights, then begin
+        again.
+        """
+        if facts.get("noise"):  # absent in checkpoints of earlier versions
+            self.noise.load_state_dict(facts["noise"])
+        sources = {facts["config"]["gradnorm"].get("source", "exact"), self.config.gradnorm.source}
+        comparable = len(sources) == 1 or sources == {"exact", "sketch"}
+        if comparable:
+            self.usual_norm = facts["usual_norm"]
+        comparable |= BASELINES[self.config.algo.baseline].pool != "norms"
+        if self.pools is not None and facts.get("pools") and comparable:  # absent before the run had such a baseline
+            self.pools.load_state_dict(facts["pools"])
 
     def _export(self, name: str) -> None:
         """Write the weights; the export of an earlier process stays until then, because model.path may be in it."""
@@ -294,11 +311,8 @@ def open_run(config: Config) -> Iterator[Run]:
             pools=pools_of(config.algo),
         )
         if resumed is not None:
-            sampling.version, run.usual_norm = resumed.step, resumed.state["usual_norm"]
-            if resumed.state.get("noise"):  # absent in checkpoints of earlier versions
-                run.noise.load_state_dict(resumed.state["noise"])
-            if run.pools is not None and resumed.state.get("pools"):  # absent before the run had such a baseline
-                run.pools.load_state_dict(resumed.state["pools"])
+            sampling.version = resumed.step
+            run.restore(resumed.state)
         try:
             yield run
         except RunError as error:

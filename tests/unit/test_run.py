@@ -15,6 +15,7 @@ import torch
 from oblr_megatron import run
 from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.algo.noise_split import NoiseSplit
+from oblr_megatron.algo.pools import pools_of
 from oblr_megatron.config import parse_config
 from oblr_megatron.config.rollout import RolloutConfig
 from oblr_megatron.errors import RunError
@@ -26,7 +27,7 @@ from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import Wave
 from oblr_megatron.timing import PhaseTimer
-from oblr_megatron.types import GradientStats, Sample, Scored
+from oblr_megatron.types import GradientStats, Prompt, Sample, Scored
 
 NAN, INF = float("nan"), float("inf")
 SCORED = Scored(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([[2, 3], [4, 5]]), failures=1)
@@ -320,3 +321,30 @@ def test_a_share_of_the_prompts_is_measured_and_another_in_each_step(tmp_path: P
     chosen = [measured(step) for step in range(6)]
     assert all(sum(each) == 1 for each in chosen) and len({tuple(each) for each in chosen}) > 1
     assert measured(3) == chosen[3], "a resumed run measures the same"
+
+
+@pytest.mark.parametrize(
+    ("baseline", "before", "now", "kept"),
+    [
+        ("pooled", "exact", "logit", False),
+        ("pooled", "exact", "sketch", True),
+        ("pooled", "logit", "logit", True),
+        ("pooled_mean", "exact", "logit", True),  # all weights are 1
+    ],
+)
+def test_norms_in_another_unit_are_not_continued(
+    tmp_path: Path, baseline: str, before: str, now: str, kept: bool
+) -> None:
+    parts = [make_run(tmp_path, baseline=baseline) for _ in range(2)]
+    for part, source in zip(parts, (before, now), strict=True):
+        gradnorm = part.config.gradnorm.model_copy(update={"source": source})
+        part.config = part.config.model_copy(update={"gradnorm": gradnorm})
+        part.pools = pools_of(part.config.algo)
+    first, second = parts
+    first.sampling.version, first.sampling.position, first.schedule.state_dict = 1, None, dict
+    prompts = [Prompt(row, str(row), "", (3,), "", "sums") for row in range(2)]
+    first.pools.observe(prompts, SCORED, torch.ones(2, 2), first.history(prompts))
+    first.usual_norm = 4e3
+    run.Run.restore(second, run.Run._facts(first) | {"config": first.config.model_dump(mode="json")})
+    assert second.usual_norm == (4e3 if now in (before, "sketch") else 0.0)
+    assert second.history(prompts).expected.isfinite().all().item() is kept
