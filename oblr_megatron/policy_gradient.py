@@ -92,8 +92,7 @@ class PolicyGradient:
         assert found is not None, "finish() comes first"
         sq_norms = [found.sq_norm]
         for part, advantage, old in self._later:
-            sums = self._gradients.begin(whole=True)
-            sums.metrics = self._sums.metrics  # counts over the updates of the step
+            sums = self._gradients.begin(whole=True, after=self._sums)
             self._gradients.add(
                 sums,
                 range(len(part.prompts)),

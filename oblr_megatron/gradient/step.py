@@ -103,9 +103,15 @@ class TrainingGradient:
         norms_sq, energies = self.add(sums, positions, samples, coefficients_of, active, timer=timer, **options)
         return StepGradient(norms_sq, self.finish(sums, timer), energies)
 
-    def begin(self, *, whole: bool) -> FoldSums:
-        """Begin a step. With `whole` a single `add` brings all prompts."""
-        return FoldSums(self._policy, self._sharing, self._config, whole=whole)
+    def begin(self, *, whole: bool, after: FoldSums | None = None) -> FoldSums:
+        """Begin a step. With `whole` a single `add` brings all prompts.
+
+        `after` is the step's update before this one (algo.updates_per_batch). Metrics then cover both.
+        """
+        sums = FoldSums(self._policy, self._sharing, self._config, whole=whole)
+        if after is not None:
+            sums.metrics, sums.in_plain_pass = after.metrics, after.in_plain_pass
+        return sums
 
     def add(
         self,

@@ -159,14 +159,15 @@ class RouterLosses:
         self._sums = torch.zeros(
             transformer.num_layers, self._experts + 4, dtype=torch.float64, device=policy.parallel.device
         )
-        self._tokens = 0
+        self._tokens = self._recorded = 0  # of the pass: T of the gradient; of the step so far
 
     def begin(self, tokens: int, *, first: bool) -> None:
-        """Expect `tokens` more over all replicas. The `first` call of a step clears the records of the step before."""
+        """Expect a pass of `tokens` over all replicas. The `first` of a step clears the records of the step before."""
         if first:
             self._sums.zero_()
-            self._tokens = 0
-        self._tokens += tokens
+            self._recorded = 0
+        self._tokens = tokens
+        self._recorded += tokens
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -220,14 +221,15 @@ class RouterLosses:
         record[-1] += counted.sum() * self._topk
 
     def metrics(self) -> RouterMetrics | None:
-        """Losses and largest load since `begin`, over all ranks and layers; None if no token was trained on."""
-        if not self._tokens:
+        """Losses and largest load of the step so far, over all ranks and layers; None if no token was trained on."""
+        if not self._recorded:
             return None
-        dist.all_reduce(self._sums)  # no rank repeats a token of a layer: checks/layout.py refuses tp without sp
-        means = self._sums / self._tokens
+        sums = self._sums.clone()
+        dist.all_reduce(sums)  # no rank repeats a token of a layer: checks/layout.py refuses tp without sp
+        means = sums / self._recorded
         aux, z, _, _ = means[:, self._experts :].mean(0).tolist()
         largest = means[:, : self._experts].max() * self._experts / self._topk
-        differing, replayed = self._sums[:, -2:].sum(0).tolist()
+        differing, replayed = sums[:, -2:].sum(0).tolist()
         mismatch = differing / replayed if replayed else None
         return RouterMetrics(aux_loss=aux, z_loss=z, max_load=float(largest), route_mismatch_fraction=mismatch)
 

@@ -25,11 +25,12 @@ from transformers import AutoConfig
 
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.gradient.fold_sums import FoldSums
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.gradnorm import oracle as reference
 from oblr_megatron.gradnorm.oracle import oracle_logprobs, oracle_sq_norms
 from oblr_megatron.model.policy import build_policy
-from oblr_megatron.types import RouterMetrics, Sample
+from oblr_megatron.types import GradientStats, RouterMetrics, Sample
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients, with_routes
 from tests.distributed.test_gradient import FOLDS, GROUP, NUM_PROMPTS, coefficients, make_samples
@@ -213,3 +214,34 @@ def test_replayed_routes_are_those_of_the_losses_the_gradient_and_the_norms(
     assert_reference(paths, world_size, replay=True)
     _, metrics = expected(paths[4], together=False, replay=True)
     assert metrics["route_mismatch_fraction"] > 0.3  # 2 of 4 experts at random
+
+
+def in_two_updates(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float], dict[str, float]]:
+    """The gradient of half of the prompts: alone, and after the other half. Metrics: of both halves, of one pass."""
+    config = config_of(path, ALONE, 1, replay=False)
+    samples, active = make_samples(), torch.ones(NUM_PROMPTS, dtype=torch.bool)
+    with layout() as parallel:
+        policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
+        load_hf_weights(policy, Path(path))
+        gradients = TrainingGradient(policy, config)
+
+        def half(first: bool, after: FoldSums | None = None) -> tuple[FoldSums, GradientStats]:
+            chosen = (torch.arange(NUM_PROMPTS) < NUM_PROMPTS // 2) == first
+            sums, values = gradients.begin(whole=True, after=after), coefficients().view(-1, GROUP) * chosen[:, None]
+            gradients.add(sums, range(NUM_PROMPTS), samples, lambda *_: values, active, norms_wanted=False)
+            return sums, gradients.finish(sums)
+
+        whole = gradients.policy_gradient(samples, coefficients())
+        half(first=False)
+        alone = whole_gradients(policy)
+        _, stats = half(first=False, after=half(first=True)[0])
+        assert whole.routers is not None and stats.routers is not None
+        return alone, whole_gradients(policy), said_of(stats.routers), said_of(whole.routers)
+
+
+def test_metrics_cover_all_updates_of_a_step_and_gradients_their_own(paths: dict[int, str]) -> None:
+    """algo.updates_per_batch; here without a change of the weights, so that one pass has the same metrics."""
+    [(alone, later, found, wanted)] = run_ranks(in_two_updates, 1, paths[2])
+    assert found == pytest.approx(wanted, rel=1e-10)
+    for name, gradient in alone.items():
+        torch.testing.assert_close(later[name], gradient, rtol=1e-10, atol=1e-14)
