@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from oblr_megatron.algo.history import History
-from oblr_megatron.algo.token_pools import TokenPools
+from oblr_megatron.algo.token_pools import TokenPools, means_of
 from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.baselines import BASELINES
 
@@ -96,8 +96,8 @@ class Pools:
             self._sources[source] = self._added(self._sources.get(source, [0.0] * 2), total)
 
     def metrics(self) -> dict[str, float]:
-        """The pools' means, beta and alpha, as far as they are defined."""
-        found = {f"pool/{name or 'data'}/mean": total / weight for name, (total, weight) in self._sources.items()}
+        """The pools' means (see `means_of`), beta and alpha, as far as they are defined."""
+        found = means_of(self._sources)
         if self._trust[1] > 0:
             found["pool/trust"] = _least_squares(self._trust)
         if self._pull[1] > 0:

@@ -12,7 +12,7 @@ Each data source has its own pools. A prompt has no history of its own here. Not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from oblr_megatron.config.algo import AlgoConfig
     from oblr_megatron.types import Prompt, Scored
+
+MOST_LOGGED = 16  # sources
 
 
 class TokenPools:
@@ -61,8 +63,8 @@ class TokenPools:
                 self._sources[source] = self._algo.pool_decay * before + found
 
     def metrics(self) -> dict[str, float]:
-        """The pools' means over all positions."""
-        return {f"pool/{name or 'data'}/mean": float(_mean(sums)) for name, sums in self._sources.items()}
+        """The pools' means over all positions, see `means_of`."""
+        return means_of({name: sums.sum(-1).tolist() for name, sums in self._sources.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-compatible; `load_state_dict` restores it to the bit."""
@@ -80,6 +82,16 @@ class TokenPools:
             return torch.full((NUM_BINS,), torch.nan, dtype=torch.float64)
         sums = torch.stack(pools).sum(0)
         return torch.where(sums[1] > 0, sums[0] / sums[1], _mean(sums))
+
+
+def means_of(pools: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The metrics pool/<source>/mean of the MOST_LOGGED sources with the largest weights.
+
+    Args:
+        pools: N and D of each source. A column `source` may name each row's own.
+    """
+    largest = sorted(pools, key=lambda name: (-pools[name][1], name))[:MOST_LOGGED]
+    return {f"pool/{name or 'data'}/mean": pools[name][0] / pools[name][1] for name in largest}
 
 
 def _mean(sums: Tensor) -> Tensor:

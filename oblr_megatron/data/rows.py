@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,7 +44,7 @@ class Row(NamedTuple):
     id: str  # the row's "id" column, else file name and line
     question: Question
     answer: str
-    source: str  # the row's "source" column, else the file name
+    source: str  # the row's "source" column, else the file name, or in training its other name (`distinct_names`)
     tolerance: str  # in the format of types.Prompt.tolerance
     file: str  # name without suffix
     columns: str = ""  # all columns as a JSON object, with data.keep_columns
@@ -55,7 +55,12 @@ class Row(NamedTuple):
 
 
 def read_rows(
-    source: SourceConfig, config: DataConfig, skipped: list[Skipped], *, training: bool = False
+    source: SourceConfig,
+    config: DataConfig,
+    skipped: list[Skipped],
+    *,
+    training: bool = False,
+    names: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
     """The usable rows in file order; blank lines are ignored.
 
@@ -64,6 +69,7 @@ def read_rows(
         config: fallback column names, after those of the source and its convention.
         skipped: skipped rows are appended here.
         training: skip rows flagged `overlaps_benchmark`, and read the convention's training split.
+        names: other names of files by path, as the source of rows without such a column.
 
     Raises:
         UserError: the source cannot be read.
@@ -72,7 +78,8 @@ def read_rows(
     questions = (source.question_column,) if source.question_column else (*convention.questions, config.question_column)
     answers = (source.answer_column,) if source.answer_column else (*convention.answers, config.answer_column)
     for record in open_source(source, training=training):
-        found = _row(record, convention, questions, answers, training)
+        default = (names or {}).get(record.path, record.file)
+        found = _row(record, convention, questions, answers, training, default)
         if isinstance(found, Row) and config.keep_columns:
             found = _with_columns(found, record)
         if isinstance(found, Row):
@@ -92,9 +99,14 @@ def normalized(words: str) -> str:
 
 
 def _row(
-    record: Record, convention: Convention, questions: Iterable[str], answers: Iterable[str], training: bool
+    record: Record,
+    convention: Convention,
+    questions: Iterable[str],
+    answers: Iterable[str],
+    training: bool,
+    source: str,
 ) -> Row | str:
-    """The row, or the reason to skip it."""
+    """The row, or the reason to skip it; `source` is that of a row without such a column."""
     values = record.value
     if isinstance(values, str):
         return values
@@ -111,7 +123,7 @@ def _row(
         id=text(values.get("id")) or f"{record.file}-{record.number}",
         question=question,
         answer=answer,
-        source=text(values.get("source")) or record.file,
+        source=text(values.get("source")) or source,
         tolerance=_tolerance(values, convention),
         file=record.file,
     )

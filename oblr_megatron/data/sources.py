@@ -11,7 +11,8 @@ import json
 import logging
 import os.path
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
@@ -35,11 +36,12 @@ _CANNOT = "cannot read the data set"
 
 
 class Record(NamedTuple):
-    """One stored row. Example: Record("train", 3, {"question": "2+3?", "answer": "5"})"""
+    """One stored row. Example: Record("train", 3, {"question": "2+3?", "answer": "5"}, "gsm8k/train.jsonl")"""
 
     file: str  # name without suffix, or name of the hub data set
     number: int  # line or row in the file, from 0
     value: dict[str, Any] | str  # the columns, or the reason why the row cannot be read
+    path: str = ""  # of the file or directory, or as configured
 
 
 def named_source(text: str) -> tuple[str, SourceConfig]:
@@ -103,7 +105,7 @@ def open_source(source: SourceConfig, *, training: bool = False) -> Iterator[Rec
     path, kind = Path(source.path), kind_of(source)
     if kind == "generated":
         for number, row in enumerate(gym_rows(source, training=training)):
-            yield Record(source.gym_task, number, row)
+            yield Record(source.gym_task, number, row, source.path)
     elif kind == "file":
         yield from _file(path)
     elif kind == "pattern":
@@ -135,6 +137,49 @@ def kind_of(source: SourceConfig) -> Literal["file", "pattern", "directory", "hu
     return "hub"
 
 
+def distinct_names(sources: Sequence[SourceConfig]) -> list[dict[str, str]]:
+    """For each source, other names for its files, by path, where files of several paths or sources have the same name.
+
+    Such a name is the shortest end of the path, without suffix, that no other file has. One path with several settings
+    has its name and the number of the source. A source that is listed twice keeps its names.
+
+    Example: sources "gsm8k/train.jsonl", "math/train.jsonl", "aime.jsonl"
+        -> [{"gsm8k/train.jsonl": "gsm8k/train"}, {"math/train.jsonl": "math/train"}, {}]
+
+    Raises:
+        UserError: see `kind_of`.
+    """
+    settings = [source.model_dump_json(exclude={"weight"}) for source in sources]
+    files = {
+        (own, path): ends
+        for own, source in zip(settings, sources, strict=True)
+        for path, ends in _ends_of_files(source).items()
+    }
+    counts = Counter(end for ends in files.values() for end in ends)
+    found: dict[str, dict[str, str]] = {own: {} for own in settings}
+    for (own, path), ends in files.items():
+        if counts[ends[0]] > 1:
+            numbered = f"{ends[0]}/{settings.index(own) + 1}"
+            found[own][path] = next((end for end in ends if counts[end] == 1), numbered)
+    return [found[own] for own in settings]
+
+
+def _ends_of_files(source: SourceConfig) -> dict[str, list[str]]:
+    """The ends of each file's path, the shortest first. Example: {"gsm8k/a.jsonl": ["a", "gsm8k/a", "data/gsm8k/a"]}"""
+    if source.gym_task:
+        return {source.path: [source.gym_task]}
+    kind = kind_of(source)
+    if kind == "hub":
+        paths = {source.path: Path(_hub_name(source))}
+    elif kind == "directory":
+        paths = {source.path: Path(os.path.abspath(source.path))}
+    else:
+        files = _matching(source.path) if kind == "pattern" else [Path(source.path)]
+        paths = {str(file): Path(os.path.abspath(file)).with_suffix("") for file in files}
+    parts = {name: path.relative_to(path.anchor).parts for name, path in paths.items()}
+    return {name: ["/".join(own[-count:]) for count in range(1, len(own) + 1)] for name, own in parts.items()}
+
+
 def _bare_convention(path: str) -> str:
     """The convention that the path names, by its name or hub data set; empty if a local path of that name exists."""
     if os.path.exists(path):
@@ -163,7 +208,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
     for index, (number, line) in enumerate(stated):
         if index == 0 and line.strip() == b"[":
             raise UserError(f"{_CANNOT}: it begins with '['", where=str(path), fix=ONE_PER_LINE)
-        yield Record(path.stem, number, _parse(line))
+        yield Record(path.stem, number, _parse(line), str(path))
 
 
 def _matching(pattern: str) -> list[Path]:
@@ -267,7 +312,7 @@ def _records(file: str, data: Any, where: str) -> Iterator[Record]:
         except Exception as error:  # on a damaged file, datasets, pyarrow and fsspec raise unrelated classes
             raise _refusal(error, where) from error
         for row in rows:
-            yield Record(file, number, row)
+            yield Record(file, number, row, where)
             number += 1
 
 

@@ -9,6 +9,7 @@ from oblr_megatron.data.long_rows import LongRows
 from oblr_megatron.data.overlap import Benchmarks, Duplicates
 from oblr_megatron.data.prompt_set import PromptSet, warn_of
 from oblr_megatron.data.rows import Row, Skipped, plain_text, read_rows
+from oblr_megatron.data.sources import distinct_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,9 +51,13 @@ def training_sets(
 
 def _all(config: DataConfig, long_rows: LongRows, skipped: list[list[Skipped]]) -> Sequence[Iterable[Row]]:
     """The rows of each source, without those that are far too long: huge texts need minutes to compare."""
+    rows = (
+        read_rows(source, config, left_out, training=True, names=names)
+        for source, left_out, names in zip(config.train, skipped, distinct_names(config.train), strict=True)
+    )
     return [
-        _without(long_rows.exceeding, read_rows(source, config, left_out, training=True), source.path, left_out)
-        for source, left_out in zip(config.train, skipped, strict=True)
+        _without(long_rows.exceeding, own, source.path, left_out)
+        for own, source, left_out in zip(rows, config.train, skipped, strict=True)
     ]
 
 

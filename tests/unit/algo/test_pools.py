@@ -60,6 +60,18 @@ def test_each_source_has_its_own_pool_and_a_new_one_begins_with_all() -> None:
     assert found == [1.0, 0.0, 0.25]
 
 
+def test_a_source_for_each_row_does_not_fill_the_log() -> None:
+    """The largest pools are logged, also after a resume, which may have them in another order."""
+    pools = make()
+    prompts = [prompt("a", f"https://{number}") for number in range(40)]
+    step(pools, prompts, torch.ones(40, 1), torch.arange(1.0, 41.0)[:, None])
+    assert set(pools.metrics()) == {f"pool/https://{number}/mean" for number in range(24, 40)}
+    same, reordered = make(baseline="pooled_mean"), make(baseline="pooled_mean")
+    step(same, prompts, torch.ones(40, 1), torch.ones(40, 1))
+    reordered.load_state_dict(json.loads(json.dumps(same.state_dict(), sort_keys=True)))
+    assert set(same.metrics()) == set(reordered.metrics()) and len(same.metrics()) == 16
+
+
 def test_plain_pools_ignore_the_norms() -> None:
     pools = make(baseline="pooled_mean")
     step(pools, [prompt("a")], tensor([1.0, 0.0, 0.0, 0.0]), tensor([9.0, 0.0, 0.0, 0.0]))

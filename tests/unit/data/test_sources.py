@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.data.conventions import CONVENTIONS, PLAIN
 from oblr_megatron.data.prompt_set import read_prompts
-from oblr_megatron.data.sources import Record, convention_of, named_source, open_source
+from oblr_megatron.data.sources import Record, convention_of, distinct_names, named_source, open_source
 from oblr_megatron.errors import UserError
 from tests.unit.data.conftest import SUMS, config, stream, sums, write_rows
 
@@ -48,7 +48,7 @@ def parquet(path: Path, rows: list[dict[str, object]]) -> Path:
 
 def test_parquet(tmp_path: Path, tokenizer) -> None:
     path = parquet(tmp_path / "sums.parquet", [*ROWS, {"question": None, "answer": 1, "task": None}])
-    assert records(path)[:2] == [Record("sums", number, row) for number, row in enumerate(ROWS)]
+    assert records(path)[:2] == [Record("sums", number, row, str(path)) for number, row in enumerate(ROWS)]
     prompts = stream(tokenizer, path, shuffle=False)
     assert [(prompt.id, prompt.text, prompt.answer) for prompt in prompts.take(2)] == [
         ("sums-0", "1+1=", "2"),
@@ -229,3 +229,40 @@ def test_the_tokenizer_does_not_warn_of_long_prompts(
     assert said == []
     tokenizer("1 + 1 = 2")
     assert len(said) == 1, "by default it warns"
+
+
+def test_training_files_of_one_name_are_different_sources(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pooled baselines tell sources and prompts apart by `source` and `id`."""
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("gsm8k/train", "math/train", "aime", "parts/a/x", "parts/b/x")):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        sums(Path(f"{name}.jsonl"), 2, first=2 * number)
+    paths = ["gsm8k/train.jsonl", "math/train.jsonl", "aime.jsonl", "parts/*/x.jsonl"]
+    prompts = stream(tokenizer, paths, shuffle=False).take(10)
+    assert {prompt.source for prompt in prompts} == {"gsm8k/train", "math/train", "aime", "a/x", "b/x"}
+    assert {prompt.id for prompt in prompts if "train" in prompt.source} == {"train-0", "train-1"}, "as before"
+    assert {prompt.source for prompt in stream(tokenizer, paths[1], shuffle=False).take(2)} == {"train"}
+
+
+def test_a_column_source_keeps_its_value(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"question": f"{number}+1=", "answer": 1, "source": "train"} for number in range(2)]
+    paths = [tmp_path / name / "train.jsonl" for name in "ab"]
+    for path, row in zip(paths, rows, strict=True):
+        path.parent.mkdir()
+        write_rows(path, [row])
+    assert {prompt.source for prompt in stream(tokenizer, list(map(str, paths))).take(2)} == {"train"}
+
+
+def test_names_of_sources_that_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gsm8k.jsonl").touch()
+    hub, own = {"path": "openai/gsm8k"}, {"path": "gsm8k.jsonl"}
+    found = distinct_names(config([hub, own]).train)
+    assert found == [{"openai/gsm8k": "openai/gsm8k"}, {"gsm8k.jsonl": f"{tmp_path.name}/gsm8k"}]
+    subsets = [{"path": "owner/math", "subset": name} for name in ("algebra", "geometry", "algebra")]
+    assert distinct_names(config(subsets).train) == [{"owner/math": f"math/{place}"} for place in (1, 2, 1)]
+    assert distinct_names(config([own | {"weight": 1}, own | {"weight": 2}]).train) == [{}, {}]
+    tasks = [{"path": "reasoning_gym:gcd", "seed": seed} for seed in (0, 1)]
+    assert [list(names.values()) for names in distinct_names(config(tasks).train)] == [["gcd/1"], ["gcd/2"]]
