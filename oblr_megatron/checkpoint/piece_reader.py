@@ -23,10 +23,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from oblr_megatron.checkpoint.distributed import EXTRA_STATE
 from oblr_megatron.checkpoint.pieces import Piece
 from oblr_megatron.checkpoint.store import FIX, CheckpointError
 from oblr_megatron.checkpoint.torch_dist import METADATA, stored_shape
 from oblr_megatron.weights.names import ModelShape
+
+MODEL = ("embedding.", "decoder.", "output_layer.")
+"""How the names of a GPTModel's own tensors begin; those of an optimizer begin differently."""
 
 
 class PieceReader(FileSystemReader):
@@ -46,9 +50,15 @@ class PieceReader(FileSystemReader):
         """The pieces with the checkpoint's dtypes and padded vocabulary.
 
         Raises:
-            CheckpointError: a tensor is missing or has another shape.
+            CheckpointError: a tensor is missing, has another shape, or is a weight that no piece holds.
         """
-        return [self._find(piece, shape) for piece in pieces]
+        found = [self._find(piece, shape) for piece in pieces]
+        unknown = self._weights() - {piece.sharded.key for piece in found}
+        if unknown:
+            raise self._error(
+                f"the checkpoint has {len(unknown)} tensors that config.json does not imply, {min(unknown)!r} first"
+            )
+        return found
 
     def files(self, pieces: Sequence[Piece]) -> list[str]:
         """The files that hold any of the pieces."""
@@ -156,6 +166,11 @@ class PieceReader(FileSystemReader):
             where=str(self.directory),
             fix="give a checkpoint of a GPTModel with its own config.json",
         )
+
+    def _weights(self) -> set[str]:
+        """Keys of the model's tensors. A tied output layer has no key of its own: megatron-core stores it once."""
+        stored = self.whole.state_dict_metadata
+        return {key for key in stored if key.startswith(MODEL) and EXTRA_STATE not in key}
 
     def _storage(self) -> Mapping[MetadataIndex, Any]:
         """relative_path, offset and length of each chunk."""

@@ -264,6 +264,33 @@ def test_the_config_of_another_model_is_refused(root: Path, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
+    ("family", "sizes", "other", "lost"),
+    [
+        ("qwen3", {}, lambda path: make_hf_dir(path, tied=True), "1 tensors .*'output_layer.weight'"),
+        (
+            "qwen3",
+            {"head_dim": 12},
+            lambda path: make_hf_dir(path, family="llama"),
+            "2 tensors .*'decoder.layers.self_attention.k_layernorm.weight'",
+        ),
+        (
+            "qwen2",
+            {},
+            lambda path: make_hf_dir(path, family="llama"),
+            "1 tensors .*'decoder.layers.self_attention.linear_qkv.bias'",
+        ),
+    ],
+)
+def test_no_weight_is_left_out_because_the_config_does_not_name_it(
+    family: str, sizes: dict[str, int], other: Callable[[Path], Path], lost: str, tmp_path: Path
+) -> None:
+    to_megatron(make_hf_dir(tmp_path / "source", family=family, **sizes), tmp_path / "checkpoint")
+    with pytest.raises(store.CheckpointError, match=f"{lost} first.*Fix: ") as caught:
+        to_hf(tmp_path / "checkpoint", tmp_path / "hf", hf_source=other(tmp_path / "other"))
+    assert caught.value.where == str(tmp_path / "checkpoint") and not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
     ("damage", "message"),
     [
         (shutil.rmtree, "does not exist"),
