@@ -17,9 +17,11 @@ from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.algo.weighting import first_guess
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
+from oblr_megatron.checkpoint.resume import Checkpoint, damage_of
 from oblr_megatron.checkpoint.saver import Facts, Saved, Saver
+from oblr_megatron.checkpoint.store import read_manifest
 from oblr_megatron.config.baselines import BASELINES
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import GradientMomentum, momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
@@ -35,6 +37,7 @@ from oblr_megatron.weights.export import MegatronWeights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -185,16 +188,20 @@ class Run:
         Afterwards the policy may hold the best weights instead of the last.
 
         Raises:
-            RunError: the last checkpoint was not saved, so the run is not finished.
+            RunError: the last checkpoint was not saved, so the run is not finished. Or the best is damaged.
         """
+        failures = [] if self.unsaved is None else [f"{self.unsaved}; a resumed run begins at an older step"]
         if self.config.checkpoint.export_hf:
             self._export("hf")
             best = self.saver.path_of_best()
-            if best is not None:
+            damage = None if best is None else self._damage_of(best)
+            if damage is not None:
+                failures.append(f"{self.config.run_dir} holds the last weights in hf, but no hf_best: {damage}")
+            elif best is not None:
                 load_weights(self.policy, best)
                 self._export("hf_best")
-        if self.unsaved is not None:
-            raise RunError(f"{self.unsaved}; a resumed run begins at an older step")
+        if failures:
+            raise RunError("; ".join(failures))
 
     def rescue(self) -> None:
         """Save the state of a run that cannot go on. Collective.
@@ -214,6 +221,15 @@ class Run:
             return
         self._save(background=False)
         sampling.display.message(f"the run cannot go on; {self.saver.wait()}")
+
+    def _damage_of(self, path: Path) -> UserError | None:
+        """Why a checkpoint cannot be read, equal on every rank. Nothing is unpickled before its checksum matched."""
+        sampling, seconds = self.sampling, self.config.parallel.distributed_timeout_s
+        try:
+            manifest = sampling.collectives.together(lambda: read_manifest(path), what=f"{path}", seconds=seconds)
+        except UserError as error:
+            return error
+        return damage_of(Checkpoint(path, manifest), sampling.parallel.rank, sampling.parallel.world_size)
 
     def _save(self, *, background: bool) -> None:
         """Save the state at the last step boundary."""

@@ -210,7 +210,7 @@ def choose(checkpoints: Sequence[Checkpoint], rank: int, world_size: int) -> Che
     dist.broadcast_object_list(shared, src=0)
     problem: CheckpointError | None = None
     for checkpoint in shared[0]:
-        problem = _problem(checkpoint, rank, world_size)
+        problem = damage_of(checkpoint, rank, world_size)
         if problem is None:
             return checkpoint
         if rank == 0:
@@ -220,8 +220,11 @@ def choose(checkpoints: Sequence[Checkpoint], rank: int, world_size: int) -> Che
     return None
 
 
-def _problem(checkpoint: Checkpoint, rank: int, world_size: int) -> CheckpointError | None:
-    """The first error found by any rank, equal on every rank; files are distributed evenly by size."""
+def damage_of(checkpoint: Checkpoint, rank: int, world_size: int) -> CheckpointError | None:
+    """The first wrong checksum, found by any rank and equal on every rank; collective, see `choose`.
+
+    Files are distributed evenly by size.
+    """
     files = checkpoint.manifest.files
     by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
     own: dict[str, str] | None = None

@@ -16,6 +16,7 @@ from oblr_megatron import run
 from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import pools_of
+from oblr_megatron.checkpoint.pieces import single_process
 from oblr_megatron.config import parse_config
 from oblr_megatron.config.rollout import RolloutConfig
 from oblr_megatron.errors import RunError
@@ -26,8 +27,10 @@ from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import Wave
+from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import GradientStats, Prompt, Sample, Scored
+from tests.unit.checkpoint.test_store import save
 
 NAN, INF = float("nan"), float("inf")
 SCORED = Scored(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([[2, 3], [4, 5]]), failures=1)
@@ -348,3 +351,28 @@ def test_norms_in_another_unit_are_not_continued(
     run.Run.restore(second, run.Run._facts(first) | {"config": first.config.model_dump(mode="json")})
     assert second.usual_norm == (4e3 if now in (before, "sketch") else 0.0)
     assert second.history(prompts).expected.isfinite().all().item() is kept
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", None])
+def test_the_best_weights_are_exported_only_from_an_intact_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str | None
+) -> None:
+    """The last weights are exported in any case. Not covered: several ranks (tests/distributed/test_resume.py)."""
+    best = save(tmp_path, 20)
+    weights = best / "__0_0.distcp"
+    content = weights.read_bytes()
+    weights.write_bytes({"flip": content[:-1] + b"!", "cut": content[:-1], None: content}[harm])
+    done: list[str] = []
+    monkeypatch.setattr(run, "load_weights", lambda policy, path: done.append(path.name))
+    parts = make_run(tmp_path)
+    parts.sampling.parallel = SimpleNamespace(rank=0, world_size=1)
+    parts.saver, parts.unsaved, parts._export = SimpleNamespace(path_of_best=lambda: best), None, done.append
+    parts._damage_of = partial(run.Run._damage_of, parts)
+    with single_process():
+        parts.sampling.collectives = Collectives(rank=0)
+        if harm is None:
+            run.Run.export(parts)
+        else:
+            with pytest.raises(RunError, match=r"in hf, but no hf_best: the file .*\[.*__0_0.distcp\]. Fix: "):
+                run.Run.export(parts)
+    assert done == (["hf"] if harm else ["hf", best.name, "hf_best"])
