@@ -30,6 +30,7 @@ from concurrent.futures import TimeoutError as NotDoneError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,7 @@ class Saver:
         self._deadline = math.inf  # of that save, by time.monotonic
         self._reported = True
         self.best = self._best_before = self._carried(resumed)
+        self._damaged = self._skipped(resumed)
         if self._rank == 0:  # it holds the lock of the run directory, so that nobody else writes here
             partials.remove_all(self._directory)
 
@@ -145,7 +147,8 @@ class Saver:
             self.best = Best(step, values[self._options.best_metric])
         facts = facts | {"best": None if self.best is None else [self.best.step, self.best.value]}
         keep = [] if self.best is None else [self._directory / store.step_name(self.best.step)]
-        job = _Job(self._group, self._directory / store.step_name(step), Manifest(step, {}, facts), self._model, keep)
+        target, manifest = self._directory / store.step_name(step), Manifest(step, {}, facts)
+        job = _Job(self._group, target, manifest, self._model, keep, self._damaged)
         self._reported = False
         self._deadline = time.monotonic() + self._options.save_timeout_s
         background = background and self._options.async_save
@@ -205,6 +208,13 @@ class Saver:
         dist.broadcast_object_list(shared, src=0, group=self._group)
         return shared[0]
 
+    def _skipped(self, resumed: Facts | None) -> set[Path]:
+        """The checkpoints that the run did not resume from, because they are damaged; for the first rank."""
+        if self._rank != 0 or resumed is None:
+            return set()
+        used = self._directory / store.step_name(resumed["step"])
+        return set(takewhile(lambda path: path != used, store.checkpoints_of(self._directory.parent)))
+
     def _is_best(self, values: Mapping[str, float]) -> bool:
         value = values.get(self._options.best_metric, math.nan)
 
@@ -247,11 +257,18 @@ class _Job:
     """One save, from an empty directory to a committed one; every rank makes the same calls."""
 
     def __init__(
-        self, group: dist.ProcessGroup, target: Path, manifest: Manifest, model: HFDir, keep: list[Path]
+        self,
+        group: dist.ProcessGroup,
+        target: Path,
+        manifest: Manifest,
+        model: HFDir,
+        keep: list[Path],
+        damaged: set[Path],
     ) -> None:
         self.partial = Path()
         self._group, self._rank = group, dist.get_rank()
         self._target, self._manifest, self._model, self._keep = target, manifest, model, keep
+        self._damaged = damaged
         self._started = time.monotonic()
         self._num_bytes = 0
         self._failure: str | None = None
@@ -316,8 +333,9 @@ class _Job:
         files |= store.measure(self.partial, (name for name in names if name not in files))
         self._num_bytes = sum(entry.num_bytes for entry in files.values())
         store.commit(self.partial, self._target, Manifest(self._manifest.step, files, self._manifest.state))
+        self._damaged.discard(self._target)
         try:
-            store.prune(self._target, keep_last, self._keep)
+            store.prune(self._target, keep_last, self._keep, self._damaged)
         except FAILURES as error:  # this checkpoint is saved; only a removal failed
             logger.warning("cannot remove an older checkpoint: %s", error)
         return str(self._target)

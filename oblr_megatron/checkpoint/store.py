@@ -220,19 +220,27 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     return _committed(directory) if directory.is_dir() else []
 
 
-def prune(committed: Path, keep_last: int, keep: Collection[Path]) -> None:
-    """Remove the checkpoints older than `committed`, except the newest `keep_last`, it included, and those in `keep`.
+def prune(committed: Path, keep_last: int, keep: Collection[Path], damaged: Collection[Path] = ()) -> None:
+    """Remove the checkpoints older than the newest `keep_last` intact ones up to `committed`, except those in `keep`.
 
     Later steps stay and do not count: they are damaged, or an earlier process of the run wrote them. Each is renamed
     first, so that an interrupted removal leaves no damaged checkpoint.
 
     Raises:
+    Args:
+        committed: the newest checkpoint of this process.
+        keep_last: how many to keep, it included.
+        keep: never removed.
+        damaged: known to be damaged inside a file of full size; wrong sizes are found here.
+
         RunError: a checkpoint cannot be renamed.
     """
-    kept = {path.resolve() for path in keep}
+    kept, intact = {path.resolve() for path in keep}, 0
     checkpoints = _committed(committed.parent)
-    for old in checkpoints[checkpoints.index(committed) + keep_last :]:
-        if old.resolve() not in kept:
+    for old in checkpoints[checkpoints.index(committed) :]:
+        if intact < keep_last:
+            intact += old not in damaged and _has_full_size(old)
+        elif old.resolve() not in kept:
             with writing(old):
                 shutil.rmtree(_retire(old), ignore_errors=True)
 
@@ -345,6 +353,14 @@ def _check_size(file: Path, entry: FileEntry) -> None:
 
 
 def _committed(directory: Path) -> list[Path]:
+def _has_full_size(directory: Path) -> bool:
+    try:
+        read_manifest(directory)
+    except CheckpointError:
+        return False
+    return True
+
+
     steps = [(int(named[1]), path) for path in directory.iterdir() if (named := _STEP.fullmatch(path.name))]
     return [path for step, path in sorted(steps, reverse=True) if path.is_dir() and path.name == step_name(step)]
 

@@ -123,10 +123,32 @@ def _carried(path: Path, directory: Path) -> list[Best | None]:
                 config_of(path, directory / name, best_metric=metric),
                 parallel,
                 check_hf_dir(path),
-                {"best": [20, 0.8], "config": before},
+                {"step": 20, "best": [20, 0.8], "config": before},
             ).best
             for name, metric in cases
         ]
+
+
+def test_a_damaged_checkpoint_does_not_displace_the_one_that_the_run_resumed_from(tmp_path: Path) -> None:
+    model = make_hf_dir(tmp_path / "model")
+    assert run_ranks(_resumed_at_20, 1, model, tmp_path) == [[[60, 40, 20], [80, 60], [40, 20], [60, 40]]]
+
+
+def _resumed_at_20(path: Path, directory: Path) -> list[list[int]]:
+    """Steps on disk with keep_last 2 after each save of a run that resumed at 20, because a bit of 40 is wrong."""
+    found = []
+    with layout() as parallel:
+        policy = load_policy(path, parallel)
+        state = training_state(policy, PolicyOptimizer(policy, OptimizerConfig()))
+        for name, steps in (("past", (60, 80)), ("again", (40, 60))):
+            config = config_of(path, directory / name, keep_last=2)
+            for resumed, saves in ((None, (20, 40)), ({"step": 20, "best": None}, steps)):
+                saver = Saver(config, parallel, check_hf_dir(path), resumed)
+                for step in saves:
+                    saver.save(step, state, {"step": step}, {})
+                    saver.wait()
+                    found += [[read_manifest(path).step for path in checkpoints_of(directory / name)]] * bool(resumed)
+    return found
 
 
 def test_what_is_due(tmp_path: Path) -> None:

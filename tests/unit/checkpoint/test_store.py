@@ -230,6 +230,17 @@ def test_a_save_removes_neither_itself_nor_later_steps(tmp_path: Path) -> None:
     assert not older.exists()
 
 
+def test_what_a_run_resumed_from_stays_until_as_many_newer_ones_are_intact(tmp_path: Path) -> None:
+    """30 is cut off; 40 has a flipped bit, which the resumed run knows. 20 is what it resumed from."""
+    oldest, used, cut, flipped, newest = (save(tmp_path, step) for step in (10, 20, 30, 40, 60))
+    (cut / "__0_0.distcp").write_bytes(b"")
+    store.prune(newest, 2, [], damaged={flipped})
+    assert store.checkpoints_of(tmp_path) == [newest, flipped, cut, used] and not oldest.exists()
+    next_one = save(tmp_path, 80)
+    store.prune(next_one, 2, [], damaged={flipped})
+    assert store.checkpoints_of(tmp_path) == [next_one, newest]
+
+
 def test_partials_of_one_process_have_different_names(tmp_path: Path) -> None:
     target = tmp_path / "deep" / store.step_name(1)
     first, second = store.begin(target), store.begin(target)
