@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from oblr_megatron.checkpoint.partials import partial_names, sweep
-from oblr_megatron.checks.run_dir import CHECKPOINTS
+from oblr_megatron.checkpoint.partials import kept_fresh, partial_names, sweep
+from oblr_megatron.checks.run_dir import CHECKPOINTS, check_writable
 from oblr_megatron.errors import NO_SPACE, RunError, UserError
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
@@ -94,13 +94,14 @@ def writing(where: Path) -> Iterator[None]:
 
 
 def check_absent(target: Path) -> None:
-    """Refuse to overwrite anything.
+    """Refuse to overwrite anything, and a target that cannot be created.
 
     Raises:
-        UserError: the target exists.
+        UserError: names the obstacle.
     """
-    if target.exists() or target.is_symlink():
+    if os.path.lexists(target):
         raise UserError("the target exists", where=str(target), fix="choose a new directory, or remove this one")
+    check_writable(target, "the target")
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def partial_directory(target: Path) -> Iterator[Path]:
     sweep(target.parent)
     partial = begin(target)
     try:
-        with writing(target):
+        with kept_fresh(partial), writing(target):
             yield partial
     except BaseException:  # also on an interrupt
         shutil.rmtree(partial, ignore_errors=True)
@@ -226,13 +227,13 @@ def prune(committed: Path, keep_last: int, keep: Collection[Path], damaged: Coll
     Later steps stay and do not count: they are damaged, or an earlier process of the run wrote them. Each is renamed
     first, so that an interrupted removal leaves no damaged checkpoint.
 
-    Raises:
     Args:
         committed: the newest checkpoint of this process.
         keep_last: how many to keep, it included.
         keep: never removed.
         damaged: known to be damaged inside a file of full size; wrong sizes are found here.
 
+    Raises:
         RunError: a checkpoint cannot be renamed.
     """
     kept, intact = {path.resolve() for path in keep}, 0
@@ -352,7 +353,6 @@ def _check_size(file: Path, entry: FileEntry) -> None:
         raise CheckpointError(what, where=str(file), fix=FIX)
 
 
-def _committed(directory: Path) -> list[Path]:
 def _has_full_size(directory: Path) -> bool:
     try:
         read_manifest(directory)
@@ -361,6 +361,7 @@ def _has_full_size(directory: Path) -> bool:
     return True
 
 
+def _committed(directory: Path) -> list[Path]:
     steps = [(int(named[1]), path) for path in directory.iterdir() if (named := _STEP.fullmatch(path.name))]
     return [path for step, path in sorted(steps, reverse=True) if path.is_dir() and path.name == step_name(step)]
 

@@ -1,4 +1,4 @@
-"""Whether a run may write into its directory. Imports no torch."""
+"""Whether a run may write into its directory, and a command into its target. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,14 +31,7 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
     """
     if os.path.exists(run_dir) and not os.path.isdir(run_dir):  # unlike Path's, these raise nothing
         raise UserError("run_dir is a file", where=str(run_dir), fix="name a directory")
-    present = next(place for place in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(place))
-    wanted = os.W_OK | os.X_OK | (os.R_OK if present == run_dir.absolute() else 0)
-    if not os.path.isdir(present) or not os.access(present, wanted):
-        raise UserError(
-            f"run_dir cannot be created: {present} is not a writable directory",
-            where=str(run_dir),
-            fix="name a directory that you can write to",
-        )
+    check_writable(run_dir, "run_dir")
     held = {path.name for path in run_dir.iterdir()} - UNSTARTED if run_dir.is_dir() else set()
     resumable = CONFIG_FILE in held or any((run_dir / CHECKPOINTS).glob("step_*"))
     if held and not (holds_run and resumable):
@@ -46,4 +39,20 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
             "run_dir holds a run" if resumable else "run_dir holds something other than a run",
             where=str(run_dir),
             fix="resume it with --resume, or name a new directory" if resumable else "name a new or an empty directory",
+        )
+
+
+def check_writable(path: Path, name: str) -> None:
+    """Refuse a directory, `name` in the message, that cannot be created, or be read and written if it exists.
+
+    Raises:
+        UserError: names the nearest obstacle.
+    """
+    present = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+    wanted = os.W_OK | os.X_OK | (os.R_OK if present == path.absolute() else 0)
+    if not os.path.isdir(present) or not os.access(present, wanted):
+        raise UserError(
+            f"{name} cannot be created: {present} is not a writable directory",
+            where=str(path),
+            fix="name a directory that you can write to",
         )

@@ -329,6 +329,8 @@ def test_an_existing_target_is_left_alone(root: Path, tmp_path: Path, capsys: py
     (tmp_path / "target").write_text("mine")
     for direction, source in (("to-hf", "checkpoint"), ("to-megatron", "hf")):
         line = ends_in_one_line([direction, str(root / source), str(tmp_path / "target")], capsys)
+        line = ends_in_one_line([direction, str(root / source), str(tmp_path / "target" / "below" / "it")], capsys)
+        assert f"cannot be created: {tmp_path / 'target'} is not a writable directory" in line
         assert f"the target exists [{tmp_path / 'target'}]" in line
     assert (tmp_path / "target").read_text() == "mine"
 

@@ -54,6 +54,22 @@ def test_process_ids_of_another_container_have_no_meaning_here(tmp_path: Path, m
     assert not other.exists()
 
 
+def test_another_host_keeps_a_partial_whose_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer changes nothing for long, for example while vLLM answers."""
+    monkeypatch.setattr(partials, "TOUCH_S", 0.01)
+    with store.partial_directory(tmp_path / "fp8") as partial:
+        past = time.time() - partials.FOREIGN_PARTIAL_S - 1
+        os.utime(partial, (past, past))
+        while partial.stat().st_mtime == past:
+            time.sleep(0.01)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(partials, "here_in_short", lambda: "0123abcd")
+            partials.sweep(tmp_path)
+        assert partial.exists()
+        partial.rename(tmp_path / "fp8")
+    assert [path.name for path in tmp_path.iterdir()] == ["fp8"]
+
+
 def test_the_owner_of_a_directory_removes_every_partial_in_it(tmp_path: Path) -> None:
     """Also those of other hosts, of which `sweep` cannot know whether they live."""
     assert partials.disk_bytes(tmp_path / "absent") == 0

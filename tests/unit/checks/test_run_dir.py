@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from oblr_megatron.checkpoint.store import check_absent
 from oblr_megatron.checks.run_dir import check_run_dir
 from oblr_megatron.errors import UserError
 
@@ -60,3 +61,5 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_below_a_directory_that_the_user_may_not_enter(locked: Path) -> None:
     with pytest.raises(UserError, match=f"run_dir cannot be created: {locked} is not a writable directory"):
         check_run_dir(locked / "runs" / "one")
+    with pytest.raises(UserError, match=f"the target cannot be created: {locked} is not a writable directory"):
+        check_absent(locked / "models" / "hf")

@@ -209,6 +209,7 @@ def test_bad_arguments_are_refused_in_one_line(tmp_path, source, capsys):
     assert "does not exist" in refused(capsys, tmp_path / "no", out, *given)
     assert "argument --format: invalid choice: 'int4'" in refused(capsys, source, out, *given, "--format", "int4")
     assert "the target exists" in refused(capsys, source, tmp_path, *given)
+    assert "the target cannot be created" in refused(capsys, source, rows / "below", *given)
     assert "--calibration" in refused(capsys, source, out)
     assert "cannot read the data set" in refused(capsys, source, out, "--calibration", tmp_path / "no.jsonl")
     (tmp_path / "empty.jsonl").touch()
