@@ -6,7 +6,8 @@ activations are rounded to FP8 and multiplied in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -119,13 +120,30 @@ def _batch(
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=max_tokens, eos_token_id=ends, pad_token_id=padding, use_cache=True
     )
-    output = cast(Any, model).generate(
-        input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings
-    )
+    with _without_own_settings(model):
+        output = cast(Any, model).generate(
+            input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings
+        )
     return [
         _sample(first + row, prompt, answer, ends, tokenizer)
         for row, (prompt, answer) in enumerate(zip(prompts, output[:, length:].tolist(), strict=True))
     ]
+
+
+@contextmanager
+def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
+    """Set aside the model's generation config: `generate` would take from it what a call leaves open.
+
+    Examples are repetition_penalty and suppress_tokens, with which greedy answers are not the most likely tokens.
+    """
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _sample(

@@ -136,8 +136,10 @@ def test_one_row_is_not_enough(tmp_path):
     assert error.value.where == str(path)
 
 
-def test_greedy_answers_do_not_depend_on_the_batch(source):
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 3.0, "suppress_tokens": [4, 5]}])
+def test_greedy_answers_depend_neither_on_the_batch_nor_on_the_models_settings(source, settings):
     model = AutoModelForCausalLM.from_pretrained(source)
+    model.generation_config.update(**settings)
     tokenizer = make_tokenizer()
     prompts = [Prompt(n, str(n), "", row, "", "") for n, row in enumerate([*ROWS, *((k, 4, k) for k in range(2, 20))])]
     samples = transformers_greedy(model, tokenizer, prompts, max_tokens=9)
@@ -150,6 +152,7 @@ def test_greedy_answers_do_not_depend_on_the_batch(source):
         assert sample.text == tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         assert sample.finish_reason == ("stop" if ids[-1] == tokenizer.eos_token_id else "length")
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+    assert settings.items() <= model.generation_config.to_dict().items(), "they are back"
 
 
 def test_right_answers_are_counted():
