@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checkpoint.safetensors_header import DTYPE_BYTES, read_header
-from oblr_megatron.checks.layout import num_experts
+from oblr_megatron.checks.layout import ROPES, num_experts
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import family_of
 from oblr_megatron.formatting import searched_from
@@ -32,7 +32,6 @@ COPIED = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
 """Files that every save and conversion copies from the source if they exist."""
-ROPES = ("rope_parameters", "rope_scaling")
 QUANTIZATION, SCALES = "quantization_config", (".weight_scale", ".input_scale")
 SAMPLED_TENSORS, SAMPLED_BYTES = 64, 4096  # of a fingerprint
 FP8_BYTES = {"F8_E4M3": 1}  # in addition, of a quantized model

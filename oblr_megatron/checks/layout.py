@@ -15,6 +15,11 @@ from oblr_megatron.families import LLAMA3_ROPE, family_of
 if TYPE_CHECKING:
     from oblr_megatron.config import Config, ParallelConfig
 
+ROPES = ("rope_parameters", "rope_scaling")
+"""Tables of config.json with the kind of rotary embedding."""
+PARTIAL_ROTATION = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
+"""Names under which vLLM reads which part of a head is rotated."""
+
 
 def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) -> None:
     """Refuse a layout that does not divide the model or the number of ranks.
@@ -251,7 +256,7 @@ def _check_experts_divide(hf_config: Mapping[str, Any], parallel: ParallelConfig
 
 def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
     family = family_of(hf_config, where)
-    for key in ("rope_parameters", "rope_scaling"):  # transformers reads the second where both are there
+    for key in ROPES:  # transformers reads the second where both are there
         rope = hf_config.get(key) or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in family.rope_types:
@@ -268,6 +273,14 @@ def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
                 where=where,
                 fix="use a model with these values, such as Llama 3.1, 3.2 or 3.3",
             )
+    tables = [hf_config, *(hf_config.get(key) or {} for key in ROPES)]
+    partial = [(name, table[name]) for table in tables for name in PARTIAL_ROTATION if table.get(name) not in (None, 1)]
+    for name, value in partial:
+        raise UserError(
+            f"{name} {value!r} is not supported: vLLM would rotate a part of a head, the trainer rotates all of it",
+            where=where,
+            fix="use a model without it",
+        )
     stated, heads = hf_config.get("head_dim"), hf_config.get("num_attention_heads")
     if stated and not family.states_head_dim and stated * (heads or 0) != hf_config.get("hidden_size"):
         raise UserError(

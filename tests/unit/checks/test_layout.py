@@ -40,6 +40,7 @@ def config(tp: int = 1, pp: int = 1, attention: str = "sdpa", **parallel: Any) -
 def test_layouts_that_divide_pass(tp: int, pp: int, world_size: int) -> None:
     check_layout(MODEL, config(tp, pp), world_size)  # TP 4 and 8 exceed the KV heads, which is allowed
     check_layout(MODEL | {"model_type": "llama", "rope_scaling": LLAMA3}, config(tp, pp), world_size)
+    check_layout(MODEL | {"partial_rotary_factor": 1.0}, config(tp, pp), world_size)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,16 @@ def test_layouts_that_divide_pass(tp: int, pp: int, world_size: int) -> None:
         (4, 1, 4, {"num_attention_heads": 12, "num_key_value_heads": 6}, "6 and tensor_model_parallel_size 4 do not"),
         (1, 1, 1, {"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
         (1, 1, 1, {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type 'linear'"),
+        (
+            1,
+            1,
+            1,
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor 0.5 is not supported: vLLM would rotate a part",
+        ),
+        (1, 1, 1, {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25 is not supported"),
+        (1, 1, 1, {"rope_scaling": {"partial_rotary_factor": 0.75}}, "partial_rotary_factor 0.75 is not supported"),
+        (1, 1, 1, {"rotary_pct": 0.5}, "rotary_pct 0.5 is not supported"),
         (1, 1, 1, {"attention_bias": True}, "attention_bias = true is not supported"),
         (1, 1, 1, {"use_sliding_window": True}, "use_sliding_window = true"),
         (
