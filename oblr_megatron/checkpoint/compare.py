@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from oblr_megatron.checkpoint.distributed import load_weights
+from oblr_megatron.checkpoint.hf_description import hf_config_in, tokenizer_in
+from oblr_megatron.checkpoint.hf_dir import check_hf_files
 from oblr_megatron.checkpoint.pieces import single_process
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.errors import RunError, UserError
@@ -51,27 +53,38 @@ class Agreement:
         )
 
 
-def check_logits(checkpoint: Path, hf_dir: Path, dtype: torch.dtype, prompt: str = PROMPT) -> Agreement:
+def prompt_ids(files: Path, prompt: str = PROMPT) -> Tensor:
+    """Token ids [1, t] of a prompt; longer texts test more.
+
+    Args:
+        files: directory with config and tokenizer; it needs no weights.
+        prompt: text.
+
+    Raises:
+        UserError: the prompt has no tokens, or config or tokenizer cannot be read.
+    """
+    tokenizer = tokenizer_in(files, check_hf_files(files)["vocab_size"])
+    ids: Tensor = tokenizer(prompt, return_tensors="pt").input_ids
+    if not ids.numel():
+        raise UserError("the prompt has no tokens", where="--prompt", fix="give another text")
+    return ids
+
+
+def check_logits(checkpoint: Path, hf_dir: Path, dtype: torch.dtype, ids: Tensor) -> Agreement:
     """Compare the logits of every token of a prompt; takes 12 bytes of memory per parameter.
 
     Args:
         checkpoint: with a run's tensor names (see pieces.py).
-        hf_dir: with weights and tokenizer.
+        hf_dir: with weights.
         dtype: both models' weights are rounded to it, so that a conversion to it counts as exact.
-        prompt: text; longer texts test more.
+        ids: of the prompt, see `prompt_ids`.
 
     Raises:
         RunError: the logits differ, or the checkpoint does not hold the model.
-        UserError: the prompt has no tokens.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
-    ids = AutoTokenizer.from_pretrained(hf_dir)(prompt, return_tensors="pt").input_ids
-    if not ids.numel():
-        raise UserError("the prompt has no tokens", where="--prompt", fix="give another text")
     with single_process() as parallel:
         ids = ids.to(parallel.device)
-        found = _policy_logits(checkpoint, hf_dir, AutoConfig.from_pretrained(hf_dir), dtype, ids, parallel)
+        found = _policy_logits(checkpoint, hf_dir, hf_config_in(hf_dir), dtype, ids, parallel)
     agreement = agreement_of(found, _transformers_logits(hf_dir, dtype, ids))
     if not agreement.holds:
         raise RunError(f"{checkpoint} and {hf_dir} are different models: {agreement}; the tolerance is {TOLERANCE:.0e}")

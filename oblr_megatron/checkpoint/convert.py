@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.checkpoint import store
+from oblr_megatron.checkpoint.hf_description import hf_config_in
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir, check_hf_files
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description, whole_directory, write_weights
 from oblr_megatron.checkpoint.piece_reader import PieceReader
@@ -41,7 +42,6 @@ from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.precision import DTYPES
-from oblr_megatron.model.transformer_config import HFConfig
 from oblr_megatron.weights.export import TensorMeta
 from oblr_megatron.weights.names import ModelShape, split, table, views
 
@@ -211,10 +211,8 @@ def _find(reader: PieceReader, files: Path, parallel: Parallel) -> tuple[ModelSh
         CheckpointError: the checkpoint does not hold this model.
         UserError: the config is missing, or the model is not supported.
     """
-    from transformers import AutoConfig
-
     check_model(check_hf_files(files), ParallelConfig(), where=str(files / "config.json"))
-    hf_config: HFConfig = AutoConfig.from_pretrained(files)
+    hf_config = hf_config_in(files)
     shape = ModelShape.of(hf_config)
     model = meta_model(hf_config, ModelConfig.model_validate({"path": files}), parallel)
     named = [pieces_of(sharded_state(model, naming), shape) for naming in NAMINGS]

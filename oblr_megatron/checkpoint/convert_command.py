@@ -13,6 +13,7 @@ from oblr_megatron.runtime.arguments import count
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from oblr_megatron.checkpoint.convert import Advance
 
@@ -44,10 +45,11 @@ def _to_megatron(options: argparse.Namespace) -> int:
     _prepare(options)
     from oblr_megatron.checkpoint.convert import to_megatron
 
+    ids = _prompt(options, options.source)
     with _progress() as advance:
         done = to_megatron(options.source, options.target, _dtype(options), advance)
-    if options.check:
-        _check(options, checkpoint=options.target, hf_dir=options.source, dtype=done.dtype)
+    if ids is not None:
+        _check(ids, checkpoint=options.target, hf_dir=options.source, dtype=done.dtype)
     print(done)
     return EXIT_OK
 
@@ -56,8 +58,10 @@ def _to_hf(options: argparse.Namespace) -> int:
     _prepare(options)
     from oblr_megatron.checkpoint.convert import newest, to_hf
     from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES
+    from oblr_megatron.checkpoint.saver import HF
 
     source = newest(options.source)  # resolved once, because a run may save another one meanwhile
+    ids = _prompt(options, options.hf_source or source / HF)
     with _progress() as advance:
         done = to_hf(
             source,
@@ -67,8 +71,8 @@ def _to_hf(options: argparse.Namespace) -> int:
             max_shard_bytes=options.max_shard_bytes or MAX_SHARD_BYTES,
             advance=advance,
         )
-    if options.check:
-        _check(options, checkpoint=source, hf_dir=options.target, dtype=done.dtype)
+    if ids is not None:
+        _check(ids, checkpoint=source, hf_dir=options.target, dtype=done.dtype)
     print(done)
     return EXIT_OK
 
@@ -85,13 +89,20 @@ def _prepare(options: argparse.Namespace) -> None:
     check_absent(options.target)
 
 
-def _check(options: argparse.Namespace, *, checkpoint: Path, hf_dir: Path, dtype: torch.dtype) -> None:
+def _prompt(options: argparse.Namespace, files: Path) -> Tensor | None:
+    """The prompt's tokens for --check, read before anything is written. Files that are absent are refused later."""
+    from oblr_megatron.checkpoint.compare import PROMPT, prompt_ids
+
+    return prompt_ids(files, options.prompt or PROMPT) if options.check and files.is_dir() else None
+
+
+def _check(ids: Tensor, *, checkpoint: Path, hf_dir: Path, dtype: torch.dtype) -> None:
     from transformers.utils.logging import disable_progress_bar
 
-    from oblr_megatron.checkpoint.compare import PROMPT, check_logits
+    from oblr_megatron.checkpoint.compare import check_logits
 
     disable_progress_bar()
-    print(f"check: {check_logits(checkpoint, hf_dir, dtype, options.prompt or PROMPT)}")
+    print(f"check: {check_logits(checkpoint, hf_dir, dtype, ids)}")
 
 
 def _dtype(options: argparse.Namespace) -> torch.dtype | None:

@@ -16,6 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oblr_megatron.checkpoint.hf_description import hf_config_in, tokenizer_in
 from oblr_megatron.checkpoint.safetensors_header import DTYPE_BYTES, read_header
 from oblr_megatron.checks.layout import ROPES, num_experts
 from oblr_megatron.errors import UserError
@@ -58,51 +59,12 @@ class HFDir:
     num_bytes: int  # of all weight files
 
     def hf_config(self) -> PreTrainedConfig:
-        """The configuration as a transformers object.
-
-        Raises:
-            UserError: transformers does not accept it.
-        """
-        from transformers import AutoConfig
-
-        try:
-            return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
-        except Exception as error:  # each of transformers' checks has its own type
-            raise UserError(
-                f"transformers cannot read the configuration: {' '.join(str(error).split()):.300}",
-                where=str(self.path / "config.json"),
-                fix="use the config.json that came with the weights",
-            ) from error
+        """See `hf_config_in`."""
+        return hf_config_in(self.path)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The directory's tokenizer.
-
-        Raises:
-            UserError: its files or config.json are damaged, or it has tokens without a row in the model's embedding.
-        """
-        from transformers import AutoTokenizer
-
-        self.hf_config()
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
-            vocabulary: dict[str, int] = tokenizer.get_vocab()
-        except Exception as error:  # damaged files raise many types, some of them from Rust
-            reason = (str(error).splitlines() or [""])[0]
-            raise UserError(
-                f"cannot read the tokenizer: {type(error).__name__}: {reason}",
-                where=str(self.path),
-                fix="download or export the tokenizer files again",
-            ) from error
-        rows = int(self.config["vocab_size"])
-        beyond = min(((number, token) for token, number in vocabulary.items() if number >= rows), default=None)
-        if beyond is not None:
-            raise UserError(
-                f"the tokenizer has {len(vocabulary)} tokens, but the model's vocab_size is {rows}: "
-                f"token {beyond[1]!r} has id {beyond[0]}",
-                where=str(self.path),
-                fix="use the model's own tokenizer, or resize the model's embeddings (resize_token_embeddings)",
-            )
-        return tokenizer
+        """See `tokenizer_in`."""
+        return tokenizer_in(self.path, int(self.config["vocab_size"]))
 
     @cached_property
     def fingerprint(self) -> str:

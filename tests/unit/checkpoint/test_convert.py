@@ -1,7 +1,7 @@
-"""Conversions by one process: the written files, refused inputs, and the result of --check.
+"""Conversions by one process: the written files, and refused inputs.
 
-Not covered: checkpoints of other layouts (tests/distributed/test_convert.py), memory (test_convert_memory.py), the
-published sizes (test_real_sizes.py).
+Not covered: --check (test_convert_check.py), checkpoints of other layouts (tests/distributed/test_convert.py), memory
+(test_convert_memory.py), the published sizes (test_real_sizes.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from oblr_megatron.checkpoint import store
-from oblr_megatron.checkpoint.compare import agreement_of, check_logits
+from oblr_megatron.checkpoint import safetensors_io, store
 from oblr_megatron.checkpoint.convert import to_hf, to_megatron
 from oblr_megatron.checkpoint.distributed import TorchDistWriter
 from oblr_megatron.checkpoint.hf import load_hf_weights
@@ -31,7 +30,6 @@ from oblr_megatron.checkpoint.piece_reader import PieceReader
 from oblr_megatron.checkpoint.pieces import NAMINGS, single_process
 from oblr_megatron.cli import main
 from oblr_megatron.config import ModelConfig
-from oblr_megatron.errors import RunError
 from oblr_megatron.model.policy import build_policy
 from tests.e2e.forked import call_forked
 from tests.tiny import VOCAB, make_hf_dir, make_moe_hf_dir
@@ -360,33 +358,6 @@ def test_no_room_is_found_out_before_anything_is_written(
         line = ends_in_one_line([direction, str(root / source), str(tmp_path / "target")], capsys, status=1)
         assert "no room" in line
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", MAKE)
-def test_check_finds_the_same_model_and_one_weight_that_is_not(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = MAKE[kind](tmp_path / "source")
-    arguments = [str(source), str(tmp_path / "checkpoint"), "--check", "--prompt", "t3 t5 t9 t2"]
-    assert main(["convert", "to-megatron", *arguments]) == 0
-    arguments = [str(tmp_path / "checkpoint"), str(tmp_path / "half"), "--check", "--dtype", "bfloat16"]
-    assert main(["convert", "to-hf", *arguments]) == 0
-    check, done = capsys.readouterr().out.splitlines()[-2:]
-    assert check.startswith("check: logits of 13 tokens differ by") and "13 of 13" in check
-    assert done.startswith(f"wrote {tmp_path / 'half'}: 0.000 GB in ") and "peak memory" in done
-    tensors = read(source)
-    tensors["model.layers.1.self_attn.q_norm.weight"][3] += 0.05
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RunError, match="are different models: logits of 4 tokens differ by"):
-        check_logits(tmp_path / "checkpoint", source, torch.float32, "t3 t5 t9 t2")
-
-
-def test_agreement_in_numbers() -> None:
-    expected = torch.tensor([[[1.0, -4.0, 2.0], [3.0, 0.0, 1.0]]])
-    found = agreement_of(expected + torch.tensor([0.0, 0.0, 3.9e-4]), expected)
-    assert found.holds and (found.scale, found.same_top, found.tokens) == (4.0, 2, 2)
-    assert not agreement_of(expected + torch.tensor([0.0, 0.0, 4.2e-4]), expected).holds
-    assert not agreement_of(expected * torch.nan, expected).holds
 
 
 @pytest.mark.nightly

@@ -1,0 +1,59 @@
+"""Reads a directory's configuration and tokenizer with transformers; each error is one line. Loads without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oblr_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+def hf_config_in(path: Path) -> PreTrainedConfig:
+    """The configuration as a transformers object.
+
+    Raises:
+        UserError: transformers does not accept it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # each of transformers' checks has its own type
+        raise UserError(
+            f"transformers cannot read the configuration: {' '.join(str(error).split()):.300}",
+            where=str(path / "config.json"),
+            fix="use the config.json that came with the weights",
+        ) from error
+
+
+def tokenizer_in(path: Path, rows: int) -> PreTrainedTokenizerBase:
+    """The directory's tokenizer, for a model with `rows` rows in its embedding.
+
+    Raises:
+        UserError: its files or config.json are damaged, or it has tokens without a row.
+    """
+    from transformers import AutoTokenizer
+
+    hf_config_in(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+    except Exception as error:  # damaged files raise many types, some of them from Rust
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"cannot read the tokenizer: {type(error).__name__}: {reason}",
+            where=str(path),
+            fix="download or export the tokenizer files again",
+        ) from error
+    beyond = min(((number, token) for token, number in vocabulary.items() if number >= rows), default=None)
+    if beyond is not None:
+        raise UserError(
+            f"the tokenizer has {len(vocabulary)} tokens, but the model's vocab_size is {rows}: "
+            f"token {beyond[1]!r} has id {beyond[0]}",
+            where=str(path),
+            fix="use the model's own tokenizer, or resize the model's embeddings (resize_token_embeddings)",
+        )
+    return tokenizer
